@@ -1,0 +1,142 @@
+"""The one door: `attention` checks its input, picks the execution, and says which and why.
+
+Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads (G divides H), D
+head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from workbench.oracle import reference
+from workbench.patterns import Dense, Pattern
+
+BACKENDS = ("reference", "torch", "flex")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None = None, backend="auto", return_lse=False
+):
+    """Attention over the pairs of `pattern`: out (B, Nq, H, D) like q, or (out, lse (B, H, Nq)) with return_lse.
+
+    q (B, Nq, H, D), k and v (B, N, G, D) of one dtype (float64, float32, bfloat16, float16) and device; scale defaults to
+    1 / sqrt(D); lse is the natural logarithm of the softmax denominator, float32 (float64 for float64). A row that no
+    key reaches has out 0, lse -inf and zero gradients.
+    backend: "auto" (see `explain`), "reference", "torch" or "flex"; one asked for by name runs or raises ValueError with
+    the reason, as does any input that the pattern or the shapes do not allow.
+    """
+    check(q, k, v, pattern, scale)
+    q, k, v = autocast(q, k, v)
+    chosen = choose(backend, q, k, v, pattern, return_lse)[0]
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    out, lse = _RUN[chosen](q, k, v, pattern, scale, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str:
+    """Which backend 'auto' takes for this call, and why, in a sentence."""
+    check(q, k, v, pattern)
+    chosen, why = choose("auto", *autocast(q, k, v), pattern)
+    return f"{chosen}: {why}"
+
+
+def why_not(backend: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, return_lse: bool = False) -> str | None:
+    """The reason why a backend does not run this call, or None."""
+    if backend == "flex":
+        from workbench.execution import flex
+
+        return flex.why_not(q, k, v, pattern, return_lse)
+    if backend in ("torch", "reference"):
+        return None
+    return f"backend={backend!r}: want 'auto' or one of {', '.join(map(repr, BACKENDS))}"
+
+
+def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[str, str]:
+    """(backend, the reason in words); ValueError where the one asked for by name does not run this."""
+    if backend != "auto":
+        reason = why_not(backend, q, k, v, pattern, return_lse)
+        if reason:
+            raise ValueError(reason if reason.startswith("backend=") else f"backend={backend!r}: {reason}")
+        return backend, "asked for by name"
+    if isinstance(pattern, Dense):
+        return "torch", "every pair attends, which torch's fused attention computes as it is"
+    if hasattr(pattern, "segment_lengths"):
+        return "torch", "a dilated branch is a strided view that fused attention takes without a copy"
+    if q.device.type == "cuda":
+        reason = why_not("flex", q, k, v, pattern, return_lse)
+        if reason is None:
+            return "flex", "on this device FlexAttention skips the empty blocks inside one kernel"
+        return "torch", f"key blocks are gathered in chunks, since FlexAttention is not possible here ({reason})"
+    return "torch", f"on a {q.device.type.upper()} gathering the needed key blocks in chunks takes no compilation"
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None = None) -> None:
+    """Raise ValueError, before any work, for what `attention` cannot mean."""
+    if not isinstance(pattern, Pattern):
+        raise ValueError(f"pattern={pattern!r}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"{shapes}: want q (B, Nq, H, D) and k, v (B, N, Hkv, D)")
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"{shapes}: want one batch and head_dim for q, k and v, and k and v of one shape")
+    if q.shape[3] == 0:
+        raise ValueError(f"{shapes}: head_dim is 0; want at least 1")
+    heads, key_heads = q.shape[2], k.shape[2]
+    if heads and (key_heads == 0 or heads % key_heads):
+        raise ValueError(f"{shapes}: {key_heads} key heads do not divide {heads} query heads")
+    if q.shape[1] > k.shape[1]:
+        raise ValueError(f"{shapes}: {q.shape[1]} queries on {k.shape[1]} keys; queries are the last positions, Nq <= N")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        names = ", ".join(str(t.dtype).removeprefix("torch.") for t in (q, k, v))
+        raise ValueError(f"dtypes {names} of {shapes}: want one of float64, float32, bfloat16, float16 for all three")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"devices {q.device}, {k.device}, {v.device} of {shapes}: want one")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale={scale}: want a finite number, or None for 1 / sqrt(head_dim)")
+    batch = getattr(pattern, "batch", None)
+    if batch not in (None, q.shape[0]):
+        raise ValueError(f"the layout is for a batch of {batch}, but {shapes}")
+    (pattern if batch is None else pattern.for_batch(0)).check(k.shape[1], heads, q.shape[1])
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under torch.autocast, what torch does to its own attention: inputs that are not float64 are cast."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(t if t.dtype == torch.float64 else t.to(torch.get_autocast_dtype(kind)) for t in tensors)
+
+
+def _run_reference(q, k, v, pattern, scale, return_lse):
+    out, lse = reference(q, k, v, pattern, scale)
+    return out.to(q.dtype), lse if q.dtype == torch.float64 else lse.float()
+
+
+def _run_torch(q, k, v, pattern, scale, return_lse):
+    from workbench.execution.fused import unit_stride
+    from workbench.execution.torch_backend import attend
+
+    square = not pattern.causal or q.shape[1] == k.shape[1]  # torch aligns its causal mask at the first query
+    if isinstance(pattern, Dense) and square and not return_lse and q.numel():
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *(unit_stride(t).transpose(1, 2) for t in (q, k, v)),
+            is_causal=pattern.causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2],
+        )  # fmt: skip
+        return out.transpose(1, 2), None
+    out, lse = attend(q, k, v, pattern.handle, scale)
+    if getattr(pattern, "heads", "all") == "partition":  # each head is in one branch; the branches are averaged
+        out = out / pattern.divisor(q.shape[2])
+    return out, lse
+
+
+def _run_flex(q, k, v, pattern, scale, return_lse):
+    from workbench.execution import flex
+
+    return flex.forward(q, k, v, pattern, scale, return_lse)
+
+
+_RUN = {"reference": _run_reference, "torch": _run_torch, "flex": _run_flex}

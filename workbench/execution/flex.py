@@ -1,0 +1,281 @@
+"""Block-sparse, neighborhood and predicate attention by FlexAttention (arXiv 2412.05496), torch's compiled kernel.
+
+The kernel walks a table of key blocks for each block of queries, and asks a mask function about the pairs of blocks that
+are visible in part. Both come from the pattern: the tables from `Pattern.blocks`, so that nothing of the size N x N is
+made, and the mask from its predicate, with the tensors it looks up padded past the last block. Shapes are compiled in (a
+captured tensor with a symbolic length does not compile on a CPU): a new length costs a compilation, the same one does not.
+
+Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads, D head_dim. h, i
+and j are a query head and absolute positions of a query and a key.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+import sysconfig
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.functional import pad
+
+from workbench.patterns import BlockSparse, Neighborhood, Predicate
+from workbench.patterns.base import Blocks
+
+BLOCK = 128  # where the pattern does not say
+TILE = 128  # CUDA: the largest tile of torch's kernels, forward and backward; a block is a whole number of tiles
+GRID = 65_535  # CUDA: batch and heads are grid dimensions
+COMPILATIONS = 1 << 20  # a process: past torch's own limit it would run unfused, with an N x N tensor
+
+
+# --- may it run --------------------------------------------------------------------------------------------------------
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor, pattern, return_lse: bool = False) -> str | None:
+    """Why FlexAttention does not run this call, in a sentence, or None.
+
+    q (B, Nq, H, D), k and v (B, N, G, D).
+    """
+    (b, _, h, d), n = q.shape, k.shape[1]
+    if q.dtype == torch.float64:
+        return "FlexAttention has no float64 kernel"
+    if q.device.type not in ("cpu", "cuda"):
+        return f"FlexAttention runs on a CPU or CUDA here, not on {q.device.type}"
+    if n and h and counts_repeats(pattern, n, h):
+        return f"{pattern.name} counts how often a query sees a key, which a mask cannot say"
+    if q.device.type == "cpu":
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            return "FlexAttention has no backward on a CPU (under torch.no_grad() it runs there)"
+        if return_lse:
+            return "FlexAttention returns no lse on a CPU"
+        return no_cpu_kernel()
+    if torch.cuda.get_device_capability(q.device) < (7, 0):
+        return "FlexAttention's CUDA kernels are written in Triton, which needs compute capability 7.0"
+    if importlib.util.find_spec("triton") is None:
+        return "FlexAttention's CUDA kernels are written in Triton, which is not installed"
+    if not 16 <= d <= 256:
+        return f"FlexAttention's CUDA kernels want a head_dim of 16 to 256, not {d}"
+    if max(b, h) > GRID:
+        return f"FlexAttention's CUDA kernels want at most {GRID} sequences and heads, not {b} and {h}"
+    bq, bk = block_size = block_size_of(pattern)
+    if bq % TILE or bk % TILE:
+        return f"FlexAttention's CUDA kernels walk tiles of up to {TILE}: blocks of {block_size} are no multiple of it"
+    return None
+
+
+def counts_repeats(pattern, n: int, heads: int) -> bool:
+    """Whether a query may see a key more than once: then `count` is not bool."""
+    pattern = pattern.for_batch(0) if getattr(pattern, "batch", None) else pattern
+    zero = torch.zeros(1, 1, 1, dtype=torch.int64)
+    return pattern.count(zero, zero, zero, n, heads).dtype != torch.bool
+
+
+def no_cpu_kernel() -> str | None:
+    """Why this machine cannot build FlexAttention's CPU kernel, or None."""
+    if sys.platform == "darwin" or not torch.cpu._is_avx2_supported():
+        return "FlexAttention's CPU kernel wants Linux and AVX2"
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "FlexAttention compiles its CPU kernel, and there is no C++ compiler here (Debian's package is g++)"
+    if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+        return "FlexAttention compiles its CPU kernel, and Python.h is missing here (Debian's package is python3-dev)"
+    return None
+
+
+# --- running -----------------------------------------------------------------------------------------------------------
+
+
+@torch.compiler.disable
+def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """out (B, Nq, H, D) and, with return_lse, lse (B, H, Nq) float32, from q (B, Nq, H, D), k and v (B, N, G, D).
+
+    Both are differentiable on CUDA. Wants `why_not` to be None; ValueError where torch cannot compile the pattern.
+    """
+    if q.numel() == 0:
+        out = q * (k.sum() + v.sum())  # nothing, and zero gradients
+        return out, out.sum(-1).transpose(1, 2).float() if return_lse else None
+    if q.device.type == "cpu":
+        q, k, v = q.detach(), k.detach(), v.detach()  # refused there with requires_grad, even under no_grad
+    plan = plan_of(pattern, q, k)
+    queries = pad(q, (0, 0, 0, 0, plan.front, 0)) if plan.front else q
+    q_, k_, v_ = (x.transpose(1, 2) for x in (queries, k, v))  # (B, heads, positions, D)
+    limits = {"recompile_limit": COMPILATIONS, "accumulated_recompile_limit": COMPILATIONS}
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, **limits), torch.set_grad_enabled(
+        torch.is_grad_enabled() and q.device.type == "cuda"
+    ):
+        try:
+            out, lse = compiled()(q_, k_, v_, plan.mask, scale, return_lse, plan.options)
+        except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"backend='flex': torch cannot compile {pattern!r}: {reason}; backend='torch' runs it") from error
+    out = out[:, :, plan.front :].transpose(1, 2)
+    return out, lse[:, :, plan.front :] if return_lse else None
+
+
+def attend(q, k, v, mask: BlockMask, scale: float, return_lse: bool, options: dict):
+    """What is compiled: (out (B, H, queries, D), lse (B, H, queries) or None)."""
+    grouped = q.shape[1] != k.shape[1]
+    options = dict(options)
+    if not return_lse:
+        return flex_attention(q, k, v, None, mask, scale, grouped, kernel_options=options), None
+    out, aux = flex_attention(
+        q, k, v, None, mask, scale, grouped, kernel_options=options, return_aux=AuxRequest(lse=True)
+    )
+    return out, aux.lse
+
+
+@functools.cache
+def compiled():
+    return torch.compile(attend, dynamic=False, fullgraph=True)
+
+
+# --- the pattern in FlexAttention's terms --------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """mask: the tables and the mask function. front: zero queries put before the first, so that blocks start where the
+    pattern's do. options: for the kernel."""
+
+    mask: BlockMask
+    front: int
+    options: dict
+
+
+def plan_of(pattern, q: Tensor, k: Tensor) -> Plan:
+    """The plan for these sizes, kept with the pattern: a predicate's blocks take N^2 evaluations to find."""
+    key = (k.shape[1], q.shape[2], q.shape[1], str(q.device))
+    kept = pattern.__dict__.get("_flex")
+    if kept is None or kept[0] != key:
+        pattern._flex = kept = (key, make_plan(pattern, *key))  # the last sizes only
+    return kept[1]
+
+
+def make_plan(pattern, n: int, heads: int, nq: int, device: str) -> Plan:
+    batch = getattr(pattern, "batch", None)
+    block_size = bq, bk = block_size_of(pattern)
+    each = [pattern] if batch is None else [pattern.for_batch(x) for x in range(batch)]
+    blocks = [x.blocks(n, heads, nq, block_size) for x in each]
+    rows, cols = blocks[0].rows, blocks[0].cols
+    first = n - nq if rows == 1 else blocks[0].first * bq  # the position of the kernel's query 0
+    front = n - nq - first
+    cpu = torch.device(device).type == "cpu"
+    mask = BlockMask(
+        (nq + front, n),
+        *tables(blocks, False, device, wide=cpu),
+        *tables(blocks, True, device, wide=cpu),
+        *((None,) * 4 if cpu else (*transposed(blocks, False, device), *transposed(blocks, True, device))),
+        block_size,
+        mask_mod(visible_of(pattern, n, heads, n + max(bq, bk), device), first),
+    )
+    if cpu:
+        # With one query torch would take another kernel, which is wrong where a partition sees no key.
+        options = {"PARTITION_SIZE": COMPILATIONS}
+    else:
+        # Likewise on CUDA, where it also refuses many grouped heads. And torch takes a length that is a multiple of 128
+        # for one that needs no bounds, which is not so for larger blocks.
+        options = {"FORCE_USE_FLEX_ATTENTION": True} | ({"IS_DIVISIBLE": False} if n % bk or (nq + front) % bq else {})
+    return Plan(mask, front, options)
+
+
+def block_size_of(pattern) -> tuple[int, int]:
+    return getattr(pattern, "block_size", (BLOCK, BLOCK))
+
+
+def tables(blocks: list[Blocks], full: bool, device, wide: bool) -> tuple[Tensor, Tensor]:
+    """The key blocks of each row: how many, int32 (batch, layouts, rows), and which, (batch, layouts, rows, most)."""
+    one = blocks[0]
+    line, column = entries(blocks, full)
+    return table(line, column, (len(blocks), one.layouts, one.rows), one.cols, device, wide)
+
+
+def transposed(blocks: list[Blocks], full: bool, device) -> tuple[Tensor, Tensor]:
+    """The rows that see each key block: the backward's tables."""
+    one = blocks[0]
+    line, column = entries(blocks, full)
+    line, order = (line // one.rows * one.cols + column).sort(stable=True)
+    row = (entries(blocks, full)[0] % one.rows)[order]
+    return table(line, row, (len(blocks), one.layouts, one.cols), one.rows, device, wide=False)
+
+
+def entries(blocks: list[Blocks], full: bool) -> tuple[Tensor, Tensor]:
+    """(row of all layouts of all batch entries, key block) of the full or of the partial blocks."""
+    lines, columns = [], []
+    for x, one in enumerate(blocks):
+        many = len(one.starts) - 1
+        line = torch.arange(x * many, (x + 1) * many).repeat_interleave(one.starts.diff())
+        lines.append(line[one.full == full])
+        columns.append(one.columns[one.full == full])
+    return torch.cat(lines), torch.cat(columns)
+
+
+def table(line: Tensor, value: Tensor, shape: tuple[int, int, int], most: int, device, wide: bool):
+    """Ragged lines as a table of the longest one's width, rounded up to a power of two: another layout of about the same
+    size then needs no other compilation. wide: torch's CPU kernel wants `most` columns, of which it reads none but a
+    line's own, so lines overlap there.
+    """
+    lines = shape[0] * shape[1] * shape[2]
+    number = torch.bincount(line, minlength=lines)
+    width = min(most, 1 << (max(1, int(number.max())) - 1).bit_length())
+    place = torch.arange(len(line)) - (number.cumsum(0) - number)[line]
+    flat = torch.zeros(lines * width + most, dtype=torch.int32)
+    flat[line * width + place] = value.to(torch.int32)
+    size, stride = (*shape, most if wide else width), (shape[1] * shape[2] * width, shape[2] * width, width, 1)
+    return number.to(torch.int32).view(shape).to(device), flat.to(device).as_strided(size, stride)
+
+
+# --- the mask function ---------------------------------------------------------------------------------------------------
+
+
+def mask_mod(visible, first: int):
+    """FlexAttention's mask function, of positions within the call, from fn(h, i, j) of absolute ones."""
+    return lambda b, h, q, k: visible(h, q + first, k)
+
+
+def visible_of(pattern, n: int, heads: int, end: int, device):
+    """fn(h, i, j) -> bool, right for the pairs of visible blocks, and defined for all positions below `end`."""
+    if isinstance(pattern, Neighborhood):
+        places = [padded(x, end, device) for x in pattern.coordinates(torch.arange(n))]
+        return near(places, pattern.radius)
+    if isinstance(pattern, BlockSparse):
+        rank = None if pattern.causal_rank is None else padded(pattern.causal_rank, end, device)
+        return refined(pattern.causal, rank, pattern.predicate, n)
+    if isinstance(pattern, Predicate):
+        return refined(pattern.causal, None, pattern.fn, n)
+    return refined(False, None, lambda h, i, j: pattern.count(h, i, j, n, heads), n)
+
+
+def padded(x: Tensor, end: int, device) -> Tensor:
+    """A lookup table of positions, int32, for all positions below `end`."""
+    return pad(x.to(torch.int32), (0, end - len(x))).to(device)
+
+
+def near(places: list[Tensor], radius: tuple[int, ...]):
+    def visible(h, i, j):
+        seen = i >= 0
+        for place, r in zip(places, radius, strict=True):
+            seen = seen & ((place[i] - place[j]).abs() <= r)
+        return seen
+
+    return visible
+
+
+def refined(causal: bool, rank: Tensor | None, fn, n: int):
+    def visible(h, i, j):
+        seen = i >= 0
+        if rank is not None:
+            seen = rank[j] <= rank[i]
+        elif causal:
+            seen = j <= i
+        if fn is not None:  # a user's function may look up tensors of n entries, and wants int64
+            seen = seen & fn(h.to(torch.int64), i.to(torch.int64).clamp(max=n - 1), j.to(torch.int64).clamp(max=n - 1))
+        return seen
+
+    return visible

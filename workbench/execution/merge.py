@@ -1,0 +1,26 @@
+"""Merging attention over disjoint sets of keys: one softmax from its parts (log-sum-exp weights).
+
+    out = sum_p exp(lse_p - lse) out_p,   lse = log sum_p exp(lse_p)
+
+Dimensions: ... any, D head_dim. A part that sees nothing has lse -inf and changes nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Two parts (out (..., D), lse (...)) as one; (0, -inf) merged with itself is (0, -inf), with x exactly x."""
+    out, lse = one[0].clone(), one[1].clone()
+    merge_(out, lse, *other)
+    return out, lse
+
+
+def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge a part into (out, lse) in place. The part's share of the weights is sigmoid(part_lse - lse)."""
+    share = torch.sigmoid(part_lse - lse)
+    share.masked_fill_(part_lse == -torch.inf, 0)  # -inf - -inf is NaN: nothing merged with nothing
+    out.lerp_(part.to(out.dtype), share[..., None].to(out.dtype))
+    torch.logaddexp(lse, part_lse, out=lse)

@@ -1,0 +1,52 @@
+"""Layers over `attention`, so that what is probed is a whole layer and not only its core."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from workbench.dispatch import attention
+
+
+class MultiheadAttention(nn.Module):
+    """Self-attention with projections: x (B, N, embed_dim) -> (B, N, embed_dim), like torch.nn.MultiheadAttention.
+
+    num_heads divides embed_dim, num_kv_heads (default num_heads) divides num_heads. With `context` (B, N, embed_dim), x
+    holds the queries, the last Nq of the N positions, and keys and values come from the context (cached decoding).
+    dropout acts on the output, in training only. Dropout on the attention weights, key-padding masks and score biases are
+    refused by name: a fused softmax that honours them is not what these patterns compute.
+    """
+
+    def __init__(
+        self, embed_dim, num_heads, pattern, *, num_kv_heads=None, bias=True, dropout=0.0, attention_dropout=0.0,
+        backend="auto", device=None, dtype=None,
+    ):  # fmt: skip
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"embed_dim={embed_dim}, num_heads={num_heads}: num_heads must divide embed_dim")
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(f"num_heads={num_heads}, num_kv_heads={num_kv_heads}: the second must divide the first")
+        if attention_dropout:
+            raise ValueError(f"attention_dropout={attention_dropout}: want 0; `dropout` acts on the output instead")
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
+        self.pattern, self.backend = pattern, backend
+        to = {"bias": bias, "device": device, "dtype": dtype}
+        self.q = nn.Linear(embed_dim, embed_dim, **to)
+        self.k = nn.Linear(embed_dim, num_kv_heads * self.head_dim, **to)
+        self.v = nn.Linear(embed_dim, num_kv_heads * self.head_dim, **to)
+        self.out = nn.Linear(embed_dim, embed_dim, **to)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, context: Tensor | None = None, *, key_padding_mask=None, attn_mask=None) -> Tensor:
+        for name, value in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if value is not None:
+                raise ValueError(f"{name} is not supported: which pairs attend is the pattern's to say (Predicate)")
+        context = x if context is None else context
+        heads = (-1, self.head_dim)
+        q = self.q(x).unflatten(-1, heads)  # (B, Nq, H, D)
+        k, v = (f(context).unflatten(-1, heads) for f in (self.k, self.v))  # (B, N, Hkv, D)
+        y = attention(q, k, v, self.pattern, backend=self.backend)
+        return self.dropout(self.out(y.flatten(-2)))
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, pattern={self.pattern!r}"

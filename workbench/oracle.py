@@ -1,0 +1,44 @@
+"""The float64 oracle: dense attention over a pattern's multiplicities, which defines what every execution must return.
+
+    out[h, t] = sum_j C[h, t, j] exp(s[h, t, j]) v[j] / sum_j C[h, t, j] exp(s[h, t, j]),   lse = log of the denominator
+
+with s = scale * q.k and C the pattern's `multiplicity`. A row that sees no key: out 0, lse -inf, zero gradients.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """out (B, Nq, H, D) and lse (B, H, Nq), both float64 and differentiable, from q (B, Nq, H, D), k and v (B, N, Hkv, D).
+
+    N x N memory: meant for small N. scale defaults to 1 / sqrt(D).
+    """
+    (b, nq, h, d), n = q.shape, k.shape[1]
+    if getattr(pattern, "batch", None):  # a layout of its own for each sequence of the batch
+        c = torch.stack([pattern.for_batch(x).multiplicity(n, h, nq) for x in range(b)])
+    else:
+        c = pattern.multiplicity(n, h, nq)[None]  # (1, H, Nq, N)
+    c = c.to(q.device, torch.float64)
+
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(h // k.shape[2], dim=2) for x in (k, v))  # (B, N, H, D): one key head a query head
+    scale = 1 / math.sqrt(d) if scale is None else scale
+    s = torch.einsum("bthd,bjhd->bhtj", q, k) * scale
+
+    visible = c > 0
+    top = s.masked_fill(~visible, -torch.inf).amax(-1, keepdim=True).detach() if n else s.new_zeros(b, h, nq, 1)
+    top = top.masked_fill(top == -torch.inf, 0)
+    weight = c * torch.exp((s - top).masked_fill(~visible, -torch.inf))  # (B, H, Nq, N)
+    total = weight.sum(-1, keepdim=True)
+    seen = total > 0
+    total = total.masked_fill(~seen, 1)
+    out = torch.einsum("bhtj,bjhd->bthd", weight / total, v)
+    lse = (total.log() + top).masked_fill(~seen, -torch.inf).squeeze(-1)
+    if hasattr(pattern, "divisor"):  # the head-partitioned dilated pattern averages its branches
+        out = out / pattern.divisor(h)
+    return out, lse

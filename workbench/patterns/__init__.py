@@ -1,0 +1,37 @@
+"""What attends to what: one class a kind of pattern, all answering the questions of `Pattern`."""
+
+from __future__ import annotations
+
+from workbench.patterns import layouts
+from workbench.patterns.base import Blocks, Pattern, living
+from workbench.patterns.block_sparse import BlockSparse
+from workbench.patterns.dense import Dense
+from workbench.patterns.dilated import Dilated
+from workbench.patterns.neighborhood import Neighborhood
+from workbench.patterns.predicate import Predicate
+
+__all__ = [
+    "BlockSparse",
+    "Blocks",
+    "Dense",
+    "Dilated",
+    "Neighborhood",
+    "Pattern",
+    "Predicate",
+    "from_spec",
+    "layouts",
+    "living",
+]
+
+
+def from_spec(spec: dict) -> Pattern:
+    """The pattern that `Pattern.spec` describes; ValueError where it holds a user's function or is not understood."""
+    kinds = {kind.__name__: kind for kind in (Dense, Dilated, BlockSparse, Neighborhood, Predicate)}
+    arguments = dict(spec)
+    kind = kinds.get(arguments.pop("pattern", None))
+    if kind is None:
+        raise ValueError(f"pattern={spec.get('pattern')!r}: want one of {', '.join(kinds)}")
+    try:
+        return getattr(kind, "from_spec", kind)(**arguments)
+    except TypeError as error:
+        raise ValueError(f"spec={spec!r}: {error}") from None

@@ -1,0 +1,261 @@
+"""A layout of visible blocks, refined by causality and by a predicate inside the blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workbench.patterns import layouts
+from workbench.patterns.arguments import describe, flag, wholes
+from workbench.patterns.base import TILE, Blocks, Pattern, pair_of
+from workbench.patterns.predicate import evaluate, source_of
+
+CHUNK = 1 << 20  # cells of the block grid that are looked at at once: a few MB
+
+
+@dataclass
+class Part:
+    """Visible blocks of one layout in the query blocks [start, end): row, column int64 (absolute), full bool."""
+
+    head: int
+    start: int
+    end: int
+    row: Tensor
+    column: Tensor
+    full: Tensor
+
+    def only(self, left: Tensor, full: Tensor | None = None) -> Part:
+        full = self.full if full is None else full
+        return Part(self.head, self.start, self.end, self.row[left], self.column[left], full[left])
+
+
+class BlockSparse(Pattern):
+    """visible(h, i, j) = layout(h, i // bq, j // bk), and time(j) <= time(i) if causal, and predicate(h, i, j).
+
+    layout: from workbench.layouts. block_size: an int or (query, key).
+    predicate: fn(h, i, j) on broadcastable int64 tensors -> bool.
+    causal_rank: int64 (N,), a token's place in time where that is not its place in memory; wants causal=True.
+    """
+
+    def __init__(self, layout, block_size=128, causal=False, predicate=None, causal_rank=None):
+        if not isinstance(layout, layouts.Layout):
+            raise ValueError(f"layout={layout!r}: want a layout, e.g. layouts.local(4) or layouts.explicit(blocks)")
+        self.layout = layout
+        sizes = wholes("block_size", block_size if isinstance(block_size, (tuple, list)) else [block_size] * 2, 1)
+        if len(sizes) != 2:
+            raise ValueError(f"block_size={block_size!r}: want an int >= 1, or (query, key) of two")
+        self.block_size = sizes
+        self.causal = flag("causal", causal)
+        if predicate is not None and not callable(predicate):
+            raise ValueError(f"predicate={predicate!r}: want a function of (h, i, j), or None")
+        self.predicate = predicate
+        if causal_rank is not None:
+            if not isinstance(causal_rank, Tensor) or causal_rank.dtype != torch.int64 or causal_rank.ndim != 1:
+                raise ValueError(f"causal_rank={describe(causal_rank)}: want an int64 tensor (N,), or None")
+            if not causal:
+                raise ValueError("causal_rank without causal=True has no effect: want causal=True, or no causal_rank")
+        self.causal_rank = causal_rank
+
+    @property
+    def batch(self) -> int | None:
+        """The batch size where the layout differs by batch entry, else None."""
+        return self.layout.batch
+
+    def for_batch(self, b: int) -> BlockSparse:
+        """The pattern of one batch entry."""
+        layout = self.layout.for_batch(b)
+        return BlockSparse(layout, self.block_size, self.causal, self.predicate, self.causal_rank)
+
+    def check(self, n, heads, nq=None):
+        nq = super().check(n, heads, nq)
+        self.layout.check(heads, self._grid(n))
+        if self.causal_rank is not None and len(self.causal_rank) != n:
+            raise ValueError(f"causal_rank of {len(self.causal_rank)} tokens: want {n}, one a token")
+        return nq
+
+    def count(self, h, i, j, n, heads):
+        return self._layout(h, i // self.block_size[0], j // self.block_size[1], n) & self._inside(h, i, j)
+
+    def _layout(self, h, a, b, n):
+        if self.batch is not None and self.batch != 1:
+            raise ValueError(f"layout of batch {self.batch}: index the batch, pattern.for_batch(b), first")
+        layout = self.layout if self.batch is None else self.layout.for_batch(0)
+        return layout.visible(h, a, b, self._grid(n))
+
+    def _inside(self, h, i, j):
+        """What a visible block shows: bool, broadcastable."""
+        seen = torch.ones_like(i + j, dtype=torch.bool)
+        if self.causal_rank is not None:
+            rank = self.causal_rank.to(i.device)
+            seen = rank[j] <= rank[i]
+        elif self.causal:
+            seen = j <= i
+        return seen if self.predicate is None else seen & evaluate(self.predicate, h, i, j)
+
+    def _grid(self, n):
+        return -(-n // self.block_size[0]), -(-n // self.block_size[1])
+
+    # --- the block form -----------------------------------------------------------------------------------------------
+
+    def blocks(self, n, heads, nq=None, block_size=None):
+        """At the pattern's own block size; another one is refused."""
+        if block_size is not None and pair_of(block_size) != self.block_size:
+            raise ValueError(f"block_size={block_size!r}: want {self.block_size}, the pattern's own, or None")
+        nq = self.check(n, heads, nq)
+        widths, columns = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int32)]
+        full = [torch.zeros(0, dtype=torch.bool)]
+        for part in self._parts(n, heads, nq):
+            widths.append(torch.bincount(part.row - part.start, minlength=part.end - part.start))
+            columns.append(part.column.to(torch.int32))
+            full.append(part.full)
+        layouts = heads if self._by_head(n, heads) else 1
+        starts = torch.cat(widths).cumsum(0)
+        return Blocks(self.block_size, n, nq, layouts, starts, torch.cat(columns), torch.cat(full))
+
+    def block_density(self, n, heads, nq=None, block_size=None):
+        blocks = self.blocks(n, heads, nq, block_size)
+        return len(blocks.columns) / max(1, blocks.layouts * blocks.rows * blocks.cols)
+
+    def _by_head(self, n, heads) -> bool:
+        if self.layout.per_head or self.predicate is None or not n or heads < 2:
+            return self.layout.per_head
+        last = torch.full((1, 1, 1), n - 1)
+        return len(evaluate(self.predicate, torch.arange(heads).view(-1, 1, 1), last, last)) > 1
+
+    def _parts(self, n, heads, nq):
+        """The visible blocks of a few whole rows at a time, row by row, layout by layout."""
+        first, (rows, cols) = (n - nq) // self.block_size[0], self._grid(n)
+        step = max(1, CHUNK // max(1, cols))
+        key_times = self._times(0, n, self.block_size[1])
+        for head in range(heads if self._by_head(n, heads) else 1):
+            for start in range(first, rows if nq else first, step):
+                part = self._part(head, start, min(rows, start + step), n, nq, key_times)
+                yield part if self.predicate is None else self._refine(part, n, nq)
+
+    def _part(self, head, start, end, n, nq, key_times) -> Part:
+        """Rows [start, end) of one layout, predicate aside."""
+        bq, bk = self.block_size
+        cols = self._grid(n)[1]
+        earliest, latest = self._times(max(start * bq, n - nq), min(end * bq, n), bq)
+        if self.causal and self.causal_rank is None:
+            cols = int(latest[-1]) // bk + 1  # nothing further right is visible to these rows
+        a = torch.arange(start, end, dtype=torch.int32).view(1, -1, 1)
+        b = torch.arange(cols, dtype=torch.int32).view(1, 1, -1)
+        visible = self._layout(torch.full((1, 1, 1), head, dtype=torch.int32), a, b, n).expand(1, end - start, cols)[0]
+        if self.causal:
+            visible = visible & (key_times[0][:cols] <= latest[:, None])
+        row, column = visible.nonzero(as_tuple=True)
+        full = key_times[1][column] <= earliest[row] if self.causal else torch.ones_like(row, dtype=torch.bool)
+        return Part(head, start, end, row + start, column, full)
+
+    def _times(self, low, high, block) -> tuple[Tensor, Tensor]:
+        """int64 (blocks,) twice: the earliest and the latest time in each block that [low, high) reaches."""
+        group = torch.arange(low // block, -(-high // block))
+        if self.causal_rank is None:
+            return (group * block).clamp(min=low), (group * block + block).clamp(max=high) - 1
+        limit = torch.iinfo(torch.int64)
+        where, time = torch.arange(low, high) // block - low // block, self.causal_rank[low:high].cpu()
+        earliest, latest = torch.full_like(group, limit.max), torch.full_like(group, limit.min)
+        return earliest.scatter_reduce_(0, where, time, "amin"), latest.scatter_reduce_(0, where, time, "amax")
+
+    # --- inside the blocks --------------------------------------------------------------------------------------------
+
+    def _evaluated(self, part: Part, n, nq):
+        """Yield (slice of the part's blocks, seen, exists), bool (blocks, bq, bk) both, a few blocks at a time."""
+        (bq, bk), size = self.block_size, len(part.row)
+        step = max(1, TILE // 4 // (bq * bk))
+        for some in (slice(x, min(size, x + step)) for x in range(0, size, step)):
+            h = torch.full((1, 1, 1), part.head)
+            i = part.row[some].view(-1, 1, 1) * bq + torch.arange(bq).view(1, -1, 1)
+            j = part.column[some].view(-1, 1, 1) * bk + torch.arange(bk)
+            exists = (i >= n - nq) & (i < n) & (j < n)
+            # A predicate may look up tensors of n entries: it is only asked about positions that exist.
+            i, j = i.clamp(n - nq, n - 1), j.clamp(max=n - 1)
+            yield some, self._inside(h, i, j).expand(exists.shape) & exists, exists
+
+    def _refine(self, part: Part, n, nq) -> Part:
+        """Without the blocks of which the predicate leaves nothing; full where it leaves all."""
+        left, full = torch.zeros_like(part.full), torch.zeros_like(part.full)
+        for some, seen, exists in self._evaluated(part, n, nq):
+            left[some] = seen.any(2).any(1)
+            full[some] = (seen == exists).all(2).all(1)
+        return part.only(left, full)
+
+    # --- counting -----------------------------------------------------------------------------------------------------
+
+    def pairs(self, n, heads, nq=None):
+        nq = self.check(n, heads, nq)
+        total = sum(self._pairs(part, n, nq) for part in self._parts(n, heads, nq))
+        return total if self._by_head(n, heads) else heads * total
+
+    def distinct(self, n, heads, nq=None):
+        return self.pairs(n, heads, nq)
+
+    def _pairs(self, part: Part, n, nq) -> int:
+        (q0, q1), (k0, k1) = self._spans(part, n, nq)
+        total = int(((q1 - q0) * (k1 - k0))[part.full].sum())
+        rest = part.only(~part.full)
+        if self.predicate is not None or self.causal_rank is not None:
+            return total + sum(int(seen.sum()) for _, seen, _ in self._evaluated(rest, n, nq))
+        # Query i sees i + 1 - k0 keys of the block, at least none and at most all: a difference of triangular numbers.
+        (q0, q1), (k0, k1) = self._spans(rest, n, nq)
+        return total + int((_triangle(q1 - k0) - _triangle(q1 - k1) - _triangle(q0 - k0) + _triangle(q0 - k1)).sum())
+
+    def _spans(self, part: Part, n, nq):
+        """The queries [q0, q1) and keys [k0, k1) of each block."""
+        bq, bk = self.block_size
+        queries = (part.row * bq).clamp(min=n - nq), (part.row * bq + bq).clamp(max=n)
+        return queries, (part.column * bk, (part.column * bk + bk).clamp(max=n))
+
+    def _uncovered(self, n, heads, nq):
+        missing = torch.zeros(heads if self._by_head(n, heads) else 1, dtype=torch.int64)
+        key_earliest = self._times(0, n, self.block_size[1])[0]
+        for part in self._parts(n, heads, nq):
+            low, high = max(part.start * self.block_size[0], n - nq), min(part.end * self.block_size[0], n)
+            line = torch.arange(low, high) // self.block_size[0] - part.start  # of each query
+            if self.predicate is not None:
+                hits = torch.zeros(part.end - part.start, self.block_size[0], dtype=torch.int32)
+                for some, seen, _ in self._evaluated(part, n, nq):
+                    hits.index_add_(0, part.row[some] - part.start, seen.any(2).int())
+                covered = hits[line, torch.arange(low, high) % self.block_size[0]] > 0
+            else:  # a query sees something from the earliest time among its row's key blocks on
+                since = torch.full((part.end - part.start,), torch.iinfo(torch.int64).max)
+                opens = key_earliest[part.column] if self.causal else torch.full_like(part.column, -n)
+                since.scatter_reduce_(0, part.row - part.start, opens, "amin")
+                time = torch.arange(low, high) if self.causal_rank is None else self.causal_rank[low:high].cpu()
+                covered = since[line] <= time
+            missing[part.head] += int((~covered).sum())
+        return missing.expand(heads).clone()
+
+    # --- identity -----------------------------------------------------------------------------------------------------
+
+    def spec(self):
+        spec = {"pattern": "BlockSparse", "layout": self.layout.spec(), "block_size": list(self.block_size)}
+        spec["causal"] = self.causal
+        if self.predicate is not None:
+            spec["predicate"] = source_of(self.predicate)
+        if self.causal_rank is not None:
+            spec["causal_rank"] = layouts.pack(self.causal_rank)
+        return spec
+
+    @classmethod
+    def from_spec(cls, layout, causal_rank=None, predicate=None, **rest):
+        if predicate is not None:
+            raise ValueError("a BlockSparse with a predicate cannot be made from its spec: a predicate is Python code")
+        rank = None if causal_rank is None else layouts.unpack(causal_rank)
+        return cls(layouts.from_spec(layout), causal_rank=rank, **rest)
+
+    @property
+    def name(self):
+        return self.layout.name
+
+    def __repr__(self):
+        causal = ", causal=True" * self.causal
+        return f"BlockSparse({self.layout.name}, block_size={self.block_size}{causal})"
+
+
+def _triangle(x: Tensor) -> Tensor:
+    x = x.clamp(min=0)
+    return x * (x + 1) // 2

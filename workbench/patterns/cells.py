@@ -1,0 +1,126 @@
+"""Exact counting for dilated attention, without looking at pairs.
+
+Two positions are in one segment of every branch of a subset exactly when they are in one cell of the common refinement
+of those segmentations. Within a cell, what all these branches keep is one congruence class (the Chinese remainder
+theorem), so a cell with m kept positions holds m * m pairs, or m (m + 1) / 2 causal ones. Inclusion and exclusion over
+the subsets gives what at least one branch sees.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 18  # cells looked at at once, over all offsets: a few MB
+
+
+def subsets(size: int, deepest: int):
+    """The non-empty subsets of range(size) with at most `deepest` members."""
+    for members in range(1, deepest + 1):
+        yield from itertools.combinations(range(size), members)
+
+
+@dataclass
+class Seen:
+    """For each row of offsets: kept queries, and (query, key) pairs in a common cell. Python ints: no overflow."""
+
+    rows: list[int]
+    pairs: list[int]
+
+
+def count(branches, offsets: Tensor, n: int, nq: int, causal: bool) -> Seen:
+    """What ALL the branches [(w, r), ...] see; offsets int64 (rows, branches); queries are the last nq of n."""
+    branches = [(min(w, n), min(r, n)) for w, r in branches]  # longer than the sequence: the same thing
+    period = math.lcm(*(w for w, _ in branches))  # the cells repeat, and with them what is kept
+    first = n - nq
+    start = first // period * period
+    spans = [(start, min(n, start + period), first, 1)]  # from, to, first query, how often
+    whole = max(0, n // period - start // period - 1)
+    if whole:
+        spans.append((0, period, 0, whole))
+    if start + (1 + whole) * period < n:
+        spans.append((n // period * period, n, 0, 1))
+    seen = Seen([0] * len(offsets), [0] * len(offsets))
+    for low, high, query, times in spans:
+        for begin, end in _cells([w for w, _ in branches], low, high, query, max(1, CHUNK // len(offsets))):
+            step, position, possible = _congruence(branches, offsets, begin, n)
+            kept = _kept(end, position, step) * possible
+            kept_queries = kept - _kept(torch.minimum(end, begin.clamp(min=query)), position, step) * possible
+            pairs = kept_queries * kept
+            if causal:  # the queries are the last of the kept positions
+                pairs -= kept_queries * (kept_queries - 1) // 2
+            width = begin.expand(len(offsets), -1).shape
+            for total, value in ((seen.rows, kept_queries), (seen.pairs, pairs)):
+                for u, x in enumerate(value.expand(width).sum(1).tolist()):
+                    total[u] += times * x
+    return seen
+
+
+def _kept(end: Tensor, position: Tensor, step: int) -> Tensor:
+    """How many of position, position + step, ... are below end."""
+    return ((end - position + step - 1) // step).clamp(min=0)
+
+
+def _cells(lengths, low: int, high: int, query: int, chunk: int):
+    """Yield (starts, ends) of the cells in [low, high) that reach past `query`; low is a cell border."""
+    w = min(lengths)
+    low = max(low, max(query // length * length for length in lengths))  # the cell that holds the first query
+    step = max(1, chunk // len(lengths)) * w
+    edges = [low, *range((low // step + 1) * step, high, step), high]
+    for a, b in itertools.pairwise(edges):
+        starts = [torch.tensor([a])] + [_multiples(x, a, b) for x in lengths]
+        starts = torch.cat(starts).unique()
+        yield starts, torch.cat([starts[1:], torch.tensor([b])])
+
+
+def _multiples(x: int, low: int, high: int) -> Tensor:
+    """The multiples of x strictly between low and high."""
+    first = low // x + 1
+    return torch.arange(first, max(first, -(-high // x))) * x
+
+
+def _congruence(branches, offsets: Tensor, begin: Tensor, n: int):
+    """What all branches keep in each cell: (step, first kept position >= begin, whether there can be one)."""
+    step, residue, possible = 1, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
+    for b, (w, r) in enumerate(branches):
+        want = offsets[:, b, None]  # (rows, 1)
+        possible = possible & (want < r)
+        if w % r:
+            want = want + begin // w * w
+        if step >= n:  # one candidate a cell: test it (and keep every product below 2^63)
+            residue = begin + (residue - begin) % step
+            possible = possible & ((residue - want) % r == 0)
+            continue
+        common = math.gcd(step, r)
+        possible = possible & ((want - residue) % common == 0)
+        turns = (want - residue) // common % (r // common) * pow(step // common, -1, r // common) % (r // common)
+        residue = residue + step * turns
+        step = step // common * r
+        residue = residue % step
+    return step, begin + (residue - begin) % step, possible
+
+
+class Pieces:
+    """Positions [low, high) cut at block and at segment borders; only pieces that keep a position, in order.
+
+    block, segment, first, last: int64 (pieces); first and last kept position. whole: bool, the piece is all that
+    [low, high) has of its block, and all of it is kept.
+    """
+
+    def __init__(self, low: int, high: int, block: int, w: int, r: int, offset: int):
+        cuts = [_multiples(x, low, high) for x in (block, w)]
+        starts = torch.cat([torch.tensor([low]), *cuts]).unique()
+        ends = torch.cat([starts[1:], torch.tensor([high])])
+        origin = starts // w * w + offset
+        first = starts + (origin - starts) % r
+        first = torch.maximum(first, origin)  # r > w: the residue may not have come up yet
+        last = ends - 1 - (ends - 1 - origin) % r
+        keep = first < ends
+        self.first, self.last = first[keep], last[keep]
+        self.block, self.segment = starts[keep] // block, starts[keep] // w
+        size = (self.block * block + block).clamp(max=high) - (self.block * block).clamp(min=low)
+        self.whole = (self.last - self.first) // r + 1 == size

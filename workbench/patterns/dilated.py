@@ -1,0 +1,185 @@
+"""LongNet's dilated attention (arXiv 2307.02486): segments, and within a segment every r-th position.
+
+Branch b has segment length w and dilation rate r. Position t is in segment t // w; a head with offset o keeps the
+positions with (t mod w) mod r == o, for queries and keys alike, and sees what is kept in its own segment. Branches mix
+by their softmax denominators: one softmax over the multiset of visible keys, so `count` may exceed 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workbench.patterns import cells
+from workbench.patterns.arguments import choice, flag, wholes
+from workbench.patterns.base import Blocks, Pattern, pair_of
+
+PAPER = (2048, 4096, 8192, 16384, 32768)
+NAMES = {(PAPER, (1, 2, 4, 6, 12)): "longnet-paper", (PAPER, (1, 2, 4, 8, 16)): "longnet-pow2"}
+
+
+class Dilated(Pattern):
+    """count(h, i, j) = #{branches b : i // w == j // w, both kept under head h's offset, and j <= i if causal}.
+
+    segment_lengths, dilation_rates: ints >= 1, one of each per branch; any combination is valid, also w longer than the
+    sequence and r longer than w.
+    heads: "all", every head is in every branch; "partition", each branch owns a group of heads (sizes differ by at most
+    one, larger first) with offset branch mod r, and the output is divided by `divisor(heads)`.
+    offsets: a head's offset in a branch, "interleaved" h mod r (the paper) or "blocked" h // ceil(heads / r) (the
+    official code, so published weights).
+    """
+
+    def __init__(self, segment_lengths, dilation_rates, causal=False, heads="all", offsets="interleaved"):
+        self.segment_lengths = wholes("segment_lengths", segment_lengths, 1)
+        self.dilation_rates = wholes("dilation_rates", dilation_rates, 1)
+        if len(self.segment_lengths) != len(self.dilation_rates):
+            raise ValueError(
+                f"segment_lengths={self.segment_lengths!r}, dilation_rates={self.dilation_rates!r}: want one rate for "
+                f"each segment length, got {len(self.dilation_rates)} for {len(self.segment_lengths)}"
+            )
+        self.causal = flag("causal", causal)
+        self.heads = choice("heads", heads, "all", "partition")
+        self.offsets = choice("offsets", offsets, "interleaved", "blocked")
+        if self.heads == "partition" and self.offsets == "blocked":
+            raise ValueError(
+                "offsets='blocked': with heads='partition' the offset is the branch's, want offsets='interleaved'"
+            )
+
+    # --- who is in which branch ---------------------------------------------------------------------------------------
+
+    def head_range(self, branch: int, heads: int) -> range:
+        """The heads that take part in a branch; empty where there are fewer heads than branches (partition)."""
+        if self.heads == "all":
+            return range(heads)
+        size, larger = divmod(heads, len(self.segment_lengths))
+        start = branch * size + min(branch, larger)
+        return range(start, start + size + (branch < larger))
+
+    def offset(self, branch: int, h: int, heads: int) -> int | None:
+        """The residue that head h keeps in a branch, below r; None where the head is not in the branch."""
+        r = self.dilation_rates[branch]
+        if h not in self.head_range(branch, heads):
+            return None
+        if self.heads == "partition":
+            return branch % r
+        return h % r if self.offsets == "interleaved" else h // -(-heads // r)
+
+    def divisor(self, heads: int) -> int:
+        """What the output is divided by: 1, or min(heads, branches) under heads="partition"."""
+        return 1 if self.heads == "all" else max(1, min(heads, len(self.segment_lengths)))
+
+    def _offsets(self, heads: int) -> Tensor:
+        """int64 (heads, branches): each head's offset in each branch, -1 where it is not in it."""
+        branches = range(len(self.segment_lengths))
+        table = [[self.offset(b, h, heads) for b in branches] for h in range(heads)]
+        flat = [-1 if o is None else o for row in table for o in row]
+        return torch.tensor(flat, dtype=torch.int64).view(heads, len(branches))
+
+    # --- counting -----------------------------------------------------------------------------------------------------
+
+    def count(self, h, i, j, n, heads):
+        table = self._offsets(heads).to(h.device)
+        total = torch.zeros((), dtype=torch.int32, device=h.device)
+        for b, (w, r) in enumerate(zip(self.segment_lengths, self.dilation_rates, strict=True)):
+            o = table[:, b][h]
+            total = total + ((i // w == j // w) & (i % w % r == o) & (j % w % r == o))
+        return torch.where(j <= i, total, 0) if self.causal else total
+
+    def pairs(self, n, heads, nq=None):
+        nq = self.check(n, heads, nq)
+        return sum(self._weigh(n, heads, nq, lambda seen: seen.pairs, deepest=1))
+
+    def distinct(self, n, heads, nq=None):
+        nq = self.check(n, heads, nq)
+        return sum(self._weigh(n, heads, nq, lambda seen: seen.pairs))
+
+    def _uncovered(self, n, heads, nq):
+        covered = self._weigh(n, heads, nq, lambda seen: seen.rows)  # a kept query sees itself
+        return nq - torch.tensor(covered, dtype=torch.int64)
+
+    def _weigh(self, n, heads, nq, what, deepest=None) -> list[int]:
+        """Per head, the inclusion-exclusion sum over subsets of branches, or (deepest=1) the sum over branches."""
+        if not heads or not nq:
+            return [0] * heads
+        distinct, which = self._offsets(heads).unique(dim=0, return_inverse=True)  # heads with equal offsets: once
+        branches = list(zip(self.segment_lengths, self.dilation_rates, strict=True))
+        totals = [0] * len(distinct)
+        for subset in cells.subsets(len(branches), deepest or len(branches)):
+            inside = (distinct[:, list(subset)] >= 0).all(1)
+            if not inside.any():
+                continue
+            offsets = distinct[inside][:, list(subset)]
+            seen = cells.count([branches[b] for b in subset], offsets, n, nq, self.causal)
+            sign = 1 if len(subset) % 2 else -1
+            for u, value in zip(inside.nonzero().flatten().tolist(), what(seen), strict=True):
+                totals[u] += sign * value
+        return [totals[u] for u in which.tolist()]
+
+    def blocks(self, n, heads, nq=None, block_size=128):
+        """Blocks that some branch reaches; full where exactly one branch reaches the block and keeps all of it."""
+        nq = self.check(n, heads, nq)
+        block_size = pair_of(block_size)
+        bq, bk = block_size
+        distinct, which = self._offsets(heads).unique(dim=0, return_inverse=True)
+        first, cols = (n - nq) // bq, -(-n // bk)
+        rows = -(-n // bq) - first if nq else 0
+        parts = []
+        for offsets in distinct.tolist():
+            codes, full = self._reached(offsets, n, nq, block_size)
+            codes, where, times = codes.unique(return_inverse=True, return_counts=True)
+            once = torch.zeros(len(codes), dtype=torch.int64).index_add_(0, where, full.long())
+            row = codes // max(1, cols)
+            starts = torch.searchsorted(row, torch.arange(1, rows + 1) + first)
+            parts.append((starts, (codes % max(1, cols)).to(torch.int32), (once == 1) & (times == 1)))
+        if len(parts) == 1:
+            which = which[:1]
+        starts, total = [torch.zeros(1, dtype=torch.int64)], 0
+        for u in which.tolist():
+            starts.append(parts[u][0] + total)
+            total += len(parts[u][1])
+        columns = torch.cat([parts[u][1] for u in which.tolist()] or [torch.zeros(0, dtype=torch.int32)])
+        full = torch.cat([parts[u][2] for u in which.tolist()] or [torch.zeros(0, dtype=torch.bool)])
+        return Blocks(block_size, n, nq, len(which), torch.cat(starts), columns, full)
+
+    def _reached(self, offsets, n, nq, block_size) -> tuple[Tensor, Tensor]:
+        """int64 codes row * cols + col (at most once a branch) and bool: this branch alone makes the block full."""
+        cols = -(-n // block_size[1])
+        codes, full = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.bool)]
+        for w, r, o in zip(self.segment_lengths, self.dilation_rates, offsets, strict=True):
+            if o < 0 or not nq:
+                continue
+            query = cells.Pieces(n - nq, n, block_size[0], w, r, o)
+            key = cells.Pieces((n - nq) // w * w // block_size[1] * block_size[1], n, block_size[1], w, r, o)
+            # Join on the segment: the key pieces of a segment are consecutive.
+            low = torch.searchsorted(key.segment, query.segment)
+            many = torch.searchsorted(key.segment, query.segment, right=True) - low
+            q = torch.arange(len(many)).repeat_interleave(many)
+            k = torch.arange(len(q)) - (many.cumsum(0) - many - low).repeat_interleave(many)
+            whole = query.whole[q] & key.whole[k]
+            if self.causal:
+                whole &= key.last[k] <= query.first[q]
+                seen = key.first[k] <= query.last[q]
+                q, k, whole = q[seen], k[seen], whole[seen]
+            code, where = (query.block[q] * cols + key.block[k]).unique(return_inverse=True)
+            codes.append(code)
+            full.append(torch.zeros(len(code), dtype=torch.int64).index_add_(0, where, whole.long()) > 0)
+        return torch.cat(codes), torch.cat(full)
+
+    # --- identity -----------------------------------------------------------------------------------------------------
+
+    def spec(self):
+        return {
+            "pattern": "Dilated",
+            "segment_lengths": list(self.segment_lengths),
+            "dilation_rates": list(self.dilation_rates),
+            "causal": self.causal,
+            "heads": self.heads,
+            "offsets": self.offsets,
+        }
+
+    @property
+    def name(self):
+        branches = zip(self.segment_lengths, self.dilation_rates, strict=True)
+        spelled = "dilated-" + "-".join(f"{w}x{r}" for w, r in branches)
+        name = NAMES.get((self.segment_lengths, self.dilation_rates), spelled)
+        return name + ("-partition" if self.heads == "partition" else "") + ("-blocked" * (self.offsets == "blocked"))

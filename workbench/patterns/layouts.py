@@ -1,0 +1,310 @@
+"""Block layouts: which (query block i, key block j) are visible, as values with set algebra.
+
+`local(4) | global_(1)`, `strided(16) & ~local(1)`, `random(0.1, seed=0) - local(2)`: each layout is one predicate on
+(i, j), for any grid of blocks; |, &, - and ~ combine predicates. Indices are absolute: query block i covers positions
+[i * bq, (i + 1) * bq). Nothing of the size of the grid is stored, except in `explicit` layouts.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import operator
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.patterns.arguments import describe, flag, whole, wholes
+
+OPERATORS = {"|": operator.or_, "&": operator.and_, "-": operator.sub, "~": operator.invert}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Layout:
+    """A predicate on blocks.
+
+    visible(h, i, j, grid): broadcastable integer tensors and grid = (rows, columns) of blocks -> bool
+    per_head: whether it depends on the head
+    of: what a combination combines; tensor: the blocks of an explicit layout
+    """
+
+    kind: str
+    arguments: dict
+    visible: Callable[[Tensor, Tensor, Tensor, tuple[int, int]], Tensor]
+    per_head: bool = False
+    of: tuple[Layout, ...] = ()
+    tensor: Tensor | None = None
+
+    def __or__(self, other):
+        return _combine("|", self, other, lambda *x: self.visible(*x) | other.visible(*x))
+
+    def __and__(self, other):
+        return _combine("&", self, other, lambda *x: self.visible(*x) & other.visible(*x))
+
+    def __sub__(self, other):
+        return _combine("-", self, other, lambda *x: self.visible(*x) & ~other.visible(*x))
+
+    def __invert__(self):
+        return Layout("~", {}, lambda *x: ~self.visible(*x), self.per_head, (self,))
+
+    @property
+    def batch(self) -> int | None:
+        """The batch size of an explicit (B, H, rows, cols) layout, None for all others."""
+        if self.tensor is not None:
+            return len(self.tensor) if self.tensor.ndim == 4 else None
+        return next((part.batch for part in self.of if part.batch is not None), None)
+
+    def for_batch(self, b: int) -> Layout:
+        """The layout of one batch entry; a layout without a batch is its own."""
+        if self.batch is None:
+            return self
+        if self.tensor is not None:
+            return explicit(self.tensor[b], **self.arguments)
+        return OPERATORS[self.kind](*(part.for_batch(b) for part in self.of))
+
+    def check(self, heads: int, grid: tuple[int, int]) -> None:
+        """Raise ValueError where an explicit tensor is not of these heads and blocks."""
+        for part in self.of:
+            part.check(heads, grid)
+        if self.tensor is None:
+            return
+        shape = tuple(self.tensor.shape)
+        if shape[-2:] != grid:
+            raise ValueError(f"layout of shape {shape}: its last two dimensions are {shape[-2:]}, want {grid} blocks")
+        if len(shape) > 2 and shape[-3] != heads:
+            raise ValueError(f"layout of shape {shape}: it has {shape[-3]} heads, want {heads}")
+
+    def spec(self) -> dict:
+        """JSON-able; `from_spec` is its inverse."""
+        if self.of:
+            return {"layout": self.kind, "of": [part.spec() for part in self.of]}
+        packed = {} if self.tensor is None else {"blocks": pack(self.tensor)}
+        return {"layout": self.kind, **self.arguments, **packed}
+
+    @property
+    def name(self) -> str:
+        """Short, for tables: local-4+global-1+strided-16, random-0.90 (the sparsity)."""
+        if self.kind == "~":
+            return f"~{self.of[0]._inner}"
+        if self.kind == "|":
+            return "+".join(part.name if part.kind == "|" else part._inner for part in self.of)
+        if self.of:
+            return self.kind.join(part._inner for part in self.of)
+        if self.kind == "random":
+            return f"random-{_short(1 - self.arguments['density'])}"
+        if self.kind == "explicit":
+            return self.arguments["name"]
+        values = [".".join(map(str, v)) if isinstance(v, (list, tuple)) else str(v) for v in self.arguments.values()]
+        return "-".join([self.kind.rstrip("_"), *values])
+
+    @property
+    def _inner(self) -> str:
+        return f"({self.name})" if len(self.of) > 1 else self.name
+
+    def __eq__(self, other):
+        return isinstance(other, Layout) and self.spec() == other.spec()
+
+    def __hash__(self):
+        return hash(json.dumps(self.spec()))
+
+    def __repr__(self):
+        return f"<layout {self.name}>"
+
+    def __reduce__(self):  # predicates are closures: pickled and copied by their spec
+        return from_spec, (self.spec(),)
+
+
+def _combine(kind, left, right, visible) -> Layout:
+    if not isinstance(right, Layout):
+        return NotImplemented
+    if left.batch is not None and right.batch is not None and left.batch != right.batch:
+        raise ValueError(f"layouts of batch {left.batch} and {right.batch}: want one batch size")
+    return Layout(kind, {}, visible, left.per_head or right.per_head, (left, right))
+
+
+def from_spec(spec: dict) -> Layout:
+    """The layout that `Layout.spec` describes."""
+    spec = dict(spec)
+    kind = spec.pop("layout", None)
+    if kind in OPERATORS:
+        return OPERATORS[kind](*map(from_spec, spec["of"]))
+    if kind == "explicit":
+        return explicit(unpack(spec.pop("blocks")), **spec)
+    makers = {"local": local, "global_": global_, "strided": strided, "dilated": dilated, "random": random}
+    makers["hierarchical"] = hierarchical
+    if kind not in makers:
+        raise ValueError(f"layout={kind!r}: want one of {', '.join([*makers, 'explicit', *OPERATORS])}")
+    return makers[kind](**spec)
+
+
+# --- the layouts ------------------------------------------------------------------------------------------------------
+
+
+def local(k: int) -> Layout:
+    """|i - j| <= k"""
+    k = whole("k", k, 0)
+    return Layout("local", {"k": k}, lambda h, i, j, grid: (i - j).abs() <= k)
+
+
+def global_(k: int) -> Layout:
+    """i < k or j < k"""
+    k = whole("k", k, 0)
+    return Layout("global_", {"k": k}, lambda h, i, j, grid: (i < k) | (j < k))
+
+
+def strided(s: int) -> Layout:
+    """i = j (mod s)"""
+    s = whole("s", s, 1)
+    return Layout("strided", {"s": s}, lambda h, i, j, grid: i % s == j % s)
+
+
+def dilated(offsets=(1, 2, 4)) -> Layout:
+    """i = j or |i - j| in offsets"""
+    offsets = wholes("offsets", offsets, 1)
+
+    def visible(h, i, j, grid):
+        distance = (i - j).abs()
+        seen = distance == 0
+        for offset in offsets:
+            seen |= distance == offset
+        return seen
+
+    return Layout("dilated", {"offsets": list(offsets)}, visible)
+
+
+def hierarchical(window: int = 1, levels: int = 4) -> Layout:
+    """|i - j| <= window * min(2 ** (levels - 1), the largest power of two that divides j)
+
+    Level l (0 <= l < levels) holds the distances above window * 2 ** (l - 1) and up to window * 2 ** l (level 0: from
+    0), and sees there one key block in 2 ** l: the levels are disjoint, and the farther, the sparser.
+    """
+    window, levels = whole("window", window, 1), whole("levels", levels, 1)
+    if levels > 31:
+        raise ValueError(f"levels={levels}: want 1 to 31")
+
+    def visible(h, i, j, grid):
+        divisor = j.new_tensor(1 << (levels - 1))
+        divisor = torch.where(j % divisor == 0, divisor, j & -j)
+        return ((i - j).abs() + window - 1) // window <= divisor  # no product: int32 could overflow
+
+    return Layout("hierarchical", {"window": window, "levels": levels}, visible)
+
+
+def random(density: float, seed: int = 0, per_head: bool = False) -> Layout:
+    """j is among (i + 1) * total // rows - i * total // rows key blocks drawn for row i without replacement
+
+    total = max(rows, round(density * rows * cols)): at least one block a row, rows differ by at most one. The
+    draw depends on (seed, i) alone, with per_head=True also on the head. `block_density` says what came of it.
+    """
+    if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0 < density <= 1:
+        raise ValueError(f"density={density!r}: want a number in (0, 1], the share of blocks that is visible")
+    seed, per_head = whole("seed", seed, 0), flag("per_head", per_head)
+
+    def visible(h, i, j, grid):
+        rows, cols = grid
+        total = max(rows, round(density * rows * cols))
+        lines, line = i.unique(return_inverse=True)
+        heads, head = h.unique(return_inverse=True) if per_head else (torch.zeros(1, dtype=torch.int64), h * 0)
+        table = torch.zeros(len(heads), len(lines), cols, dtype=torch.bool)
+        for x, head_id in enumerate(heads.tolist()):
+            for y, row in enumerate(lines.tolist()):
+                many = (row + 1) * total // rows - row * total // rows
+                chosen = np.random.default_rng((seed, head_id, row)).choice(cols, many, replace=False, shuffle=False)
+                table[x, y, torch.from_numpy(chosen)] = True
+        return table.to(i.device)[head.long(), line, j.long()]
+
+    arguments = {"density": float(density), "seed": seed, "per_head": per_head}
+    return Layout("random", arguments, visible, per_head)
+
+
+def explicit(blocks: Tensor, name: str = "explicit") -> Layout:
+    """blocks[i, j], blocks[h, i, j] or blocks[b, h, i, j]
+
+    blocks: bool (rows, cols), (H, rows, cols) or (B, H, rows, cols), rows = ceil(N / bq) and cols = ceil(N / bk): rows
+    are absolute, also where there are fewer queries than keys.
+    """
+    if not isinstance(blocks, Tensor) or blocks.dtype != torch.bool or blocks.ndim not in (2, 3, 4):
+        raise ValueError(
+            f"blocks={describe(blocks)}: want a bool tensor (rows, cols), (H, rows, cols) or (B, H, rows, cols)"
+        )
+    if not isinstance(name, str):
+        raise ValueError(f"name={name!r}: want a string")
+    blocks = blocks.detach()
+
+    def visible(h, i, j, grid):
+        table = blocks.to(i.device)
+        if table.ndim == 4:
+            raise ValueError(f"layout of batch {len(table)}: index the batch, for_batch(b), first")
+        return table[i, j] if table.ndim == 2 else table[h, i, j]
+
+    return Layout("explicit", {"name": name}, visible, blocks.ndim > 2, (), blocks)
+
+
+@torch.no_grad()
+def top_k(q: Tensor, k: Tensor, block_size, count: int, causal: bool = False) -> Layout:
+    """j is among the `count` key blocks of the largest mean(q of block i) . mean(k of block j), per batch and head
+
+    q (B, Nq, H, D), k (B, N, Hkv, D) with Hkv dividing H, queries the last Nq positions. causal=True chooses among the
+    key blocks that start no later than the query block ends. The result is explicit: (B, H, rows, cols).
+    """
+    from workbench.patterns.base import pair_of
+
+    bq, bk = pair_of(block_size)
+    count, causal = whole("count", count, 1), flag("causal", causal)
+    if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}: want (B, Nq, H, D) and (B, N, Hkv, D)")
+    n, nq = k.shape[1], q.shape[1]
+    if nq > n or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}: want Nq <= N and Hkv dividing H")
+    rows, cols, first = -(-n // bq), -(-n // bk), (n - nq) // bq
+    if count > cols:
+        raise ValueError(f"count={count}: want at most the {cols} key blocks of {bk} there are in {n} keys")
+    queries = _pool(q, bq, n - nq - first * bq)  # (B, rows with queries, H, D)
+    keys = _pool(k, bk, 0).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    scores = torch.einsum("bihd,bjhd->bhij", queries, keys)
+    if causal:
+        end = ((torch.arange(first, first + scores.shape[2], device=q.device) + 1) * bq).clamp(max=n)
+        ahead = torch.arange(cols, device=q.device) * bk >= end[:, None]
+        scores = scores.masked_fill(ahead, -torch.inf)
+    best = scores.topk(count, dim=-1)
+    blocks = torch.zeros(q.shape[0], q.shape[2], rows, cols, dtype=torch.bool, device=q.device)
+    blocks[:, :, first : first + scores.shape[2]].scatter_(3, best.indices, best.values > -torch.inf)
+    return explicit(blocks, name=f"top-k-{count}")
+
+
+def _pool(x: Tensor, block: int, skip: int) -> Tensor:
+    """(B, N, H, D) -> (B, blocks, H, D): the mean of each block, where the first block lacks its first `skip` rows."""
+    size = x.shape[1]
+    blocks = -(-(size + skip) // block) if size else 0
+    where = (torch.arange(size, device=x.device) + skip) // block
+    wide = x.double() if x.dtype == torch.float64 else x.float()
+    total = wide.new_zeros(x.shape[0], blocks, *x.shape[2:]).index_add_(1, where, wide)
+    return total / torch.bincount(where, minlength=blocks).clamp(min=1)[:, None, None]
+
+
+# --- identity ---------------------------------------------------------------------------------------------------------
+
+
+def pack(tensor: Tensor) -> dict:
+    """A bool or int64 tensor as JSON-able data."""
+    array = tensor.cpu().numpy()
+    data = np.packbits(array) if array.dtype == np.bool_ else array.astype("<i8")
+    text = base64.b64encode(zlib.compress(data.tobytes(), 9)).decode()
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "zlib": text}
+
+
+def unpack(packed: dict) -> Tensor:
+    data, shape = zlib.decompress(base64.b64decode(packed["zlib"])), tuple(packed["shape"])
+    if packed["dtype"] == "bool":
+        bits = np.unpackbits(np.frombuffer(data, np.uint8), count=int(np.prod(shape)))
+        return torch.from_numpy(bits.astype(bool)).view(shape)
+    return torch.from_numpy(np.frombuffer(data, "<i8").astype(np.int64)).view(shape)
+
+
+def _short(x: float) -> str:
+    """Two decimals, more where two do not say it."""
+    return f"{x:.2f}" if abs(round(x, 2) - x) < 1e-9 else f"{x:.4g}"

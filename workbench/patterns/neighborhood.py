@@ -1,0 +1,209 @@
+"""Local attention on a grid whose cells are tokens in any order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from workbench.patterns.arguments import whole, wholes
+from workbench.patterns.base import Blocks, Pattern, pair_of
+
+CHUNK = 1 << 22  # cells of windows that are looked at at once: a few hundred MB at the very most
+
+
+class Neighborhood(Pattern):
+    """visible(h, i, j) = |x(i) - x(j)| <= radius on every axis, x(i) being the grid cell of token i.
+
+    Clipped at the border. shape: one to any number of axes, the last one fastest. radius: an int, or one an axis.
+    ordering: from workbench.orderings, token i is the cell ordering.curve[i]; None is row-major. Where the ordering
+    leaves cells out, those are no tokens. N is the number of tokens.
+    """
+
+    def __init__(self, shape, radius, ordering=None):
+        self.shape = wholes("shape", shape if isinstance(shape, (tuple, list)) else [shape], 1)
+        if isinstance(radius, (tuple, list)):
+            self.radius = wholes("radius", radius, 0)
+            if len(self.radius) != len(self.shape):
+                raise ValueError(f"radius={radius!r}: want an int, or {len(self.shape)} ints for shape {self.shape}")
+        else:
+            self.radius = (whole("radius", radius, 0),) * len(self.shape)
+        if ordering is not None and not all(hasattr(ordering, x) for x in ("curve", "shape", "name")):
+            raise ValueError(f"ordering={ordering!r}: want an ordering, e.g. orderings.hilbert({self.shape}), or None")
+        if ordering is not None and tuple(ordering.shape) != self.shape:
+            raise ValueError(f"ordering={ordering.name} of shape {tuple(ordering.shape)}: want the shape {self.shape}")
+        self.ordering = ordering
+
+    @cached_property
+    def curve(self) -> Tensor:
+        """int64 (N,): the row-major index of each token's cell."""
+        return torch.arange(math.prod(self.shape)) if self.ordering is None else self.ordering.curve
+
+    @cached_property
+    def rank(self) -> Tensor:
+        """int64 (cells,): the token of each cell, -1 where there is none."""
+        rank = torch.full((math.prod(self.shape),), -1)
+        rank[self.curve] = torch.arange(len(self.curve))
+        return rank
+
+    def coordinates(self, token: Tensor) -> list[Tensor]:
+        """The place of tokens on each axis: int64 tensors of `token`'s shape."""
+        return list(torch.unravel_index(self.curve.to(token.device)[token], self.shape))
+
+    def check(self, n, heads, nq=None):
+        nq = super().check(n, heads, nq)
+        tokens = math.prod(self.shape) if self.ordering is None else len(self.ordering.curve)
+        if n != tokens:
+            raise ValueError(f"n={n} on a neighborhood of shape {self.shape}: want n={tokens}, one token a cell")
+        return nq
+
+    def count(self, h, i, j, n, heads):
+        seen = torch.ones((), dtype=torch.bool, device=i.device)
+        for x, y, radius in zip(self.coordinates(i), self.coordinates(j), self.radius, strict=True):
+            seen = seen & ((x - y).abs() <= radius)
+        return seen
+
+    # --- counting -----------------------------------------------------------------------------------------------------
+
+    def pairs(self, n, heads, nq=None):
+        nq = self.check(n, heads, nq)
+        window = (self.rank >= 0).long().view(self.shape)  # becomes: how many tokens are in each cell's window
+        for axis, (side, radius) in enumerate(zip(self.shape, self.radius, strict=True)):
+            below = torch.cat([torch.zeros_like(window.narrow(axis, 0, 1)), window.cumsum(axis)], axis)
+            x = torch.arange(side)
+            upto, since = (x + radius + 1).clamp(max=side), (x - radius).clamp(min=0)
+            window = below.index_select(axis, upto) - below.index_select(axis, since)
+        return heads * int(window.flatten()[self.curve[n - nq :]].sum())
+
+    def distinct(self, n, heads, nq=None):
+        return self.pairs(n, heads, nq)
+
+    def _uncovered(self, n, heads, nq):
+        return torch.zeros(heads, dtype=torch.int64)  # every token sees itself
+
+    # --- the block form -----------------------------------------------------------------------------------------------
+
+    def blocks(self, n, heads, nq=None, block_size=128):
+        """Exact. The tokens of a query block are runs of cells along the last axis; each run, widened by the radius, is
+        looked up among the runs of equal key block on each line in reach, so the work follows the runs, not the pairs.
+        """
+        nq = self.check(n, heads, nq)
+        bq, bk = block_size = pair_of(block_size)
+        first, cols = (n - nq) // bq, -(-n // bk)
+        rows = -(-n // bq) - first if nq else 0
+        token = self.rank
+        query_block = torch.where(token >= n - nq, token // bq - first, -1)
+        key_block = torch.where(token >= 0, token // bk, -1)
+        run_start = self._run_starts(key_block)
+        run_of_cell, run_block = run_start.cumsum(0) - 1, key_block[run_start]
+        runs = self._query_runs(query_block)
+        boxes = self._boxes(torch.arange(n - nq, n), bq, first, rows), self._boxes(torch.arange(n), bk, 0, cols)
+
+        reach = math.prod(min(side, 2 * r + 1) for side, r in zip(self.shape, self.radius, strict=True))
+        step = max(1, CHUNK // max(1, cols, min(math.prod(self.shape), bq * reach)))
+        widths, columns, full = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int32)], []
+        for a in range(0, rows, step):
+            end = min(rows, a + step)
+            visible = torch.zeros(end - a, cols, dtype=torch.bool)
+            low, high = torch.searchsorted(runs[0], torch.tensor([a, end])).tolist()
+            row, start, stop = self._widen(*(x[low:high] for x in runs))
+            begin = run_of_cell[start]
+            many = run_of_cell[stop] - begin + 1
+            seen = run_block[_ranges(begin, many)]
+            visible[(row - a).repeat_interleave(many)[seen >= 0], seen[seen >= 0]] = True
+            x, y = visible.nonzero(as_tuple=True)
+            widths.append(visible.sum(1))
+            columns.append(y.to(torch.int32))
+            full.append(self._within(boxes[0], x + a, boxes[1], y))
+        starts = torch.cat(widths).cumsum(0)
+        full = torch.cat([torch.zeros(0, dtype=torch.bool), *full])
+        return Blocks(block_size, n, nq, 1, starts, torch.cat(columns), full)
+
+    def _run_starts(self, label: Tensor) -> Tensor:
+        """bool (cells,): where a run of equal labels along the last axis begins."""
+        begins = torch.ones(len(label), dtype=torch.bool)
+        torch.ne(label[1:], label[:-1], out=begins[1:])
+        begins[:: self.shape[-1]] = True
+        return begins
+
+    def _query_runs(self, query_block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(block, first cell, last cell) of the runs that hold queries, by block."""
+        start = self._run_starts(query_block).nonzero().flatten()
+        stop = torch.cat([start[1:], torch.tensor([len(query_block)])]) - 1
+        block = query_block[start]
+        order = block.argsort()
+        order = order[block[order] >= 0]
+        return block[order], start[order], stop[order]
+
+    def _widen(self, block: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The windows of runs of cells, as disjoint runs: (block, first cell, last cell)."""
+        side, radius = self.shape[-1], self.radius[-1]
+        left = (start % side - radius).clamp(min=0)
+        right = (stop % side + radius).clamp(max=side - 1)
+        line, inside = torch.zeros(1, len(start), dtype=torch.int64), torch.ones(1, len(start), dtype=torch.bool)
+        place = torch.unravel_index(start // side, self.shape[:-1]) if len(self.shape) > 1 else ()
+        reaches = [range(-min(r, s - 1), min(r, s - 1) + 1) for r, s in zip(self.radius, self.shape[:-1], strict=False)]
+        shifts = torch.tensor(list(itertools.product(*reaches)), dtype=torch.int64)  # (lines in reach, axes but one)
+        for axis, x in enumerate(place):
+            moved = x + shifts[:, axis, None]
+            inside = inside & (moved >= 0) & (moved < self.shape[axis])
+            line = line * self.shape[axis] + moved
+        origin = (block * (math.prod(self.shape) // side) + line) * side
+        begin, end = (origin + left)[inside], (origin + right)[inside]
+        order = begin.argsort()
+        begin, end = begin[order], end[order].cummax(0).values if len(order) else end
+        new = torch.ones(len(begin), dtype=torch.bool)
+        torch.gt(begin[1:], end[:-1], out=new[1:])
+        last = torch.cat([new[1:], new.new_ones(1)]) if len(new) else new
+        begin, end, cells = begin[new], end[last], math.prod(self.shape)
+        return begin // cells, begin % cells, end % cells
+
+    def _boxes(self, token: Tensor, size: int, first: int, blocks: int) -> Tensor:
+        """int64 (axes, 2, blocks): the bounding box of each block's tokens."""
+        group = token // size - first
+        boxes = torch.empty(len(self.shape), 2, blocks, dtype=torch.int64)
+        for axis, x in enumerate(self.coordinates(token)):
+            boxes[axis, 0].fill_(self.shape[axis]).scatter_reduce_(0, group, x, "amin")
+            boxes[axis, 1].fill_(-1).scatter_reduce_(0, group, x, "amax")
+        return boxes
+
+    def _within(self, query: Tensor, a: Tensor, key: Tensor, b: Tensor) -> Tensor:
+        """bool: blocks with all pairs visible: on no axis are two of their tokens farther apart than the radius."""
+        full = torch.ones(len(a), dtype=torch.bool)
+        for (q_low, q_high), (k_low, k_high), radius in zip(query, key, self.radius, strict=True):
+            full &= (q_high[a] - k_low[b] <= radius) & (k_high[b] - q_low[a] <= radius)
+        return full
+
+    # --- identity -----------------------------------------------------------------------------------------------------
+
+    def spec(self):
+        ordering = None if self.ordering is None else self.ordering.spec()
+        spec = {"pattern": "Neighborhood", "shape": list(self.shape), "radius": list(self.radius)}
+        return spec | {"ordering": ordering}
+
+    @classmethod
+    def from_spec(cls, ordering=None, **rest):
+        if ordering is not None:
+            from workbench import orderings
+
+            ordering = orderings.from_spec(ordering)
+        return cls(ordering=ordering, **rest)
+
+    @property
+    def name(self):
+        radius = self.radius[:1] if len(set(self.radius)) == 1 else self.radius
+        kind = "window" if len(self.shape) == 1 and self.ordering is None else "neighborhood"
+        parts = [kind, "x".join(map(str, radius))] + ([] if self.ordering is None else [self.ordering.name])
+        return "-".join(parts)
+
+    def __repr__(self):
+        ordering = "" if self.ordering is None else f", ordering={self.ordering.name}"
+        return f"Neighborhood({self.shape}, radius={self.radius}{ordering})"
+
+
+def _ranges(begin: Tensor, many: Tensor) -> Tensor:
+    """begin[0], begin[0] + 1, ... (many[0] of them), begin[1], ..."""
+    return torch.arange(int(many.sum())) - (many.cumsum(0) - many - begin).repeat_interleave(many)

@@ -1,0 +1,46 @@
+"""One look for every figure, and the sentence that stands for a figure where it cannot be seen."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import seaborn as sns
+
+# Colour-blind safe (Okabe-Ito); one meaning a colour across all notebooks.
+COLORS = {
+    "dense": "#000000",
+    "dilated": "#0072B2",
+    "block-sparse": "#D55E00",
+    "neighborhood": "#009E73",
+    "predicate": "#CC79A7",
+    "accent": "#E69F00",
+    "muted": "#999999",
+}
+SEQUENTIAL = "mako_r"
+
+
+def use() -> None:
+    """Set the style; every plotting function calls it, so that a notebook need not."""
+    sns.set_theme(
+        context="notebook",
+        style="whitegrid",
+        rc={
+            "figure.dpi": 110,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "grid.color": "#e6e6e6",
+            "axes.edgecolor": "#666666",
+            "axes.titlesize": 11,
+            "axes.titleweight": "bold",
+            "axes.titlelocation": "left",
+            "axes.labelsize": 10,
+            "legend.frameon": False,
+            "figure.constrained_layout.use": True,
+        },
+    )
+
+
+def finish(fig, alt: str):
+    """Give the figure its alternative text (read by the report) and leave pyplot's registry, so it shows once."""
+    fig.set_label(alt)
+    plt.close(fig)
+    return fig

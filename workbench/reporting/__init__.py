@@ -1,0 +1,1 @@
+"""The parts of `workbench report`: parameters, the kernel, the page, the index."""

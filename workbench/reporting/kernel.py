@@ -1,0 +1,188 @@
+"""Running one notebook: papermill's parameters and engine, with a kernel whose end is always noticed and always complete."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from ipykernel.kernelspec import get_kernel_dict
+from jupyter_client import AsyncKernelManager
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+from nbclient.exceptions import CellTimeoutError, DeadKernelError
+from nbclient.util import run_sync
+from nbformat import NotebookNode
+from papermill.clientwrap import PapermillNotebookClient
+from papermill.engines import NBClientEngine
+from papermill.iorw import load_notebook_node
+from papermill.parameterize import parameterize_notebook
+
+MARK = "WORKBENCH_RUN"  # in the environment of a kernel and so of every process that descends from it
+GRACE_S = 5.0  # between the interrupt of a cell that is over its time and the end of its kernel
+SOCKET_PATH = 100  # bytes that a Unix socket's path may have, a little less than the 104 of macOS
+
+
+@dataclass
+class Run:
+    """One notebook on its way: filled in by the engine, complete also where the run was not."""
+
+    nb: NotebookNode
+    status: str = "ok"  # or error, killed, timeout, interrupted
+    message: str = ""  # the error in one line
+    cell: int | None = None  # index in nb.cells of the cell that was running
+    seconds: float = 0.0
+
+    def fail(self, status: str, message: str) -> None:
+        self.status, self.message = status, message
+
+
+class OwnInterpreter(KernelSpecManager):
+    """`python3` is the interpreter that runs this, whatever kernelspecs of that name the machine has."""
+
+    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
+        return KernelSpec(**get_kernel_dict())
+
+
+class Client(PapermillNotebookClient):
+    """Papermill's client with a time limit for a cell that ends: an interrupt, and where that is ignored the kernel's end."""
+
+    def __init__(self, nb_man, run: Run, limit: float, end, **kw):
+        super().__init__(nb_man, **kw)
+        self.run, self.limit, self.end = run, limit, end
+        self.timed_out = False
+
+    async def async_execute_cell(self, cell, cell_index, **kw):
+        if cell.cell_type == "code":
+            self.run.cell = cell_index
+        watch = asyncio.ensure_future(self._watch())
+        try:
+            cell = await super().async_execute_cell(cell, cell_index, **kw)
+        finally:
+            watch.cancel()
+        if self.timed_out:  # the cell caught the interrupt
+            raise CellTimeoutError("cell interrupted")
+        return cell
+
+    execute_cell = run_sync(async_execute_cell)
+
+    async def _watch(self) -> None:
+        await asyncio.sleep(self.limit)
+        self.timed_out = True
+        await self.km.interrupt_kernel()
+        await asyncio.sleep(GRACE_S)
+        self.end()
+
+
+class Engine(NBClientEngine):
+    """Papermill's engine around a kernel of our own. What ends a run is written to it, not raised (but an interrupt is)."""
+
+    @classmethod
+    def execute_managed_notebook(cls, nb_man, kernel_name, *, run: Run, folder: Path, limit: float, **_):
+        mark = uuid.uuid4().hex
+        with tempfile.TemporaryDirectory(prefix="wb-") as scratch, open(Path(scratch, "log"), "w+b") as log:
+            km = _manager(kernel_name, scratch)
+            client = Client(nb_man, run, limit, lambda: kill(mark), km=km, startup_timeout=120)
+            client.extra_arguments = ["--IPKernelApp.extra_extensions=workbench.reporting.alt"]
+            process = None
+            try:
+                client.start_new_kernel(env=_environment(mark, scratch), cwd=str(folder), stdout=log, stderr=log)
+                process = km.provisioner.process
+                client.execute(cleanup_kc=True)
+                run.status = "error" if nb_man.nb.metadata.papermill.exception else "ok"
+            except CellTimeoutError:
+                pass  # timed_out says it
+            except KeyboardInterrupt:
+                run.fail("interrupted", "interrupted")
+                raise
+            except DeadKernelError:
+                run.fail("killed", f"the kernel {_ending(process)}")
+                _keep_last_words(run, log)
+            except Exception as error:  # a kernel that does not start, say: data like the rest
+                run.fail("error", f"{type(error).__name__}: {error}".strip().splitlines()[0])
+                _keep_last_words(run, log)
+            finally:
+                kill(mark)
+                client.set_widgets_metadata()
+        if client.timed_out:
+            run.fail("timeout", f"over its time limit of {limit:g} s")
+        elif run.status == "error" and not run.message:
+            errors = [out for out in run.nb.cells[run.cell].outputs if out.output_type == "error"]
+            run.message = f"{errors[-1].ename}: {errors[-1].evalue}".splitlines()[0] if errors else "the cell failed"
+
+
+def execute(path: Path, parameters: dict[str, object], limit: float, run: Run) -> None:
+    """Run the notebook at `path` into `run`: its cells in order up to the first that fails, each for at most `limit` seconds."""
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what it would say of a failure is in the run
+    if parameters:
+        run.nb = parameterize_notebook(run.nb, parameters, kernel_name="python3", language="python")
+    start = time.monotonic()
+    try:
+        Engine.execute_notebook(run.nb, "python3", progress_bar=False, run=run, folder=path.parent, limit=limit)
+    finally:
+        run.seconds = time.monotonic() - start
+
+
+def load(path: Path) -> Run:
+    return Run(load_notebook_node(str(path)))
+
+
+def kill(mark: str) -> None:
+    """End every process that carries this mark: the kernel, its children, and theirs, wherever they have moved to."""
+    for _ in range(5):  # again, for what was born meanwhile; but not for ever, for what cannot be killed
+        found = [process for process in psutil.process_iter() if _marked(process, mark)]
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(found, timeout=1)
+        if not found:
+            break
+
+
+def _marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, OSError):
+        return False  # gone, or somebody else's
+
+
+def _manager(kernel_name: str, scratch: str) -> AsyncKernelManager:
+    """Sockets in a folder that only we can read: no ports that two reports could race for, and nothing to encrypt."""
+    manager = AsyncKernelManager(kernel_name=kernel_name, kernel_spec_manager=OwnInterpreter())
+    manager.connection_file = str(Path(scratch, "kernel.json"))
+    if len(os.fsencode(manager.connection_file)) + len("-ipc-0") <= SOCKET_PATH:
+        manager.transport = "ipc"
+    else:
+        manager.transport_encryption = "auto"
+    return manager
+
+
+def _environment(mark: str, scratch: str) -> dict[str, str]:
+    """WORKBENCH_BATCH tells `explore` where it is; a fresh IPYTHONDIR keeps a user's start-up files out of the report."""
+    own = {MARK: mark, "WORKBENCH_BATCH": "1", "IPYTHONDIR": str(Path(scratch, "ipython"))}
+    return os.environ | own | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+
+
+def _ending(process) -> str:
+    code = process.poll()
+    if code is None:
+        return "stopped answering"
+    if code >= 0:
+        return f"exited with code {code}"
+    reason = " (the system does this where memory runs out)" if code == -signal.SIGKILL else ""
+    return f"was killed by signal {-code}, {signal.Signals(-code).name}{reason}"
+
+
+def _keep_last_words(run: Run, log) -> None:
+    """What a kernel wrote past Jupyter, a fault handler's traceback say, goes to the cell it died in."""
+    log.seek(0)
+    lines = log.read()[-4000:].decode(errors="replace").strip()
+    if lines and run.cell is not None:
+        run.nb.cells[run.cell].outputs.append(NotebookNode(output_type="stream", name="stderr", text=lines + "\n"))

@@ -1,0 +1,181 @@
+"""A notebook that ran, as one HTML file that needs nothing else: nbconvert's lab template with our own dress."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from dataclasses import dataclass
+from html import escape, unescape
+from pathlib import Path
+
+from jinja2 import pass_context
+from latex2mathml.converter import convert
+from markupsafe import Markup
+from nbconvert import HTMLExporter
+from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+from PIL import Image
+from traitlets.config import Config
+
+from workbench.reporting import widgets
+
+TEMPLATES = Path(__file__).parent / "templates"
+IMAGES = ("image/png", "image/jpeg", "image/svg+xml")
+PLACE_OF_CONTENTS = "<!-- contents -->"
+PALETTE_ABOVE = 256  # colours: an image with no more is stored as a palette with no loss
+
+
+def mathml(tex: str, display: str = "inline") -> str:
+    """TeX as MathML; TeX that cannot be read stays as it is, as code."""
+    try:
+        return convert(tex, display=display)
+    except Exception:  # the converter raises whatever it stumbles on
+        return f'<code class="tex">{escape(tex)}</code>'
+
+
+class Renderer(IPythonRenderer):
+    """Markdown with MathML, headings collected for the contents, and images embedded without touching other HTML."""
+
+    def __init__(self, headings: list[tuple[int, str, str]], **kw):
+        super().__init__(escape=False, embed_images=True, exclude_anchor_links=True, **kw)
+        self.headings = headings
+
+    def inline_math(self, body: str) -> str:
+        return mathml(unescape(body))
+
+    def block_math(self, body: str) -> str:
+        return mathml(unescape(body.strip()), "block")
+
+    def latex_environment(self, name: str, body: str) -> str:
+        return mathml(rf"\begin{{{name}}}{unescape(body)}\end{{{name}}}", "block")
+
+    def heading(self, text: str, level: int, **attrs) -> str:
+        plain = re.sub(r"<(annotation|style)\b.*?</\1>|<[^>]+>", "", text)
+        slug = re.sub(r"[^\w]+", "-", unescape(plain).lower()).strip("-") or "section"
+        taken = {other for _, other, _ in self.headings}
+        anchor = slug if slug not in taken else f"{slug}-{len(self.headings)}"
+        self.headings.append((level, anchor, text))
+        return f'<h{level} id="{escape(anchor)}">{text}</h{level}>\n'
+
+    def _html_embed_images(self, html: str) -> str:
+        """In place of nbconvert's, which parses each piece of HTML and closes every tag that is open at its end."""
+
+        def embed(match: re.Match) -> str:
+            return f"{match[1]}{match[2]}{self._src_to_base64(unescape(match[3])) or match[3]}{match[2]}"
+
+        return re.sub(r"""(<img\b[^>]*?\bsrc=)(["'])(.*?)\2""", embed, html, flags=re.S | re.I)
+
+
+class Exporter(HTMLExporter):
+    """Our template, with TeX as MathML."""
+
+    template_name = "report"
+
+    def __init__(self, **kw):
+        kw["config"] = Config(CoalesceStreamsPreprocessor={"enabled": True})
+        super().__init__(extra_template_basedirs=[str(TEMPLATES)], **kw)
+        self.headings: list[tuple[int, str, str]] = []
+
+    @pass_context
+    def markdown2html(self, context, text: str) -> str:
+        path = context.get("resources", {}).get("metadata", {}).get("path", "")
+        renderer = Renderer(self.headings, attachments=context.get("cell", {}).get("attachments", {}), path=path)
+        return MarkdownWithMath(renderer=renderer).render(text)
+
+    def default_filters(self):
+        yield from super().default_filters()
+        yield "mathml", lambda tex: Markup(mathml(tex.strip().strip("$"), "block"))
+
+
+@dataclass
+class Page:
+    """A finished page and what the index needs of it."""
+
+    html: str
+    thumbnail: str = ""  # a data: address
+
+
+def render(nb, path: Path, facts: dict) -> Page:
+    """The page of a notebook from `path` that ran (changed in place); `facts` is what its head, banner and index say."""
+    widgets.make_static(nb)
+    _drop_title(nb)
+    _describe_images(nb)
+    exporter = Exporter()
+    css = (TEMPLATES / "style.css").read_text(encoding="utf-8")
+    resources = {"metadata": {"name": facts["title"], "path": str(path.parent)}, "report": facts, "style": Markup(css)}
+    html, _ = exporter.from_notebook_node(nb, resources)
+    html = html.replace(PLACE_OF_CONTENTS, _contents(exporter.headings))
+    return Page(offline(html), _thumbnail(nb))
+
+
+def offline(html: str) -> str:
+    """Without what a browser would fetch: a script, style, image or frame that is elsewhere leaves its address behind."""
+    there = r"""(?:"(?!data:|\#|")[^"]*"|'(?!data:|\#|')[^']*'|(?!data:|\#)[^\s"'>]+)"""
+
+    def note(match: re.Match) -> str:
+        address = re.search(rf"(?i)\b(?:src|data)\s*=\s*({there})", match[0])[1].strip("\"'")
+        return f'<span class="absent">(not part of this file: {address})</span>'
+
+    html = re.sub(rf"(?is)<script\b[^>]*\bsrc\s*=\s*{there}[^>]*>.*?</script>", note, html)
+    html = re.sub(r"(?is)<link\b[^>]*>|<base\b[^>]*>", "", html)
+    paired = rf"(?is)<(iframe|video|audio|object)\b[^>]*\b(?:src|data)\s*=\s*{there}[^>]*>.*?</\1>"
+    html = re.sub(paired, note, html)
+    return re.sub(rf"(?is)<(?:img|embed|source|input)\b[^>]*?\bsrc\s*=\s*{there}[^>]*>", note, html)
+
+
+def shrink(png: bytes, colours: int | None = None) -> bytes:
+    """The same PNG in fewer bytes: as a palette where it has at most 256 colours, or is to be reduced to `colours`."""
+    image = Image.open(io.BytesIO(png))
+    if image.mode == "RGBA" and image.getextrema()[3] == (255, 255):
+        image = image.convert("RGB")
+    if image.mode == "RGB":
+        exact = image.getcolors(PALETTE_ABOVE)
+        if exact or colours:
+            image = image.quantize(len(exact) if exact else colours, dither=Image.Dither.NONE)
+    out = io.BytesIO()
+    image.save(out, "PNG", optimize=True)
+    return min(out.getvalue(), png, key=len)
+
+
+def _drop_title(nb) -> None:
+    """The page's head has it."""
+    first = nb.cells[0] if nb.cells else None
+    if first and first.cell_type == "markdown":
+        first.source = re.sub(r"\A\s*# .*\n?", "", first.source)
+
+
+def _describe_images(nb) -> None:
+    """Every image output gets its alternative text: its own, else the heading it stands under. PNGs are made smaller."""
+    heading = "figure"
+    for cell in nb.cells:
+        if cell.cell_type == "markdown":
+            heading = (re.findall(r"(?m)^#+ (.+)$", cell.source) or [heading])[-1].replace("`", "").replace("$", "")
+        for output in cell.get("outputs", []):
+            data, meta = output.get("data", {}), output.get("metadata", {})
+            alts = [meta.get(mime, {}).get("alt") for mime in IMAGES if isinstance(meta.get(mime, {}), dict)]
+            if set(IMAGES) & set(data):
+                output.metadata["alt"] = next(filter(None, [*alts, meta.get("alt")]), f"Figure: {heading}")
+            if "image/png" in data:
+                small = shrink(base64.b64decode(data["image/png"]))
+                data["image/png"] = base64.b64encode(small).decode()
+
+
+def _contents(headings: list[tuple[int, str, str]]) -> str:
+    entries = [f'<li><a href="#{escape(anchor)}">{text}</a></li>' for level, anchor, text in headings if level == 2]
+    return f'<nav class="contents" aria-label="Contents"><ol>{"".join(entries)}</ol></nav>' if len(entries) > 1 else ""
+
+
+def _thumbnail(nb, size: tuple[int, int] = (480, 320)) -> str:
+    """The first picture of a cell tagged `thumbnail`, else the first of all, small, as a data: address."""
+    cells = sorted(nb.cells, key=lambda cell: "thumbnail" not in cell.metadata.get("tags", []))
+    for output in (output for cell in cells for output in cell.get("outputs", [])):
+        data = output.get("data", {})
+        inside = re.search(r"data:image/png;base64,([A-Za-z0-9+/=]+)", data.get("text/html", ""))
+        picture = data.get("image/png") or (inside and inside[1])
+        if picture:
+            image = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
+            image.thumbnail(size, Image.Resampling.LANCZOS)
+            out = io.BytesIO()
+            image.save(out, "JPEG", quality=85)
+            return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()
+    return ""
