@@ -78,6 +78,9 @@ def check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None
     """Raise ValueError, before any work, for what `attention` cannot mean."""
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern={pattern!r}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, Tensor):
+            raise ValueError(f"{name} is a {type(t).__name__}: want a tensor")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"{shapes}: want q (B, Nq, H, D) and k, v (B, N, Hkv, D)")
@@ -95,8 +98,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None
         raise ValueError(f"dtypes {names} of {shapes}: want one of float64, float32, bfloat16, float16 for all three")
     if not q.device == k.device == v.device:
         raise ValueError(f"devices {q.device}, {k.device}, {v.device} of {shapes}: want one")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale={scale}: want a finite number, or None for 1 / sqrt(head_dim)")
+    if scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
+        raise ValueError(f"scale={scale!r}: want a finite number above 0, or None for 1 / sqrt(head_dim)")
     batch = getattr(pattern, "batch", None)
     if batch not in (None, q.shape[0]):
         raise ValueError(f"the layout is for a batch of {batch}, but {shapes}")
@@ -106,7 +109,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under torch.autocast, what torch does to its own attention: inputs that are not float64 are cast."""
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
     return tuple(t if t.dtype == torch.float64 else t.to(torch.get_autocast_dtype(kind)) for t in tensors)
 
@@ -122,9 +125,10 @@ def _run_torch(q, k, v, pattern, scale, return_lse):
 
     square = not pattern.causal or q.shape[1] == k.shape[1]  # torch aligns its causal mask at the first query
     if isinstance(pattern, Dense) and square and not return_lse and q.numel():
+        grouped = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
         out = torch.nn.functional.scaled_dot_product_attention(
             *(unit_stride(t).transpose(1, 2) for t in (q, k, v)),
-            is_causal=pattern.causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2],
+            is_causal=pattern.causal, scale=scale, **grouped,
         )  # fmt: skip
         return out.transpose(1, 2), None
     out, lse = attend(q, k, v, pattern.handle, scale)

@@ -26,7 +26,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float | None = No
     c = c.to(q.device, torch.float64)
 
     q, k, v = (x.double() for x in (q, k, v))
-    k, v = (x.repeat_interleave(h // k.shape[2], dim=2) for x in (k, v))  # (B, N, H, D): one key head a query head
+    k, v = (x.repeat_interleave(h // max(1, x.shape[2]), dim=2) for x in (k, v))  # (B, N, H, D): one key head a query head
     scale = 1 / math.sqrt(d) if scale is None else scale
     s = torch.einsum("bthd,bjhd->bhtj", q, k) * scale
 

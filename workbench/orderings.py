@@ -16,6 +16,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from workbench.patterns.arguments import whole, wholes
+
 
 @dataclass(frozen=True, eq=False)
 class Ordering:
@@ -71,7 +73,7 @@ class Ordering:
         return int((self.steps > 1).sum())
 
     def restrict(self, mask: Tensor) -> Ordering:
-        """The same order over the occupied cells alone: mask is bool, of the grid's shape, True where a cell is a token.
+        """The same order over the occupied cells alone: mask is bool, of the grid's shape, True where there is a token.
 
         curve[i] is then the index, in the whole grid, of the i-th occupied cell; rank stays as long as the grid and is
         -1 elsewhere, so that rank[curve] == arange holds here too.
@@ -79,7 +81,7 @@ class Ordering:
         mask = torch.as_tensor(mask)
         if mask.dtype != torch.bool or tuple(mask.shape) != self.shape:
             raise ValueError(f"mask: {mask.dtype} {tuple(mask.shape)}: want torch.bool {self.shape}, one entry a cell")
-        occupied = mask.flatten()
+        occupied = mask.flatten() & (self.rank >= 0)
         # as alternating run lengths, empty cells first: a region is a few runs a row
         edges = torch.cat([occupied.new_zeros(1), occupied]).diff().nonzero()[:, 0]
         ends = torch.cat([edges.new_zeros(1), edges, edges.new_tensor([len(occupied)])])
@@ -89,13 +91,13 @@ class Ordering:
     def arrange(self, x: Tensor, dim: int = 1) -> Tensor:
         """x with the grid's cells along `dim`, row-major -> with the tokens along it, in this order."""
         if x.shape[dim] != len(self.rank):
-            raise ValueError(f"x has {x.shape[dim]} entries along dim {dim}; the grid {self.shape} has {len(self.rank)}")
+            raise ValueError(f"x: {x.shape[dim]} entries along dim {dim}; the grid {self.shape} has {len(self.rank)}")
         return x.index_select(dim, self.curve.to(x.device))
 
     def restore(self, x: Tensor, dim: int = 1, fill: float = 0) -> Tensor:
         """The inverse of `arrange`; cells that are no token get `fill`."""
         if x.shape[dim] != len(self):
-            raise ValueError(f"x has {x.shape[dim]} entries along dim {dim}; this ordering has {len(self)} tokens")
+            raise ValueError(f"x: {x.shape[dim]} entries along dim {dim}; this ordering has {len(self)} tokens")
         size = list(x.shape)
         size[dim] = len(self.rank)
         return x.new_full(size, fill).index_copy(dim, self.curve.to(x.device), x)
@@ -117,9 +119,9 @@ def tiles(shape, tile) -> Ordering:
     tile: an int, or one an axis.
     """
     shape = shape_of(shape)
-    tile = (tile,) * len(shape) if isinstance(tile, int) else tuple(tile)
-    if len(tile) != len(shape) or not all(isinstance(t, int) and t > 0 for t in tile):
-        raise ValueError(f"tile={tile!r}: want a positive int, or one for each of the {len(shape)} axes of {shape}")
+    tile = (whole("tile", tile, 1),) * len(shape) if isinstance(tile, int) else wholes("tile", tile, 1)
+    if len(tile) != len(shape):
+        raise ValueError(f"tile={tile}: want an int, or one for each of the {len(shape)} axes of {shape}")
     name = "tiles-" + "x".join(map(str, tile))
     sizes = [min(t, s) for t, s in zip(tile, shape, strict=True)]
     counts = [-(-s // t) for s, t in zip(shape, sizes, strict=True)]
@@ -145,6 +147,8 @@ def morton(shape) -> Ordering:
         for axis in reversed(range(len(shape))):
             if bit < bits[axis]:
                 box = torch.cat([box, box + (1 << (shifts[axis] + bit))])
+    if len(box) == math.prod(shape):
+        return _ordering("morton", shape, box)
     curve, inside = torch.zeros_like(box), torch.ones_like(box, dtype=torch.bool)
     for size, shift, b in zip(shape, shifts, bits, strict=True):
         coordinate = (box >> shift) & ((1 << b) - 1)
@@ -154,11 +158,11 @@ def morton(shape) -> Ordering:
 
 
 def hilbert(shape) -> Ordering:
-    """A Hilbert curve over any rectangle or box: it starts at cell 0 and ends along the longest side.
+    """A Hilbert curve over any rectangle or box.
 
-    (H, W): every step is to an adjacent cell, except one diagonal where the longer side is odd and the shorter even. On
-    squares of side 2^p it is the classic curve, from (0, 0) to (0, W - 1). (D, H, W): unit steps where all sides are
-    even; else `jumps` tells how many are not.
+    (H, W): every step is to an adjacent cell, except for at most one diagonal where the longer side is odd and the
+    shorter even. On squares of side 2^p it is the classic curve, from (0, 0) to (0, W - 1). (D, H, W): unit steps where
+    all sides are even; else `jumps` tells how many are not.
 
     Sources: D. Hilbert, Ueber die stetige Abbildung einer Linie auf ein Flaechenstueck, Math. Annalen 38, 1891; the
     generalisation to any side by splitting at even sizes, and its form in three dimensions: J. Cerveny, gilbert
@@ -168,7 +172,8 @@ def hilbert(shape) -> Ordering:
     if len(shape) > 3:
         raise ValueError(f"shape={shape}: a Hilbert curve is made for one, two or three axes")
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    sides = sorted(zip(shape, strides, strict=True), key=lambda side: (-side[0], side[1]))  # longest first, then fastest
+    # longest first, then fastest
+    sides = sorted(zip(shape, strides, strict=True), key=lambda side: (-side[0], side[1]))
     sides += [(1, 0)] * (3 - len(sides))
     curve = torch.empty(math.prod(shape), dtype=torch.int64)
     _fill_hilbert(curve, 0, tuple(s for s, _ in sides), tuple(t for _, t in sides), {})
@@ -177,7 +182,7 @@ def hilbert(shape) -> Ordering:
 
 def random(shape, seed: int = 0) -> Ordering:
     """A random order of the cells: no locality at all, the other end of the scale."""
-    shape = shape_of(shape)
+    shape, seed = shape_of(shape), whole("seed", seed, 0)
     curve = torch.randperm(math.prod(shape), generator=torch.Generator().manual_seed(seed))
     return _ordering("random", shape, curve, name=f"random-{seed}", seed=seed)
 
@@ -197,11 +202,8 @@ def from_spec(spec: dict) -> Ordering:
 
 
 def shape_of(shape) -> tuple[int, ...]:
-    """A grid's shape as a tuple of positive ints (an int is one axis)."""
-    sides = (shape,) if isinstance(shape, int) else tuple(shape)
-    if not sides or not all(isinstance(s, int) and s > 0 for s in sides):
-        raise ValueError(f"shape={shape!r}: want positive ints, one an axis, e.g. (64, 96)")
-    return sides
+    """A grid's shape as a tuple of positive ints, one an axis (an int is one axis)."""
+    return (whole("shape", shape, 1),) if isinstance(shape, int) else wholes("shape", shape, 1)
 
 
 def _ordering(maker: str, shape, curve, name: str | None = None, **arguments) -> Ordering:
@@ -212,7 +214,7 @@ def _fill_hilbert(out: Tensor, start: int, sides, strides, done: dict) -> None:
     """Write the curve over a box into `out`: from its first corner, index `start`, to the far end of its first side.
 
     sides (a, b, c) and strides (signed: the direction in which each side is walked). There are few distinct (sides,
-    strides), so each is laid out once and copied, shifted, wherever it recurs: one pass over memory for the whole curve.
+    strides), so each is laid out once and copied, shifted, wherever it recurs: one pass over memory in all.
     """
     key = sides, strides
     if key in done:
@@ -240,8 +242,8 @@ def _parts(sides, backwards):
 
     Each is (its first corner, its three sides as (axis, size)), the first of the sides being the one along which it
     begins and ends; axes are A, B, C, negative where walked backwards. Consecutive boxes touch: one ends where the next
-    begins. Halves are even where they can be, as only an odd side makes a diagonal step; of an odd side the smaller half
-    comes first, seen from the start of the whole grid.
+    begins. Halves are even where they can be, as only an odd side makes a diagonal step; else the smaller half of
+    a side is the one nearer to cell 0.
     """
     A, B, C = 1, 2, 3
     a, b, c = sides
@@ -273,4 +275,3 @@ def _parts(sides, backwards):
         ((a - 1, q, c - 1), [(-C, c), (-A, a - p), (B, b - q)]),
         ((a - 1, q - 1, 0), [(-B, q), (C, r), (-A, a - p)]),
     ]
-

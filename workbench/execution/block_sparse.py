@@ -121,13 +121,21 @@ class Grid:
         j = (s.columns[..., None] * self.c + torch.arange(self.c, device=device)).flatten(1)  # (R, C x c)
         h = s.layout[:, None, None]
         inside = i.clamp(0, n - 1)[:, :, None], j.clamp(max=n - 1)[:, None, :]
-        visible = (self.pattern.count(h, *inside, n, self.heads) > 0) & (j < n)[:, None, :]
-        return torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)[:, None]
+        visible = self.pattern.count(h, *inside, n, self.heads).bool()
+        if self.missing:
+            visible = visible & (j < n)[:, None, :]
+        shown, hidden = torch.zeros((), dtype=dtype, device=device), torch.full((), -torch.inf, dtype=dtype, device=device)
+        return torch.where(visible, shown, hidden)[:, None]
+
+
+def take(units: Tensor, index: Tensor) -> Tensor:
+    """units[index] along the first dimension, in 2-D, where index_select copies whole rows (50x faster on a CPU)."""
+    return units.flatten(1).index_select(0, index).unflatten(1, units.shape[1:])
 
 
 def gather(units: Tensor, index: Tensor, strips: int = 0) -> Tensor:
     """Units (U, a, heads, D) -> (R, heads, positions, D); with `strips`, that many strips of len(index) / strips units."""
-    x = units.index_select(0, index)
+    x = take(units, index)
     if strips:
         x = x.unflatten(0, (strips, -1)).flatten(1, 2)  # (R, C x c, heads, D)
     return x.transpose(1, 2)
@@ -148,9 +156,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern, blocks: Blocks, scale: flo
             part, part_lse = fused.forward(
                 gather(qu, rows), gather(ku, keys, r), gather(vu, keys, r), False, scale, grid.mask(s, q.dtype)
             )
-            o, l = total[rows], total_lse[rows]  # noqa: E741
-            merge_(o, l, part.transpose(1, 2), part_lse.transpose(1, 2))
-            total[rows], total_lse[rows] = o, l
+            merged, merged_lse = take(total, rows), take(total_lse, rows)
+            merge_(merged, merged_lse, part.transpose(1, 2), part_lse.transpose(1, 2))
+            total.index_copy_(0, rows, merged)
+            total_lse.index_copy_(0, rows, merged_lse)
         out[x], lse[x] = grid.rows(total).to(q.dtype), grid.rows(total_lse).T
     return out, lse
 
@@ -170,7 +179,7 @@ def backward(grad, q, k, v, out, lse, pattern, blocks: Blocks, scale):
             rows, keys, r = grid.query_index(s), grid.key_index(s), len(s.rows)
             k_part, v_part = gather(ku, keys, r), gather(vu, keys, r)
             dq_, dk_, dv_ = fused.backward(
-                gather(gu, rows), gather(qu, rows), k_part, v_part, gather(ou, rows), lu[rows].transpose(1, 2),
+                gather(gu, rows), gather(qu, rows), k_part, v_part, gather(ou, rows), gather(lu, rows),
                 False, scale, grid.mask(s, q.dtype),
             )  # fmt: skip
             dqu.index_add_(0, rows, dq_.transpose(1, 2).to(wide))

@@ -1,9 +1,9 @@
 """Block-sparse, neighborhood and predicate attention by FlexAttention (arXiv 2412.05496), torch's compiled kernel.
 
-The kernel walks a table of key blocks for each block of queries, and asks a mask function about the pairs of blocks that
-are visible in part. Both come from the pattern: the tables from `Pattern.blocks`, so that nothing of the size N x N is
-made, and the mask from its predicate, with the tensors it looks up padded past the last block. Shapes are compiled in (a
-captured tensor with a symbolic length does not compile on a CPU): a new length costs a compilation, the same one does not.
+The kernel walks a table of key blocks for each block of queries, and asks a mask function about the pairs of those
+blocks that are visible in part. Both come from the pattern: the tables from `Pattern.blocks`, so that nothing of the
+size N x N is made, and the mask from its predicate, with the tensors it looks up padded past the last block. Shapes and
+scale are compiled in (a captured tensor of symbolic length does not compile on a CPU): new ones cost a compilation.
 
 Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads, D head_dim. h, i
 and j are a query head and absolute positions of a query and a key.
@@ -19,6 +19,7 @@ import sysconfig
 from typing import NamedTuple
 
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
@@ -29,10 +30,10 @@ from workbench.patterns.base import Blocks
 BLOCK = 128  # where the pattern does not say
 TILE = 128  # CUDA: the largest tile of torch's kernels, forward and backward; a block is a whole number of tiles
 GRID = 65_535  # CUDA: batch and heads are grid dimensions
-COMPILATIONS = 1 << 20  # a process: past torch's own limit it would run unfused, with an N x N tensor
+COMPILATIONS = 1 << 20  # no limit: past torch's own it would run unfused, with an N x N tensor
 
 
-# --- may it run --------------------------------------------------------------------------------------------------------
+# --- may it run ------------------------------------------------------------------------------------------------------
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, pattern, return_lse: bool = False) -> str | None:
@@ -90,7 +91,7 @@ def no_cpu_kernel() -> str | None:
     return None
 
 
-# --- running -----------------------------------------------------------------------------------------------------------
+# --- running ---------------------------------------------------------------------------------------------------------
 
 
 @torch.compiler.disable
@@ -108,14 +109,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float, return_lse: 
     queries = pad(q, (0, 0, 0, 0, plan.front, 0)) if plan.front else q
     q_, k_, v_ = (x.transpose(1, 2) for x in (queries, k, v))  # (B, heads, positions, D)
     limits = {"recompile_limit": COMPILATIONS, "accumulated_recompile_limit": COMPILATIONS}
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, **limits), torch.set_grad_enabled(
-        torch.is_grad_enabled() and q.device.type == "cuda"
-    ):
+    grad = torch.is_grad_enabled() and q.device.type == "cuda"  # one compilation on a CPU, whatever the mode
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, **limits), torch.set_grad_enabled(grad):
         try:
             out, lse = compiled()(q_, k_, v_, plan.mask, scale, return_lse, plan.options)
-        except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(f"backend='flex': torch cannot compile {pattern!r}: {reason}; backend='torch' runs it") from error
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"backend='flex': torch cannot compile {pattern!r}, another may run it: {reason}"
+            ) from error
     out = out[:, :, plan.front :].transpose(1, 2)
     return out, lse[:, :, plan.front :] if return_lse else None
 
@@ -137,7 +139,7 @@ def compiled():
     return torch.compile(attend, dynamic=False, fullgraph=True)
 
 
-# --- the pattern in FlexAttention's terms --------------------------------------------------------------------------------
+# --- the pattern in FlexAttention's terms ----------------------------------------------------------------------------
 
 
 class Plan(NamedTuple):
@@ -159,28 +161,27 @@ def plan_of(pattern, q: Tensor, k: Tensor) -> Plan:
 
 
 def make_plan(pattern, n: int, heads: int, nq: int, device: str) -> Plan:
-    batch = getattr(pattern, "batch", None)
+    cpu = torch.device(device).type == "cpu"
     block_size = bq, bk = block_size_of(pattern)
+    batch = getattr(pattern, "batch", None)
     each = [pattern] if batch is None else [pattern.for_batch(x) for x in range(batch)]
     blocks = [x.blocks(n, heads, nq, block_size) for x in each]
-    rows, cols = blocks[0].rows, blocks[0].cols
+    rows = blocks[0].rows
     first = n - nq if rows == 1 else blocks[0].first * bq  # the position of the kernel's query 0
     front = n - nq - first
-    cpu = torch.device(device).type == "cpu"
     mask = BlockMask(
         (nq + front, n),
-        *tables(blocks, False, device, wide=cpu),
-        *tables(blocks, True, device, wide=cpu),
-        *((None,) * 4 if cpu else (*transposed(blocks, False, device), *transposed(blocks, True, device))),
+        *key_tables(blocks, device, wide=cpu),
+        *((None,) * 4 if cpu else query_tables(blocks, device)),  # for the backward, which a CPU does not have
         block_size,
         mask_mod(visible_of(pattern, n, heads, n + max(bq, bk), device), first),
     )
     if cpu:
-        # With one query torch would take another kernel, which is wrong where a partition sees no key.
-        options = {"PARTITION_SIZE": COMPILATIONS}
+        # For a single query torch would take another kernel, which returns NaN where it sees no key; this prevents it.
+        options = {"PARTITION_SIZE": 1 << 20}
     else:
-        # Likewise on CUDA, where it also refuses many grouped heads. And torch takes a length that is a multiple of 128
-        # for one that needs no bounds, which is not so for larger blocks.
+        # Likewise, where grouped heads are many there is no such kernel. And torch takes a length that is a multiple of
+        # 128 for one that ends with a block, which is not so for larger blocks.
         options = {"FORCE_USE_FLEX_ATTENTION": True} | ({"IS_DIVISIBLE": False} if n % bk or (nq + front) % bq else {})
     return Plan(mask, front, options)
 
@@ -189,49 +190,57 @@ def block_size_of(pattern) -> tuple[int, int]:
     return getattr(pattern, "block_size", (BLOCK, BLOCK))
 
 
-def tables(blocks: list[Blocks], full: bool, device, wide: bool) -> tuple[Tensor, Tensor]:
-    """The key blocks of each row: how many, int32 (batch, layouts, rows), and which, (batch, layouts, rows, most)."""
+def key_tables(blocks: list[Blocks], device, wide: bool = False) -> list[Tensor]:
+    """The key blocks of each row of queries, from the blocks of each batch entry (or of all: one).
+
+    How many are visible in part, int32 (batch, layouts, rows), and which, (batch, layouts, rows, most); then the same
+    for those that are visible as a whole. wide: with a column for every key block there is (see `ragged`).
+    """
     one = blocks[0]
-    line, column = entries(blocks, full)
-    return table(line, column, (len(blocks), one.layouts, one.rows), one.cols, device, wide)
+    shape = len(blocks), one.layouts, one.rows
+    return ragged(entries(blocks), shape, one.cols, device, wide)
 
 
-def transposed(blocks: list[Blocks], full: bool, device) -> tuple[Tensor, Tensor]:
-    """The rows that see each key block: the backward's tables."""
-    one = blocks[0]
-    line, column = entries(blocks, full)
-    line, order = (line // one.rows * one.cols + column).sort(stable=True)
-    row = (entries(blocks, full)[0] % one.rows)[order]
-    return table(line, row, (len(blocks), one.layouts, one.cols), one.rows, device, wide=False)
+def query_tables(blocks: list[Blocks], device) -> list[Tensor]:
+    """The rows of queries that see each key block: what `key_tables` returns, transposed."""
+    one, swapped = blocks[0], []
+    for line, column in entries(blocks):
+        line, row = line // one.rows * one.cols + column, line % one.rows
+        line, order = line.sort(stable=True)
+        swapped.append((line, row[order]))
+    return ragged(swapped, (len(blocks), one.layouts, one.cols), one.rows, device)
 
 
-def entries(blocks: list[Blocks], full: bool) -> tuple[Tensor, Tensor]:
-    """(row of all layouts of all batch entries, key block) of the full or of the partial blocks."""
-    lines, columns = [], []
-    for x, one in enumerate(blocks):
-        many = len(one.starts) - 1
-        line = torch.arange(x * many, (x + 1) * many).repeat_interleave(one.starts.diff())
-        lines.append(line[one.full == full])
-        columns.append(one.columns[one.full == full])
-    return torch.cat(lines), torch.cat(columns)
+def entries(blocks: list[Blocks]) -> list[tuple[Tensor, Tensor]]:
+    """(row, counted on through layouts and batch entries; key block) of the partial blocks, and of the full ones."""
+    number = torch.cat([x.starts.diff() for x in blocks])
+    line = torch.arange(len(number)).repeat_interleave(number)
+    column, full = torch.cat([x.columns for x in blocks]), torch.cat([x.full for x in blocks])
+    return [(line[kind], column[kind]) for kind in (~full, full)]
 
 
-def table(line: Tensor, value: Tensor, shape: tuple[int, int, int], most: int, device, wide: bool):
-    """Ragged lines as a table of the longest one's width, rounded up to a power of two: another layout of about the same
-    size then needs no other compilation. wide: torch's CPU kernel wants `most` columns, of which it reads none but a
-    line's own, so lines overlap there.
+def ragged(parts, shape: tuple[int, int, int], most: int, device, wide: bool = False) -> list[Tensor]:
+    """Two lists of (line, value), by ascending line, as the tables of `key_tables`.
+
+    Both get the width of the longest line (torch 2.11 reads one table at the other's strides), rounded up to a power of
+    two: a layout of about the same size then needs no other compilation. wide: torch's CPU kernel is not compiled for
+    fewer columns than `most`, of which it reads a line's own, so lines of that length overlap.
     """
     lines = shape[0] * shape[1] * shape[2]
-    number = torch.bincount(line, minlength=lines)
-    width = min(most, 1 << (max(1, int(number.max())) - 1).bit_length())
-    place = torch.arange(len(line)) - (number.cumsum(0) - number)[line]
-    flat = torch.zeros(lines * width + most, dtype=torch.int32)
-    flat[line * width + place] = value.to(torch.int32)
-    size, stride = (*shape, most if wide else width), (shape[1] * shape[2] * width, shape[2] * width, width, 1)
-    return number.to(torch.int32).view(shape).to(device), flat.to(device).as_strided(size, stride)
+    numbers = [torch.bincount(line, minlength=lines) for line, _ in parts]
+    width = min(most, 1 << (max(1, *(int(x.max()) for x in numbers)) - 1).bit_length())
+    stride = (shape[1] * shape[2] * width, shape[2] * width, width, 1)
+    out = []
+    for (line, value), number in zip(parts, numbers, strict=True):
+        place = torch.arange(len(line)) - (number.cumsum(0) - number)[line]
+        flat = torch.zeros(lines * width + wide * (most - width), dtype=torch.int32)
+        flat[line * width + place] = value.to(torch.int32)
+        table = flat.to(device).as_strided((*shape, most if wide else width), stride)
+        out += [number.to(torch.int32).view(shape).to(device), table]
+    return out
 
 
-# --- the mask function ---------------------------------------------------------------------------------------------------
+# --- the mask function -----------------------------------------------------------------------------------------------
 
 
 def mask_mod(visible, first: int):

@@ -28,14 +28,9 @@ def one_branch(pattern: Dense, n: int) -> Dilated:
 @torch.library.custom_op("workbench::attend", mutates_args=())
 def attend(q: Tensor, k: Tensor, v: Tensor, handle: int, scale: float) -> tuple[Tensor, Tensor]:
     """out (B, Nq, H, D) and lse (B, H, Nq) of the pattern behind `handle`."""
-    pattern = living(handle)
-    q, k, v = (unit_stride(x) for x in (q, k, v))
     if q.numel() == 0:
         return fake_attend(q, k, v, handle, scale)
-    if getattr(pattern, "batch", None):
-        each = [_attend(*(t[x : x + 1] for t in (q, k, v)), pattern.for_batch(x), scale) for x in range(len(q))]
-        return tuple(torch.cat(t) for t in zip(*each, strict=True))
-    return _attend(q, k, v, pattern, scale)
+    return run("forward", (q, k, v), living(handle), k.shape[1], scale)
 
 
 @attend.register_fake
@@ -49,17 +44,9 @@ def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) from the gradient of out, the inputs, and out and lse."""
-    pattern = living(handle)
-    grad, q, k, v, out = (unit_stride(x) for x in (grad, q, k, v, out))
     if q.numel() == 0:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    if getattr(pattern, "batch", None):
-        each = [
-            _backward(*(t[x : x + 1] for t in (grad, q, k, v, out, lse)), pattern.for_batch(x), scale)
-            for x in range(len(q))
-        ]
-        return tuple(torch.cat(t) for t in zip(*each, strict=True))
-    return _backward(grad, q, k, v, out, lse, pattern, scale)
+    return run("backward", (grad, q, k, v, out, lse), living(handle), k.shape[1], scale)
 
 
 @attend_backward.register_fake
@@ -67,35 +54,33 @@ def _(grad, q, k, v, out, lse, handle, scale):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _attend(q, k, v, pattern, scale):
+def run(direction: str, tensors: tuple[Tensor, ...], pattern, n: int, scale: float) -> tuple[Tensor, ...]:
+    """`forward` or `backward` of the execution that the pattern needs, one sequence at a time where layouts differ."""
+    first = tensors[0]  # q or its like
+    if getattr(pattern, "batch", None):
+        sequences = zip(*(t.split(1) for t in tensors), strict=True)
+        each = [run(direction, one, pattern.for_batch(x), n, scale) for x, one in enumerate(sequences)]
+        return tuple(torch.cat(t) for t in zip(*each, strict=True))
     if isinstance(pattern, Dense):
-        pattern = one_branch(pattern, k.shape[1])
-    if isinstance(pattern, Dilated):
-        return dilated.forward(q, k, v, pattern, scale)
-    return block_sparse.forward(q, k, v, pattern, blocks_of(pattern, q, k), scale)
+        pattern = one_branch(pattern, n)
+    execution, blocks = (dilated, ()) if isinstance(pattern, Dilated) else (block_sparse, (blocks_of(pattern, first, n),))
+    with torch.autocast(first.device.type, enabled=False):  # the inputs are cast; what is wide inside stays wide
+        return getattr(execution, direction)(*map(unit_stride, tensors), pattern, *blocks, scale)
 
 
-def _backward(grad, q, k, v, out, lse, pattern, scale):
-    if isinstance(pattern, Dense):
-        pattern = one_branch(pattern, k.shape[1])
-    if isinstance(pattern, Dilated):
-        return dilated.backward(grad, q, k, v, out, lse, pattern, scale)
-    return block_sparse.backward(grad, q, k, v, out, lse, pattern, blocks_of(pattern, q, k), scale)
-
-
-def blocks_of(pattern, q: Tensor, k: Tensor):
+def blocks_of(pattern, q: Tensor, n: int):
     """The pattern's blocks for these sizes, kept with the pattern: a predicate's take N^2 evaluations to find."""
-    key = (k.shape[1], q.shape[2], q.shape[1], str(q.device))
+    key = (n, q.shape[2], q.shape[1], str(q.device))
     kept = pattern.__dict__.setdefault("_blocks", {})
     if key not in kept:
         kept.clear()  # the last sizes only
-        kept[key] = pattern.blocks(k.shape[1], q.shape[2], q.shape[1]).to(q.device)
+        kept[key] = pattern.blocks(n, q.shape[2], q.shape[1]).to(q.device)
     return kept[key]
 
 
 def _setup_context(ctx, inputs, output):
     q, k, v, ctx.handle, ctx.scale = inputs
-    ctx.pattern = living(ctx.handle)  # keeps it alive until the backward
+    ctx.pattern = living(int(ctx.handle))  # keeps it alive until the backward
     ctx.save_for_backward(q, k, v, *output)
     ctx.set_materialize_grads(False)
 

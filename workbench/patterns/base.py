@@ -26,7 +26,7 @@ class Blocks:
 
     starts: int64 (layouts * rows + 1), row x of layout g spans columns[starts[g * rows + x] : starts[g * rows + x + 1]]
     columns: int32, key blocks, ascending within a row
-    full: bool, whether every pair of the block that exists is visible exactly once (else ask `Pattern.count`)
+    full: bool, True only where every pair of the block that exists is visible exactly once (else ask `Pattern.count`)
     """
 
     block_size: tuple[int, int]
@@ -95,7 +95,7 @@ class Pattern:
         return {k: v for k, v in self.__dict__.items() if k not in ("handle", "_blocks")}
 
     def count(self, h: Tensor, i: Tensor, j: Tensor, n: int, heads: int) -> Tensor:
-        """How often query i of head h sees key j: broadcastable int64 tensors -> bool or int tensor, causality included."""
+        """How often query i of head h sees key j, causality included: broadcastable int64 tensors -> bool or int tensor."""
         raise NotImplementedError
 
     def check(self, n: int, heads: int, nq: int | None = None) -> int:
@@ -190,7 +190,7 @@ class Pattern:
 
 def pair_of(block_size) -> tuple[int, int]:
     """A block size as (query, key): an int means both."""
-    pair = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
-    if len(pair) != 2 or not all(isinstance(b, int) and b > 0 for b in pair):
+    pair = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    if len(pair) != 2 or not all(type(b) is int and b > 0 for b in pair):
         raise ValueError(f"block_size={block_size!r}: want a positive int, or (query, key) of two")
     return pair

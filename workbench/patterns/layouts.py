@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from workbench.patterns.arguments import describe, flag, whole, wholes
+from workbench.patterns.base import pair_of
 
 OPERATORS = {"|": operator.or_, "&": operator.and_, "-": operator.sub, "~": operator.invert}
 
@@ -251,8 +252,6 @@ def top_k(q: Tensor, k: Tensor, block_size, count: int, causal: bool = False) ->
     q (B, Nq, H, D), k (B, N, Hkv, D) with Hkv dividing H, queries the last Nq positions. causal=True chooses among the
     key blocks that start no later than the query block ends. The result is explicit: (B, H, rows, cols).
     """
-    from workbench.patterns.base import pair_of
-
     bq, bk = pair_of(block_size)
     count, causal = whole("count", count, 1), flag("causal", causal)
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:

@@ -1,0 +1,13 @@
+"""Probes: a module each, one verb: timing.measure, memory.measure, roofline.ceilings, error.measure."""
+
+from __future__ import annotations
+
+import importlib
+
+__all__ = ["error", "memory", "roofline", "timing"]
+
+
+def __getattr__(name: str):
+    if name not in __all__:
+        raise AttributeError(f"module 'workbench.probes' has no attribute {name!r}")
+    return importlib.import_module(f"workbench.probes.{name}")

@@ -8,10 +8,13 @@ Dimensions: B batch, N keys, Nq queries, H query heads, Hkv key heads, D head_di
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import pandas as pd
 import torch
 from torch import Tensor
 
-from workbench.dispatch import attention, why_not
+from workbench.dispatch import BACKENDS, DTYPES, attention, why_not
 from workbench.oracle import reference
 
 RELATIVE = {torch.float64: 1e-10, torch.float32: 2e-6}
@@ -19,15 +22,33 @@ LSE = {torch.float64: 1e-10, torch.float32: 1e-6, torch.bfloat16: 1e-4, torch.fl
 GRADIENTS = ("dq", "dk", "dv")
 
 
+def table(patterns: Iterable, *, n: int, backends=BACKENDS, dtypes=DTYPES, **sizes) -> pd.DataFrame:
+    """Every backend x pattern x dtype against the oracle: the rows of `measure`, values and gradients.
+
+    Where a backend refuses the gradients, the refusal is one row and the values alone (mode "fwd"), if it takes those,
+    the next. sizes: what else `measure` takes (heads, head_dim, device, batch, kv_heads, nq, seed).
+    """
+    rows = []
+    for pattern in patterns:
+        for backend in backends:
+            for dtype in dtypes:
+                rows.append(measure(pattern, n=n, backend=backend, dtype=dtype, **sizes))
+                if rows[-1]["status"] == "refused":
+                    values = measure(pattern, n=n, backend=backend, dtype=dtype, mode="fwd", **sizes)
+                    rows += [values] if values["status"] == "ok" else []
+    return pd.DataFrame(rows)
+
+
 def measure(
     pattern, *, n, heads=2, head_dim=32, dtype=torch.float32, backend="torch", mode="fwdbwd", device="cpu", batch=1,
     kv_heads=None, nq=None, seed=0,
 ) -> dict:  # fmt: skip
-    """One flat row: error_X and budget_X for X in out, lse and, with mode "fwdbwd", dq, dk, dv; `worst` = max error / budget.
+    """One flat row: error_X and budget_X for X in out, lse and, in mode "fwdbwd", dq, dk, dv; and `worst`.
 
+    `worst` is the largest error / budget.
     Errors are ||got - want|| / ||want||, for gradients with the norm of the upstream gradient where that is larger, and
-    for lse the largest |got - want| / max(1, |want|). A quantity that the backend does not return is left out. status is
-    "ok" or "unsupported", then with the reason in `error`.
+    for lse the largest |got - want| / max(1, |want|). A quantity that the backend does not return is left out. The
+    status is "ok" or "refused", then with the reason in `error`.
     """
     if mode not in ("fwd", "fwdbwd"):
         raise ValueError(f"mode={mode!r}: want 'fwd' or 'fwdbwd'")
@@ -46,8 +67,9 @@ def measure(
     with torch.set_grad_enabled(backward):
         reason = why_not(backend, *leaves, pattern)
         if reason:
-            return row | {"status": "unsupported", "error": reason}
-        want = _quantities(lambda *x: reference(*x, pattern), leaves, upstream, backward)
+            return row | {"status": "refused", "error": reason}
+        exact = [x.detach().double().requires_grad_(backward) for x in leaves]
+        want = _quantities(lambda *x: reference(*x, pattern), exact, upstream, backward)
         if why_not(backend, *leaves, pattern, return_lse=True):
             got = _quantities(lambda *x: (attention(*x, pattern, backend=backend), None), leaves, upstream, backward)
         else:
@@ -56,7 +78,7 @@ def measure(
         budget = _budgets(want, leaves, upstream, pattern, backward)
     errors = {name: _error(name, got[name], want[name], upstream) for name in got}
     row |= {f"error_{name}": e for name, e in errors.items()} | {f"budget_{name}": budget[name] for name in errors}
-    return row | {"status": "ok", "worst": max(e / budget[name] for name, e in errors.items())}
+    return row | {"status": "ok", "worst": max(_share(e, budget[name]) for name, e in errors.items())}
 
 
 def _quantities(run, leaves, upstream: Tensor, backward: bool) -> dict[str, Tensor]:
@@ -76,6 +98,13 @@ def _error(name: str, got: Tensor, want: Tensor, upstream: Tensor) -> float:
     scale = max(float(want.norm()), float(upstream.double().norm()) if name in GRADIENTS else 0.0)
     error = float((got - want).norm())
     return error / scale if scale else error
+
+
+def _share(error: float, budget: float) -> float:
+    """error / budget; an exact result needs no budget (bfloat16 gradients that are 0 have none)."""
+    if not budget:
+        return float("inf") if error else 0.0
+    return error / budget
 
 
 def _budgets(want: dict[str, Tensor], leaves, upstream: Tensor, pattern, backward: bool) -> dict[str, float]:

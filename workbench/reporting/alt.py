@@ -23,7 +23,7 @@ def describe(fig) -> str:
 def load_ipython_extension(ip) -> None:
     def bundle(fig, include=None, exclude=None):
         text = describe(fig)
-        return {}, {"image/png": {"alt": text}} if text else {}
+        return {}, {"alt": text} if text else {}
 
     # by name: matplotlib is not imported for a notebook that does not draw
     ip.display_formatter.mimebundle_formatter.for_type_by_name("matplotlib.figure", "Figure", bundle)

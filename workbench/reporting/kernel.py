@@ -1,4 +1,4 @@
-"""Running one notebook: papermill's parameters and engine, with a kernel whose end is always noticed and always complete."""
+"""Running one notebook: papermill's parameters and engine, and a kernel whose end is noticed and complete."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ from papermill.parameterize import parameterize_notebook
 
 MARK = "WORKBENCH_RUN"  # in the environment of a kernel and so of every process that descends from it
 GRACE_S = 5.0  # between the interrupt of a cell that is over its time and the end of its kernel
+KERNEL_OPTIONS = (
+    "--IPKernelApp.extra_extensions=workbench.reporting.alt",
+    "--InlineBackend.figure_formats=retina",  # twice the pixels: sharp on a phone and on paper
+)
 SOCKET_PATH = 100  # bytes that a Unix socket's path may have, a little less than the 104 of macOS
 
 
@@ -52,7 +56,7 @@ class OwnInterpreter(KernelSpecManager):
 
 
 class Client(PapermillNotebookClient):
-    """Papermill's client with a time limit for a cell that ends: an interrupt, and where that is ignored the kernel's end."""
+    """Papermill's client with a time limit that holds: an interrupt, and where a cell ignores it the kernel's end."""
 
     def __init__(self, nb_man, run: Run, limit: float, end, **kw):
         super().__init__(nb_man, **kw)
@@ -82,7 +86,7 @@ class Client(PapermillNotebookClient):
 
 
 class Engine(NBClientEngine):
-    """Papermill's engine around a kernel of our own. What ends a run is written to it, not raised (but an interrupt is)."""
+    """Papermill's engine around a kernel of our own. What ends a run is noted in it, and only an interrupt raised."""
 
     @classmethod
     def execute_managed_notebook(cls, nb_man, kernel_name, *, run: Run, folder: Path, limit: float, **_):
@@ -90,7 +94,7 @@ class Engine(NBClientEngine):
         with tempfile.TemporaryDirectory(prefix="wb-") as scratch, open(Path(scratch, "log"), "w+b") as log:
             km = _manager(kernel_name, scratch)
             client = Client(nb_man, run, limit, lambda: kill(mark), km=km, startup_timeout=120)
-            client.extra_arguments = ["--IPKernelApp.extra_extensions=workbench.reporting.alt"]
+            client.extra_arguments = list(KERNEL_OPTIONS)
             process = None
             try:
                 client.start_new_kernel(env=_environment(mark, scratch), cwd=str(folder), stdout=log, stderr=log)
@@ -100,10 +104,10 @@ class Engine(NBClientEngine):
             except CellTimeoutError:
                 pass  # timed_out says it
             except KeyboardInterrupt:
-                run.fail("interrupted", "interrupted")
+                run.fail("interrupted", "by the keyboard or a signal")
                 raise
             except DeadKernelError:
-                run.fail("killed", f"the kernel {_ending(process)}")
+                run.fail("killed", _ending(process))
                 _keep_last_words(run, log)
             except Exception as error:  # a kernel that does not start, say: data like the rest
                 run.fail("error", f"{type(error).__name__}: {error}".strip().splitlines()[0])
@@ -112,17 +116,19 @@ class Engine(NBClientEngine):
                 kill(mark)
                 client.set_widgets_metadata()
         if client.timed_out:
-            run.fail("timeout", f"over its time limit of {limit:g} s")
+            run.fail("timeout", f"over the limit of {limit:g} s for a cell")
         elif run.status == "error" and not run.message:
             errors = [out for out in run.nb.cells[run.cell].outputs if out.output_type == "error"]
             run.message = f"{errors[-1].ename}: {errors[-1].evalue}".splitlines()[0] if errors else "the cell failed"
 
 
 def execute(path: Path, parameters: dict[str, object], limit: float, run: Run) -> None:
-    """Run the notebook at `path` into `run`: its cells in order up to the first that fails, each for at most `limit` seconds."""
+    """Run the cells of `run`, loaded from `path`, up to the first that fails, each for at most `limit` seconds."""
     logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what it would say of a failure is in the run
     if parameters:
-        run.nb = parameterize_notebook(run.nb, parameters, kernel_name="python3", language="python")
+        run.nb = parameterize_notebook(
+            run.nb, parameters, kernel_name="python3", language="python", comment="Set for this run"
+        )
     start = time.monotonic()
     try:
         Engine.execute_notebook(run.nb, "python3", progress_bar=False, run=run, folder=path.parent, limit=limit)
@@ -165,7 +171,7 @@ def _manager(kernel_name: str, scratch: str) -> AsyncKernelManager:
 
 
 def _environment(mark: str, scratch: str) -> dict[str, str]:
-    """WORKBENCH_BATCH tells `explore` where it is; a fresh IPYTHONDIR keeps a user's start-up files out of the report."""
+    """WORKBENCH_BATCH tells `explore` where it is; a fresh IPYTHONDIR keeps a user's start-up files out."""
     own = {MARK: mark, "WORKBENCH_BATCH": "1", "IPYTHONDIR": str(Path(scratch, "ipython"))}
     return os.environ | own | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
 
@@ -173,11 +179,11 @@ def _environment(mark: str, scratch: str) -> dict[str, str]:
 def _ending(process) -> str:
     code = process.poll()
     if code is None:
-        return "stopped answering"
+        return "it stopped answering"
     if code >= 0:
-        return f"exited with code {code}"
+        return f"it exited with code {code}"
     reason = " (the system does this where memory runs out)" if code == -signal.SIGKILL else ""
-    return f"was killed by signal {-code}, {signal.Signals(-code).name}{reason}"
+    return f"killed by signal {-code}, {signal.Signals(-code).name}{reason}"
 
 
 def _keep_last_words(run: Run, log) -> None:

@@ -1,4 +1,4 @@
-"""Which notebooks there are, what they declare, and what they are told: read as JSON, so that `list` answers at once."""
+"""Which notebooks there are, what they declare and what they are told. Read as JSON, so that `list` answers at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def root() -> Path:
 
 
 def find(names: list[str] | None = None) -> list[Path]:
-    """Paths of the notebooks named: a path, or a name in notebooks/ (or how just one of them begins); all without names."""
+    """Paths of the notebooks named, by a path or by a name in notebooks/ (its beginning will do); without names all."""
     here = sorted((root() / "notebooks").glob("*.ipynb"))
     found = [_find(str(name), here) for name in names] if names else here
     if not found:
@@ -74,7 +74,7 @@ def declared(nb: dict, name: str = "notebook") -> dict[str, object]:
         if not isinstance(statement, ast.Assign | ast.AnnAssign) or not isinstance(targets[0], ast.Name):
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
                 continue  # a docstring
-            raise ValueError(f"{name}: `{ast.unparse(statement)}` in its parameters cell: only `name = literal` may stand there")
+            raise ValueError(f"{name}: `{ast.unparse(statement)}` in its parameters cell, which takes `name = literal`")
         try:
             found[targets[0].id] = ast.literal_eval(statement.value)
         except (ValueError, TypeError):
@@ -83,7 +83,7 @@ def declared(nb: dict, name: str = "notebook") -> dict[str, object]:
 
 
 def kind(value: object) -> str:
-    """What a parameter with this default takes: 'int', 'float', 'str', 'list of int', 'list', 'dict', 'anything', ..."""
+    """What a parameter with this default takes: 'int', 'float', 'str', 'list of int', 'list', 'dict', 'anything'..."""
     if value is None:
         return "anything"
     if not isinstance(value, list | tuple):
@@ -110,27 +110,31 @@ def settle(notebooks: dict[str, dict], profile: str, asked: dict[str, object]) -
     the value is of another kind.
     """
     if "profile" in asked:
-        raise ValueError(f"parameter profile={asked['profile']!r}: a profile is chosen with --profile {'|'.join(PROFILES)}")
+        raise ValueError(f"parameter profile={asked['profile']!r}: chosen with --profile {'|'.join(PROFILES)}")
     defaults = {name: declared(nb, name) for name, nb in notebooks.items()}
     for key, value in asked.items():
         if not any(key in own for own in defaults.values()):
-            known = "; ".join(f"{name}: {', '.join(set_of(own)) or 'none'}" for name, own in defaults.items())
-            raise ValueError(f"parameter {key}={value!r}: no notebook here declares it. Declared: {known}")
+            raise ValueError(f"parameter {key}={value!r}: no notebook here declares it. {_known(defaults)}")
     settled = {}
     for name, own in defaults.items():
         profiles = notebooks[name]["metadata"].get("workbench", {}).get("profiles", {})
         settled[name] = {"profile": profile} if "profile" in own else {}
-        for origin, values in ((f"profile {profile}", profiles.get(profile, {})), ("parameter", asked)):
+        for origin, values in ((f"profile {profile}:", profiles.get(profile, {})), ("parameter", asked)):
             for key, value in values.items():
                 if key in own:
                     if not fits(value, kind(own[key])):
-                        raise ValueError(f"{origin}: {key}={value!r} in {name}: should be {kind(own[key])}, such as {own[key]!r}")
+                        accepted = f"should be {kind(own[key])}, such as {own[key]!r}"
+                        raise ValueError(f"{origin} {key}={value!r} of {name}: {accepted}. {_known({name: own})}")
                     settled[name][key] = value
                 elif values is not asked:
-                    raise ValueError(f"{origin}: {key}={value!r} in {name}: not declared. Declared: {', '.join(set_of(own))}")
+                    raise ValueError(f"{origin} {key}={value!r} of {name}: not declared. {_known({name: own})}")
     return settled
 
 
 def set_of(own: dict[str, object]) -> list[str]:
     """What a user may set: everything but the profile, which has an option of its own."""
     return [key for key in own if key != "profile"]
+
+
+def _known(defaults: dict[str, dict[str, object]]) -> str:
+    return "Declared: " + "; ".join(f"{name}: {', '.join(set_of(own)) or 'none'}" for name, own in defaults.items())

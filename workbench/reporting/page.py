@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import re
-from dataclasses import dataclass
 from html import escape, unescape
 from pathlib import Path
 
@@ -18,19 +17,26 @@ from PIL import Image
 from traitlets.config import Config
 
 from workbench.reporting import widgets
+from workbench.reporting.png import shrink
 
 TEMPLATES = Path(__file__).parent / "templates"
 IMAGES = ("image/png", "image/jpeg", "image/svg+xml")
+FUNCTION = re.compile(r'<mi>(log|ln|exp|max|min|sin|cos|arg|dim|sup|inf|lim)</mi>(<mo stretchy="false">&#x00028;)?')
 PLACE_OF_CONTENTS = "<!-- contents -->"
-PALETTE_ABOVE = 256  # colours: an image with no more is stored as a palette with no loss
 
 
 def mathml(tex: str, display: str = "inline") -> str:
     """TeX as MathML; TeX that cannot be read stays as it is, as code."""
     try:
-        return convert(tex, display=display)
+        return FUNCTION.sub(_spaced, convert(tex, display=display))
     except Exception:  # the converter raises whatever it stumbles on
         return f'<code class="tex">{escape(tex)}</code>'
+
+
+def _spaced(match: re.Match) -> str:
+    """A function's name keeps its distance from what it is applied to, but for a bracket."""
+    after = "0" if match[2] else ".17em"
+    return f'<mo lspace=".17em" rspace="{after}">{match[1]}</mo>{match[2] or ""}'
 
 
 class Renderer(IPythonRenderer):
@@ -87,29 +93,27 @@ class Exporter(HTMLExporter):
         yield "mathml", lambda tex: Markup(mathml(tex.strip().strip("$"), "block"))
 
 
-@dataclass
-class Page:
-    """A finished page and what the index needs of it."""
+def render(nb, path: Path, facts: dict) -> str:
+    """The page of a notebook from `path` that ran (changed in place); `facts` is what its head, banner and index say.
 
-    html: str
-    thumbnail: str = ""  # a data: address
-
-
-def render(nb, path: Path, facts: dict) -> Page:
-    """The page of a notebook from `path` that ran (changed in place); `facts` is what its head, banner and index say."""
+    facts: title, name, status, failure (a sentence or ""), cell (the failed one's index, or None), byline (pairs), and
+    whatever else the index wants to find in the page again; `thumbnail` is added here.
+    """
     widgets.make_static(nb)
     _drop_title(nb)
     _describe_images(nb)
+    facts = facts | {"thumbnail": _thumbnail(nb)}
+    for index, cell in enumerate(nb.cells):
+        cell.metadata["workbench_index"] = index
     exporter = Exporter()
     css = (TEMPLATES / "style.css").read_text(encoding="utf-8")
     resources = {"metadata": {"name": facts["title"], "path": str(path.parent)}, "report": facts, "style": Markup(css)}
     html, _ = exporter.from_notebook_node(nb, resources)
-    html = html.replace(PLACE_OF_CONTENTS, _contents(exporter.headings))
-    return Page(offline(html), _thumbnail(nb))
+    return offline(html.replace(PLACE_OF_CONTENTS, _contents(exporter.headings), 1))
 
 
 def offline(html: str) -> str:
-    """Without what a browser would fetch: a script, style, image or frame that is elsewhere leaves its address behind."""
+    """Without what a browser would fetch: a script, image or frame that is elsewhere leaves its address behind."""
     there = r"""(?:"(?!data:|\#|")[^"]*"|'(?!data:|\#|')[^']*'|(?!data:|\#)[^\s"'>]+)"""
 
     def note(match: re.Match) -> str:
@@ -123,20 +127,6 @@ def offline(html: str) -> str:
     return re.sub(rf"(?is)<(?:img|embed|source|input)\b[^>]*?\bsrc\s*=\s*{there}[^>]*>", note, html)
 
 
-def shrink(png: bytes, colours: int | None = None) -> bytes:
-    """The same PNG in fewer bytes: as a palette where it has at most 256 colours, or is to be reduced to `colours`."""
-    image = Image.open(io.BytesIO(png))
-    if image.mode == "RGBA" and image.getextrema()[3] == (255, 255):
-        image = image.convert("RGB")
-    if image.mode == "RGB":
-        exact = image.getcolors(PALETTE_ABOVE)
-        if exact or colours:
-            image = image.quantize(len(exact) if exact else colours, dither=Image.Dither.NONE)
-    out = io.BytesIO()
-    image.save(out, "PNG", optimize=True)
-    return min(out.getvalue(), png, key=len)
-
-
 def _drop_title(nb) -> None:
     """The page's head has it."""
     first = nb.cells[0] if nb.cells else None
@@ -145,7 +135,7 @@ def _drop_title(nb) -> None:
 
 
 def _describe_images(nb) -> None:
-    """Every image output gets its alternative text: its own, else the heading it stands under. PNGs are made smaller."""
+    """Every image output gets an alternative text: its own, else the heading it stands under. PNGs become smaller."""
     heading = "figure"
     for cell in nb.cells:
         if cell.cell_type == "markdown":

@@ -1,0 +1,27 @@
+"""Small notebooks for tests of the report pipeline, written where a test wants them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+from nbformat import v4
+
+
+def text(source: str):
+    return v4.new_markdown_cell(source)
+
+
+def code(source: str, *tags: str):
+    return v4.new_code_cell(source, metadata={"tags": list(tags)} if tags else {})
+
+
+def write(path: Path, *cells, profiles: dict | None = None) -> Path:
+    """Write a notebook of these cells; a string is a code cell, or text where it starts with '#' and a space."""
+    whole = [
+        cell if not isinstance(cell, str) else text(cell) if cell.startswith("#") else code(cell) for cell in cells
+    ]
+    metadata = {"workbench": {"profiles": profiles}} if profiles else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(v4.new_notebook(cells=whole, metadata=metadata), path)
+    return path

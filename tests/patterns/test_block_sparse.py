@@ -1,0 +1,199 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workbench.patterns import BlockSparse, block_sparse, from_spec
+from workbench.patterns.layouts import dilated, explicit, global_, local, random, strided, top_k
+
+MILLION = 1 << 20
+USUAL = local(4) | global_(1) | strided(16)
+
+
+def count(blocks, block_size, n, time=None, predicate=None):
+    """blocks: bool (heads, rows, cols); every position looks up its block."""
+    bq, bk = block_size
+    i, j = torch.arange(n)[:, None], torch.arange(n)[None, :]
+    seen = blocks[:, (i // bq), (j // bk)]
+    if time is not None:
+        seen = seen & (time[j] <= time[i])
+    if predicate is not None:
+        seen = seen & torch.stack([predicate(h, i, j).expand(n, n) for h in range(len(blocks))])
+    return seen.int()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    n=st.integers(1, 40),
+    queries=st.floats(0, 1),
+    block_size=st.sampled_from([(1, 1), (4, 4), (3, 5), (8, 4), (64, 64)]),
+    heads=st.integers(1, 3),
+    shared=st.booleans(),
+    time=st.sampled_from([None, "position", "rank"]),
+    predicate=st.sampled_from([None, lambda h, i, j: (i - j) % 3 != 1, lambda h, i, j: (i + h) % 2 == 0 * j]),
+    density=st.sampled_from([0.1, 0.5, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_any_configuration(agree, n, queries, block_size, heads, shared, time, predicate, density, seed):
+    generator = torch.Generator().manual_seed(seed)
+    grid = (1 if shared else heads, -(-n // block_size[0]), -(-n // block_size[1]))
+    blocks = torch.rand(grid, generator=generator) < density
+    rank = torch.randperm(n, generator=generator)
+    pattern = BlockSparse(
+        explicit(blocks[0] if shared else blocks),
+        block_size,
+        causal=time is not None,
+        predicate=predicate,
+        causal_rank=rank if time == "rank" else None,
+    )
+    clock = {None: None, "position": torch.arange(n), "rank": rank}[time]
+    want = count(blocks.expand(heads, *grid[1:]), block_size, n, clock, predicate)
+    agree(pattern, want, round(queries * n), block_sizes=(None,))
+
+
+@pytest.mark.parametrize("block_size", [(64, 128), (128, 64)], ids=["64x128", "128x64"])
+@pytest.mark.parametrize("n, nq", [(300, 300), (300, 77), (256, 128), (257, 1)])
+def test_blocks_need_not_be_square(agree, n, nq, block_size):
+    rows, cols = -(-n // block_size[0]), -(-n // block_size[1])
+    blocks = torch.tensor([[abs(i - j) <= 1 or min(i, j) == 0 for j in range(cols)] for i in range(rows)])
+    want = count(blocks[None].expand(2, -1, -1), block_size, n, torch.arange(n))
+    agree(BlockSparse(local(1) | global_(1), block_size, causal=True), want, nq, (None,))
+
+
+def test_a_row_without_blocks_is_uncovered(agree):
+    blocks = torch.ones(3, 3, dtype=torch.bool)
+    blocks[1] = False
+    pattern = BlockSparse(explicit(blocks), 4)
+    agree(pattern, count(blocks[None], (4, 4), 10), block_sizes=(None,))
+    assert pattern.uncovered(10, 5) == 4 * 5
+    assert pattern.coverage(10, 5).tolist() == [0.6] * 5
+
+
+def test_one_layout_serves_every_head():
+    pattern = BlockSparse(USUAL, 16, causal=True)
+    assert pattern.blocks(1024, 1).nbytes == pattern.blocks(1024, 64).nbytes
+    assert BlockSparse(random(0.2, per_head=True), 16).blocks(256, 3).layouts == 3
+    by_head = BlockSparse(local(2), 16, predicate=lambda h, i, j: (i - j).abs() <= 4 * h)
+    assert by_head.blocks(256, 3).layouts == 3
+
+
+def test_the_density_asked_for_is_the_density_counted():
+    pattern = BlockSparse(random(0.1, seed=1), 16)
+    assert pattern.block_density(16 * 50, 4) == 250 / 2500
+    assert pattern.density(16 * 50, 4) == pytest.approx(0.1)
+    assert BlockSparse(random(0.0001), 16).block_density(16 * 50, 1) == 1 / 50  # at least one block a row
+
+
+def test_chunks_do_not_change_the_blocks(monkeypatch):
+    pattern = BlockSparse(random(0.2, seed=4) | local(1), (8, 4), causal=True)
+    want, pairs = pattern.blocks(1000, 2, 701), pattern.pairs(1000, 2, 701)
+    monkeypatch.setattr(block_sparse, "CHUNK", 100)
+    got = pattern.blocks(1000, 2, 701)
+    assert all(torch.equal(getattr(got, x), getattr(want, x)) for x in ("starts", "columns", "full"))
+    assert pattern.pairs(1000, 2, 701) == pairs
+
+
+def test_a_predicate_is_asked_only_about_positions_that_exist():
+    limits = torch.arange(143)  # indexing it with 143 raises
+    pattern = BlockSparse(dilated(), 16, predicate=lambda h, i, j: limits[i] >= limits[j])
+    assert pattern.pairs(143, 1, 99) == BlockSparse(dilated(), 16, causal=True).pairs(143, 1, 99)
+    assert pattern.block_density(143, 1) == BlockSparse(dilated(), 16, causal=True).block_density(143, 1)
+
+
+def test_causality_by_rank_equals_causality_in_the_order_of_time():
+    rank = torch.randperm(60)
+    pattern = BlockSparse(strided(1), 8, causal=True, causal_rank=rank)
+    assert pattern.pairs(60, 1) == 60 * 61 // 2
+    assert torch.equal(pattern.multiplicity(60, 1)[0].bool(), rank[None, :] <= rank[:, None])
+
+
+def test_a_batch_is_indexed_before_it_is_counted(agree):
+    q, k = torch.randn(2, 20, 3, 8), torch.randn(2, 20, 3, 8)
+    pattern = BlockSparse(top_k(q, k, 4, 2), 4)
+    assert pattern.batch == 2
+    for question in (pattern.pairs, pattern.multiplicity, pattern.blocks, pattern.coverage, pattern.density):
+        with pytest.raises(ValueError, match=r"layout of batch 2: index the batch, pattern.for_batch\(b\), first"):
+            question(20, 3)
+    one = pattern.for_batch(1)
+    assert one.batch is None
+    agree(one, count(pattern.layout.tensor[1], (4, 4), 20), block_sizes=(None,))
+    assert pattern.check(20, 3) == 20
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("question", ["pairs", "density", "coverage", "uncovered", "blocks"])
+def test_a_million_tokens_take_less_than_a_second(one_core_seconds, question, causal):
+    pattern = BlockSparse(USUAL, 128, causal)
+    assert one_core_seconds(lambda: getattr(pattern, question)(MILLION, 12)) < 1
+
+
+@pytest.mark.parametrize("n, block_size, megabytes", [(131_072, 128, 50), (MILLION, 512, 100)])
+def test_memory_of_a_mask(n, block_size, megabytes):
+    code = f"""
+import resource, sys, torch
+from workbench.patterns import BlockSparse, layouts
+pattern = BlockSparse(layouts.local(4) | layouts.global_(1) | layouts.strided(16), {block_size}, causal=True)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+pattern.blocks(4 * {block_size}, 12)
+before = peak()
+blocks = pattern.blocks({n}, 12)
+assert len(blocks.columns) > blocks.rows
+print(peak() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < megabytes * 1e6
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: BlockSparse("local"), "layout='local': want a layout"),
+        (lambda: BlockSparse(local(1), 0), r"block_size\[0\]=0: want an int >= 1"),
+        (lambda: BlockSparse(local(1), True), r"block_size\[0\]=True: want an int >= 1"),
+        (lambda: BlockSparse(local(1), (8, 8, 8)), r"block_size=\(8, 8, 8\): want an int >= 1, or \(query, key\)"),
+        (lambda: BlockSparse(local(1), causal=1), "causal=1: want True or False"),
+        (lambda: BlockSparse(local(1), predicate=3), r"predicate=3: want a function of \(h, i, j\)"),
+        (lambda: BlockSparse(local(1), causal_rank=torch.arange(4)), "causal_rank without causal=True"),
+        (
+            lambda: BlockSparse(local(1), causal=True, causal_rank=torch.ones(4)),
+            r"causal_rank=torch.float32 \(4,\): want an int64 tensor",
+        ),
+        (
+            lambda: BlockSparse(local(1), causal=True, causal_rank=torch.arange(4)).pairs(5, 1),
+            "causal_rank of 4 tokens: want 5",
+        ),
+        (
+            lambda: BlockSparse(explicit(torch.ones(3, 4, dtype=torch.bool)), 8).pairs(32, 1),
+            r"layout of shape \(3, 4\): its last two dimensions are \(3, 4\), want \(4, 4\) blocks",
+        ),
+        (
+            lambda: BlockSparse(explicit(torch.ones(2, 4, 4, dtype=torch.bool)) | local(1), 8).pairs(32, 3),
+            r"layout of shape \(2, 4, 4\): it has 2 heads, want 3",
+        ),
+        (lambda: BlockSparse(local(1), 8).blocks(32, 1, None, 16), r"block_size=16: want \(8, 8\), the pattern's own"),
+        (
+            lambda: BlockSparse(local(1), 8, predicate=lambda h, i, j: i - j).pairs(32, 1),
+            "predicate returned torch.int64: want a bool tensor",
+        ),
+    ],
+)
+def test_bad_input_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_specs_are_the_same_pattern():
+    pattern = BlockSparse(USUAL - local(0), (8, 4), causal=True, causal_rank=torch.arange(50).flip(0))
+    other = from_spec(pattern.spec())
+    assert other.spec() == pattern.spec()
+    assert torch.equal(other.multiplicity(50, 2), pattern.multiplicity(50, 2))
+    with pytest.raises(ValueError, match="a predicate is Python code"):
+        from_spec(BlockSparse(USUAL, predicate=lambda h, i, j: i == j).spec())
+
+
+def test_names():
+    assert BlockSparse(random(0.1)).name == "random-0.90"
+    assert BlockSparse(USUAL).name == "local-4+global-1+strided-16"

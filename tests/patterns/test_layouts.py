@@ -1,0 +1,188 @@
+import copy
+import pickle
+
+import pytest
+import torch
+
+from workbench.patterns import layouts
+from workbench.patterns.layouts import (
+    dilated,
+    explicit,
+    from_spec,
+    global_,
+    hierarchical,
+    local,
+    random,
+    strided,
+    top_k,
+)
+
+GRIDS = [(1, 1), (7, 7), (12, 5), (5, 12), (33, 33)]
+
+
+def grid_of(layout, rows, cols, heads=1):
+    h, i, j = torch.arange(heads).view(-1, 1, 1), torch.arange(rows).view(1, -1, 1), torch.arange(cols).view(1, 1, -1)
+    return layout.visible(h, i, j, (rows, cols)).expand(heads, rows, cols)
+
+
+def drawn(predicate, rows, cols):
+    cells = [bool(predicate(i, j)) for i in range(rows) for j in range(cols)]
+    return torch.tensor(cells, dtype=torch.bool).view(1, rows, cols)
+
+
+def level_of(distance, window):
+    level = 0
+    while distance > window * 2**level:
+        level += 1
+    return level
+
+
+DEFINITIONS = {
+    "local": (local(2), lambda i, j: abs(i - j) <= 2),
+    "diagonal": (local(0), lambda i, j: i == j),
+    "global": (global_(2), lambda i, j: i < 2 or j < 2),
+    "nothing": (global_(0), lambda i, j: False),
+    "strided": (strided(3), lambda i, j: i % 3 == j % 3),
+    "dilated": (dilated(), lambda i, j: abs(i - j) in (0, 1, 2, 4)),
+    "dilated-3-9": (dilated([3, 9]), lambda i, j: abs(i - j) in (0, 3, 9)),
+    "hierarchical": (
+        hierarchical(2, 3),
+        lambda i, j: level_of(abs(i - j), 2) < 3 and j % 2 ** level_of(abs(i - j), 2) == 0,
+    ),
+    "hierarchical-deep": (
+        hierarchical(1, 31),
+        lambda i, j: j % 2 ** level_of(abs(i - j), 1) == 0,
+    ),
+    "or": (local(1) | global_(1) | strided(4), lambda i, j: abs(i - j) <= 1 or min(i, j) < 1 or i % 4 == j % 4),
+    "and": (local(4) & strided(2), lambda i, j: abs(i - j) <= 4 and i % 2 == j % 2),
+    "minus": (local(4) - local(1), lambda i, j: 1 < abs(i - j) <= 4),
+    "not": (~local(3), lambda i, j: abs(i - j) > 3),
+    "nested": (~(local(3) | strided(2)) & global_(4), lambda i, j: abs(i - j) > 3 and (i - j) % 2 and min(i, j) < 4),
+}
+
+
+@pytest.mark.parametrize("rows, cols", GRIDS)
+@pytest.mark.parametrize("layout, predicate", DEFINITIONS.values(), ids=DEFINITIONS)
+def test_against_the_definition(layout, predicate, rows, cols):
+    assert torch.equal(grid_of(layout, rows, cols), drawn(predicate, rows, cols))
+
+
+@pytest.mark.parametrize("density", [0.01, 0.1, 0.37, 1.0])
+@pytest.mark.parametrize("rows, cols", GRIDS)
+def test_random_has_the_density_asked_for(rows, cols, density):
+    layout = grid_of(random(density, seed=3), rows, cols)
+    assert layout.sum() == max(rows, round(density * rows * cols))
+    widths = layout.sum(-1)
+    assert widths.min() >= 1 and widths.max() - widths.min() <= 1
+
+
+def test_random_does_not_depend_on_how_it_is_asked():
+    whole = grid_of(random(0.3, seed=5, per_head=True), 16, 16, heads=3)
+    h, i, j = (torch.randint(x, (50,)) for x in (3, 16, 16))
+    assert torch.equal(random(0.3, seed=5, per_head=True).visible(h, i, j, (16, 16)), whole[h, i, j])
+    assert not torch.equal(whole[0], whole[1])
+    assert not torch.equal(grid_of(random(0.3, seed=6), 16, 16), grid_of(random(0.3, seed=5), 16, 16))
+    shared = grid_of(random(0.3, seed=5), 16, 16, heads=3)
+    assert torch.equal(shared[0], shared[2])
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("nq, kv_heads", [(22, 4), (22, 2), (9, 1)])
+def test_top_k_takes_the_best_pooled_products(nq, kv_heads, causal):
+    n, bq, bk, count = 22, 4, 3, 2
+    q, k = torch.randn(2, nq, 4, 8), torch.randn(2, n, kv_heads, 8)
+    blocks = top_k(q, k, (bq, bk), count, causal).tensor
+    rows, cols, first = -(-n // bq), -(-n // bk), (n - nq) // bq
+    assert blocks.shape == (2, 4, rows, cols)
+    assert not blocks[:, :, :first].any()
+    for b, h, i in torch.cartesian_prod(torch.arange(2), torch.arange(4), torch.arange(first, rows)).tolist():
+        query = q[b, max(0, i * bq - (n - nq)) : (i + 1) * bq - (n - nq), h].mean(0)
+        candidates = [j for j in range(cols) if not causal or j * bk < min(n, (i + 1) * bq)]
+        keys = [k[b, j * bk : (j + 1) * bk, h // (4 // kv_heads)].mean(0) for j in candidates]
+        scores = [float(query @ key) for key in keys]
+        best = sorted(candidates, key=lambda j: -scores[j])[:count]
+        assert blocks[b, h, i].nonzero().flatten().tolist() == sorted(best)
+
+
+def test_a_batch_is_indexed():
+    blocks = torch.rand(3, 2, 4, 4) < 0.5
+    layout = explicit(blocks) | local(0)
+    assert layout.batch == 3 and local(1).batch is None
+    one = layout.for_batch(2)
+    assert one.batch is None
+    assert torch.equal(grid_of(one, 4, 4, heads=2), blocks[2] | torch.eye(4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="layout of batch 3: index the batch"):
+        grid_of(layout, 4, 4, heads=2)
+    with pytest.raises(ValueError, match="layouts of batch 3 and 2: want one batch size"):
+        explicit(blocks) & explicit(blocks[:2])
+
+
+SPECS = {name: layout for name, (layout, _) in DEFINITIONS.items()}
+SPECS |= {"random": random(0.25, 7, True), "explicit": explicit(torch.rand(2, 5, 5) < 0.5, name="mine") - local(0)}
+
+
+@pytest.mark.parametrize("layout", SPECS.values(), ids=SPECS)
+def test_copies_and_specs_are_the_same_layout(layout):
+    for other in (from_spec(layout.spec()), copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
+        assert other == layout and hash(other) == hash(layout)
+        assert torch.equal(grid_of(other, 5, 5, heads=2), grid_of(layout, 5, 5, heads=2))
+    assert layout != strided(1)
+
+
+@pytest.mark.parametrize(
+    "layout, name",
+    [
+        (local(4) | global_(1) | strided(16), "local-4+global-1+strided-16"),
+        (random(0.1), "random-0.90"),
+        (random(0.005), "random-0.995"),
+        ((local(4) | global_(1)) - local(0), "(local-4+global-1)-local-0"),
+        (~(local(1) & strided(2)), "~(local-1&strided-2)"),
+        (dilated(), "dilated-1.2.4"),
+    ],
+)
+def test_names(layout, name):
+    assert layout.name == name
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: local(-1), "k=-1: want an int >= 0"),
+        (lambda: local(1.5), "k=1.5: want an int >= 0"),
+        (lambda: global_(True), "k=True: want an int >= 0"),
+        (lambda: strided(0), "s=0: want an int >= 1"),
+        (lambda: dilated([]), r"offsets=\[\]: want a non-empty list of ints >= 1"),
+        (lambda: dilated([0]), r"offsets\[0\]=0: want an int >= 1"),
+        (lambda: hierarchical(0, 2), "window=0: want an int >= 1"),
+        (lambda: hierarchical(1, 0), "levels=0: want an int >= 1"),
+        (lambda: hierarchical(1, 32), "levels=32: want 1 to 31"),
+        (lambda: random(0), r"density=0: want a number in \(0, 1\]"),
+        (lambda: random(1.5), r"density=1.5: want a number in \(0, 1\]"),
+        (lambda: random(True), "density=True: want a number"),
+        (lambda: random("0.5"), "density='0.5': want a number"),
+        (lambda: random(0.5, seed=-1), "seed=-1: want an int >= 0"),
+        (lambda: random(0.5, per_head=1), "per_head=1: want True or False"),
+        (lambda: explicit([[True]]), r"blocks=\[\[True\]\]: want a bool tensor"),
+        (lambda: explicit(torch.ones(2, 2)), r"blocks=torch.float32 \(2, 2\): want a bool tensor"),
+        (lambda: explicit(torch.ones(2, dtype=torch.bool)), r"blocks=torch.bool \(2,\): want a bool tensor"),
+        (lambda: top_k(torch.ones(1, 8, 2, 4), torch.ones(1, 8, 2, 4), 4, 3), "count=3: want at most the 2 key blocks"),
+        (lambda: top_k(torch.ones(1, 8, 2, 4), torch.ones(1, 8, 2, 4), 4, 0), "count=0: want an int >= 1"),
+        (lambda: top_k(torch.ones(1, 8, 3, 4), torch.ones(1, 8, 2, 4), 4, 1), r"q \(1, 8, 3, 4\).*Hkv dividing H"),
+        (lambda: top_k(torch.ones(1, 9, 2, 4), torch.ones(1, 8, 2, 4), 4, 1), r"want Nq <= N"),
+        (lambda: top_k(torch.ones(8, 2, 4), torch.ones(1, 8, 2, 4), 4, 1), r"q \(8, 2, 4\).*want \(B, Nq, H, D\)"),
+        (lambda: from_spec({"layout": "spiral"}), "layout='spiral': want one of local, global_"),
+    ],
+)
+def test_bad_input_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_only_layouts_combine():
+    with pytest.raises(TypeError):
+        local(1) | 3
+
+
+def test_packing_keeps_every_bit():
+    for tensor in (torch.rand(3, 5, 7) < 0.5, torch.tensor([2**40, -1, 0]), torch.zeros(0, 4, dtype=torch.bool)):
+        assert torch.equal(layouts.unpack(layouts.pack(tensor)), tensor)

@@ -1,0 +1,106 @@
+import pytest
+import torch
+
+from workbench.patterns import Predicate, from_spec, predicate
+
+
+def count(fn, n, heads, causal):
+    """One pair at a time."""
+    total = torch.zeros(heads, n, n, dtype=torch.int64)
+    for h in range(heads):
+        for i in range(n):
+            for j in range(n):
+                total[h, i, j] = bool(fn(*map(torch.tensor, (h, i, j)))) and (j <= i or not causal)
+    return total
+
+
+FUNCTIONS = {
+    "window": lambda h, i, j: (i - j).abs() < 4,
+    "per-head": lambda h, i, j: (i - j).abs() <= 3 * h,
+    "keys-only": lambda h, i, j: j < 3,
+    "queries-only": lambda h, i, j: i % 2 == 0,
+    "heads-only": lambda h, i, j: h > 0,
+    "everything": lambda h, i, j: True,
+}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("fn", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_against_brute_force(agree, monkeypatch, fn, causal):
+    for n, nq, tile in ((13, 13, 1 << 22), (13, 5, 50), (1, 1, 50), (13, 0, 50)):
+        monkeypatch.setattr(predicate, "TILE", tile)  # a few pairs a tile: rows and columns are both cut
+        agree(Predicate(fn, causal), count(fn, n, 2, causal), nq, block_sizes=(4, (3, 5), 64))
+
+
+def test_no_tokens_and_no_heads():
+    everything = Predicate(FUNCTIONS["everything"])
+    assert everything.pairs(0, 2) == everything.pairs(5, 0) == 0
+    assert everything.blocks(0, 2).rows == 0
+    assert len(everything.blocks(5, 0).columns) == 0
+
+
+def test_one_layout_where_heads_do_not_matter():
+    assert Predicate(FUNCTIONS["window"]).blocks(64, 3, block_size=16).layouts == 1
+    assert Predicate(FUNCTIONS["per-head"]).blocks(64, 3, block_size=16).layouts == 3
+
+
+def test_a_table_of_n_entries_is_never_read_out_of_range():
+    table = torch.arange(143)  # not a multiple of the block size
+    pattern = Predicate(lambda h, i, j: table[j] <= table[i])
+    assert pattern.pairs(143, 1) == 143 * 144 // 2
+    assert len(pattern.blocks(143, 1, block_size=64).columns) == 6
+
+
+def test_long_work_shows_progress(capsys, monkeypatch):
+    clock = iter(range(0, 1000, 1))
+    monkeypatch.setattr(predicate.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr("workbench.patterns.base.TILE", 13)
+    monkeypatch.setattr(predicate, "TILE", 13)
+    Predicate(FUNCTIONS["window"]).pairs(13, 1)
+    assert "13 of 13 tiles" in capsys.readouterr().err
+
+
+def test_quick_work_is_silent(capsys):
+    Predicate(FUNCTIONS["window"]).pairs(13, 1)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Predicate("i == j"), r"fn='i == j': want a function of \(h, i, j\)"),
+        (lambda: Predicate(FUNCTIONS["window"], causal=None), "causal=None: want True or False"),
+        (lambda: Predicate(lambda h, i, j: i - j).pairs(9, 1), "predicate returned torch.int64: want a bool tensor"),
+        (
+            lambda: Predicate(lambda h, i, j: torch.ones(5, dtype=torch.bool)).pairs(9, 1),
+            r"predicate returned shape \(5,\): want one that broadcasts with \(1, 9, 9\)",
+        ),
+        (
+            lambda: Predicate(lambda h, i, j: torch.ones(2, 1, 9, 9, dtype=torch.bool)).pairs(9, 1),
+            r"predicate returned shape \(2, 1, 9, 9\)",
+        ),
+    ],
+)
+def test_bad_input_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def every_third(h, i, j):
+    return (i - j) % 3 == 0
+
+
+def test_the_spec_says_what_the_function_was_and_cannot_make_it():
+    spec = Predicate(every_third, causal=True).spec()
+    assert spec == {
+        "pattern": "Predicate",
+        "fn": "def every_third(h, i, j):\n    return (i - j) % 3 == 0",
+        "causal": True,
+    }
+    with pytest.raises(ValueError, match="a Predicate cannot be made from its spec: fn is Python code"):
+        from_spec(spec)
+
+
+def test_names():
+    assert Predicate(every_third).name == "predicate-every_third"
+    assert Predicate(lambda h, i, j: i == j).name == "predicate"

@@ -1,0 +1,143 @@
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.probes import fresh, memory
+
+MB = 1 << 20
+ROOT = Path(wb.__file__).parents[1]
+HERE = """
+import os, sys, time
+import numpy, torch
+
+def array():
+    print("not an answer")
+    return numpy.ones(64 << 20, numpy.uint8) + torch.zeros(16 << 20, dtype=torch.uint8)[0].item()
+
+def mean_of_values(q, k, v):
+    return q + v.mean(1, keepdim=True)
+
+def dies(how):
+    if how == "kill":
+        os.kill(os.getpid(), 9)
+    if how == "exit":
+        sys.exit("went away")
+    if how == "sleep":
+        time.sleep(600)
+    if how == "hungry":
+        return torch.empty(1 << 60)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(HERE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_allocations_are_counted_exactly():
+    def fn():
+        a = torch.zeros(2 * MB, dtype=torch.uint8)
+        b = torch.zeros(3 * MB, dtype=torch.uint8)
+        del a
+        c = torch.zeros(MB, dtype=torch.uint8)
+        return c, b[:7]
+
+    got = memory.measure(fn)
+    assert (got.allocated_before_bytes, got.allocated_after_bytes, got.peak_allocated_bytes) == (0, 4 * MB, 5 * MB)
+    assert got.extra_bytes == 5 * MB and got.reserved_bytes is None
+    assert got.source == "torch profiler" and got.device_used_bytes > 50 * MB
+
+
+def test_scratch_inside_an_op_is_counted():
+    x = torch.randn(1, 1, 512, 8)
+    got = memory.measure(
+        lambda: torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=torch.zeros(512, 512))
+    )
+    assert got.peak_allocated_bytes > 512 * 512 * 4 + got.allocated_after_bytes
+
+
+def test_profiler_says_nothing(capfd):
+    memory.measure(lambda: torch.zeros(3))
+    assert capfd.readouterr().err == ""
+
+
+def test_fresh_and_here_agree_on_what_is_allocated():
+    options = {"n": 512, "heads": 4, "head_dim": 32, "backend": "reference", "dtype": torch.float64}
+    here = memory.measure_attention(wb.Dense(), in_process=True, **options)
+    there = memory.measure_attention(wb.Dense(), **options)
+    assert here["status"] == there["status"] == "ok"
+    inputs = 3 * 512 * 4 * 32 * 8
+    for row in (here, there):
+        assert row["allocated_before_bytes"] == inputs
+        assert row["peak_bytes"] == row["extra_bytes"] + inputs
+        assert row["extra_bytes"] > 4 * 512 * 512 * 8  # a matrix of scores
+        assert (row["pairs"], row["backend"], row["measured"]) == (4 * 512 * 512, "reference", True)
+    assert here["extra_bytes"] == there["extra_bytes"]
+    assert 0.5 < there["reserved_bytes"] / there["peak_bytes"] < 1.5
+    assert there["device_used_bytes"] > there["reserved_bytes"]
+
+
+def test_fresh_process_sees_memory_that_torch_does_not(mine):
+    got = memory.measure("mine:array")
+    assert 16 * MB <= got.peak_allocated_bytes < 17 * MB
+    assert 64 * MB < got.reserved_bytes < 300 * MB  # numpy's, beside torch's
+    row = memory.measure_attention(wb.Dense(), n=64, heads=2, head_dim=8, backend="mine:mean_of_values")
+    assert (row["status"], row["error"], row["backend"]) == ("ok", None, "mine:mean_of_values")
+
+
+@pytest.mark.parametrize(
+    "how, status, error",
+    [
+        ("kill", "killed", "SIGKILL"),
+        ("exit", "killed", "exit code 1: went away"),
+        ("sleep", "timeout", "within 5 s"),
+        ("hungry", "oom", "memory"),
+    ],
+)
+def test_a_fresh_process_that_dies_is_data(mine, how, status, error):
+    begin = time.monotonic()
+    outcome = fresh.run("mine:dies", (how,), timeout_s=5 if how == "sleep" else 120)
+    assert outcome.status == status and error in outcome.error and outcome.result is None
+    assert how != "sleep" or time.monotonic() - begin < 60
+
+
+def test_refusals():
+    row = memory.measure_attention(wb.Dense(), n=64, heads=2, head_dim=8, backend="nonsense", in_process=True)
+    assert row["status"] == "refused" and "nonsense" in row["error"] and row["peak_bytes"] is None
+    with pytest.raises(ValueError, match="module:function"):
+        memory.measure_attention(wb.Predicate(lambda h, i, j: i == j), n=8, heads=1, head_dim=8)
+    with pytest.raises(RuntimeError, match="killed: ModuleNotFoundError"):
+        memory.measure("no_such_module:fn")
+
+
+def test_a_fresh_process_does_not_outlive_its_parent(mine, tmp_path):
+    (tmp_path / "tells.py").write_text(
+        "import os, pathlib, time\n"
+        "def pid(path):\n    pathlib.Path(path).write_text(str(os.getpid()))\n    time.sleep(600)\n"
+    )
+    code = f"from workbench.probes import fresh; fresh.run('tells:pid', ({str(tmp_path / 'pid')!r},))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    end = time.monotonic() + 120
+    while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()) and time.monotonic() < end:
+        time.sleep(0.1)
+    child = int((tmp_path / "pid").read_text())
+    parent.kill()
+    parent.wait()
+    while _alive(child) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not _alive(child)
+
+
+def _alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,160 @@
+import gc
+import math
+import time
+import weakref
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench import records
+from workbench.probes import timing
+from workbench.probes.outcome import attempt
+
+SMALL = {"n": 40, "heads": 4, "head_dim": 8, "samples": 2, "warmup": 1}
+
+
+def test_measure_takes_warm_samples():
+    calls = []
+
+    def fn():
+        calls.append(time.sleep(0.05 if len(calls) < 2 else 0.004))
+
+    got = timing.measure(fn, warmup=2, samples=5)
+    assert len(calls) == 7 and len(got.samples_ms) == 5
+    assert 4 <= got.q10_ms <= got.median_ms <= got.q90_ms
+    assert got.median_ms < 50  # the two slow first calls do not count
+
+
+def test_measure_keeps_to_its_time():
+    calls = []
+
+    def fn():
+        calls.append(time.sleep(0.05))
+
+    assert len(timing.measure(fn, warmup=2, samples=100, seconds=0.3).samples_ms) == len(calls) - 2 <= 4
+    assert len(timing.measure(fn, warmup=9, samples=100, seconds=0).samples_ms) == 1
+
+
+def test_compare_interleaves_and_measures_itself():
+    order = []
+
+    def sleeps(name, seconds):
+        return lambda: (order.append(name), time.sleep(seconds))
+
+    frame = timing.compare({"slow": sleeps("slow", 0.012), "fast": sleeps("fast", 0.003)}, samples=7, warmup=1)
+    assert list(frame.index) == ["slow", "fast", "A/A"]
+    assert all(len(x) == 7 for x in frame.samples_ms)
+    rounds = [order[2:][x : x + 3] for x in range(0, 21, 3)]
+    assert all(sorted(r) == ["fast", "slow", "slow"] for r in rounds) and len(set(map(tuple, rounds))) > 1
+    assert frame.speedup["slow"] == 1 and 1.5 < frame.speedup["fast"] < 5
+    assert frame.speedup_low["fast"] <= frame.speedup["fast"] <= frame.speedup_high["fast"]
+    assert 0.5 < frame.speedup["A/A"] < 2
+    with pytest.raises(ValueError, match="at least one"):
+        timing.compare({})
+
+
+@pytest.mark.parametrize("mode", ["fwd", "fwdbwd"])
+@pytest.mark.parametrize("backend", ["torch", "reference", "sdpa"])
+def test_row_is_a_whole_record(backend, mode, tmp_path):
+    row = timing.time_attention(wb.Dense(causal=True), backend=backend, mode=mode, dtype=torch.float64, **SMALL)
+    assert (row["status"], row["error"]) == ("ok", None)
+    assert (row["pattern"], row["backend"], row["mode"], row["dtype"]) == ("dense", backend, mode, "float64")
+    assert row["pairs"] == 4 * 40 * 41 // 2
+    assert len(row["samples_ms"]) == 2 and row["median_ms"] == pytest.approx(sum(row["samples_ms"]) / 2)
+    recorder = records.start("timing", "tiny", tmp_path)
+    written = recorder.row(**row)
+    assert set(records.FIELDS) - {"peak_bytes", "extra_bytes"} <= set(written)
+    assert recorder.done(pattern="dense", n=40, backend=backend)
+
+
+def test_auto_is_recorded_as_what_it_took():
+    row = timing.time_attention(wb.Dilated([8, 16], [1, 2]), **SMALL)
+    assert row["backend"] == "torch" and row["pattern_spec"]["segment_lengths"] == [8, 16]
+
+
+def test_any_callable_is_timed_with_gradients_where_asked():
+    seen = []
+
+    def mine(q, k, v):
+        seen.append((q.shape, k.shape, q.requires_grad, torch.is_grad_enabled()))
+        return q + k.mean(1, keepdim=True).repeat_interleave(2, 2) + v.mean(1, keepdim=True).repeat_interleave(2, 2)
+
+    for mode in ("fwd", "fwdbwd"):
+        row = timing.time_attention(wb.Dense(), backend=mine, mode=mode, kv_heads=2, nq=7, batch=3, **SMALL)
+        assert (row["status"], row["backend"], row["kv_heads"], row["nq"]) == ("ok", "mine", 2, 7)
+        assert set(seen) == {((3, 7, 4, 8), (3, 40, 2, 8), mode == "fwdbwd", mode == "fwdbwd")}
+        seen.clear()
+    assert timing.time_attention(wb.Dense(), backend="operator:matmul", **SMALL)["status"] == "killed"  # three inputs
+
+
+def test_sdpa_is_the_dense_attention():
+    from workbench.probes.case import Case
+
+    case = Case(wb.Dense(causal=True), 24, 4, 8, torch.float64, "sdpa", kv_heads=2)
+    q, k, v = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 8)
+    q, k, v = (x[None].double() for x in (q, k, v))
+    got = case._function(q, k, v)[0](q, k, v)
+    torch.testing.assert_close(got, wb.reference(q, k, v, wb.Dense(causal=True))[0])
+
+
+@pytest.mark.parametrize(
+    "pattern, options, status, error",
+    [
+        (wb.Dilated([8], [1]), {"backend": "sdpa"}, "refused", "Dense only"),
+        (wb.Dense(causal=True), {"backend": "sdpa", "nq": 8}, "refused", "nq=8"),
+        (wb.Dense(), {"backend": "flash"}, "unsupported", "CUDA only"),
+        (wb.Dense(), {"backend": "nonsense"}, "refused", "nonsense"),
+        (wb.Dense(), {"kv_heads": 3}, "refused", "3"),
+        (wb.Dense(), {"nq": 41}, "refused", "nq=41"),
+        (wb.Dense(), {"backend": lambda q, k, v: torch.empty(1 << 60)}, "oom", "memory"),
+        (wb.Dense(), {"backend": lambda q, k, v: q.no_such_thing}, "killed", "AttributeError"),
+    ],
+)
+def test_what_does_not_run_is_data(pattern, options, status, error):
+    row = timing.time_attention(pattern, **SMALL, **options)
+    assert row["status"] == status and error in row["error"]
+    assert row["median_ms"] is None and row["n"] == 40
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="mode='backward'"):
+        timing.time_attention(wb.Dense(), mode="backward", **SMALL)
+    with pytest.raises(ValueError, match="dtype='float31'"):
+        timing.time_attention(wb.Dense(), dtype="float31", **SMALL)
+
+
+def test_a_failed_allocation_leaves_nothing_alive():
+    alive = []
+
+    def hungry():
+        tensor = torch.zeros(100)
+        alive.append(weakref.ref(tensor))
+        try:
+            tensor.view(7)  # an error in whose context the next one is raised
+        except RuntimeError:
+            inner = torch.zeros(100)
+            alive.append(weakref.ref(inner))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore") from None
+
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        outcome = attempt(hungry)
+    finally:
+        if collecting:
+            gc.enable()
+    assert (outcome.status, outcome.result) == ("oom", None)
+    assert outcome.error == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    assert len(alive) == 2 and all(ref() is None for ref in alive)
+
+
+def test_ceilings_of_this_cpu():
+    from workbench.probes.roofline import ceilings, flops
+
+    got = ceilings("cpu", seconds=0.5)
+    side, best = got["matmul_size"]["float32"], min(got["samples_ms"]["float32"])
+    assert got["matmul_tflops"]["float32"] == pytest.approx(2 * side**3 / (best * 1e-3) / 1e12)
+    assert 1e-3 < got["matmul_tflops"]["float32"] < 100 and 0.1 < got["copy_gbs"] < 5000
+    assert math.isclose(got["copy_gbs"], 2 * got["copy_bytes"] / (min(got["samples_ms"]["copy"]) * 1e-3) / 1e9)
+    assert flops(10, 64) == 4 * 64 * 10 and flops(10, 64, "fwdbwd", batch=2) == 14 * 64 * 10 * 2

@@ -1,0 +1,260 @@
+"""The page of a notebook: complete in itself, every output with a form that shows."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from nbformat import v4
+from PIL import Image
+
+from tests.notebooks.build import code, text
+from workbench.reporting import page
+from workbench.reporting.png import shrink
+from workbench.reporting.widgets import STATE, VIEW
+
+FACTS = {"title": "T", "status": "ok", "failure": "", "message": "", "cell": None, "byline": [("device", "a <card>")]}
+
+
+def png(pixels) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(np.asarray(pixels, dtype=np.uint8)).save(out, "PNG")
+    return out.getvalue()
+
+
+def shown(data: dict, metadata: dict | None = None):
+    cell = code("x")
+    data = {key: base64.b64encode(value).decode() if isinstance(value, bytes) else value for key, value in data.items()}
+    cell.outputs = [v4.new_output("display_data", data, metadata=metadata or {})]
+    return cell
+
+
+@pytest.fixture
+def render(tmp_path):
+    def build(*cells, state: dict | None = None, **facts) -> str:
+        nb = v4.new_notebook(cells=[text(cell) if isinstance(cell, str) else cell for cell in cells])
+        if state is not None:
+            nb.metadata["widgets"] = {STATE: {"state": state}}
+        return page.render(nb, tmp_path / "x.ipynb", FACTS | facts)
+
+    return build
+
+
+def main(html: str) -> str:
+    return html[html.index("<main>") : html.index("</main>")]
+
+
+@pytest.mark.parametrize(
+    "tex",
+    [
+        r"a $x^2$ b",
+        "$$x^2$$",
+        "$$\nx^2\n$$",
+        r"\begin{equation}x^2\end{equation}",
+        r"\begin{align}y &= x^2\end{align}",
+        "| a |\n|---|\n| $x^2$ |",
+    ],
+)
+def test_tex_becomes_mathml(render, tex):
+    body = main(render(tex))
+    assert re.search(r"<msup>\s*<mi>x</mi>\s*<mn>2</mn>\s*</msup>", body)
+    assert "$" not in body and "begin{" not in body
+
+
+def test_tex_keeps_its_comparison_signs(render):
+    assert "&lt;" in main(render("$t < w$")) and "&amp;lt;" not in main(render("$t < w$"))
+
+
+def test_tex_that_cannot_be_read_stays_readable(render):
+    assert r'<code class="tex">\frac{1</code>' in main(render(r"so $\frac{1$ it is"))
+
+
+def test_a_function_keeps_its_distance_from_its_argument():
+    assert '<mo lspace=".17em" rspace=".17em">log</mo><mi>N</mi>' in page.mathml(r"N \log N")
+    assert '<mo lspace=".17em" rspace="0">exp</mo>' in page.mathml(r"\exp(x)")
+
+
+def test_latex_and_markdown_outputs_become_mathml(render):
+    body = main(render(shown({"text/latex": "$$x^2$$"}), shown({"text/markdown": "so $x^2$"})))
+    assert body.count("<msup>") == 2 and "$" not in body
+
+
+def test_a_local_image_is_embedded_and_html_around_it_stays_as_written(render, tmp_path):
+    (tmp_path / "a.png").write_bytes(png(np.zeros((2, 2, 3))))
+    body = main(render('<div class="wide">\n<img src="a.png" alt="A">\n\ntext\n\n</div>\n\n![B](a.png)'))
+    assert body.count("data:image/png;base64,") == 2 and "a.png" not in body
+    assert body.index('class="wide"') < body.index("text") < body.rindex("</div>", 0, body.index('alt="B"'))
+
+
+def test_html_in_markdown_survives_in_a_cell_with_an_image(render, tmp_path):
+    (tmp_path / "a.png").write_bytes(png(np.zeros((2, 2, 3))))
+    body = main(render("one <b>two <i>three</i></b> <br> ![A](a.png) <kbd>x</kbd>"))
+    assert "one <b>two <i>three</i></b>" in body and "<kbd>x</kbd>" in body
+
+
+REMOTE = {
+    "script": '<script src="https://there.example/x.js"></script>',
+    "module": "<script type='module' src='//there.example/x.mjs'></script>",
+    "style": '<link rel="stylesheet" href="https://there.example/x.css">',
+    "image": '<img alt="x" src="http://there.example/x.png">',
+    "bare": "<img src=http://there.example/x.png>",
+    "missing": '<img src="nowhere.png">',
+    "frame": '<iframe src="https://there.example/"></iframe>',
+    "video": '<video src="https://there.example/v.mp4" controls></video>',
+    "source": '<video controls><source src="https://there.example/v.mp4"></video>',
+    "object": '<object data="https://there.example/x.svg"></object>',
+}
+
+
+@pytest.mark.parametrize("html", REMOTE.values(), ids=REMOTE)
+def test_what_is_elsewhere_leaves_an_address_and_no_request(render, html):
+    for body in (
+        main(render(f"before\n\n{html}\n\nafter")),
+        main(render(shown({"text/html": f"before {html} after"}))),
+    ):
+        assert not re.search(r"""\b(src|href|data)\s*=\s*["']?(?!data:|#)\S*(there|nowhere)""", body)
+        assert "before" in body and "after" in body
+        assert ("there.example" in body or "nowhere" in body) == (not html.startswith("<link"))
+
+
+def test_a_link_stays_a_link(render):
+    assert 'href="https://arxiv.org/abs/2307.02486"' in main(render("[LongNet](https://arxiv.org/abs/2307.02486)"))
+
+
+def test_the_page_forbids_every_fetch(render):
+    policy = re.search(r'Content-Security-Policy"[^>]*|content="[^"]*"[^>]*Content-Security-Policy', render("x"))[0]
+    assert "default-src 'none'" in policy and "http" not in policy.replace("http-equiv", "")
+
+
+def test_nothing_of_jupyters_own_page_is_left(render):
+    html = render("x", shown({"text/html": "y"}))
+    for word in ("cdnjs", "jsdelivr", "unpkg", "require.js", "mathjax", "mermaid"):
+        assert word not in html.lower()
+
+
+PIXELS = np.random.default_rng(0).integers(0, 2, (8, 8, 1)) * 255 * np.ones((1, 1, 3))
+
+
+@pytest.mark.parametrize(
+    "metadata, alt",
+    [
+        ({"image/png": {"alt": "a 'curve' & <more>"}}, "a 'curve' &amp; &lt;more&gt;"),
+        ({"alt": "a curve"}, "a curve"),
+        ({}, "Figure: The curve of N"),
+    ],
+)
+def test_a_figure_has_alternative_text_its_own_or_its_headings(render, metadata, alt):
+    body = main(render("## The `curve` of $N$", shown({"image/png": png(PIXELS)}, metadata)))
+    assert f'alt="{alt}"' in body
+
+
+def test_images_of_every_kind_are_inside(render):
+    svg = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"></svg>'
+    body = main(
+        render(
+            *(
+                shown({mime: data})
+                for mime, data in {"image/png": png(PIXELS), "image/jpeg": b"x", "image/svg+xml": svg}.items()
+            )
+        )
+    )
+    assert re.findall(r'src="data:(image/[a-z+]+);base64,', body) == ["image/png", "image/jpeg", "image/svg+xml"]
+    assert body.count("alt=") == 3
+
+
+TREE = {
+    "box": {"model_name": "HBoxModel", "state": {"children": ["IPY_MODEL_label", "IPY_MODEL_bar", "IPY_MODEL_end"]}},
+    "label": {"model_name": "HTMLModel", "state": {"value": "measuring: "}},
+    "bar": {"model_name": "FloatProgressModel", "state": {"value": 3.0, "max": 4.0}},
+    "end": {"model_name": "LabelModel", "state": {"value": "3/4 <done>"}},
+    "pick": {
+        "model_name": "SelectionSliderModel",
+        "state": {"description": "n", "_options_labels": ["512", "1024"], "index": 1},
+    },
+    "play": {"model_name": "PlayModel", "state": {}},
+    "out": {
+        "model_name": "OutputModel",
+        "state": {"outputs": [{"output_type": "stream", "text": "kept"}, {"data": {"text/html": "<b>bold</b>"}}]},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "model, parts",
+    [
+        ("box", ["measuring: ", "<progress max=", "3/4 &lt;done&gt;"]),
+        ("pick", ["n <b>1024</b>"]),
+        ("out", ["<pre>kept</pre>", "<b>bold</b>"]),
+        ("play", ["(Play: shown only in Jupyter)"]),
+        ("gone", ["(Widget: shown only in Jupyter)"]),
+    ],
+)
+def test_a_widget_keeps_what_it_showed_last(render, model, parts):
+    html = render(shown({VIEW: {"model_id": model}, "text/plain": "Widget()"}), state=TREE)
+    for part in parts:
+        assert part.replace("<progress max=", "<progress") in main(html)
+    assert "widget-view" not in html and "widget-state" not in html and "Widget()" not in main(html)
+
+
+def test_a_widget_with_a_form_of_its_own_keeps_that(render):
+    assert "<i>own</i>" in main(render(shown({VIEW: {"model_id": "gone"}, "text/html": "<i>own</i>"}), state={}))
+
+
+def test_a_progress_bar_in_text_shows_its_last_line_only(render):
+    cell = code("x")
+    cell.outputs = [v4.new_output("stream", name="stderr", text=t) for t in ("\r  0%", "\r 50%", "\r100%\n", "done\n")]
+    body = main(render(cell))
+    assert "100%\ndone" in body and "50%" not in body
+
+
+def test_the_title_is_in_the_head_only_and_sections_are_in_the_contents(render):
+    html = render("# T\n\nabout", "## One\n\n### Deep", "## One", "## $N^2$ pairs")
+    assert html.count("<h1") == 1 and "about" in main(html)
+    contents = re.search(r"<nav.*?</nav>", html, re.S)[0]
+    anchors = re.findall(r'href="#([^"]+)"', contents)
+    assert len(anchors) == len(set(anchors)) == 3
+    assert all(f'id="{anchor}"' in html for anchor in anchors)
+
+
+def test_a_failure_has_a_banner_a_mark_on_its_cell_and_shade_on_what_did_not_run(render):
+    failing = {"status": "killed", "failure": "Kernel died in cell 2.", "message": "killed by <9>", "cell": 1}
+    html = render(code("a = 1"), code("b = 2"), code("c = 3"), **failing)
+    assert "Kernel died in cell 2." in html[: html.index("<main>")] and 'href="#failed"' in html
+    cells = re.findall(r"<section class=\"cell[^>]*>.*?</section>", html, re.S)
+    assert ["failed" in c[:40] for c in cells] == [False, True, False]
+    assert ["unrun" in c[:40] for c in cells] == [False, False, True]
+    assert "killed by &lt;9&gt;" in cells[1]
+
+
+def test_a_plot_becomes_a_palette_and_a_photograph_keeps_its_colours():
+    plot, noise = png(PIXELS.repeat(40, 0).repeat(40, 1)), png(np.random.default_rng(0).integers(0, 256, (64, 64, 3)))
+    assert Image.open(io.BytesIO(shrink(plot))).mode == "P" and len(shrink(plot)) < len(plot)
+    assert np.array_equal(Image.open(io.BytesIO(shrink(plot))).convert("RGB"), Image.open(io.BytesIO(plot)))
+    assert np.array_equal(Image.open(io.BytesIO(shrink(noise))), Image.open(io.BytesIO(noise)))
+
+
+def test_a_figure_is_described_by_its_label_or_its_titles():
+    from matplotlib.figure import Figure
+
+    from workbench.reporting.alt import describe
+
+    fig = Figure()
+    assert describe(fig) == ""
+    left, right = fig.subplots(1, 2)
+    left.set(title="time", xlabel="N", ylabel="ms")
+    fig.colorbar(right.imshow([[1]]), ax=right, label="not a panel")
+    assert describe(fig) == "time: ms against N"
+    fig.suptitle("Speed")
+    assert describe(fig) == "Speed. time: ms against N"
+    fig.set_label("Two panels")
+    assert describe(fig) == "Two panels"
+
+
+def test_templates_are_part_of_the_package():
+    assert {"report", "style.css", "index.html.j2", "player.html"} <= {
+        path.name for path in Path(page.TEMPLATES).iterdir()
+    }

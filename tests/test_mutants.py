@@ -1,0 +1,217 @@
+"""The checks can fail: kernels degraded on purpose, each in one way that has been seen in the wild, must not pass."""
+
+import math
+
+import pytest
+import torch
+
+from tests import tools
+from tests.tools import TABLE, Case
+from workbench import BlockSparse, Dense, Dilated, Predicate, attention, layouts
+from workbench.execution import block_sparse, dilated, fused
+from workbench.execution.merge import merge_
+
+
+def right(q, k, v, pattern):
+    return attention(q, k, v, pattern, backend="torch", return_lse=True)
+
+
+# Each mutant changes the package through `patch`, or returns another run(q, k, v, pattern) -> (out, lse).
+
+
+def detached_weights(patch):
+    def backward(grad, q, k, v, out, lse, pattern, scale):
+        totals = [torch.zeros(x.shape, dtype=lse.dtype) for x in (q, k, v)]
+        for piece in dilated.pieces(pattern, k.shape[1], q.shape[1], q.shape[2], k.shape[2]):
+            of_rows = (dilated.select(x, piece, piece.queries, piece.heads)[0] for x in (grad, q, totals[0]))
+            of_keys = (dilated.select(x, piece, piece.keys, piece.key_heads)[0] for x in (k, v, *totals[1:]))
+            (g, q_, dq), (k_, v_, dk, dv) = of_rows, of_keys
+            all_lse = dilated.select(lse.transpose(1, 2), piece, piece.queries, piece.heads)[0]
+            part, part_lse = fused.forward(q_, k_, v_, piece.causal, scale)
+            share = torch.exp(part_lse - all_lse)[..., None]  # treated as a constant
+            each = fused.backward((g * share).to(g.dtype), q_, k_, v_, part, part_lse, piece.causal, scale)
+            for total, x in zip((dq, dk, dv), each, strict=True):
+                total += x
+        return tuple(x.to(q.dtype) for x in totals)
+
+    patch.setattr(dilated, "backward", backward)
+
+
+def a_branch_dropped(patch):
+    pieces = dilated.pieces
+
+    def fewer(pattern, *sizes):
+        return pieces(Dilated(pattern.segment_lengths[:-1], pattern.dilation_rates[:-1], pattern.causal), *sizes)
+
+    patch.setattr(dilated, "pieces", fewer)
+
+
+def union_not_multiset(patch):
+    def run(q, k, v, pattern):
+        count = pattern.multiplicity(k.shape[1], q.shape[2], q.shape[1]) > 0
+        return right(q, k, v, Predicate(lambda h, i, j: count[h, i, j]))
+
+    return run
+
+
+def next_offset(patch):
+    slices = dilated.offset_slices
+
+    def shifted(pattern, branch, heads):
+        r = pattern.dilation_rates[branch]
+        yield from (((offset + 1) % r, members) for offset, members in slices(pattern, branch, heads))
+
+    patch.setattr(dilated, "offset_slices", shifted)
+
+
+def zero_keys_as_padding(patch):
+    def run(q, k, v, pattern):
+        n, whole = q.shape[1], math.lcm(*pattern.segment_lengths)
+        out, lse = right(*(torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -n % whole)) for x in (q, k, v)), pattern)
+        return out[:, :n], lse[..., :n]
+
+    return run
+
+
+def rounded_sums(patch):
+    def merge(out, lse, part, part_lse):
+        merge_(out, lse, part, part_lse)
+        out.copy_(out.to(torch.bfloat16))
+
+    patch.setattr(block_sparse, "ELEMENTS", 1)  # a merge for each block of keys
+    patch.setattr(block_sparse, "merge_", merge)
+
+
+def rounded_gradient_sums(patch):
+    backward = block_sparse.backward
+
+    def narrow(*arguments):
+        index_add_ = torch.Tensor.index_add_
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(torch.Tensor, "index_add_", lambda t, *a: t.copy_(index_add_(t, *a).to(torch.bfloat16)))
+            return backward(*arguments)
+
+    patch.setattr(block_sparse, "ELEMENTS", 1)
+    patch.setattr(block_sparse, "backward", narrow)
+
+
+def a_softmax_a_block(patch):
+    def add(out, lse, part, part_lse):
+        out += part
+        torch.logaddexp(lse, part_lse, out=lse)
+
+    patch.setattr(block_sparse, "ELEMENTS", 1)
+    patch.setattr(block_sparse, "merge_", add)
+
+
+def partial_blocks_unmasked(patch):
+    patch.setattr(block_sparse.Grid, "mask", lambda self, s, dtype: None)
+
+
+def layout_ignored(patch):
+    return lambda q, k, v, pattern: right(q, k, v, Dense(pattern.causal))
+
+
+def second_sequence_zero(patch):
+    def run(q, k, v, pattern):
+        out, lse = right(q, k, v, pattern)
+        return out * torch.tensor([1, 0]).view(2, 1, 1, 1), lse
+
+    return run
+
+
+def dk_and_dv_swapped(patch):
+    backward = dilated.backward
+    patch.setattr(dilated, "backward", lambda *x: tuple(backward(*x)[y] for y in (0, 2, 1)))
+
+
+def lse_in_base_2(patch):
+    def run(q, k, v, pattern):
+        out, lse = right(q, k, v, pattern)
+        return out, lse / math.log(2)
+
+    return run
+
+
+def lse_zero_where_nothing_is_seen(patch):
+    def run(q, k, v, pattern):
+        out, lse = right(q, k, v, pattern)
+        return out, lse.masked_fill(lse == -torch.inf, 0)
+
+    return run
+
+
+def lse_gradient_dropped(patch):
+    def run(q, k, v, pattern):
+        out, lse = right(q, k, v, pattern)
+        return out, lse.detach() + 0 * out.sum()
+
+    return run
+
+
+def key_heads_in_the_wrong_order(patch):
+    def run(q, k, v, pattern):
+        return right(q, *(x.repeat(1, 1, q.shape[2] // x.shape[2], 1) for x in (k, v)), pattern)
+
+    return run
+
+
+def causal_from_the_first_query(patch):
+    def run(q, k, v, pattern):
+        n, nq = k.shape[1], q.shape[1]
+        return right(q, k, v, Predicate(lambda h, i, j: j <= i - (n - nq)))
+
+    return run
+
+
+def last_row_not_written(patch):
+    def run(q, k, v, pattern):
+        out, lse = right(q, k, v, pattern)
+        written = torch.ones_like(out, dtype=torch.bool)
+        written[:, -1] = False
+        return torch.where(written, out, torch.empty_like(out)), lse
+
+    return run
+
+
+LONGNET = TABLE["dilated-longnet-64-grouped"]
+MANY_BLOCKS = Case("many-key-blocks", lambda: BlockSparse(layouts.strided(1), 4), n=512, nq=8, head_dim=16)
+MUTANTS = [
+    (detached_weights, TABLE["dilated-longnet-1-head"], torch.float64),
+    (detached_weights, TABLE["dilated-longnet-1-head"], torch.bfloat16),
+    (a_branch_dropped, LONGNET, torch.bfloat16),
+    (union_not_multiset, LONGNET, torch.bfloat16),
+    (next_offset, TABLE["dilated-12-heads-5-branches"], torch.float32),
+    (zero_keys_as_padding, TABLE["dilated-29-tokens"], torch.bfloat16),
+    (rounded_sums, MANY_BLOCKS, torch.bfloat16),
+    (rounded_gradient_sums, MANY_BLOCKS, torch.bfloat16),
+    (a_softmax_a_block, MANY_BLOCKS, torch.bfloat16),
+    (partial_blocks_unmasked, TABLE["local-ragged"], torch.bfloat16),
+    (layout_ignored, TABLE["only-key-block-0"], torch.bfloat16),
+    (second_sequence_zero, TABLE["local-ragged"], torch.bfloat16),
+    (dk_and_dv_swapped, TABLE["dilated-prime-segments"], torch.bfloat16),
+    (lse_in_base_2, TABLE["local-ragged"], torch.bfloat16),
+    (lse_zero_where_nothing_is_seen, TABLE["one-dark-row"], torch.bfloat16),
+    (lse_gradient_dropped, TABLE["local-ragged"], torch.bfloat16),
+    (key_heads_in_the_wrong_order, TABLE["random-by-head-grouped"], torch.bfloat16),
+    (causal_from_the_first_query, TABLE["dense-last-9-queries-causal"], torch.bfloat16),
+    (last_row_not_written, TABLE["local-ragged"], torch.float64),
+]
+
+
+@pytest.mark.parametrize(
+    "mutate, case, dtype", MUTANTS, ids=[f"{mutate.__name__}-{tools.name_of(dtype)}" for mutate, _, dtype in MUTANTS]
+)
+def test_a_degraded_kernel_fails_the_check(mutate, case, dtype, monkeypatch):
+    tools.check(case, dtype)
+    run = mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        tools.check(case, dtype, run=run)
+
+
+def test_detached_weights_leave_dv_exact(monkeypatch):
+    """What makes this mistake hard to see: the values and one gradient are right, two are tens of percent off."""
+    detached_weights(monkeypatch)
+    errors = {name: e for name, (e, _) in tools.errors(TABLE["dilated-longnet-1-head"], torch.float64).items()}
+    assert max(errors["out"], errors["lse"], errors["dv"]) < 1e-10
+    assert min(errors["dq"], errors["dk"]) > 0.05

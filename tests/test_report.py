@@ -1,0 +1,371 @@
+"""`workbench report`: complete where notebooks run, and complete about what happened where they do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import browser
+from tests.notebooks.build import code, write
+from workbench import report
+from workbench.reporting import index
+
+PARAMETERS = code('profile = "quick"\nn = 512\nlengths = [1, 2]', "parameters")
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """A machine that is described at once; test_cli asks the real one."""
+    monkeypatch.setattr(report, "describe", lambda: {"device": "a test", "kind": "cpu", "commit": "abc1234"})
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Write notebooks {name: cells}, report them, and return (reports, what was said, the folder)."""
+
+    def go(notebooks: dict[str, list], profiles: dict | None = None, **options):
+        paths = [
+            write(tmp_path / "in" / f"{name}.ipynb", *cells, profiles=profiles) for name, cells in notebooks.items()
+        ]
+        said: list[str] = []
+        options = {"profile": "tiny", "out": tmp_path / "out", "say": said.append} | options
+        return report.run(paths, **options), "".join(said), tmp_path / "out"
+
+    return go
+
+
+def gone(pid: int) -> bool:
+    """Whether the process ends within 5 s."""
+    for _ in range(50):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_notebook_becomes_a_page_and_an_entry_of_the_index(run):
+    plot = (
+        "import matplotlib.pyplot as plt\nfig, ax = plt.subplots()\nax.set_title('a line')\nax.plot([n, 1])\nplt.show()"
+    )
+    (done,), said, out = run(
+        {"01_one": ["# One thing", PARAMETERS, "print(n, lengths, profile)", plot]}, {"tiny": {"n": 7}}
+    )
+    html, entry = done.path.read_text(), index.read(done.path)
+    assert (done.name, done.title, done.status, done.failure) == ("01_one", "One thing", "ok", "")
+    assert "7 [1, 2] tiny" in html and "a line" in html
+    assert "[1/1] 01_one ... ok" in said and said.splitlines()[0] == "profile tiny, on a test"
+    assert dict(entry["byline"]).keys() == {"device", "profile", "date", "commit", "time"}
+    for fact in ("a test", "tiny", "abc1234"):
+        assert fact in html and fact in (out / "index.html").read_text()
+    assert (
+        entry["thumbnail"].startswith("data:image/jpeg;base64,")
+        and entry["thumbnail"] in (out / "index.html").read_text()
+    )
+    assert {path.name for path in out.iterdir()} == {"01_one.html", "index.html"}
+
+
+def test_parameters_asked_for_arrive_as_the_values_they_are(run):
+    (done,), _, _ = run(
+        {"a": [PARAMETERS, "print(type(lengths), lengths, n + 1)"]}, parameters={"lengths": [3, 4], "n": 5}
+    )
+    assert "&lt;class 'list'&gt; [3, 4] 6" in done.path.read_text()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"parameters": {"N": 1}}, "parameter N=1: no notebook here declares it. Declared: a: n, lengths"),
+        ({"parameters": {"n": "1"}}, "parameter n='1' of a: should be int"),
+        ({"profile": "huge"}, "profile='huge': one of tiny, quick, gpu"),
+        ({"timeout": 0}, "timeout=0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_runs(run, tmp_path, options, message):
+    with pytest.raises(ValueError) as refused:
+        run({"a": [PARAMETERS, f"open({str(tmp_path / 'ran')!r}, 'w')"]}, **options)
+    assert message in str(refused.value)
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
+
+
+def test_a_cell_that_raises_is_reported_and_the_next_notebook_runs(run):
+    cells = ["# T", PARAMETERS, "print('be' + 'fore')", "## Boom", "def f():\n    1 / 0\nf()", "print('af' + 'ter')"]
+    (bad, good), said, out = run({"01_bad": cells, "02_good": ["print(6 * 7)"]})
+    html = bad.path.read_text()
+    assert (bad.status, bad.failure) == ("error", "Failed in cell 5 (“Boom”): ZeroDivisionError: division by zero.")
+    assert "before" in html and "after" not in html and html.count(bad.failure) >= 1 and 'id="failed"' in html
+    assert "Traceback" in html
+    assert good.status == "ok" and "42" in good.path.read_text()
+    line = next(line for line in said.splitlines() if "01_bad" in line)
+    assert line.startswith("[1/2] 01_bad ... error") and line.endswith(bad.failure)
+    assert bad.failure in (out / "index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "death, told",
+    [
+        ("os.kill(os.getpid(), 9)", "killed by signal 9, SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by signal 11, SIGSEGV"),
+        ("os._exit(3)", "it exited with code 3"),
+    ],
+)
+def test_a_kernel_that_dies_leaves_a_report_that_says_so(run, death, told):
+    last = f"import os, signal, time\nprint('al' + 'ive', flush=True)\ntime.sleep(0.3)\n{death}"
+    (done,), said, out = run({"a": ["print('be' + 'fore')", "## Speed", last, "print('af' + 'ter')"]})
+    html = done.path.read_text()
+    assert done.status == "killed" and done.failure.startswith(f"Kernel died in cell 3 (“Speed”): {told}")
+    assert "before" in html and "alive" in html and "after" not in html
+    assert done.failure in html[: html.index("<main>")] and 'id="failed"' in html
+    assert done.failure in said and done.failure in (out / "index.html").read_text()
+
+
+def test_what_a_kernel_says_as_it_dies_is_kept(run):
+    (done,), _, _ = run({"a": ["import faulthandler, os\nos.write(2, b'x')\nfaulthandler._sigsegv()"]})
+    assert done.status == "killed" and "Fatal Python error" in done.path.read_text()
+
+
+LOOPS = {
+    "waits": "import time\ntime.sleep(60)",
+    "ignores its interrupt": "import time\nwhile True:\n    try:\n        time.sleep(60)\n    except KeyboardInterrupt: pass",
+    "swallows its interrupt": "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt: print('saved')",
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_a_cell_over_its_time_is_reported_as_a_time_out_in_one_line(run, monkeypatch, loop):
+    from workbench.reporting import kernel
+
+    monkeypatch.setattr(kernel, "GRACE_S", 1.0)
+    start = time.monotonic()
+    (done,), said, _ = run({"slow": ["print('be' + 'fore')", "## Wait", loop, "print('af' + 'ter')"]}, timeout=1.5)
+    assert time.monotonic() - start < 20
+    assert (done.status, done.failure) == (
+        "timeout",
+        "Timed out in cell 3 (“Wait”): over the limit of 1.5 s for a cell.",
+    )
+    line = next(line for line in said.splitlines() if "slow" in line)
+    assert "timeout" in line and done.failure in line
+    html = done.path.read_text()
+    assert "before" in html and "after" not in html and done.failure in html
+
+
+CHILDREN = """
+import os, subprocess, sys
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+far = "import subprocess, sys; print(subprocess.Popen(%r, start_new_session=True, stdout=subprocess.DEVNULL).pid)" % sleep
+near = subprocess.Popen(sleep)
+moved = subprocess.Popen(sleep, start_new_session=True)
+orphan = int(subprocess.run([sys.executable, "-c", far], capture_output=True, start_new_session=True).stdout)
+forked = os.fork()
+if forked == 0:
+    os.setsid()
+    os.execv(sleep[0], sleep)
+open(path, "w").write(" ".join(map(str, [os.getpid(), near.pid, moved.pid, orphan, forked])))
+"""
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "1 / 0", "pass"])
+def test_no_process_outlives_its_kernel(run, tmp_path, end):
+    pids = tmp_path / "pids"
+    (done,), _, _ = run({"a": [f"path = {str(pids)!r}" + CHILDREN + end]})
+    assert done.status == {"o": "killed", "1": "error", "p": "ok"}[end[0]]
+    started = [int(pid) for pid in pids.read_text().split()]
+    assert len(started) == 5
+    assert [pid for pid in started if not gone(pid)] == []
+
+
+def test_the_kernel_is_this_interpreter_whatever_kernelspecs_there_are(run, tmp_path, monkeypatch):
+    spec = tmp_path / "jupyter" / "kernels" / "python3"
+    spec.mkdir(parents=True)
+    (spec / "kernel.json").write_text(json.dumps({"argv": ["false"], "display_name": "x", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    cell = "import os, sys\nprint([sys.executable, os.environ['WORKBENCH_BATCH'], os.getcwd()])"
+    (done,), _, _ = run({"a": [cell, "import matplotlib\nprint(matplotlib.get_backend())"]})
+    html = done.path.read_text()
+    assert f"['{sys.executable}', '1', '{tmp_path / 'in'}']" in html
+    assert "inline" in html.split("print(matplotlib")[1]
+
+
+def test_a_kernel_that_does_not_start_is_a_report_like_any_other(run, monkeypatch):
+    from workbench.reporting import kernel
+
+    monkeypatch.setattr(
+        kernel, "get_kernel_dict", lambda: {"argv": ["false"], "display_name": "x", "language": "python"}
+    )
+    (done,), _, _ = run({"a": ["print(1)"]})
+    assert done.status in ("error", "killed") and "before the first cell" in done.failure
+    assert done.failure in done.path.read_text()
+
+
+def test_reports_of_earlier_runs_stay_in_the_index(run):
+    _, _, out = run({"01_a": ["# First", "1"]})
+    run({"02_b": ["# Second", "1"]})
+    text = (out / "index.html").read_text()
+    assert text.index("First") < text.index("Second") and "2 reports, complete" in text
+
+
+def test_the_profile_is_chosen_by_the_machine_and_said(run, monkeypatch):
+    (done,), said, _ = run({"a": [PARAMETERS, "print('run as', profile)"]}, profile=None)
+    assert "profile quick (by default: no CUDA here)" in said and "run as quick" in done.path.read_text()
+    monkeypatch.setattr(report, "describe", lambda: {"device": "a card", "kind": "h100x1", "commit": ""})
+    (done,), said, _ = run({"a": [PARAMETERS, "print('run as', profile)"]}, profile=None)
+    assert "profile gpu (by default: CUDA is present), on a card" in said and "run as gpu" in done.path.read_text()
+
+
+# --- as a process: interrupts, and two at once -----------------------------------------------------------------------
+
+
+def start(*arguments) -> subprocess.Popen:
+    command = [sys.executable, "-m", "workbench", "report", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_what_is_done_and_no_process(tmp_path, number):
+    flag = tmp_path / "pid"
+    hang = f"import os, time\nprint('half' + 'way', flush=True)\nopen({str(flag)!r}, 'w').write(str(os.getpid()))\ntime.sleep(99)"
+    paths = [write(tmp_path / f"{name}.ipynb", "# T", cell) for name, cell in (("1", "1"), ("2", hang), ("3", "3"))]
+    process = start(*paths, "--profile", "tiny", "--out", tmp_path / "out")
+    while not (flag.exists() and flag.read_text()) and process.poll() is None:
+        time.sleep(0.1)
+    time.sleep(0.5)  # for what the cell printed to arrive
+    process.send_signal(number)
+    said, complaints = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert complaints == "workbench: interrupted; what is done is written\n"
+    assert "[1/3] 1 ... ok" in said and "[2/3] 2 ... interrupted" in said and "[3/3]" not in said
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"1.html", "2.html", "index.html"}
+    html = (tmp_path / "out" / "2.html").read_text()
+    assert "halfway" in html and "Interrupted in cell 2" in html
+    assert "1 not complete" in (tmp_path / "out" / "index.html").read_text()
+    assert gone(int(flag.read_text()))
+
+
+def test_two_reports_at_once_share_a_folder(tmp_path):
+    meet = (
+        "import pathlib, time\nhere = pathlib.Path({here!r})\nhere.write_text('')\n"
+        "while not pathlib.Path({there!r}).exists(): time.sleep(0.05)\nprint('met' + 'before')"
+    )
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    ones = (
+        write(tmp_path / "1.ipynb", "# First", meet.format(here=a, there=b)),
+        write(tmp_path / "same.ipynb", "# S", "1"),
+    )
+    twos = write(tmp_path / "2.ipynb", "# Second", meet.format(here=b, there=a)), ones[1]
+    both = [start(*paths, "--profile", "tiny", "--out", tmp_path / "out", "--timeout", 60) for paths in (ones, twos)]
+    for process in both:
+        said, complaints = process.communicate(timeout=120)
+        assert (process.returncode, complaints) == (0, ""), said
+    out = tmp_path / "out"
+    assert {path.name for path in out.iterdir()} == {"1.html", "2.html", "same.html", "index.html"}
+    text = (out / "index.html").read_text()
+    assert "First" in text and "Second" in text and "3 reports, complete" in text
+    assert all("metbefore" in (out / name).read_text() for name in ("1.html", "2.html"))
+
+
+# --- in a browser ----------------------------------------------------------------------------------------------------
+
+PLAYERS = """
+import matplotlib.pyplot as plt
+from workbench.explore import explore
+
+def draw(width, colour):
+    fig, ax = plt.subplots(figsize=(3, 2))
+    ax.barh([0], [width], color=colour)
+    ax.set(xlim=(0, 3), title=f"{colour} bar of {width}")
+    return fig
+
+explore(draw, start={"colour": "blue"}, width=[1, 2, 3], colour=["red", "blue"])
+"""
+SQUARES = "explore(lambda n: f'<p id=square>{n} x {n} = {n * n} &lt; <b>100</b></p>', n=range(1, 6))"
+FULL = [
+    "# Everything\n\nWith $x^2$ and\n\n$$\\frac{a}{b}$$\n\n| a | b |\n|---|---|\n| 1 | $2$ |",
+    PARAMETERS,
+    "## Players",
+    PLAYERS,
+    SQUARES,
+    "## Tables and bars",
+    "import pandas as pd\npd.DataFrame({f'column {k}': range(3) for k in range(30)})",
+    "from tqdm.auto import tqdm\nfor _ in tqdm(range(3), desc='measuring'): pass",
+    "import ipywidgets\nipywidgets.VBox([ipywidgets.IntSlider(5, description='n')])",
+    'from IPython.display import HTML\nHTML(\'<script src="https://there.example/x.js"></script><img src="//there.example/y.png">\')',
+]
+needs_browser = pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING)
+
+
+@pytest.mark.browser
+@needs_browser
+def test_a_report_in_a_browser_fetches_nothing_and_plays(run):
+    (done,), _, out = run({"full": FULL, "bad": ["# Bad", "1 / 0"]})[0][:1], None, None
+    for width in (1200, 390):
+        with browser.tab(done.path, width) as tab:
+            assert tab.requests == [done.path.as_uri()]
+            assert tab.errors == []
+            assert tab.run("document.documentElement.scrollWidth") <= width
+            assert tab.run("[...document.images].every(image => image.naturalWidth > 0 && image.alt)")
+            assert tab.run("document.querySelectorAll('math').length") == 3
+            assert tab.run("document.querySelector('progress').value") == 3
+
+
+@pytest.mark.browser
+@needs_browser
+def test_players_switch_frames_and_do_not_disturb_each_other(run):
+    (done,), _, _ = run({"full": FULL})
+    with browser.tab(done.path) as tab:
+        alt, first = "document.querySelector('.wb-frame img').alt", "document.querySelector('.wb-frame img').src"
+        shown = "[...document.querySelectorAll('.wb-player')].map(p => [...p.querySelectorAll('output')].map(o => o.value).join())"
+        assert tab.run(alt) == "blue bar of 1" and tab.run(shown) == ["1,blue", "1"]
+        before = tab.run(first)
+        tab.slide(".wb-player input", 2)
+        assert tab.run(alt) == "blue bar of 3" and tab.run(shown) == ["3,blue", "1"] and tab.run(first) != before
+        tab.slide(".wb-player input[aria-label=colour]", 0)
+        assert tab.run(alt) == "red bar of 3"
+        assert tab.run("document.querySelector('.wb-player input').getAttribute('aria-valuetext')") == "3"
+        tab.slide("input[aria-label=n]", 4)
+        assert tab.run("document.querySelector('#square').textContent") == "5 x 5 = 25 < 100"
+        assert tab.run(shown) == ["3,red", "5"]
+        tab.slide(".wb-player input", 0)
+        tab.slide(".wb-player input[aria-label=colour]", 1)
+        assert tab.run(first) == before
+        assert tab.requests == [done.path.as_uri()] and tab.errors == []
+
+
+@pytest.mark.browser
+@needs_browser
+def test_a_player_is_moved_by_the_keyboard(run):
+    (done,), _, _ = run({"squares": ["from workbench.explore import explore", SQUARES]})
+    with browser.tab(done.path) as tab:
+        tab.run("document.querySelector('.wb-player input').focus()")
+        for kind in ("keyDown", "keyUp"):
+            tab.call("Input.dispatchKeyEvent", type=kind, key="ArrowRight", code="ArrowRight", windowsVirtualKeyCode=39)
+        assert tab.run("document.querySelector('#square').textContent").startswith("2 x 2 = 4")
+
+
+@pytest.mark.browser
+@needs_browser
+def test_a_failed_report_and_the_index_fetch_nothing(run):
+    (done,), _, out = run({"bad": ["# Bad", "1 / 0"]})
+    for path in (done.path, out / "index.html"):
+        with browser.tab(path, 390) as tab:
+            assert tab.requests == [path.as_uri()] and tab.errors == []
+            assert tab.run("document.documentElement.scrollWidth") <= 390
+            assert "ZeroDivisionError" in tab.run("document.body.innerText")
+
+
+@pytest.mark.browser
+@needs_browser
+def test_the_browser_would_notice_a_request_and_an_error(tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text("<img src='http://127.0.0.1:9/x.png'><script>nowhere()</script>")
+    with browser.tab(page) as tab:
+        assert "http://127.0.0.1:9/x.png" in tab.requests
+        assert any("nowhere" in error for error in tab.errors)

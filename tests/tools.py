@@ -1,0 +1,283 @@
+"""What the attention tests share: the table of cases, the check against the oracle, and the error that a dtype may have.
+
+Every check compares out, lse, dq, dk and dv under random upstream gradients of out and of lse, with memory that nobody
+wrote poisoned with NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from workbench import (
+    BlockSparse,
+    Dense,
+    Dilated,
+    Neighborhood,
+    Predicate,
+    attention,
+    layouts,
+    orderings,
+    reference,
+)
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+RELATIVE = {torch.float64: 1e-10, torch.float32: 2e-6}
+LSE = {torch.float64: 1e-10, torch.float32: 1e-6, torch.bfloat16: 1e-4, torch.float16: 1e-4}
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: the pattern is made anew each time."""
+
+    id: str
+    pattern: Callable
+    n: int
+    nq: int | None = None
+    heads: int = 2
+    kv_heads: int | None = None
+    head_dim: int = 8
+    batch: int = 1
+
+    def inputs(self, dtype, device="cpu", seed=0):
+        """q, k, v and the upstream gradients of out and lse: N(0, 1), the same numbers rounded to the dtype."""
+        nq, kv_heads = self.n if self.nq is None else self.nq, self.kv_heads or self.heads
+        of_q = (self.batch, nq, self.heads, self.head_dim)
+        of_k = (self.batch, self.n, kv_heads, self.head_dim)
+        random = torch.Generator().manual_seed(seed)
+        q, k, v, g, gl = (
+            torch.randn(s, generator=random, dtype=torch.float64)
+            for s in (of_q, of_k, of_k, of_q, (self.batch, self.heads, nq))
+        )
+        lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        q, k, v, g, gl = (x.to(device, dtype) for x in (q, k, v, g, gl))
+        return q, k, v, g, gl.to(lse_dtype)
+
+
+def every_third(h, i, j):
+    return (i - j) % 3 == 0
+
+
+def some_rows_only(h, i, j):  # rows 5, 12, 19, ... see nothing
+    return (i % 7 != 5) & ((i * 7 + j + h) % 5 != 0)
+
+
+def looks_up(n):
+    """A predicate that captures a tensor of exactly n entries."""
+    table = torch.arange(n) * 13 % 4
+    return lambda h, i, j: table.to(i.device)[i] == table.to(j.device)[j]
+
+
+def batch_layout(batch, heads, rows, cols, seed=3):
+    keep = torch.rand(batch, heads, rows, cols, generator=torch.Generator().manual_seed(seed)) < 0.5
+    return layouts.explicit(keep)
+
+
+def longnet(scale, causal=False):
+    """LongNet's own configuration with every segment length divided by `scale`."""
+    return lambda: Dilated([2048 // scale, 4096 // scale, 8192 // scale, 16384 // scale, 32768 // scale],
+                           [1, 2, 4, 6, 12], causal=causal)  # fmt: skip
+
+
+def _cases():
+    both = ((False, ""), (True, "-causal"))
+    for causal, suffix in both:
+        local = layouts.local(1)
+        yield from (
+            Case(id + suffix, pattern, **sizes)
+            for id, pattern, sizes in [
+                ("dense-1-token", lambda c=causal: Dense(c), {"n": 1}),
+                ("dense-prime", lambda c=causal: Dense(c), {"n": 37, "batch": 2, "heads": 3}),
+                ("dense-last-9-queries", lambda c=causal: Dense(c), {"n": 37, "nq": 9, "heads": 4, "kv_heads": 2}),
+                ("dilated-1-token", lambda c=causal: Dilated([4, 8], [1, 2], causal=c), {"n": 1, "heads": 3}),
+                ("dilated-29-tokens", lambda c=causal: Dilated([4, 8, 16], [1, 2, 4], causal=c),
+                 {"n": 29, "heads": 5, "batch": 2}),
+                ("dilated-prime-segments", lambda c=causal: Dilated([7, 13], [3, 5], causal=c), {"n": 61, "heads": 4}),
+                ("dilated-longnet-32", longnet(1024, causal), {"n": 32, "heads": 12}),
+                ("dilated-longnet-64-grouped", longnet(1024, causal), {"n": 64, "heads": 12, "kv_heads": 4, "batch": 2}),
+                ("dilated-longnet-1-head", longnet(1024, causal), {"n": 64, "heads": 1}),
+                ("dilated-12-heads-5-branches", longnet(512, causal), {"n": 67, "heads": 12}),
+                ("dilated-same-branch-thrice", lambda c=causal: Dilated([8, 8, 8], [2, 2, 2], causal=c), {"n": 21}),
+                ("dilated-uncovered-rows", lambda c=causal: Dilated([6, 12], [2, 4], causal=c), {"n": 31, "heads": 3}),
+                ("dilated-rate-beyond-heads", lambda c=causal: Dilated([16], [8], causal=c), {"n": 40, "heads": 3}),
+                ("dilated-rate-beyond-segment", lambda c=causal: Dilated([3, 5], [7, 1], causal=c), {"n": 17, "heads": 9}),
+                ("dilated-last-query", lambda c=causal: Dilated([8, 16], [1, 2], causal=c), {"n": 37, "nq": 1, "heads": 4}),
+                ("dilated-queries-inside-a-segment", lambda c=causal: Dilated([8, 16, 32], [1, 2, 3], causal=c),
+                 {"n": 61, "nq": 27, "heads": 6, "kv_heads": 3, "batch": 2}),
+                ("dilated-blocked-offsets", lambda c=causal: Dilated([8, 16], [2, 3], causal=c, offsets="blocked"),
+                 {"n": 45, "heads": 7}),
+                ("dilated-partition", lambda c=causal: Dilated([8, 16, 32], [1, 2, 4], causal=c, heads="partition"),
+                 {"n": 45, "heads": 7, "batch": 2}),
+                ("dilated-partition-fewer-heads", lambda c=causal: Dilated([4, 8, 16], [1, 2, 3], c, heads="partition"),
+                 {"n": 29, "heads": 2}),
+                ("dilated-head-dim-1", lambda c=causal: Dilated([4, 8], [1, 2], causal=c), {"n": 19, "head_dim": 1}),
+                ("dilated-head-dim-300", lambda c=causal: Dilated([4, 8], [1, 2], causal=c), {"n": 19, "head_dim": 300}),
+                ("dilated-head-dim-64", lambda c=causal: Dilated([16, 32, 64], [1, 2, 4], causal=c),
+                 {"n": 131, "head_dim": 64, "heads": 4, "kv_heads": 1}),
+                ("local-ragged", lambda c=causal, x=local: BlockSparse(x, 8, c), {"n": 61, "heads": 3, "batch": 2}),
+                ("local-1-token", lambda c=causal, x=local: BlockSparse(x, 8, c), {"n": 1}),
+                ("local-global", lambda c=causal: BlockSparse(layouts.local(0) | layouts.global_(1), (4, 8), c),
+                 {"n": 59, "heads": 4, "kv_heads": 2}),
+                ("strided-wide-blocks", lambda c=causal: BlockSparse(layouts.strided(3), (8, 4), c), {"n": 50, "nq": 21}),
+                ("hierarchical", lambda c=causal: BlockSparse(layouts.hierarchical(1, 3), 4, c), {"n": 70, "heads": 1}),
+                ("random-one-layout", lambda c=causal: BlockSparse(layouts.random(0.3, 1), 8, c),
+                 {"n": 77, "nq": 40, "heads": 3, "batch": 2}),
+                ("random-by-head-grouped", lambda c=causal: BlockSparse(layouts.random(0.3, 2, per_head=True), 8, c),
+                 {"n": 61, "nq": 17, "heads": 6, "kv_heads": 2, "batch": 2}),
+                ("layout-of-each-sequence", lambda c=causal: BlockSparse(batch_layout(2, 4, 5, 5), 8, c),
+                 {"n": 37, "heads": 4, "kv_heads": 2, "batch": 2}),
+                ("blocks-64x128", lambda c=causal: BlockSparse(layouts.local(1) | layouts.global_(1), (64, 128), c),
+                 {"n": 300, "nq": 171}),
+                ("blocks-128x64", lambda c=causal: BlockSparse(layouts.dilated((1, 2)), (128, 64), c),
+                 {"n": 300, "nq": 171}),
+                ("blocks-with-a-predicate",
+                 lambda c=causal: BlockSparse(layouts.local(1), 8, c, predicate=some_rows_only),
+                 {"n": 61, "heads": 4, "kv_heads": 2}),
+                ("predicate", lambda c=causal: Predicate(every_third, c), {"n": 143, "kv_heads": 1}),
+                ("predicate-by-head-empty-rows", lambda c=causal: Predicate(some_rows_only, c),
+                 {"n": 150, "nq": 30, "batch": 2}),
+                ("predicate-captures-143", lambda c=causal: Predicate(looks_up(143), c), {"n": 143}),
+                ("head-dim-64", lambda c=causal: BlockSparse(layouts.global_(1), 16, c),
+                 {"n": 120, "head_dim": 64, "heads": 4, "kv_heads": 2}),
+                ("head-dim-128", lambda c=causal: BlockSparse(layouts.global_(1), 16, c),
+                 {"n": 120, "head_dim": 128, "heads": 2}),
+            ]
+        )  # fmt: skip
+    curve = torch.randperm(63, generator=torch.Generator().manual_seed(1))
+    yield Case("causal-in-another-order",
+               lambda: BlockSparse(layouts.local(1), 8, causal=True, causal_rank=curve), 63, heads=3)  # fmt: skip
+    yield Case("only-key-block-0", lambda: BlockSparse(only_block_0(3), 16), 45)
+    yield Case("one-dark-row", lambda: Predicate(lambda h, i, j: i != 4), 23, batch=2)
+    yield Case("sees-nothing", lambda: Predicate(lambda h, i, j: i < 0), 23)
+    yield Case("neighborhood-1d", lambda: Neighborhood((63,), 5), 63, heads=2, kv_heads=1)
+    yield Case("neighborhood-2d", lambda: Neighborhood((7, 9), 2), 63, nq=20)
+    yield Case("neighborhood-hilbert", lambda: Neighborhood((8, 8), 1, orderings.hilbert((8, 8))), 64, kv_heads=1)
+    yield Case("neighborhood-3d", lambda: Neighborhood((4, 5, 3), (1, 0, 2)), 60, batch=2)
+
+
+def only_block_0(blocks):
+    keep = torch.zeros(blocks, blocks, dtype=torch.bool)
+    keep[:, 0] = True
+    return layouts.explicit(keep)
+
+
+TABLE = {case.id: case for case in _cases()}
+
+
+# --- the check ---------------------------------------------------------------------------------------------------------
+
+
+def differentiate(run, inputs, pattern) -> dict[str, torch.Tensor]:
+    """out, lse, dq, dk, dv of run(q, k, v, pattern) -> (out, lse), from inputs as `Case.inputs` makes them."""
+    q, k, v, g, gl = inputs
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = run(*leaves, pattern)
+    seen = lse > -torch.inf
+    # rows that see nothing have no gradient to give
+    grads = torch.autograd.grad((out, lse), leaves, (g.to(out.dtype), (gl * seen).to(lse.dtype)))
+    return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
+
+
+def oracle(inputs, pattern) -> dict[str, torch.Tensor]:
+    """What is right, float64: also the gradients, which autograd would round to the dtype of 16-bit leaves."""
+    return differentiate(reference, [x.double() for x in inputs], pattern)
+
+
+def relative(got: torch.Tensor, want: torch.Tensor, upstream: torch.Tensor | None = None) -> float:
+    """||got - want|| over the larger of ||want|| and ||upstream||; absolute where both are zero."""
+    scale = max(float(want.double().norm()), 0.0 if upstream is None else float(upstream.double().norm()))
+    return float((got.double() - want.double()).norm()) / (scale or 1.0)
+
+
+def lse_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest |got - want| / max(1, |want|); infinite where only one of them is -inf."""
+    assert got.shape == want.shape
+    distance = torch.where(got.double() == want, 0.0, (got.double() - want).abs() / want.abs().clamp(min=1))
+    distance = distance.nan_to_num(torch.inf, torch.inf)
+    return float(torch.where(want == -torch.inf, torch.where(got == want, 0.0, torch.inf), distance).amax())
+
+
+def budgets(case: Case, pattern, inputs, want) -> dict[str, float]:
+    """The error that each quantity may have. For 16 bit: twice what torch's attention of that dtype makes of the same
+    inputs, mask and upstream gradient, plus one rounding of the right answer."""
+    q, k, v, g, gl = inputs
+    if q.dtype in RELATIVE:
+        return dict.fromkeys(NAMES, RELATIVE[q.dtype]) | {"lse": LSE[q.dtype]}
+    no_lse = (q, k, v, g, torch.zeros_like(gl))
+    exact = oracle(no_lse, pattern)
+    own = differentiate(torch_own, no_lse, pattern)
+    budget = {"lse": LSE[q.dtype]}
+    for name in ("out", "dq", "dk", "dv"):
+        upstream = None if name == "out" else g
+        rounding = relative(want[name].to(q.dtype), want[name], upstream)
+        budget[name] = 2 * (relative(own[name], exact[name], upstream) + rounding)
+    return budget
+
+
+def torch_own(q, k, v, pattern):
+    """(out, zeros for lse) by torch's attention of the inputs' dtype; a key that counts twice is there twice."""
+    n, heads = k.shape[1], q.shape[2]
+    if getattr(pattern, "batch", None):
+        count = torch.stack([pattern.for_batch(x).multiplicity(n, heads, q.shape[1]) for x in range(len(q))])
+    else:
+        count = pattern.multiplicity(n, heads, q.shape[1])[None]
+    count = count.to(q.device)
+    copies = max(1, int(count.max()))
+    mask = torch.cat([count > x for x in range(copies)], -1).expand(len(q), -1, -1, -1)
+    seen = mask.any(-1, keepdim=True)
+    k, v = (x.repeat(1, copies, 1, 1).repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask | ~seen)
+    out = out.masked_fill(~seen, 0).transpose(1, 2)
+    if hasattr(pattern, "divisor"):
+        out = out / pattern.divisor(heads)
+    return out, out.sum(-1).transpose(1, 2) * 0
+
+
+def errors(case: Case, dtype, run=None, device="cpu", backend="torch", seed=0) -> dict[str, tuple[float, float]]:
+    """(error, budget) of out, lse, dq, dk, dv for run(q, k, v, pattern) -> (out, lse), by default `attention`."""
+    run = run or functools.partial(attention, backend=backend, return_lse=True)
+    pattern, inputs = case.pattern(), case.inputs(dtype, device, seed)
+    want = oracle(inputs, pattern)
+    with poisoned(device):
+        got = differentiate(run, inputs, pattern)
+    budget = budgets(case, pattern, inputs, want)
+    for name, x in got.items():
+        assert x.dtype == (inputs[4].dtype if name == "lse" else dtype), f"{name} is {x.dtype}"
+        assert x.shape == want[name].shape, f"{name} is {tuple(x.shape)}, not {tuple(want[name].shape)}"
+        assert name == "lse" or bool(x.isfinite().all()), f"{name} is not finite"
+    found = {name: relative(got[name], want[name], None if name == "out" else inputs[3]) for name in NAMES if name != "lse"}
+    found["lse"] = lse_error(got["lse"], want["lse"]) if got["lse"].numel() else 0.0
+    return {name: (found[name], budget[name]) for name in NAMES}
+
+
+def check(case: Case, dtype, **options) -> None:
+    """AssertionError, naming each quantity, where an error is over its budget."""
+    over = {name: f"{e:.3g} > {b:.3g}" for name, (e, b) in errors(case, dtype, **options).items() if not e <= b}
+    assert not over, f"{case.id} in {name_of(dtype)}: {over}"
+
+
+@contextlib.contextmanager
+def poisoned(device="cpu"):
+    """Memory that is not written holds NaN: torch fills it on a CPU; on CUDA freed blocks of NaN are what is reused."""
+    if torch.device(device).type == "cuda":
+        small = [torch.full((1 << x,), torch.nan, device=device) for x in range(7, 18) for _ in range(16)]
+        large = [torch.full((1 << x,), torch.nan, device=device) for x in range(18, 24) for _ in range(4)]
+        del small, large
+        yield
+        return
+    with warnings.catch_warnings():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)

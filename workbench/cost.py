@@ -1,0 +1,49 @@
+"""What a pattern costs as its sequence grows, by counting and by a model: nothing here is measured.
+
+Dimensions: N tokens, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import pandas as pd
+import torch
+
+from workbench.patterns import Dense, Dilated, Pattern
+
+
+def table(
+    makers: Mapping[str, Callable[[int], Pattern]],
+    lengths: Iterable[int],
+    *,
+    heads: int,
+    head_dim: int,
+    dtype=torch.float32,
+) -> pd.DataFrame:
+    """One row a (pattern, length): pairs (exact), predicted_bytes and scores_bytes (modelled, hence measured=False).
+
+    makers: name -> a function of N that returns the pattern.
+    """
+    rows = []
+    for name, make in makers.items():
+        for n in lengths:
+            pattern = make(n)
+            rows.append({
+                "pattern": name, "family": type(pattern).__name__, "n": n, "heads": heads, "head_dim": head_dim,
+                "dtype": str(dtype).removeprefix("torch."), "causal": pattern.causal, "pairs": pattern.pairs(n, heads),
+                "predicted_bytes": predicted_bytes(pattern, n, heads, head_dim, dtype),
+                "scores_bytes": heads * n * n * dtype.itemsize, "measured": False,
+            })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def predicted_bytes(pattern: Pattern, n: int, heads: int, head_dim: int, dtype=torch.float32) -> int:
+    """A fused forward's memory, modelled: q, k, v, out, the log-sum-exp, and the index of visible blocks, if any.
+
+    Chunks of scores or of gathered keys are left out: they have a fixed size, whatever the length.
+    """
+    tokens = 4 * n * heads * head_dim * dtype.itemsize
+    lse = n * heads * (8 if dtype == torch.float64 else 4)
+    index = 0 if isinstance(pattern, Dense | Dilated) else pattern.blocks(n, heads).nbytes
+    return tokens + lse + index

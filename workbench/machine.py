@@ -1,0 +1,70 @@
+"""What this machine is, in words that can be published: no host name, no path."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+
+
+def describe() -> dict:
+    """device, n_devices, driver, cuda, torch, triton, python, threads and kind; None where there is no such thing.
+
+    On a CPU `device` is its model and `n_devices` is 1; `threads` is how many torch uses.
+    """
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name(0) if cuda else _processor(),
+        "n_devices": torch.cuda.device_count() if cuda else 1,
+        "driver": _driver() if cuda else None,
+        "cuda": torch.version.cuda if cuda else None,
+        "torch": str(torch.__version__),
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "kind": kind(),
+    }
+
+
+def kind() -> str:
+    """The machine kind that records are filed under: cpu, h100x1, h100x2, gtx1080x2 ..."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return f"{short_name(torch.cuda.get_device_name(0))}x{torch.cuda.device_count()}"
+
+
+def short_name(device: str) -> str:
+    """A card's short name: "NVIDIA H100 80GB HBM3" -> h100, "NVIDIA GeForce RTX 4090" -> rtx4090, "Tesla T4" -> t4."""
+    words = re.sub(r"\b(NVIDIA|AMD|GeForce|Tesla|Quadro|Instinct)\b", "", device).split()
+    name = words[0].split("-")[0] if words else device
+    if name.upper() in ("RTX", "GTX", "TITAN", "RADEON"):  # the number is a word of its own
+        name = "".join(words[:3] if words[2:3] in (["Ti"], ["SUPER"]) else words[:2])
+    return re.sub(r"\W", "", name).lower()
+
+
+def _processor() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return lines[0] if lines else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

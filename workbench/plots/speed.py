@@ -1,0 +1,137 @@
+"""Pictures of speed: time against N, the rate beside the device's ceiling, and where sparse attention pays.
+
+Each function draws from DataFrames alone (see `probes.speed.table` for the columns) and returns a Figure with its
+alternative text.
+"""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from workbench.plots import style
+from workbench.plots.patterns import family_color
+
+MODES = {"fwd": "forward", "fwdbwd": "forward + backward"}
+LINES = {"cudnn": "-", "sdpa": "-", "flash": "--", "efficient": ":"}
+MARKERS = {"Dense": "o", "Dilated": "s", "BlockSparse": "^", "Neighborhood": "D", "Predicate": "v"}
+
+
+def time_against_n(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
+    """A panel a mode: milliseconds a call against N, both logarithmic; the bar is the 10-90 % range of the samples.
+
+    `recorded` rows (another machine's, committed) are drawn pale with hollow markers.
+    """
+
+    def draw(ax, line, pale):
+        samples = [np.quantile(s, [0.1, 0.9]) for s in line["samples_ms"]]
+        _line(ax, line, line["median_ms"], pale)
+        if not pale:
+            low, high = np.transpose(samples)
+            ax.vlines(line["n"], low, high, color=family_color(line["family"].iloc[0]), alpha=0.5, linewidth=4)
+
+    fig = _panels(rows, recorded, draw, "time a call (ms)")
+    slow = _last(rows)
+    ends = ", ".join(f"{r.label} {r.median_ms:,.1f} ms" for r in slow.itertuples())
+    return style.finish(fig, f"Time a call against N, logarithmic axes. Forward at the longest N: {ends}.")
+
+
+def rate(rows: pd.DataFrame, ceilings: dict, recorded: pd.DataFrame | None = None, recorded_ceilings: dict | None = None):
+    """A panel a mode: TFLOP/s over attended pairs against N, and the measured matmul ceiling of the dtype as a line."""
+
+    def draw(ax, line, pale):
+        _line(ax, line, line["tflops"], pale)
+
+    fig = _panels(rows, recorded, draw, "TFLOP/s over attended pairs")
+    for ax in fig.axes:
+        for best, frame, color in ((ceilings, rows, "#444444"), (recorded_ceilings, recorded, "#aaaaaa")):
+            if best is not None and frame is not None and len(frame):
+                dtype = frame["dtype"].iloc[0]
+                top = best["matmul_tflops"][dtype]
+                ax.axhline(top, color=color, linewidth=1.2, linestyle=(0, (6, 3)))
+                ax.annotate(
+                    f"{dtype} matmul here" if frame is rows else f"{dtype} matmul, {_device(frame)}", (0.01, top),
+                    xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points", fontsize=8, color=color,
+                )  # fmt: skip
+        ax.margins(y=0.15)
+    ends = ", ".join(f"{r.label} {r.tflops:.3g}" for r in _last(rows).itertuples())
+    return style.finish(fig, f"Rate over attended pairs against N in TFLOP/s. Forward at the longest N: {ends}.")
+
+
+def break_even(rows: pd.DataFrame):
+    """Speed-up over the fastest dense kernel against sparsity, its 95 % interval, and what the pairs alone would give."""
+    style.use()
+    fig, ax = plt.subplots(figsize=(6.4, 4))
+    sparse = rows[~rows["name"].isin(["dense", "A/A"])].sort_values("sparsity")
+    noise = rows[rows["name"] == "A/A"].iloc[0]
+    x = sparse["sparsity"] * 100
+    ax.axhline(1, color="black", linewidth=1)
+    ax.axhspan(noise["speedup_low"], noise["speedup_high"], color="#bbbbbb", alpha=0.6, linewidth=0, label="dense against itself")
+    ax.plot(x, sparse["ideal"], color=style.COLORS["muted"], linestyle="--", label="fewer pairs, same rate")
+    ends = sparse["speedup"] - sparse["speedup_low"], sparse["speedup_high"] - sparse["speedup"]
+    color = style.COLORS["block-sparse"]
+    ax.errorbar(x, sparse["speedup"], yerr=ends, color=color, marker="^", capsize=3, label="measured, 95 % interval")
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(base=10, subs=(0.5, 1, 2, 5)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.set(xlabel="sparsity (% of block pairs left out)", ylabel="times faster than dense")
+    ax.set_title(f"N = {rows['n'].iloc[0]:,}: when leaving blocks out pays")
+    ax.legend(loc="upper left")
+    points = ", ".join(f"{r.sparsity:.0%}: {r.speedup:.2f}x" for r in sparse.itertuples())
+    return style.finish(fig, f"Speed-up over dense attention against sparsity: {points}.")
+
+
+def _panels(rows, recorded, draw, ylabel):
+    style.use()
+    modes = [mode for mode in MODES if mode in set(rows["mode"])]
+    fig, axes = plt.subplots(1, len(modes), figsize=(4.6 * len(modes) + 1.6, 3.9), sharey=True, squeeze=False)
+    for ax, mode in zip(axes[0], modes, strict=True):
+        for frame, pale in ((recorded, True), (rows, False)):
+            if frame is None or not len(frame):
+                continue
+            done = frame[(frame["status"] == "ok") & (frame["mode"] == mode)]
+            for _, line in done.groupby(["family", "label", "backend"], sort=False):
+                draw(ax, line.sort_values("n"), pale)
+        ax.set(xscale="log", yscale="log", xlabel="N (tokens)", title=MODES[mode])
+        ax.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
+        ax.xaxis.set_major_formatter(FuncFormatter(_tokens))
+        ax.xaxis.set_minor_formatter(NullFormatter())
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
+    axes[0, 0].set_ylabel(ylabel)
+    handles = {}
+    for ax in axes[0]:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    order = sorted(handles, key=lambda label: (" · " in label, label))
+    fig.legend([handles[x] for x in order], order, loc="outside right center", fontsize=8.5)
+    return fig
+
+
+def _line(ax, line, y, pale):
+    first = line.iloc[0]
+    label = f"{first['label']} ({first['backend']})" + (f" · {_device(line)}" if pale else "")
+    ax.plot(
+        line["n"], y, LINES.get(first["backend"], "-"), label=label, color=family_color(first["family"]),
+        marker=MARKERS.get(first["family"], "v"), markersize=5, linewidth=1.1 if pale else 1.8,
+        alpha=0.45 if pale else 1, markerfacecolor="white" if pale else None,
+    )  # fmt: skip
+
+
+def _last(rows):
+    forward = rows[(rows["status"] == "ok") & (rows["mode"] == "fwd")]
+    return forward[forward["n"] == forward["n"].max()]
+
+
+def _device(rows) -> str:
+    name = str(rows["run_device"].iloc[0])
+    return next((word for word in name.split() if word[:1] in "HABLGT" and any(c.isdigit() for c in word)), name)
+
+
+def _tokens(n, _=None) -> str:
+    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
+        if n >= size and n % size == 0:
+            return f"{n / size:g}{unit}"
+    return f"{n:g}"

@@ -1,0 +1,146 @@
+"""One attention call to be probed: sizes, pattern and backend, from which the inputs, the call and the row are made.
+
+Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, Hkv key heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+FUSED = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
+BASELINES = ("sdpa", *FUSED)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of attention with random inputs.
+
+    dtype: a torch dtype or its name
+    mode: "fwd", or "fwdbwd" for the gradients of q, k and v too
+    backend: one of `attention`'s; "sdpa" (torch's dense attention, whichever kernel torch picks) or one kernel of it,
+        "cudnn", "flash" or "efficient"; or any function of q (B, Nq, H, D), k and v (B, N, Hkv, D), given as itself or
+        as "module:function"
+    """
+
+    pattern: object
+    n: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype | str = torch.float32
+    backend: str | Callable = "auto"
+    mode: str = "fwd"
+    device: str = "cpu"
+    batch: int = 1
+    kv_heads: int | None = None
+    nq: int | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.mode not in ("fwd", "fwdbwd"):
+            raise ValueError(f"mode={self.mode!r}: want 'fwd' or 'fwdbwd'")
+        dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype={self.dtype!r}: want a torch dtype or its name, e.g. 'bfloat16'")
+        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "device", str(self.device))
+        object.__setattr__(self, "kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
+        object.__setattr__(self, "nq", self.n if self.nq is None else self.nq)
+
+    def fields(self) -> dict:
+        """The record's fields that say what this is and re-run it."""
+        backend = self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", "callable")
+        return {
+            "pattern": self.pattern.name, "backend": backend, "n": self.n, "heads": self.heads,
+            "head_dim": self.head_dim, "dtype": str(self.dtype).removeprefix("torch."), "causal": self.pattern.causal,
+            "mode": self.mode, "world": 1, "strategy": None, "batch": self.batch, "kv_heads": self.kv_heads,
+            "nq": self.nq, "seed": self.seed, "pattern_spec": self.pattern.spec(),
+        }  # fmt: skip
+
+    def prepare(self) -> tuple[Callable[[], object], str]:
+        """Make the inputs; return the call, which needs no argument, and the backend that 'auto' stands for.
+
+        ValueError or NotImplementedError where this cannot be run, with the reason.
+        """
+        backward = self.mode == "fwdbwd"
+        random = torch.Generator(self.device).manual_seed(self.seed)
+        q, k, v = (
+            torch.randn(self.batch, n, heads, self.head_dim, generator=random, device=self.device, dtype=self.dtype)
+            .requires_grad_(backward)
+            for n, heads in ((self.nq, self.heads), (self.n, self.kv_heads), (self.n, self.kv_heads))
+        )  # fmt: skip
+        function, name = self._function(q, k, v)
+        if not backward:
+
+            def forward():
+                with torch.no_grad():
+                    return function(q, k, v)
+
+            return forward, name
+        upstream = torch.randn(q.shape, generator=random, device=self.device, dtype=self.dtype)
+
+        def forward_and_backward():
+            with torch.enable_grad():
+                return torch.autograd.grad(function(q, k, v), (q, k, v), upstream)
+
+        return forward_and_backward, name
+
+    def _function(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable, str]:
+        """(the function of q, k and v that `backend` names, its name)."""
+        if not isinstance(self.backend, str):
+            return self.backend, self.fields()["backend"]
+        if ":" in self.backend:
+            return imported(self.backend), self.backend
+        if self.backend in BASELINES:
+            return _baseline(self.backend, self), self.backend
+        from workbench import dispatch
+
+        backend = self.backend
+        if backend == "auto":
+            backend = dispatch.choose("auto", q, k, v, self.pattern)[0]
+        reason = dispatch.why_not(backend, q, k, v, self.pattern)
+        if reason:
+            raise ValueError(reason)
+        return lambda q, k, v: dispatch.attention(q, k, v, self.pattern, backend=backend), backend
+
+
+def imported(name: str) -> Callable:
+    """The function that "module:function" names."""
+    module, _, function = name.partition(":")
+    found = getattr(importlib.import_module(module), function, None)
+    if not callable(found):
+        raise ValueError(f"{name!r}: module {module} has no function {function!r}")
+    return found
+
+
+def _baseline(name: str, case: Case) -> Callable:
+    """torch's own dense attention on (B, N, H, D)."""
+    from workbench.patterns import Dense
+
+    if not isinstance(case.pattern, Dense):
+        raise ValueError(f"backend={name!r} with {case.pattern.name}: it computes Dense only")
+    if case.pattern.causal and case.nq != case.n:
+        raise ValueError(f"backend={name!r}, causal, nq={case.nq}, n={case.n}: torch aligns the first query with key 0")
+    if name in FUSED and not case.device.startswith("cuda"):
+        raise NotImplementedError(f"{name} runs on CUDA only, not on {case.device}")
+
+    def sdpa(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
+        grouped = {"enable_gqa": True} if case.kv_heads != case.heads else {}
+        return scaled_dot_product_attention(q, k, v, is_causal=case.pattern.causal, **grouped).transpose(1, 2)
+
+    if name == "sdpa":
+        return sdpa
+
+    def one_kernel(q, k, v):
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        with sdpa_kernel(getattr(SDPBackend, FUSED[name])):
+            return sdpa(q, k, v)
+
+    return one_kernel

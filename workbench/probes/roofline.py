@@ -1,0 +1,67 @@
+"""Roofline: what this device can do at best, measured, so that a rate can be given as a share of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from workbench.probes.outcome import attempt
+from workbench.probes.timing import Timing, measure
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+CPU_COPY_BYTES, GPU_COPY_BYTES = 1 << 27, 1 << 30  # several times the last cache
+PASSES = {"fwd": 2, "fwdbwd": 7}  # matrix products of 2 x pairs x head_dim operations: q k' and p v; backward has five
+
+
+def ceilings(device: str = "cpu", seconds: float = 2.0) -> dict:
+    """Measured ceilings of a device, in about `seconds`: the best sample counts, all are kept.
+
+    matmul_tflops: {dtype: 10^12 operations/s of a square matrix product}, a dtype that cannot be multiplied left out;
+    matmul_size: {dtype: its side}; copy_gbs: 10^9 bytes/s, read and written ones both counted, copy_bytes: of the
+    tensor copied; samples_ms: {dtype or "copy": list}.
+    """
+    share = seconds / (len(DTYPES) + 1)
+    tflops, sizes, samples = {}, {}, {}
+    for dtype in DTYPES:
+        outcome = attempt(lambda dtype=dtype: _matmul(dtype, device, share))
+        if outcome.status == "ok":
+            name = str(dtype).removeprefix("torch.")
+            sizes[name], timing = outcome.result
+            samples[name] = timing.samples_ms
+            tflops[name] = 2 * sizes[name] ** 3 / min(timing.samples_ms) / 1e9
+    size = CPU_COPY_BYTES if str(device) == "cpu" else GPU_COPY_BYTES
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    copy = measure(lambda: target.copy_(source), samples=20, seconds=share)
+    samples["copy"] = copy.samples_ms
+    return {
+        "device": str(device), "matmul_tflops": tflops, "matmul_size": sizes, "copy_bytes": size,
+        "copy_gbs": 2 * size / min(copy.samples_ms) / 1e6, "samples_ms": samples,
+    }  # fmt: skip
+
+
+def flops(pairs: int, head_dim: int, mode: str = "fwd", batch: int = 1) -> int:
+    """Operations of the matrix products of attention over these pairs: 4 x pairs x head_dim forward, 14 with backward.
+
+    Two products forward and five backward (the scores once again, dv, dp, dq, dk), of 2 operations a pair and channel.
+    """
+    return PASSES[mode] * 2 * pairs * head_dim * batch
+
+
+def _matmul(dtype: torch.dtype, device: str, seconds: float) -> tuple[int, Timing]:
+    """(side, timing) of a matrix product large enough to be at its ceiling, small enough for the time there is."""
+    side = 256
+    while True:
+        product = _product(side, dtype, device)
+        once = min(measure(product, warmup=1, samples=3, seconds=seconds / 8).samples_ms)
+        if side >= 8192 or 8 * once > 1000 * seconds / 6:  # the next one takes eight times as long
+            return side, measure(product, warmup=0, samples=20, seconds=seconds)
+        side *= 2
+
+
+def _product(side: int, dtype: torch.dtype, device: str) -> Callable[[], object]:
+    random = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(side, side, generator=random, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out)

@@ -1,0 +1,187 @@
+"""Speed: patterns timed over lengths, each row a record; and the sparsity from which sparse attention pays.
+
+Dimensions: N tokens, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+
+import pandas as pd
+import torch
+
+from workbench import records
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, layouts
+from workbench.probes import roofline
+from workbench.probes.case import Case
+from workbench.probes.timing import compare, time_attention
+
+Maker = Callable[[int], Pattern]
+KEY = ("pattern", "backend", "n", "heads", "head_dim", "dtype", "causal", "mode", "batch", "kv_heads", "nq")
+
+
+def lineup(segments, rates, sparsity: float, radius: int, block_size: int = 128) -> dict[str, Maker]:
+    """Name -> a function of N, for the four kinds of pattern that are timed against each other.
+
+    The neighborhood is on the squarest grid of N = rows x cols, its tokens along a Hilbert curve.
+    """
+    from workbench import orderings
+
+    def neighborhood(n: int) -> Pattern:
+        rows = next(r for r in range(int(n**0.5), 0, -1) if n % r == 0)
+        return Neighborhood((rows, n // rows), radius, orderings.hilbert((rows, n // rows)))
+
+    return {
+        "dense": lambda n: Dense(),
+        "dilated": lambda n: Dilated(segments, rates),
+        "block-sparse": lambda n: BlockSparse(layouts.random(1 - sparsity), block_size),
+        "neighborhood": neighborhood,
+    }
+
+
+def sweep(
+    makers: Mapping[str, Maker], lengths: Iterable[int], *, heads: int, head_dim: int, dtype="float32", device="cpu",
+    modes=("fwd",), samples=9, seconds=10.0, profile="quick", resume=False, folder=None, say=print,
+) -> pd.DataFrame:  # fmt: skip
+    """Time every pattern at every length, forward ("fwd") and with gradients ("fwdbwd"); see `table` for the columns.
+
+    Dense attention runs as torch's own, by each fused kernel that the device has; the others by backend "auto". Each row is
+    in the journal when it is measured; with resume, what the journal already has for this code and device is not
+    measured again. seconds: about what a row may take. say: takes the progress, a line a length; None for silence.
+    """
+    recorder = records.start("timing", profile, folder)
+    lengths, wanted = list(lengths), []
+    for number, n in enumerate(lengths, 1):
+        if say:
+            say(f"{number}/{len(lengths)}: N = {n:,}")
+        for label, maker in makers.items():
+            pattern = maker(n)
+            for mode in modes:
+                for backend in dense_backends(device) if isinstance(pattern, Dense) else ("auto",):
+                    case = Case(pattern, n, heads, head_dim, dtype, backend, mode, device)
+                    key = {name: case.fields()[name] for name in KEY} | {"asked": backend, "label": label}
+                    wanted.append(key)
+                    if not (resume and recorder.done(**key)):
+                        row = time_attention(
+                            pattern, n=n, heads=heads, head_dim=head_dim, dtype=dtype, backend=backend, mode=mode,
+                            device=device, samples=samples, seconds=seconds,
+                        )  # fmt: skip
+                        recorder.row(**row, asked=backend, label=label)
+    frame = records.load(recorder.path)
+    columns = [name for name in KEY if name != "backend"] + ["asked", "label"]
+    chosen = frame.merge(pd.DataFrame(wanted)[columns], on=columns).drop_duplicates(columns, keep="last")
+    return table(chosen.reset_index(drop=True))
+
+
+def dense_backends(device: str) -> tuple[str, ...]:
+    """The ways of dense attention to compare with: torch's choice on a CPU, its two fast kernels by name on CUDA."""
+    return ("cudnn", "flash") if str(device).startswith("cuda") else ("sdpa",)
+
+
+def table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Timing rows with what is derived from them: family (the pattern's class) and tflops over attended pairs.
+
+    label: the name to show, the pattern's own where the row has none.
+    """
+    rows = rows[rows["probe"] == "timing"].copy()
+    rows["label"] = rows["label"].fillna(rows["pattern"]) if "label" in rows else rows["pattern"]
+    rows["family"] = [spec.get("pattern") if isinstance(spec, dict) else None for spec in rows["pattern_spec"]]
+    operations = [
+        roofline.flops(int(p), int(d), mode, int(b)) if p == p and p is not None else None
+        for p, d, mode, b in zip(rows["pairs"], rows["head_dim"], rows["mode"], rows["batch"], strict=True)
+    ]
+    rows["tflops"] = pd.Series(operations, rows.index, dtype=float) / rows["median_ms"].astype(float) / 1e9
+    return rows
+
+
+def against_ceiling(rows: pd.DataFrame, ceilings: dict) -> pd.DataFrame:
+    """One line a (label, backend, mode): at its longest length, the rate and its share of the measured matmul ceiling.
+
+    share: tflops over the ceiling of the dtype. floor_share: the time that the device needs at least (operations at the
+    matmul ceiling, or q, k, v and out once at the copy ceiling, whichever is more) over the measured time; forward only.
+    """
+    done = rows[rows["status"] == "ok"].sort_values("n").drop_duplicates(["label", "backend", "mode"], keep="last")
+    out = done[["label", "backend", "mode", "n", "median_ms", "pairs", "tflops"]].copy()
+    best = done["dtype"].map(ceilings["matmul_tflops"])
+    out["share"] = done["tflops"] / best
+    size = done["dtype"].map(lambda name: getattr(torch, name).itemsize)
+    moved = 4 * done["batch"] * done["n"] * done["heads"] * done["head_dim"] * size
+    bytes_ms = moved.astype(float) / ceilings["copy_gbs"] / 1e6
+    floor = pd.concat([done["median_ms"] * out["share"], bytes_ms], axis=1).max(axis=1)
+    out["floor_share"] = (floor / done["median_ms"]).where(done["mode"] == "fwd")
+    return out.sort_values(["mode", "median_ms"]).reset_index(drop=True)
+
+
+def break_even(
+    sparsities: Iterable[float], *, n: int, heads: int, head_dim: int, dtype="float32", device="cpu", mode="fwd",
+    samples=5, seconds=60.0, block_size=128, profile="quick", folder=None,
+) -> pd.DataFrame:  # fmt: skip
+    """Random block layouts against the fastest dense kernel, interleaved in one run: a row a sparsity, and "A/A".
+
+    Columns: sparsity (achieved), speedup with its 95 % interval (speedup_low, speedup_high), ideal (dense pairs over
+    attended pairs), median_ms. The row "A/A" is dense measured against itself: what noise alone does. All are recorded.
+    """
+    dense = fastest_dense(n=n, heads=heads, head_dim=head_dim, dtype=dtype, device=device, mode=mode)
+    sizes = (n, heads, head_dim, dtype)
+    cases = {"dense": Case(Dense(), *sizes, dense, mode, device)}
+    for sparsity in sparsities:
+        pattern = BlockSparse(layouts.random(1 - sparsity), block_size)
+        cases[pattern.name] = Case(pattern, *sizes, "auto", mode, device)
+    calls = {name: case.prepare() for name, case in cases.items()}
+    frame = compare({name: call for name, (call, _) in calls.items()}, warmup=1, samples=samples, seconds=seconds)
+    recorder = records.start("break_even", profile, folder)
+    total = n * n * heads
+    rows = []
+    for name, line in frame.iterrows():
+        case = cases["dense" if name == "A/A" else name]
+        pairs = case.pattern.pairs(n, heads)
+        row = case.fields() | {"backend": calls["dense" if name == "A/A" else name][1]} | line.to_dict()
+        row |= {"name": name, "pairs": pairs, "sparsity": 1 - pairs / total, "ideal": total / pairs, "status": "ok"}
+        rows.append(recorder.row(**row))
+    return pd.DataFrame(rows)
+
+
+def pays_from(rows: pd.DataFrame) -> float | None:
+    """The least sparsity from which on every sparser layout is faster than dense, its whole interval above 1; or None."""
+    sparse = rows[~rows["name"].isin(["dense", "A/A"])].sort_values("sparsity", ascending=False)
+    won = None
+    for _, row in sparse.iterrows():
+        if not row["speedup_low"] > 1:
+            break
+        won = row["sparsity"]
+    return won
+
+
+def fastest_dense(*, n, heads, head_dim, dtype, device, mode="fwd") -> str:
+    """The dense backend that is fastest at this size on this device."""
+    took = {}
+    for backend in dense_backends(device):
+        row = time_attention(
+            Dense(), n=n, heads=heads, head_dim=head_dim, dtype=dtype, device=device, backend=backend, mode=mode,
+            warmup=1, samples=3, seconds=5,
+        )  # fmt: skip
+        if row["status"] == "ok":
+            took[backend] = row["median_ms"]
+    if not took:
+        raise ValueError(f"n={n}, {heads} x {head_dim}, {dtype} on {device}: no dense backend runs this")
+    return min(took, key=took.get)
+
+
+def ceilings(device: str = "cpu", seconds: float = 2.0, profile: str = "quick", folder=None) -> dict:
+    """`roofline.ceilings`, recorded beside what is compared with it."""
+    found = roofline.ceilings(device, seconds)
+    records.start("roofline", profile, folder).row(status="ok", **found)
+    return found
+
+
+def recorded(kind: str = "h100x1") -> tuple[pd.DataFrame, dict | None]:
+    """(timing rows, ceilings or None) committed for a machine kind, newest of each; empty where there are none."""
+    folder = records.default_folder() / kind
+    if not list(folder.glob("*.jsonl")):
+        return pd.DataFrame(), None
+    frame = records.load(folder).sort_values("run_utc", kind="stable")
+    best = frame[frame["probe"] == "roofline"].tail(1).to_dict("records")
+    rows = table(frame)
+    rows["spec"] = rows["pattern_spec"].map(json.dumps)
+    return rows.drop_duplicates([*KEY, "spec"], keep="last").drop(columns="spec"), best[0] if best else None

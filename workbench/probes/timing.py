@@ -1,0 +1,166 @@
+"""Timing: warm, every sample kept, alternatives interleaved; CUDA events where the work is on a GPU."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from workbench.probes.case import Case
+from workbench.probes.outcome import attempt
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long each call took, in milliseconds, in the order in which they ran."""
+
+    samples_ms: list[float]
+
+    def quantile(self, q: float) -> float:
+        return float(np.quantile(self.samples_ms, q))
+
+    @property
+    def median_ms(self) -> float:
+        return self.quantile(0.5)
+
+    @property
+    def q10_ms(self) -> float:
+        return self.quantile(0.1)
+
+    @property
+    def q90_ms(self) -> float:
+        return self.quantile(0.9)
+
+
+def measure(fn: Callable[[], object], *, warmup: int = 2, samples: int = 9, seconds: float = 10.0) -> Timing:
+    """Time fn() `samples` times, after `warmup` calls that do not count.
+
+    seconds: about what all of it may take; fewer samples, but at least one, where a call is slow. Where fn started work
+    on a GPU the samples are taken by CUDA events, queued without waiting in between, so that the time to launch
+    kernels shows only where the GPU waits for it.
+    """
+    seconds -= _warm(fn, warmup, seconds)
+    reads, begin = [], time.perf_counter()
+    lasts = _lasts(fn, seconds) if _on_gpu() else None  # of events, known only when it is too late
+    while len(reads) < samples:
+        reads.append(_sample(fn))
+        spent = time.perf_counter() - begin if lasts is None else len(reads) * lasts
+        if spent + spent / len(reads) > seconds:
+            break
+    return Timing([read() for read in reads])
+
+
+def compare(
+    alternatives: dict[str, Callable[[], object]], *, warmup: int = 2, samples: int = 9, seconds: float = 60.0, seed=0
+):
+    """Time alternatives against the first, interleaved: every round runs each once, in an order drawn anew.
+
+    Returns a DataFrame, a row each and one named "A/A", the first measured against itself: median_ms, q10_ms, q90_ms;
+    speedup (the first's time over this one's in the same round, median of the rounds), speedup_low and speedup_high
+    (the 95 % bootstrap interval of that median) and samples_ms. A speed-up within the A/A row's interval is noise.
+    seconds: no round is started after about this long, warm-up included, once three are done.
+    """
+    import pandas as pd
+
+    if not alternatives or "A/A" in alternatives:
+        raise ValueError(f"alternatives={list(alternatives)}: want at least one, and none named 'A/A'")
+    first = next(iter(alternatives))
+    runs = {**alternatives, "A/A": alternatives[first]}
+    begin = time.perf_counter()
+    for fn in alternatives.values():
+        _warm(fn, warmup, seconds / len(alternatives))
+    shuffled, reads = random.Random(seed), {name: [] for name in runs}
+    for done in range(samples):
+        if done >= 3 and time.perf_counter() - begin > seconds:
+            break
+        for name in shuffled.sample(list(runs), len(runs)):
+            reads[name].append(_sample(runs[name]))
+        if _on_gpu():
+            torch.cuda.synchronize()
+    timings = {name: Timing([read() for read in taken]) for name, taken in reads.items()}
+    rows = []
+    for timing in timings.values():
+        ratios = np.divide(timings[first].samples_ms, timing.samples_ms)
+        low, high = _interval(ratios, seed)
+        row = {"median_ms": timing.median_ms, "q10_ms": timing.q10_ms, "q90_ms": timing.q90_ms}
+        row |= {"speedup": float(np.median(ratios)), "speedup_low": low, "speedup_high": high}
+        rows.append(row | {"samples_ms": timing.samples_ms})
+    return pd.DataFrame(rows, index=pd.Index(timings, name="name"))
+
+
+def time_attention(
+    pattern, *, n, heads, head_dim, dtype=torch.float32, backend="auto", mode="fwd", device="cpu", batch=1,
+    kv_heads=None, nq=None, seed=0, warmup=2, samples=9, seconds=10.0,
+) -> dict:  # fmt: skip
+    """Time one attention call on random inputs: a record's row, whatever becomes of it (see `Case` and `Outcome`).
+
+    `backend` becomes the one that 'auto' stands for; `pairs` are those of one batch entry.
+    """
+    case = Case(pattern, n, heads, head_dim, dtype, backend, mode, device, batch, kv_heads, nq, seed)
+    row = {"probe": "timing"} | case.fields()
+
+    def work():
+        pairs = pattern.pairs(n, heads, case.nq)
+        call, name = case.prepare()
+        return pairs, name, measure(call, warmup=warmup, samples=samples, seconds=seconds)
+
+    outcome = attempt(work)
+    row |= {"status": outcome.status, "samples_ms": None, "median_ms": None, "pairs": None, "measured": True}
+    row["error"] = outcome.error
+    if outcome.status == "ok":
+        row["pairs"], row["backend"], timing = outcome.result
+        row |= {"samples_ms": timing.samples_ms, "median_ms": timing.median_ms}
+    return row
+
+
+def _sample(fn) -> Callable[[], float]:
+    """Run fn once; what is returned reads how many milliseconds it took, once the GPU is done."""
+    if not _on_gpu():
+        begin = time.perf_counter()
+        fn()
+        taken = 1000 * (time.perf_counter() - begin)
+        return lambda: taken
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    fn()
+    end.record()
+
+    def read() -> float:
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    return read
+
+
+def _warm(fn, calls: int, seconds: float) -> float:
+    """Call fn until warm; returns the seconds that took."""
+    begin = time.perf_counter()
+    for _ in range(calls):
+        _lasts(fn)
+        if time.perf_counter() - begin > seconds:
+            break
+    return time.perf_counter() - begin
+
+
+def _lasts(fn) -> float:
+    """Seconds that a call takes, waiting for the GPU if there is one."""
+    begin = time.perf_counter()
+    fn()
+    if _on_gpu():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def _on_gpu() -> bool:
+    """Whether this process has work on a GPU. (An event's time is right for work on the CPU, too.)"""
+    return torch.cuda.is_initialized()
+
+
+def _interval(ratios: np.ndarray, seed: int) -> tuple[float, float]:
+    drawn = np.random.default_rng(seed).choice(ratios, (2000, len(ratios)))
+    low, high = np.quantile(np.median(drawn, axis=1), [0.025, 0.975])
+    return float(low), float(high)

@@ -1,0 +1,19 @@
+"""How far a token sees through a stack of layers: the receptive field of a pattern."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def reach(pattern, n: int, heads: int, layers: int) -> Tensor:
+    """bool (layers + 1, n, n): [l, i, j] tells whether token i, after l layers, can depend on token j of the input.
+
+    A layer mixes its heads and keeps its input (the residual), so one step is the union over heads and the token
+    itself. n x n memory: meant for small n.
+    """
+    step = (pattern.multiplicity(n, heads) > 0).any(0) | torch.eye(n, dtype=torch.bool)  # (query, key)
+    seen = [torch.eye(n, dtype=torch.bool)]
+    for _ in range(layers):
+        seen.append(step.float() @ seen[-1].float() > 0)
+    return torch.stack(seen)

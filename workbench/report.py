@@ -1,0 +1,161 @@
+"""Notebooks to self-contained HTML reports: run them in order, export each, keep an index.
+
+Only what a command line needs is imported at first; papermill, nbconvert and torch are when a report runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from workbench.reporting import notebooks as nbs
+
+LIMIT_S = 1800.0  # a cell's time, unless told
+MOST_BYTES = 3_000_000  # a report that can still be mailed
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of one notebook. `status`: ok, error, killed, timeout or interrupted; `failure`: why, a sentence."""
+
+    name: str
+    title: str
+    status: str
+    failure: str
+    seconds: float
+    path: Path
+
+
+def run(
+    notebooks: list[str | Path] | None = None,
+    profile: str | None = None,
+    out: str | Path | None = None,
+    parameters: dict[str, object] | None = None,
+    timeout: float = LIMIT_S,
+    say=lambda text: print(text, end="", flush=True),
+) -> list[Report]:
+    """Run notebooks (by default all in notebooks/) one by one and write <out>/<name>.html and <out>/index.html.
+
+    profile: tiny, quick or gpu; by default gpu where there is CUDA, else quick.
+    out: a folder, by default outputs/reports/<profile>.
+    parameters: override those that the notebooks declare; each goes to every notebook that declares it.
+    timeout: seconds that one cell may take.
+    say: takes the progress, piece by piece.
+    Raises ValueError, before anything runs, for a notebook, profile or parameter that does not exist or does not fit.
+    A notebook that fails is exported as far as it came and the next one runs; so it is on KeyboardInterrupt, which is
+    raised again when the interrupted notebook and the index are written.
+    """
+    if profile not in (None, *nbs.PROFILES):
+        raise ValueError(f"profile={profile!r}: one of {', '.join(nbs.PROFILES)}")
+    if not timeout > 0:
+        raise ValueError(f"timeout={timeout!r}: a positive number of seconds")
+    paths = nbs.find(notebooks)
+    read = {path.stem: nbs.read(path) for path in paths}
+    nbs.settle(read, profile or "quick", parameters or {})
+    machine = describe()
+    chosen = profile or ("quick" if machine["kind"] == "cpu" else "gpu")
+    settled = nbs.settle(read, chosen, parameters or {})
+    folder = Path(out) if out else nbs.root() / "outputs" / "reports" / chosen
+    folder.mkdir(parents=True, exist_ok=True)
+    origin = "" if profile else f" (by default: {'no CUDA here' if chosen == 'quick' else 'CUDA is present'})"
+    say(f"profile {chosen}{origin}, on {machine['device']}\n")
+
+    from workbench.reporting import index  # nbconvert and papermill: a second each
+
+    reports = []
+    try:
+        for number, path in enumerate(paths, 1):
+            say(f"[{number}/{len(paths)}] {path.stem} ... ")
+            _run_one(path, settled[path.stem], chosen, folder, timeout, machine, say, reports)
+    finally:
+        index.refresh(folder)
+    return reports
+
+
+def _run_one(path, parameters, profile, folder, timeout, machine, say, reports) -> None:
+    """Run and export a notebook, also when it is interrupted; add what became of it to `reports`."""
+    from workbench.reporting import kernel
+
+    begun = time.gmtime()
+    state = kernel.load(path)
+    try:
+        kernel.execute(path, parameters, timeout, state)
+    finally:
+        report = _export(state, path, profile, folder, machine, begun)
+        reports.append(report)
+        size = report.path.stat().st_size
+        note = f"  ({size / 1e6:.1f} MB: more than {MOST_BYTES / 1e6:g} MB)" if size > MOST_BYTES else ""
+        why = f"  {report.failure}" if report.failure else ""
+        say(f"{report.status} {_duration(report.seconds)}  {_shown(report.path)}{note}{why}\n")
+
+
+def _export(state, path: Path, profile: str, folder: Path, machine: dict, begun) -> Report:
+    from workbench.reporting import index, page
+
+    title = nbs.title(state.nb, path.stem)
+    failure = _sentence(state) if state.status != "ok" else ""
+    byline = [
+        ("device", machine["device"]),
+        ("profile", profile),
+        ("date", time.strftime("%Y-%m-%d %H:%M UTC", begun)),
+        ("commit", machine["commit"]),
+        ("time", _duration(state.seconds)),
+    ]
+    facts = {"title": title, "status": state.status, "failure": failure, "message": state.message, "byline": byline}
+    html = page.render(state.nb, path, facts | {"cell": state.cell if failure else None})
+    index.write(folder / f"{path.stem}.html", html)
+    return Report(path.stem, title, state.status, failure, state.seconds, folder / f"{path.stem}.html")
+
+
+def _sentence(state) -> str:
+    """Where and why a run ended: 'Timed out in cell 5 (“Speed”): over the limit of 60 s for a cell.'"""
+    ends = {"error": "Failed", "killed": "Kernel died", "timeout": "Timed out", "interrupted": "Interrupted"}
+    end = ends[state.status]
+    if state.cell is None:
+        return f"{end} before the first cell: {state.message}."
+    cells = [cell for cell in state.nb.cells[: state.cell + 1] if "injected-parameters" not in cell.metadata.tags]
+    prose = [cell.source for cell in cells if cell.cell_type == "markdown"]
+    heads = [line.lstrip("#").strip() for text in prose for line in text.splitlines() if line.startswith("#")]
+    first = (state.nb.cells[state.cell].source.strip().splitlines() or [""])[0]
+    return f"{end} in cell {len(cells)} ({f'“{heads[-1]}”' if heads else first[:60]}): {state.message}."
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def describe() -> dict:
+    """The machine and the commit, asked of another process: this one neither imports torch nor touches a card."""
+    asked = "import json, workbench.machine as m; print(json.dumps(m.describe()))"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
+    if done.returncode:  # no torch, say: the notebooks will tell, in a report
+        machine = {"device": f"unknown ({done.stderr.strip().splitlines()[-1]})", "kind": "cpu"}
+    else:
+        machine = json.loads(done.stdout.splitlines()[-1])
+    return machine | {"commit": _commit()}
+
+
+def _commit() -> str:
+    """WORKBENCH_COMMIT, else git's short name of what is checked out, with + where files differ from it."""
+
+    def git(*words: str) -> str:
+        where = Path(__file__).parent
+        return subprocess.run(["git", "-C", where, *words], capture_output=True, text=True).stdout.strip()
+
+    if commit := os.environ.get("WORKBENCH_COMMIT"):
+        return commit[:7]
+    try:
+        commit = git("rev-parse", "--short=7", "HEAD")
+    except OSError:  # no git
+        return "unknown"
+    return commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "") or "unknown"
