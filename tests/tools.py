@@ -174,7 +174,7 @@ def only_block_0(blocks):
 TABLE = {case.id: case for case in _cases()}
 
 
-# --- the check ---------------------------------------------------------------------------------------------------------
+# --- the check -------------------------------------------------------------------------------------------------------
 
 
 def differentiate(run, inputs, pattern) -> dict[str, torch.Tensor]:
@@ -207,7 +207,7 @@ def lse_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float(torch.where(want == -torch.inf, torch.where(got == want, 0.0, torch.inf), distance).amax())
 
 
-def budgets(case: Case, pattern, inputs, want) -> dict[str, float]:
+def budgets(pattern, inputs, want) -> dict[str, float]:
     """The error that each quantity may have. For 16 bit: twice what torch's attention of that dtype makes of the same
     inputs, mask and upstream gradient, plus one rounding of the right answer."""
     q, k, v, g, gl = inputs
@@ -250,7 +250,7 @@ def errors(case: Case, dtype, run=None, device="cpu", backend="torch", seed=0) -
     want = oracle(inputs, pattern)
     with poisoned(device):
         got = differentiate(run, inputs, pattern)
-    budget = budgets(case, pattern, inputs, want)
+    budget = budgets(pattern, inputs, want)
     for name, x in got.items():
         assert x.dtype == (inputs[4].dtype if name == "lse" else dtype), f"{name} is {x.dtype}"
         assert x.shape == want[name].shape, f"{name} is {tuple(x.shape)}, not {tuple(want[name].shape)}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -47,3 +48,11 @@ def predicted_bytes(pattern: Pattern, n: int, heads: int, head_dim: int, dtype=t
     lse = n * heads * (8 if dtype == torch.float64 else 4)
     index = 0 if isinstance(pattern, Dense | Dilated) else pattern.blocks(n, heads).nbytes
     return tokens + lse + index
+
+
+def growth(table: pd.DataFrame) -> pd.Series:
+    """pattern -> the x of pairs ~ N^x, between the shortest and the longest length of `table`."""
+    table = table.sort_values("n", kind="stable")
+    ends = table.groupby("pattern", sort=False)[["n", "pairs"]].agg(["first", "last"])
+    rise = np.log(ends.xs("last", axis=1, level=1) / ends.xs("first", axis=1, level=1))
+    return rise.pairs / rise.n

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from workbench.dispatch import attention
+from workbench.patterns import Pattern
 
 
 class MultiheadAttention(nn.Module):
@@ -12,8 +13,8 @@ class MultiheadAttention(nn.Module):
 
     num_heads divides embed_dim, num_kv_heads (default num_heads) divides num_heads. With `context` (B, N, embed_dim), x
     holds the queries, the last Nq of the N positions, and keys and values come from the context (cached decoding).
-    dropout acts on the output, in training only. Dropout on the attention weights, key-padding masks and score biases are
-    refused by name: a fused softmax that honours them is not what these patterns compute.
+    dropout acts on the output, in training only. Dropout on the attention weights, key-padding masks and score biases
+    are refused by name: a fused softmax that honours them is not what these patterns compute.
     """
 
     def __init__(
@@ -26,6 +27,8 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"embed_dim={embed_dim}, num_heads={num_heads}: num_heads must divide embed_dim")
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_heads={num_heads}, num_kv_heads={num_kv_heads}: the second must divide the first")
+        if not isinstance(pattern, Pattern):
+            raise ValueError(f"pattern={pattern!r}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
         if attention_dropout:
             raise ValueError(f"attention_dropout={attention_dropout}: want 0; `dropout` acts on the output instead")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """out (B, Nq, H, D) and lse (B, H, Nq), both float64 and differentiable, from q (B, Nq, H, D), k and v (B, N, Hkv, D).
+    """out (B, Nq, H, D), lse (B, H, Nq), float64 and differentiable, from q (B, Nq, H, D), k and v (B, N, Hkv, D).
 
     N x N memory: meant for small N. scale defaults to 1 / sqrt(D).
     """
@@ -26,7 +26,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float | None = No
     c = c.to(q.device, torch.float64)
 
     q, k, v = (x.double() for x in (q, k, v))
-    k, v = (x.repeat_interleave(h // max(1, x.shape[2]), dim=2) for x in (k, v))  # (B, N, H, D): one key head a query head
+    k, v = (x.repeat_interleave(h // max(1, x.shape[2]), dim=2) for x in (k, v))  # (B, N, H, D)
     scale = 1 / math.sqrt(d) if scale is None else scale
     s = torch.einsum("bthd,bjhd->bhtj", q, k) * scale
 

@@ -17,3 +17,13 @@ def reach(pattern, n: int, heads: int, layers: int) -> Tensor:
     for _ in range(layers):
         seen.append(step.float() @ seen[-1].float() > 0)
     return torch.stack(seen)
+
+
+def depth(pattern, n: int, heads: int) -> int | None:
+    """How many layers it takes until every token can depend on every other; None where no number does."""
+    step, seen = reach(pattern, n, heads, 1)[1].float(), torch.eye(n)
+    for layer in range(n + 1):
+        if seen.all():
+            return layer
+        seen = (step @ seen > 0).float()
+    return None

@@ -7,6 +7,7 @@ at most its last line and several processes can share a journal.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
@@ -186,6 +187,7 @@ def _append(path: Path, line: dict) -> None:
     data = json.dumps(line, allow_nan=False).encode() + b"\n"
     journal = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
+        fcntl.flock(journal, fcntl.LOCK_EX)  # a write becomes visible page by page: half of another's is no torn line
         size = os.fstat(journal).st_size
         if size and os.pread(journal, 1, size - 1) != b"\n":
             data = b"\n" + data  # a run that was killed in mid-line must not spoil this one

@@ -23,7 +23,7 @@ def dense(q, k, v):
     return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
-# --- the fused calls -----------------------------------------------------------------------------------------------------
+# --- the fused calls -------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -73,7 +73,7 @@ def test_fused_calls_are_few_and_of_bounded_size(monkeypatch):
     assert len(scores) <= 2 * sum(scores) / max(scores)
 
 
-# --- one softmax ---------------------------------------------------------------------------------------------------------
+# --- one softmax -----------------------------------------------------------------------------------------------------
 
 
 def test_all_blocks_visible_is_dense_attention_not_a_sum_of_softmaxes(monkeypatch):
@@ -111,7 +111,7 @@ def test_each_sequence_of_a_batch_has_its_own_layout():
         assert torch.equal(out[x : x + 1], alone)
 
 
-# --- masks -----------------------------------------------------------------------------------------------------------------
+# --- masks -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block_size", [(64, 128), (128, 64)], ids=str)
@@ -172,7 +172,7 @@ def test_cached_decoding_step_by_step_is_the_full_run():
         torch.testing.assert_close(step, out[:, t : t + 1], rtol=1e-12, atol=1e-12)
 
 
-# --- orderings ---------------------------------------------------------------------------------------------------------------
+# --- orderings -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ordering", [orderings.hilbert((9, 7)), orderings.random((9, 7), seed=1)], ids=lambda o: o.name)

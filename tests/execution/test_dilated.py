@@ -25,7 +25,7 @@ def run(q, k, v, pattern):
     return attention(q, k, v, pattern, backend="torch", return_lse=True)
 
 
-# --- the fused calls -----------------------------------------------------------------------------------------------------
+# --- the fused calls -------------------------------------------------------------------------------------------------
 
 
 def counted(pattern, n, nq, heads, key_heads):
@@ -95,7 +95,7 @@ def test_a_forward_holds_at_most_three_times_its_output(tmp_path):
     assert output <= peak <= 3 * output
 
 
-# --- the multiset ------------------------------------------------------------------------------------------------------
+# --- the multiset ----------------------------------------------------------------------------------------------------
 
 
 def test_a_key_seen_by_three_branches_counts_three_times():
@@ -178,14 +178,14 @@ def test_cached_decoding_step_by_step_is_the_full_run(kv_heads):
         torch.testing.assert_close(step_lse, lse[..., -nq:], rtol=1e-12, atol=1e-12)
 
 
-# --- rows that no branch reaches -----------------------------------------------------------------------------------------
+# --- rows that no branch reaches -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("w, r, heads", [([6, 12], [2, 4], 3), ([16], [8], 3), ([12], [4], 2)], ids=str)
 def test_uncovered_rows_are_zero_in_values_and_gradients(w, r, heads):
     pattern, (q, k, v) = Dilated(w, r), inputs(48, heads=heads, grad=True)
     out, lse = run(q, k, v, pattern)
-    dark = lse[0].T == -torch.inf  # (N, H)
+    dark = -torch.inf == lse[0].T  # (N, H)
     dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (torch.randn_like(out), torch.randn_like(lse)))
     assert dark.any() and not dark.all()
     assert not any(x[0][dark].any() for x in (out, dq, dk, dv))  # a row that is dark as a query is so as a key

@@ -39,7 +39,11 @@ def same(one, other):
     return all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
 
-# --- autograd ------------------------------------------------------------------------------------------------------------
+def close(one, other):  # compiled, an unused lse has a gradient of zeros and not none, which takes another path
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+# --- autograd --------------------------------------------------------------------------------------------------------
 
 
 @every_pattern
@@ -124,7 +128,7 @@ def test_checkpointing(pattern, reentrant):
     assert same([x.grad for x in (q, k, v)], want)
 
 
-# --- the operators ---------------------------------------------------------------------------------------------------------
+# --- the operators ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["dilated", "blocks"])
@@ -143,15 +147,16 @@ def test_meta_and_fake_tensors_have_the_shapes_of_real_ones(pattern, dtype):
     q, k, v = inputs(nq=7, heads=4, kv_heads=2, batch=3, dtype=dtype)
     real = [*run(q, k, v, pattern)]
     real += torch.autograd.grad(real[0].sum(), (q, k, v))
+    leaves = [x.detach() for x in (q, k, v)]
     with FakeTensorMode() as mode:
-        fake = [mode.from_tensor(x.detach()).requires_grad_() for x in (q, k, v)]
+        fake = [mode.from_tensor(x).requires_grad_() for x in leaves]
         fake = [*run(*fake, pattern), *torch.autograd.grad(run(*fake, pattern)[0].sum(), fake)]
-    meta = [x.detach().to("meta") for x in (q, k, v)]
+    meta = [x.to("meta") for x in leaves]
     assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in real]
     assert [(x.shape, x.dtype) for x in run(*meta, pattern)] == [(x.shape, x.dtype) for x in real[:2]]
 
 
-# --- torch.compile ---------------------------------------------------------------------------------------------------------
+# --- torch.compile ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -176,7 +181,7 @@ def test_one_graph_serves_every_length(pattern, compiled):
         got = fast(q, k, v)
         assert same(got, want)
         g = torch.randn_like(want[0])
-        assert same(torch.autograd.grad(got[0], (q, k, v), g), torch.autograd.grad(want[0], (q, k, v), g))
+        close(torch.autograd.grad(got[0], (q, k, v), g), torch.autograd.grad(want[0], (q, k, v), g))
     assert counter.frame_count == 1
 
 
@@ -189,7 +194,7 @@ def test_a_compiled_function_takes_one_pattern_after_another(compiled, grad):
         got, want = fast(q, k, v, pattern), run(q, k, v, pattern)
         assert same(got, want)
         if grad:
-            assert same(torch.autograd.grad(got[0].sum(), (q, k, v)), torch.autograd.grad(want[0].sum(), (q, k, v)))
+            close(torch.autograd.grad(got[0].sum(), (q, k, v)), torch.autograd.grad(want[0].sum(), (q, k, v)))
 
 
 def test_a_compiled_call_outlives_its_pattern(compiled):
@@ -198,7 +203,7 @@ def test_a_compiled_call_outlives_its_pattern(compiled):
     want = torch.autograd.grad(run(q, k, v, Dilated([4, 8], [1, 2]))[0].sum(), (q, k, v))
     out = fast(q, k, v, Dilated([4, 8], [1, 2]))[0]
     gc.collect()
-    assert same(torch.autograd.grad(out.sum(), (q, k, v)), want)
+    close(torch.autograd.grad(out.sum(), (q, k, v)), want)
 
 
 @pytest.mark.skipif(flex.no_cpu_kernel() is not None, reason=str(flex.no_cpu_kernel()))
@@ -212,7 +217,7 @@ def test_inductor():
     torch.testing.assert_close(torch.autograd.grad(got.sum(), q), torch.autograd.grad(want.sum(), q))
 
 
-# --- copies ------------------------------------------------------------------------------------------------------------------
+# --- copies ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))],

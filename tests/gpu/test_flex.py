@@ -45,6 +45,14 @@ CASES = {
         BlockSparse(layouts.explicit(torch.tensor([[0, 1], [0, 1], [1, 0]]) > 0), (256, 384), causal=False),
         dict(n=640, d=80, dtype=torch.bfloat16),
     ),
+    "dense, causal, 3 queries on 5000 keys, grouped heads": (
+        Dense(causal=True),
+        dict(n=5000, nq=3, batch=2, heads=8, key_heads=2),
+    ),
+    "dense, causal, last 100, more grouped heads than a tile has rows for": (
+        Dense(causal=True),
+        dict(n=1000, nq=100, heads=16, key_heads=2, dtype=torch.bfloat16),
+    ),
     "one query, many grouped heads, head_dim 16": (
         Predicate(lambda h, i, j: (i * j + j + h) % 3 < 2, causal=True),
         dict(n=1000, nq=1, heads=64, key_heads=2, d=16),

@@ -17,10 +17,9 @@ def code(source: str, *tags: str):
 
 
 def write(path: Path, *cells, profiles: dict | None = None) -> Path:
-    """Write a notebook of these cells; a string is a code cell, or text where it starts with '#' and a space."""
-    whole = [
-        cell if not isinstance(cell, str) else text(cell) if cell.startswith("#") else code(cell) for cell in cells
-    ]
+    """Write a notebook of these cells; a string is code, or text where it starts with a heading."""
+    kinds = [(cell, text if str(cell).startswith("#") else code) for cell in cells]
+    whole = [kind(cell) if isinstance(cell, str) else cell for cell, kind in kinds]
     metadata = {"workbench": {"profiles": profiles}} if profiles else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(v4.new_notebook(cells=whole, metadata=metadata), path)

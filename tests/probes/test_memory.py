@@ -56,11 +56,10 @@ def test_allocations_are_counted_exactly():
 
 
 def test_scratch_inside_an_op_is_counted():
-    x = torch.randn(1, 1, 512, 8)
-    got = memory.measure(
-        lambda: torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=torch.zeros(512, 512))
-    )
-    assert got.peak_allocated_bytes > 512 * 512 * 4 + got.allocated_after_bytes
+    x = torch.randn(1 << 20)
+    got = memory.measure(lambda: x.sort().values)
+    assert got.allocated_after_bytes == 4 * MB  # the values
+    assert got.peak_allocated_bytes >= 12 * MB  # and their int64 indices, which nothing here names
 
 
 def test_profiler_says_nothing(capfd):

@@ -70,7 +70,7 @@ def test_tex_keeps_its_comparison_signs(render):
 
 
 def test_tex_that_cannot_be_read_stays_readable(render):
-    assert r'<code class="tex">\frac{1</code>' in main(render(r"so $\frac{1$ it is"))
+    assert r'<code class="tex">\bad{</code>' in main(render(r"so $\bad{$ it is"))
 
 
 def test_a_function_keeps_its_distance_from_its_argument():
@@ -112,10 +112,8 @@ REMOTE = {
 
 @pytest.mark.parametrize("html", REMOTE.values(), ids=REMOTE)
 def test_what_is_elsewhere_leaves_an_address_and_no_request(render, html):
-    for body in (
-        main(render(f"before\n\n{html}\n\nafter")),
-        main(render(shown({"text/html": f"before {html} after"}))),
-    ):
+    for cell in (f"before\n\n{html}\n\nafter", shown({"text/html": f"before {html} after"})):
+        body = main(render(cell))
         assert not re.search(r"""\b(src|href|data)\s*=\s*["']?(?!data:|#)\S*(there|nowhere)""", body)
         assert "before" in body and "after" in body
         assert ("there.example" in body or "nowhere" in body) == (not html.startswith("<link"))
@@ -154,14 +152,8 @@ def test_a_figure_has_alternative_text_its_own_or_its_headings(render, metadata,
 
 def test_images_of_every_kind_are_inside(render):
     svg = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"></svg>'
-    body = main(
-        render(
-            *(
-                shown({mime: data})
-                for mime, data in {"image/png": png(PIXELS), "image/jpeg": b"x", "image/svg+xml": svg}.items()
-            )
-        )
-    )
+    images = {"image/png": png(PIXELS), "image/jpeg": b"x", "image/svg+xml": svg}
+    body = main(render(*(shown({mime: data}) for mime, data in images.items())))
     assert re.findall(r'src="data:(image/[a-z+]+);base64,', body) == ["image/png", "image/jpeg", "image/svg+xml"]
     assert body.count("alt=") == 3
 
@@ -255,6 +247,5 @@ def test_a_figure_is_described_by_its_label_or_its_titles():
 
 
 def test_templates_are_part_of_the_package():
-    assert {"report", "style.css", "index.html.j2", "player.html"} <= {
-        path.name for path in Path(page.TEMPLATES).iterdir()
-    }
+    names = {path.name for path in Path(page.TEMPLATES).iterdir()}
+    assert {"report", "style.css", "index.html.j2", "player.html"} <= names

@@ -153,14 +153,14 @@ class Plan(NamedTuple):
 
 def plan_of(pattern, q: Tensor, k: Tensor) -> Plan:
     """The plan for these sizes, kept with the pattern: a predicate's blocks take N^2 evaluations to find."""
-    key = (k.shape[1], q.shape[2], q.shape[1], str(q.device))
+    key = (k.shape[1], q.shape[1], q.shape[2], k.shape[2], str(q.device))
     kept = pattern.__dict__.get("_flex")
     if kept is None or kept[0] != key:
         pattern._flex = kept = (key, make_plan(pattern, *key))  # the last sizes only
     return kept[1]
 
 
-def make_plan(pattern, n: int, heads: int, nq: int, device: str) -> Plan:
+def make_plan(pattern, n: int, nq: int, heads: int, key_heads: int, device: str) -> Plan:
     cpu = torch.device(device).type == "cpu"
     block_size = bq, bk = block_size_of(pattern)
     batch = getattr(pattern, "batch", None)
@@ -180,9 +180,11 @@ def make_plan(pattern, n: int, heads: int, nq: int, device: str) -> Plan:
         # For a single query torch would take another kernel, which returns NaN where it sees no key; this prevents it.
         options = {"PARTITION_SIZE": 1 << 20}
     else:
-        # Likewise, where grouped heads are many there is no such kernel. And torch takes a length that is a multiple of
-        # 128 for one that ends with a block, which is not so for larger blocks.
-        options = {"FORCE_USE_FLEX_ATTENTION": True} | ({"IS_DIVISIBLE": False} if n % bk or (nq + front) % bq else {})
+        # For few queries torch takes another kernel, which has no form for more of them than a tile has rows. And it
+        # takes a length that is a multiple of 128 for one that ends with a block, which is not so for larger blocks.
+        options = {"FORCE_USE_FLEX_ATTENTION": (nq + front) * heads // key_heads > TILE}
+        if n % bk or (nq + front) % bq:
+            options["IS_DIVISIBLE"] = False
     return Plan(mask, front, options)
 
 

@@ -63,7 +63,8 @@ def run(direction: str, tensors: tuple[Tensor, ...], pattern, n: int, scale: flo
         return tuple(torch.cat(t) for t in zip(*each, strict=True))
     if isinstance(pattern, Dense):
         pattern = one_branch(pattern, n)
-    execution, blocks = (dilated, ()) if isinstance(pattern, Dilated) else (block_sparse, (blocks_of(pattern, first, n),))
+    strided = isinstance(pattern, Dilated)
+    execution, blocks = (dilated, ()) if strided else (block_sparse, (blocks_of(pattern, first, n),))
     with torch.autocast(first.device.type, enabled=False):  # the inputs are cast; what is wide inside stays wide
         return getattr(execution, direction)(*map(unit_stride, tensors), pattern, *blocks, scale)
 

@@ -212,7 +212,9 @@ def times(frame, percent: dict[str, float]):
         bar.set(alpha=0.45)
     spread = [frame["median_ms"] - frame["q10_ms"], frame["q90_ms"] - frame["median_ms"]]
     ax.errorbar(frame["median_ms"], y, xerr=spread, fmt="none", ecolor="black", elinewidth=1, capsize=3)
-    said = [f"{t:.3g} ms, {percent[o]:.1f} % of the blocks" for t, o in zip(frame["median_ms"], orders, strict=True)]
+    said = [
+        f"{_number(t)} ms, {percent[o]:.1f} % of the blocks" for t, o in zip(frame["median_ms"], orders, strict=True)
+    ]
     for text, end, at in zip(said, frame["q90_ms"], y, strict=True):
         _beside(ax, text, end, at, (6, 0))
     names = [label(o) + " again" * bool(a) for o, a in zip(orders, again, strict=True)]
@@ -262,8 +264,7 @@ def fields(grids: dict, cell, layers: int, what: str):
     size = (2.6 * len(grids) + 1, 2.6 * shape[0] / shape[1] + 0.75)
     fig, axes = plt.subplots(1, len(grids), figsize=size, squeeze=False)
     ramp = plt.get_cmap(style.SEQUENTIAL)(np.linspace(0.85, 0.25, layers))
-    cmap = ListedColormap([to_rgb(FAINT), *ramp[:, :3]])
-    cmap.set_bad("white")
+    cmap = ListedColormap([to_rgb(FAINT), *ramp[:, :3]]).with_extremes(bad="white")
     norm = BoundaryNorm(np.arange(-0.5, layers + 1), cmap.N)
     for ax, (name, grid) in zip(axes[0], grids.items(), strict=True):
         shown = np.where(grid < 0, 0, np.where(grid == 0, 1, grid))
@@ -287,7 +288,8 @@ def _lines(ax, frame, x: str, y: str, markers: bool = True) -> None:
     """One line an ordering, over a logarithmic axis of powers of two."""
     for name, part in frame.groupby("order", sort=False):
         marker = MARKERS[name.partition("-")[0]] if markers else None
-        ax.plot(part[x], part[y], color=color(name), marker=marker, ms=4.5, lw=1.5, label=label(name))
+        dash = "--" if name == "morton" else "-"  # where it coincides with tiles, both show
+        ax.plot(part[x], part[y], dash, color=color(name), marker=marker, ms=4.5, lw=1.5, label=label(name))
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:g}")
     ax.xaxis.set_minor_locator(plt.NullLocator())
@@ -315,3 +317,8 @@ def _outline(ax, shape) -> None:
 
 def _beside(ax, text: str, x: float, y: float, offset) -> None:
     ax.annotate(text, (x, y), xytext=offset, textcoords="offset points", va="center", fontsize=9)
+
+
+def _number(x: float) -> str:
+    """Three digits, and never an exponent."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"

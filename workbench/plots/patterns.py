@@ -108,7 +108,7 @@ def _panels(many: int):
     style.use()
     columns = min(many, MOST)
     rows = -(-many // columns)
-    fig, axes = plt.subplots(rows, columns, figsize=(2.3 * columns + 0.4, 2.75 * rows), squeeze=False)
+    fig, axes = plt.subplots(rows, columns, figsize=(2.3 * columns + 0.4, 2.85 * rows), squeeze=False)
     for ax in axes.flat[many:]:
         ax.remove()
     for ax in axes[:, 0]:
@@ -228,24 +228,40 @@ def exactness(table: pd.DataFrame):
 
 
 def exactness_table(table: pd.DataFrame):
-    """The same rows as a pandas Styler: error and budget side by side, whether it is kept, or why it was refused."""
-    shown = table.reindex(columns=[*table, *(c for c in ("error", "worst") if c not in table)]).copy()
-    shown["error_grad"], shown["budget_grad"] = _worst_gradient(shown)
-    shown["pattern"] += np.where(shown.causal, ", causal", "")
-    ok = shown.status == "ok"
-    kept = np.where(shown.worst <= 1, "within", "OVER")
-    shown["verdict"] = np.where(ok, kept, "refused: " + shown.error.fillna("").astype(str))
-    heading = {
-        "error_out": "error, values", "budget_out": "budget", "error_lse": "error, lse", "budget_lse": "budget ",
-        "error_grad": "error, gradients", "budget_grad": "budget  ",
-    }  # fmt: skip
-    out = shown[["pattern", "backend", "dtype", *heading, "verdict"]].rename(columns=heading)
-    numbers = list(heading.values())
-    return (
-        out.style.format("{:.1e}", na_rep="", subset=numbers)
-        .hide(axis="index")
-        .map(lambda text: "color: #b00020; font-weight: bold" if text == "OVER" else "", subset=["verdict"])
-    )
+    """The same rows as a pandas Styler: each error / its budget, and whether it is kept."""
+    rows = table.reindex(columns=[*table, *(c for c in ("error_out", "worst") if c not in table)]).copy()
+    rows["error_grad"], rows["budget_grad"] = _worst_gradient(rows)
+    ok, forward = rows.status == "ok", np.where(rows["mode"] == "fwd", " (forward)", "")
+    verdict = np.where(ok, np.where(rows.worst <= 1, "within", "OVER") + forward.astype(object), rows.status)
+    columns = {"values": "out", "lse": "lse", "gradients": "grad"}
+    shown = {title: _beside(rows, what) for title, what in columns.items()}
+    names = {
+        "pattern": rows.pattern + np.where(rows.causal, ", causal", ""),
+        "backend": rows.backend,
+        "dtype": rows.dtype,
+    }
+    bold = lambda text: "color: #b00020; font-weight: bold" if text.startswith("OVER") else ""  # noqa: E731
+    return pd.DataFrame(names | shown | {"verdict": verdict}).style.hide(axis="index").map(bold, subset=["verdict"])
+
+
+def refusals(table: pd.DataFrame):
+    """Who refused what, and why, as a pandas Styler."""
+    refused = table[table.status == "refused"]
+    what = refused["mode"].map({"fwd": "values", "fwdbwd": "gradients"})
+    rows = refused.assign(refuses=what).groupby(["backend", "error", "refuses"], sort=False)
+    shown = rows.agg(patterns=("pattern", _listed), dtypes=("dtype", _listed)).reset_index()
+    shown = shown.rename(columns={"error": "why"})[["backend", "refuses", "patterns", "dtypes", "why"]]
+    return shown.style.hide(axis="index").set_properties(subset=["why", "patterns"], **{"white-space": "normal"})
+
+
+def _listed(names: pd.Series) -> str:
+    return ", ".join(dict.fromkeys(names))
+
+
+def _beside(rows: pd.DataFrame, what: str) -> list[str]:
+    """error / budget in words, empty where there is none."""
+    pairs = rows.reindex(columns=[f"error_{what}", f"budget_{what}"]).to_numpy(dtype=float)
+    return ["" if np.isnan(error) else f"{error:.1e} / {budget:.1e}" for error, budget in pairs]
 
 
 def _worst_gradient(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:

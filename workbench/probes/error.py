@@ -26,8 +26,10 @@ def table(patterns: Iterable, *, n: int, backends=BACKENDS, dtypes=DTYPES, **siz
     """Every backend x pattern x dtype against the oracle: the rows of `measure`, values and gradients.
 
     Where a backend refuses the gradients, the refusal is one row and the values alone (mode "fwd"), if it takes those,
-    the next. sizes: what else `measure` takes (heads, head_dim, device, batch, kv_heads, nq, seed).
+    the next. dtypes: torch's, or their names. sizes: what else `measure` takes (heads, head_dim, device, batch,
+    kv_heads, nq, seed).
     """
+    dtypes = [getattr(torch, dtype) if isinstance(dtype, str) else dtype for dtype in dtypes]
     rows = []
     for pattern in patterns:
         for backend in backends:

@@ -51,12 +51,12 @@ def flops(pairs: int, head_dim: int, mode: str = "fwd", batch: int = 1) -> int:
 
 def _matmul(dtype: torch.dtype, device: str, seconds: float) -> tuple[int, Timing]:
     """(side, timing) of a matrix product large enough to be at its ceiling, small enough for the time there is."""
-    side = 256
+    side = 512
     while True:
         product = _product(side, dtype, device)
         once = min(measure(product, warmup=1, samples=3, seconds=seconds / 8).samples_ms)
-        if side >= 8192 or 8 * once > 1000 * seconds / 6:  # the next one takes eight times as long
-            return side, measure(product, warmup=0, samples=20, seconds=seconds)
+        if side >= 8192 or 8 * once > 1000 * seconds / 3:  # the next one takes eight times as long
+            return side, measure(product, warmup=0, samples=100, seconds=seconds)
         side *= 2
 
 

@@ -18,7 +18,7 @@ from workbench.probes.case import Case
 from workbench.probes.timing import compare, time_attention
 
 Maker = Callable[[int], Pattern]
-KEY = ("pattern", "backend", "n", "heads", "head_dim", "dtype", "causal", "mode", "batch", "kv_heads", "nq")
+KEY = ("pattern", "n", "heads", "head_dim", "dtype", "causal", "mode", "batch", "kv_heads", "nq")
 
 
 def lineup(segments, rates, sparsity: float, radius: int, block_size: int = 128) -> dict[str, Maker]:
@@ -69,7 +69,7 @@ def sweep(
                         )  # fmt: skip
                         recorder.row(**row, asked=backend, label=label)
     frame = records.load(recorder.path)
-    columns = [name for name in KEY if name != "backend"] + ["asked", "label"]
+    columns = [*KEY, "asked", "label"]
     chosen = frame.merge(pd.DataFrame(wanted)[columns], on=columns).drop_duplicates(columns, keep="last")
     return table(chosen.reset_index(drop=True))
 
@@ -99,7 +99,7 @@ def against_ceiling(rows: pd.DataFrame, ceilings: dict) -> pd.DataFrame:
     """One line a (label, backend, mode): at its longest length, the rate and its share of the measured matmul ceiling.
 
     share: tflops over the ceiling of the dtype. floor_share: the time that the device needs at least (operations at the
-    matmul ceiling, or q, k, v and out once at the copy ceiling, whichever is more) over the measured time; forward only.
+    matmul ceiling, or q, k, v and out once at the copy ceiling, whichever is more) over the time it took; forward only.
     """
     done = rows[rows["status"] == "ok"].sort_values("n").drop_duplicates(["label", "backend", "mode"], keep="last")
     out = done[["label", "backend", "mode", "n", "median_ms", "pairs", "tflops"]].copy()
@@ -143,7 +143,7 @@ def break_even(
 
 
 def pays_from(rows: pd.DataFrame) -> float | None:
-    """The least sparsity from which on every sparser layout is faster than dense, its whole interval above 1; or None."""
+    """The least sparsity from which on every layout is faster than dense, its whole interval above 1; or None."""
     sparse = rows[~rows["name"].isin(["dense", "A/A"])].sort_values("sparsity", ascending=False)
     won = None
     for _, row in sparse.iterrows():
@@ -184,4 +184,4 @@ def recorded(kind: str = "h100x1") -> tuple[pd.DataFrame, dict | None]:
     best = frame[frame["probe"] == "roofline"].tail(1).to_dict("records")
     rows = table(frame)
     rows["spec"] = rows["pattern_spec"].map(json.dumps)
-    return rows.drop_duplicates([*KEY, "spec"], keep="last").drop(columns="spec"), best[0] if best else None
+    return rows.drop_duplicates([*KEY, "backend", "spec"], keep="last").drop(columns="spec"), best[0] if best else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import re
 from html import escape, unescape
@@ -93,6 +94,12 @@ class Exporter(HTMLExporter):
         yield "mathml", lambda tex: Markup(mathml(tex.strip().strip("$"), "block"))
 
 
+@functools.cache
+def _exporter() -> Exporter:
+    """One for all: its templates take a while to compile."""
+    return Exporter()
+
+
 def render(nb, path: Path, facts: dict) -> str:
     """The page of a notebook from `path` that ran (changed in place); `facts` is what its head, banner and index say.
 
@@ -105,7 +112,8 @@ def render(nb, path: Path, facts: dict) -> str:
     facts = facts | {"thumbnail": _thumbnail(nb)}
     for index, cell in enumerate(nb.cells):
         cell.metadata["workbench_index"] = index
-    exporter = Exporter()
+    exporter = _exporter()
+    exporter.headings = []
     css = (TEMPLATES / "style.css").read_text(encoding="utf-8")
     resources = {"metadata": {"name": facts["title"], "path": str(path.parent)}, "report": facts, "style": Markup(css)}
     html, _ = exporter.from_notebook_node(nb, resources)

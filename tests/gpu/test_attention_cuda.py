@@ -1,0 +1,107 @@
+"""The table of tests/test_attention.py on a CUDA card, and what only a card can get wrong."""
+
+import pytest
+import torch
+
+from tests import tools
+from workbench import BlockSparse, Dense, Dilated, attention, explain, layouts, reference
+from workbench.execution import fused
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
+
+LARGE = [  # several tiles of a kernel, with ragged ends
+    tools.Case("dilated-longnet-large", tools.longnet(16), 2000, heads=12, kv_heads=4, head_dim=64, batch=2),
+    tools.Case("dilated-longnet-large-causal", tools.longnet(16, True), 2000, 777, 12, head_dim=64),
+    tools.Case("dilated-head-dim-128", lambda: Dilated([300, 700], [1, 3], causal=True), 1111, heads=4, head_dim=128),
+    tools.Case("dilated-head-dim-256", lambda: Dilated([300, 700], [1, 3]), 555, heads=2, head_dim=256),
+    tools.Case("dilated-head-dim-20", lambda: Dilated([300, 700], [1, 3]), 555, heads=2, head_dim=20),
+    tools.Case("dense-large-last-queries", lambda: Dense(True), 1000, 300, heads=4, kv_heads=2, head_dim=64),
+    tools.Case("local-large", lambda: BlockSparse(layouts.local(1) | layouts.global_(1), 128, causal=True), 1111,
+               heads=4, kv_heads=2, head_dim=64, batch=2),
+    tools.Case("random-large-by-head", lambda: BlockSparse(layouts.random(0.3, 1, per_head=True), (64, 128)), 1024,
+               heads=4, head_dim=128),
+]  # fmt: skip
+CASES = tools.TABLE | {case.id: case for case in LARGE}
+
+
+@pytest.mark.parametrize("dtype", tools.DTYPES, ids=tools.name_of)
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_agrees_with_the_oracle(case, dtype):
+    tools.check(case, dtype, device="cuda")
+
+
+@pytest.mark.parametrize("dtype, kind", [(torch.bfloat16, "flash"), (torch.float16, "flash"), (torch.float32, "efficient"),
+                                         (torch.float64, "unfused")], ids=str)  # fmt: skip
+def test_each_dtype_takes_its_kernel(dtype, kind):
+    q = torch.zeros(1, 2, 16, 64, device="cuda", dtype=dtype)
+    assert fused.kernel(q) == kind
+    assert fused.kernel(q, torch.zeros(1, 1, 16, 16, device="cuda", dtype=dtype)) == "unfused"
+    assert fused.kernel(q[..., :20]) == "unfused"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=tools.name_of)
+def test_more_segments_than_a_grid_dimension_takes(dtype):
+    n = 3 * 70_000
+    pattern, inputs = Dilated([3], [1]), tools.Case("", None, n, heads=1).inputs(dtype, "cuda")
+    got = tools.differentiate(lambda *x: attention(*x, backend="torch", return_lse=True), inputs, pattern)
+    assert all(x.isfinite().all() for x in got.values())
+    for start in (0, 3 * 65_525, n - 60):  # segments are independent of each other
+        part = slice(start, start + 60)
+        few = [*(x[:, part] for x in inputs[:4]), inputs[4][..., part]]
+        want = tools.oracle(few, pattern)
+        budget = tools.budgets(pattern, few, want)
+        for name, x in got.items():
+            error = tools.lse_error(x[..., part], want[name]) if name == "lse" else tools.relative(x[:, part], want[name])
+            assert error <= budget[name], name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=tools.name_of)
+def test_autocast_leaves_what_is_wide_inside_wide(dtype):
+    case = tools.TABLE["blocks-with-a-predicate"]
+    q, k, v = case.inputs(dtype, "cuda")[:3]
+    want, want_lse = reference(q, k, v, case.pattern())
+    with torch.autocast("cuda", dtype):
+        out, lse = attention(q.float(), k.float(), v.float(), case.pattern(), return_lse=True, backend="torch")
+    assert out.dtype == dtype and tools.lse_error(lse, want_lse) < tools.LSE[dtype]
+    torch.testing.assert_close(out, attention(q, k, v, case.pattern(), backend="torch"), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", [tools.longnet(16, True), lambda: BlockSparse(layouts.local(1), 128, causal=True)],
+                         ids=["longnet", "local"])  # fmt: skip
+@pytest.mark.parametrize("dtype", tools.DTYPES, ids=tools.name_of)
+def test_the_past_does_not_change_by_a_bit_with_the_future(make, dtype):
+    q, k, v = tools.Case("", None, 1111, heads=4, head_dim=64).inputs(dtype, "cuda")[:3]
+    out = attention(q, k, v, make(), backend="torch")
+    for t0 in (1, 128, 700):
+        k2, v2 = k.clone(), v.clone()
+        k2[:, t0:], v2[:, t0:] = 10 * k[:, t0:] + 3, -v[:, t0:]
+        assert torch.equal(out[:, :t0], attention(q, k2, v2, make(), backend="torch")[:, :t0])
+
+
+def test_strided_inputs_and_upstream_gradients_give_the_same_numbers():
+    case = tools.Case("strided", lambda: Dilated([64, 128], [1, 2]), 200, heads=4, head_dim=64)
+
+    def run(q, k, v, pattern):
+        views = (x.repeat_interleave(2, -1)[..., ::2] for x in (q, k, v))
+        out, lse = attention(*views, pattern, backend="torch", return_lse=True)
+        return out.repeat_interleave(2, -1)[..., ::2], lse  # its gradient arrives strided
+
+    for dtype in tools.DTYPES:
+        tools.check(case, dtype, device="cuda", run=run)
+
+
+def test_a_forward_holds_at_most_three_times_its_output():
+    q, k, v = (torch.randn(1, 131_072, 12, 64, device="cuda", dtype=torch.float32) for _ in range(3))
+    with torch.no_grad():
+        attention(q[:, :4096], k[:, :4096], v[:, :4096], tools.longnet(1)(), backend="torch")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = attention(q, k, v, tools.longnet(1)(), backend="torch")
+    assert torch.cuda.max_memory_allocated() - before <= 3 * out.numel() * out.element_size()
+
+
+def test_explain_and_auto_agree_on_a_card():
+    q, k, v = tools.Case("", None, 256, head_dim=64).inputs(torch.bfloat16, "cuda")[:3]
+    assert explain(q, k, v, Dilated([64], [2])).startswith("torch: ")
+    assert explain(q, k, v, BlockSparse(layouts.local(1))).startswith("flex: ")
+    assert explain(q.double(), k.double(), v.double(), BlockSparse(layouts.local(1))).startswith("torch: ")

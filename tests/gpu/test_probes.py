@@ -1,0 +1,67 @@
+"""The probes on CUDA: events, the allocator's numbers, statuses of fused kernels."""
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.probes import memory, roofline, timing
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here")]
+MB = 1 << 20
+
+
+def test_events_time_the_gpu_and_not_the_launch():
+    a = torch.randn(4096, 4096, device="cuda")
+    one = timing.measure(lambda: a @ a, samples=9).median_ms
+    four = timing.measure(lambda: [a @ a for _ in range(4)], samples=9).median_ms
+    assert 3 < four / one < 5
+
+
+def test_compare_finds_itself_equal():
+    a = torch.randn(2048, 2048, device="cuda")
+    frame = timing.compare({"two": lambda: a @ a @ a, "one": lambda: a @ a}, samples=15)
+    assert 1.5 < frame.speedup["one"] < 2.5 and 0.9 < frame.speedup["A/A"] < 1.1
+
+
+def test_four_numbers():
+    kept = torch.zeros(4 * MB, dtype=torch.uint8, device="cuda")
+
+    def fn():
+        a = torch.zeros(64 * MB, dtype=torch.uint8, device="cuda")
+        return torch.zeros(32 * MB, dtype=torch.uint8, device="cuda"), a.sum()
+
+    got = memory.measure(fn, "cuda")
+    assert got.allocated_before_bytes >= kept.numel()
+    assert got.extra_bytes >= 96 * MB
+    assert 32 * MB <= got.allocated_after_bytes - got.allocated_before_bytes < 33 * MB
+    assert got.allocated_after_bytes < got.peak_allocated_bytes <= got.reserved_bytes < got.device_used_bytes
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "cudnn", "flash", "efficient"])
+@pytest.mark.parametrize("mode", ["fwd", "fwdbwd"])
+def test_fused_baselines(backend, mode):
+    options = {"n": 1024, "heads": 4, "head_dim": 64, "backend": backend, "mode": mode, "device": "cuda"}
+    row = timing.time_attention(wb.Dense(causal=True), dtype=torch.bfloat16, samples=3, **options)
+    assert (row["status"], row["error"]) == ("ok", None)
+    row = memory.measure_attention(wb.Dense(causal=True), dtype=torch.bfloat16, **options)
+    assert (row["status"], row["error"]) == ("ok", None)
+    assert row["allocated_before_bytes"] >= 3 * 1024 * 4 * 64 * 2
+
+
+def test_a_kernel_that_does_not_take_the_input_is_unsupported():
+    row = timing.time_attention(wb.Dense(), n=64, heads=2, head_dim=64, backend="flash", device="cuda")
+    assert row["status"] == "unsupported", row["error"]  # float32
+
+
+def test_out_of_memory_is_data_and_leaves_nothing():
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    hungry = lambda q, k, v: [q @ torch.empty(1 << 50, device="cuda")]  # noqa: E731
+    row = timing.time_attention(wb.Dense(), n=1 << 14, heads=8, head_dim=64, backend=hungry, device="cuda")
+    assert row["status"] == "oom" and torch.cuda.memory_allocated() == before
+
+
+def test_ceilings():
+    got = roofline.ceilings("cuda")
+    assert got["matmul_tflops"]["bfloat16"] > got["matmul_tflops"]["float64"] > 0
+    assert got["copy_gbs"] > 50
