@@ -63,7 +63,7 @@ REFUSED = {
     "6-heads-on-4": (bad(q=t(1, 6, 6, 4), k=t(1, 6, 4, 4)), "4 key heads do not divide 6 query heads"),
     "2-heads-on-4": (bad(k=t(1, 6, 4, 4)), "4 key heads do not divide 2 query heads"),
     "heads-on-none": (bad(k=t(1, 6, 0, 4)), "0 key heads do not divide 2 query heads"),
-    "more-queries-than-keys": (bad(k=t(1, 5, 2, 4)), "6 queries on 5 keys; queries are the last positions, Nq <= N"),
+    "more-queries-than-keys": (bad(k=t(1, 5, 2, 4)), "6 queries on 5 keys; queries are the last ones, Nq <= N"),
     "float16-on-q-only": (bad(q=t(1, 6, 2, 4, dtype=half)), "dtypes float16, float32, float32 of q (1, 6, 2, 4)"),
     "float16-on-v-only": (bad(v=t(1, 6, 2, 4, dtype=half)), "dtypes float32, float32, float16 of q (1, 6, 2, 4)"),
     "integers": (bad(*[t(1, 6, 2, 4, dtype=torch.int64)] * 3), "want one of float64, float32, bfloat16, float16"),
@@ -168,7 +168,8 @@ def test_one_token_and_odd_head_dims(pattern, n, head_dim):
 @pytest.mark.parametrize("backend", ["torch", "reference", "auto"])
 def test_nothing_to_do(pattern, sizes, backend):
     q, k, v = (x.requires_grad_() for x in tensors(**sizes))
-    for out in (attention(q, k, v, pattern, backend=backend), *attention(q, k, v, pattern, backend=backend, return_lse=True)):
+    alone, both = (attention(q, k, v, pattern, backend=backend, return_lse=lse) for lse in (False, True))
+    for out in (alone, *both):
         assert out.numel() == 0
         grads = torch.autograd.grad(out.sum(), (q, k, v), allow_unused=backend == "reference", retain_graph=True)
         assert all(g is None or not g.any() for g in grads)

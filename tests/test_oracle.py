@@ -13,7 +13,7 @@ from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, layo
 
 
 def by_hand(q, k, v, keys_of, scale=None):
-    """out and lse as nested lists; keys_of(h, i) lists the keys that query i of head h sees, some of them repeatedly."""
+    """out and lse, a number at a time; keys_of(h, i) lists the keys that query i of head h sees, some repeatedly."""
     (batch, nq, heads, d), n = q.shape, k.shape[1]
     group, scale = heads // k.shape[2], 1 / math.sqrt(d) if scale is None else scale
     qs, ks, vs = q.tolist(), k.tolist(), v.tolist()
@@ -24,7 +24,8 @@ def by_hand(q, k, v, keys_of, scale=None):
             for h in range(heads):
                 total, sums = 0.0, [0.0] * d
                 for j in keys_of(h, n - nq + t):
-                    weight = math.exp(scale * sum(x * y for x, y in zip(qs[b][t][h], ks[b][j][h // group], strict=True)))
+                    score = sum(x * y for x, y in zip(qs[b][t][h], ks[b][j][h // group], strict=True))
+                    weight = math.exp(scale * score)
                     total += weight
                     sums = [s + weight * x for s, x in zip(sums, vs[b][j][h // group], strict=True)]
                 if total:
@@ -120,7 +121,8 @@ def test_neighborhood_in_any_order():
     place = [divmod(cell, 6) for cell in ordering.curve.tolist()]
 
     def keys_of(h, i):
-        return [j for j in range(30) if all(abs(x - y) <= r for x, y, r in zip(place[i], place[j], (1, 2), strict=True))]
+        (y, x) = place[i]
+        return [j for j in range(30) if abs(place[j][0] - y) <= 1 and abs(place[j][1] - x) <= 2]
 
     agree(Neighborhood((5, 6), (1, 2), ordering), sizes(30, kv_heads=1), keys_of)
 

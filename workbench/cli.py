@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     listing.set_defaults(command=_list)
 
     doctor = commands.add_parser("doctor", help="what works on this machine, and why not what does not")
+    doctor.add_argument("--quick", action="store_true", help="do not run FlexAttention, which compiles for seconds")
     doctor.set_defaults(command=_doctor)
     return top
 
@@ -89,4 +90,4 @@ def _list(arguments) -> int:
 def _doctor(arguments) -> int:
     from workbench import doctor
 
-    return doctor.main()
+    return doctor.main(arguments.quick)

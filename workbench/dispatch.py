@@ -23,11 +23,11 @@ def attention(
 ):
     """Attention over the pairs of `pattern`: out (B, Nq, H, D) like q, or (out, lse (B, H, Nq)) with return_lse.
 
-    q (B, Nq, H, D), k and v (B, N, G, D) of one dtype (float64, float32, bfloat16, float16) and device; scale defaults to
-    1 / sqrt(D); lse is the natural logarithm of the softmax denominator, float32 (float64 for float64). A row that no
-    key reaches has out 0, lse -inf and zero gradients.
-    backend: "auto" (see `explain`), "reference", "torch" or "flex"; one asked for by name runs or raises ValueError with
-    the reason, as does any input that the pattern or the shapes do not allow.
+    q (B, Nq, H, D), k and v (B, N, G, D) of one dtype (float64, float32, bfloat16, float16) and device; scale (above 0)
+    defaults to 1 / sqrt(D); lse is the natural logarithm of the softmax denominator, float32 (float64 for float64).
+    A row that no key reaches has out 0, lse -inf and zero gradients.
+    backend: "auto" (see `explain`), "reference", "torch" or "flex"; one asked for by name runs or raises ValueError
+    with the reason, as does any input that the pattern or the shapes do not allow.
     """
     check(q, k, v, pattern, scale)
     q, k, v = autocast(q, k, v)
@@ -92,7 +92,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None
     if heads and (key_heads == 0 or heads % key_heads):
         raise ValueError(f"{shapes}: {key_heads} key heads do not divide {heads} query heads")
     if q.shape[1] > k.shape[1]:
-        raise ValueError(f"{shapes}: {q.shape[1]} queries on {k.shape[1]} keys; queries are the last positions, Nq <= N")
+        raise ValueError(f"{shapes}: {q.shape[1]} queries on {k.shape[1]} keys; queries are the last ones, Nq <= N")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         names = ", ".join(str(t.dtype).removeprefix("torch.") for t in (q, k, v))
         raise ValueError(f"dtypes {names} of {shapes}: want one of float64, float32, bfloat16, float16 for all three")

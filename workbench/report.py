@@ -6,7 +6,6 @@ Only what a command line needs is imported at first; papermill, nbconvert and to
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -136,26 +135,9 @@ def _shown(path: Path) -> str:
 
 def describe() -> dict:
     """The machine and the commit, asked of another process: this one neither imports torch nor touches a card."""
-    asked = "import json, workbench.machine as m; print(json.dumps(m.describe()))"
+    asked = "import json; from workbench import machine as m, records as r; print(json.dumps([m.describe(), *r.revision()]))"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
     if done.returncode:  # no torch, say: the notebooks will tell, in a report
-        machine = {"device": f"unknown ({done.stderr.strip().splitlines()[-1]})", "kind": "cpu"}
-    else:
-        machine = json.loads(done.stdout.splitlines()[-1])
-    return machine | {"commit": _commit()}
-
-
-def _commit() -> str:
-    """WORKBENCH_COMMIT, else git's short name of what is checked out, with + where files differ from it."""
-
-    def git(*words: str) -> str:
-        where = Path(__file__).parent
-        return subprocess.run(["git", "-C", where, *words], capture_output=True, text=True).stdout.strip()
-
-    if commit := os.environ.get("WORKBENCH_COMMIT"):
-        return commit[:7]
-    try:
-        commit = git("rev-parse", "--short=7", "HEAD")
-    except OSError:  # no git
-        return "unknown"
-    return commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "") or "unknown"
+        return {"device": f"unknown ({done.stderr.strip().splitlines()[-1]})", "kind": "cpu", "commit": "unknown"}
+    machine, commit, dirty = json.loads(done.stdout.splitlines()[-1])
+    return machine | {"commit": commit[:7] + (" with changes" if dirty else "") if commit else "unknown"}

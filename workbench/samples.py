@@ -45,7 +45,7 @@ def tokens(features: Tensor, heads: int, head_dim: int) -> Tensor:
         flat = _blurred(features, 2**h / 2).flatten(0, 1)
         u, s, _ = torch.linalg.svd(flat - flat.mean(0), full_matrices=False)
         out.append(u[:, :head_dim] * s[:head_dim].sqrt())
-    return torch.nn.functional.layer_norm(torch.stack(out, 1), (head_dim,))[None]
+    return torch.nn.functional.layer_norm(torch.stack(out, 1), (head_dim,), eps=1e-12)[None]
 
 
 def _blurred(features: Tensor, sigma: float) -> Tensor:

@@ -27,13 +27,16 @@ def dense(q, k, v):
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.integers(1, 70), st.integers(0, 70), st.integers(1, 9), st.integers(1, 9), st.floats(0.05, 1), st.integers(1, 4),
-       st.booleans())  # fmt: skip
+@given(
+    st.integers(1, 70), st.integers(0, 70), st.integers(1, 9), st.integers(1, 9), st.floats(0.05, 1),
+    st.integers(1, 4), st.booleans(),
+)  # fmt: skip
 def test_every_block_is_in_one_strip(n, less, bq, bk, density, limit, per_head):
     nq = max(1, n - less)
     blocks = BlockSparse(layouts.random(density, 1, per_head), (bq, bk), causal=True).blocks(n, 3, nq)
     unit = torch.arange(len(blocks.starts) - 1).repeat_interleave(blocks.starts.diff())
-    want = sorted(zip((unit // blocks.rows).tolist(), (unit % blocks.rows).tolist(), blocks.columns.tolist(), strict=True))
+    places = unit // blocks.rows, unit % blocks.rows, blocks.columns
+    want = sorted(zip(*(x.tolist() for x in places), strict=True))
     got = []
     for s in block_sparse.strips(blocks, limit):
         assert s.columns.shape[1] <= limit
@@ -175,7 +178,9 @@ def test_cached_decoding_step_by_step_is_the_full_run():
 # --- orderings -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ordering", [orderings.hilbert((9, 7)), orderings.random((9, 7), seed=1)], ids=lambda o: o.name)
+@pytest.mark.parametrize(
+    "ordering", [orderings.hilbert((9, 7)), orderings.random((9, 7), seed=1)], ids=lambda o: o.name
+)
 def test_a_permuted_neighborhood_un_permuted_is_the_natural_one(ordering):
     q, k, v = inputs(63)
     want, want_lse = run(q, k, v, Neighborhood((9, 7), 2))

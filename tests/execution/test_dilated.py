@@ -29,7 +29,7 @@ def run(q, k, v, pattern):
 
 
 def counted(pattern, n, nq, heads, key_heads):
-    """How often each (head, query, key) is in a fused call, and that each call's key heads belong to its query heads."""
+    """How often each (head, query, key) is in a fused call; each call's key heads must belong to its query heads."""
     count = torch.zeros(heads, n, n, dtype=torch.int32)
     for p in dilated.pieces(pattern, n, nq, heads, key_heads):
         q_heads, k_heads = range(heads)[p.heads], range(key_heads)[p.key_heads]

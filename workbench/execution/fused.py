@@ -4,8 +4,8 @@ One call of `forward` is one softmax over the keys it is given. Several calls ov
 softmax after `merge.merge_`, and `backward` then takes the merged `out` and `lse`: the gradient of a part needs nothing
 else (P = exp(S - lse), dS = P * (dO V^T - rowsum(dO * out)); FlashAttention-2, arXiv 2307.08691, section 3.1).
 
-Dimensions: X batch, H query heads, G key heads (G divides H), L queries, M keys, D head_dim. Tensors are (X, H, L, D) and
-(X, G, M, D) views with stride(-1) == 1; lse is (X, H, L), natural logarithm, float32 (float64 for float64).
+Dimensions: X batch, H query heads, G key heads (G divides H), L queries, M keys, D head_dim. Tensors are (X, H, L, D)
+and (X, G, M, D) views with stride(-1) == 1; lse is (X, H, L), natural logarithm, float32 (float64 for float64).
 Nothing here may be empty: callers skip empty selections (torch's CPU kernel divides by the number of keys).
 """
 

@@ -92,10 +92,10 @@ class Pattern:
         return self
 
     def __getstate__(self):  # a copy is a pattern of its own
-        return {k: v for k, v in self.__dict__.items() if k not in ("handle", "_blocks")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("handle", "_blocks", "_flex")}
 
     def count(self, h: Tensor, i: Tensor, j: Tensor, n: int, heads: int) -> Tensor:
-        """How often query i of head h sees key j, causality included: broadcastable int64 tensors -> bool or int tensor."""
+        """How often query i of head h sees key j, causality included: broadcastable int64 tensors -> bool or int."""
         raise NotImplementedError
 
     def check(self, n: int, heads: int, nq: int | None = None) -> int:

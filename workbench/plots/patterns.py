@@ -88,9 +88,9 @@ def reach(patterns: dict[str, Pattern], n: int, heads: int, layers: int):
     ends = []
     for x, (name, pattern) in enumerate(patterns.items()):
         seen = reached(pattern, n, heads, layers)
-        share, color = seen.double().mean((1, 2)), family_color(type(pattern).__name__)
+        share, color = seen.double().mean((1, 2)).numpy(), family_color(type(pattern).__name__)
         ax.plot(range(layers + 1), share, color=color, marker=MARKERS[x % len(MARKERS)], ms=5, label=name)
-        strips[x].imshow(seen[:, n // 2], aspect="auto", cmap=_cmap(color), vmin=0, vmax=1, interpolation="nearest")
+        strips[x].imshow(seen[:, n // 2].numpy(), aspect="auto", cmap=_cmap(color), vmin=0, vmax=1, interpolation="nearest")
         strips[x].set_title(name, fontsize=9)
         strips[x].set_yticks([0, layers])
         strips[x].grid(False)
@@ -241,17 +241,22 @@ def exactness_table(table: pd.DataFrame):
         "dtype": rows.dtype,
     }
     bold = lambda text: "color: #b00020; font-weight: bold" if text.startswith("OVER") else ""  # noqa: E731
-    return pd.DataFrame(names | shown | {"verdict": verdict}).style.hide(axis="index").map(bold, subset=["verdict"])
+    small = 'style="font-size: 0.85em"'
+    styler = pd.DataFrame(names | shown | {"verdict": verdict}).style.hide(axis="index").set_table_attributes(small)
+    return styler.map(bold, subset=["verdict"])
 
 
 def refusals(table: pd.DataFrame):
     """Who refused what, and why, as a pandas Styler."""
+    key = ["pattern", "causal", "backend", "dtype"]
+    forward = set(table[(table.status == "ok") & (table["mode"] == "fwd")][key].itertuples(index=False, name=None))
     refused = table[table.status == "refused"]
-    what = refused["mode"].map({"fwd": "values", "fwdbwd": "gradients"})
+    what = ["gradients" if case in forward else "all" for case in refused[key].itertuples(index=False, name=None)]
     rows = refused.assign(refuses=what).groupby(["backend", "error", "refuses"], sort=False)
     shown = rows.agg(patterns=("pattern", _listed), dtypes=("dtype", _listed)).reset_index()
     shown = shown.rename(columns={"error": "why"})[["backend", "refuses", "patterns", "dtypes", "why"]]
-    return shown.style.hide(axis="index").set_properties(subset=["why", "patterns"], **{"white-space": "normal"})
+    left = {"white-space": "normal", "text-align": "left"}
+    return shown.style.hide(axis="index").set_properties(**left).set_table_styles([{"selector": "th", "props": left}])
 
 
 def _listed(names: pd.Series) -> str:
@@ -294,12 +299,12 @@ def attention_maps(sources: dict[str, Tensor], qk: dict[str, Tensor]):
     for line, (name, features) in zip(axes, sources.items(), strict=True):
         rows, cols, _ = features.shape
         middle = rows // 2 * cols + cols // 2
-        line[0].imshow(features.mean(-1), cmap="gray")
+        line[0].imshow(features.mean(-1).numpy(), cmap="gray")
         line[0].set_title(name)
         x = qk[name][0].transpose(0, 1)  # (heads, N, head_dim)
         weights = torch.softmax((x[:, middle, None] @ x.transpose(1, 2))[:, 0] / x.shape[2] ** 0.5, -1)
         for h, ax in enumerate(line[1:]):
-            ax.imshow(weights[h].view(rows, cols), cmap=style.SEQUENTIAL, vmin=0)
+            ax.imshow(weights[h].view(rows, cols).numpy(), cmap=style.SEQUENTIAL, vmin=0)
             ax.plot(cols // 2, rows // 2, "+", color=style.COLORS["accent"], ms=9, mew=1.6)
             ax.set_title(f"head {h}")
     for ax in axes.flat:

@@ -38,7 +38,7 @@ def time_against_n(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     return style.finish(fig, f"Time a call against N, logarithmic axes. Forward at the longest N: {ends}.")
 
 
-def rate(rows: pd.DataFrame, ceilings: dict, recorded: pd.DataFrame | None = None, recorded_ceilings: dict | None = None):
+def rate(rows: pd.DataFrame, ceilings: dict, recorded: pd.DataFrame | None = None, recorded_ceilings=None):
     """A panel a mode: TFLOP/s over attended pairs against N, and the measured matmul ceiling of the dtype as a line."""
 
     def draw(ax, line, pale):
@@ -53,7 +53,8 @@ def rate(rows: pd.DataFrame, ceilings: dict, recorded: pd.DataFrame | None = Non
                 ax.axhline(top, color=color, linewidth=1.2, linestyle=(0, (6, 3)))
                 ax.annotate(
                     f"{dtype} matmul here" if frame is rows else f"{dtype} matmul, {_device(frame)}", (0.01, top),
-                    xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points", fontsize=8, color=color,
+                    xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points", fontsize=8,
+                    color=color,
                 )  # fmt: skip
         ax.margins(y=0.15)
     ends = ", ".join(f"{r.label} {r.tflops:.3g}" for r in _last(rows).itertuples())
@@ -61,14 +62,15 @@ def rate(rows: pd.DataFrame, ceilings: dict, recorded: pd.DataFrame | None = Non
 
 
 def break_even(rows: pd.DataFrame):
-    """Speed-up over the fastest dense kernel against sparsity, its 95 % interval, and what the pairs alone would give."""
+    """Speed-up over the fastest dense kernel against sparsity, its 95 % interval, and what the pairs alone promise."""
     style.use()
     fig, ax = plt.subplots(figsize=(6.4, 4))
     sparse = rows[~rows["name"].isin(["dense", "A/A"])].sort_values("sparsity")
     noise = rows[rows["name"] == "A/A"].iloc[0]
     x = sparse["sparsity"] * 100
     ax.axhline(1, color="black", linewidth=1)
-    ax.axhspan(noise["speedup_low"], noise["speedup_high"], color="#bbbbbb", alpha=0.6, linewidth=0, label="dense against itself")
+    band = {"color": "#bbbbbb", "alpha": 0.6, "linewidth": 0, "label": "dense against itself"}
+    ax.axhspan(noise["speedup_low"], noise["speedup_high"], **band)
     ax.plot(x, sparse["ideal"], color=style.COLORS["muted"], linestyle="--", label="fewer pairs, same rate")
     ends = sparse["speedup"] - sparse["speedup_low"], sparse["speedup_high"] - sparse["speedup"]
     color = style.COLORS["block-sparse"]

@@ -46,9 +46,9 @@ def sweep(
 ) -> pd.DataFrame:  # fmt: skip
     """Time every pattern at every length, forward ("fwd") and with gradients ("fwdbwd"); see `table` for the columns.
 
-    Dense attention runs as torch's own, by each fused kernel that the device has; the others by backend "auto". Each row is
-    in the journal when it is measured; with resume, what the journal already has for this code and device is not
-    measured again. seconds: about what a row may take. say: takes the progress, a line a length; None for silence.
+    Dense attention runs as torch's own, by each fused kernel that the device has; the others by backend "auto". Each
+    row is in the journal when it is measured; with resume, what the journal already has for this code and device is
+    not measured again. seconds: about what a row may take. say: takes the progress, a line a length; None for silence.
     """
     recorder = records.start("timing", profile, folder)
     lengths, wanted = list(lengths), []

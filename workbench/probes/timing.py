@@ -45,7 +45,7 @@ def measure(fn: Callable[[], object], *, warmup: int = 2, samples: int = 9, seco
     """
     seconds -= _warm(fn, warmup, seconds)
     reads, begin = [], time.perf_counter()
-    lasts = _lasts(fn, seconds) if _on_gpu() else None  # of events, known only when it is too late
+    lasts = _lasts(fn) if _on_gpu() else None  # of events, known only when it is too late
     while len(reads) < samples:
         reads.append(_sample(fn))
         spent = time.perf_counter() - begin if lasts is None else len(reads) * lasts

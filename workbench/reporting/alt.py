@@ -1,8 +1,4 @@
-"""Alternative text for figures, as an IPython extension that `workbench report` loads into its kernels.
-
-A figure's label (`fig.set_label("...")`) is its alternative text; without one it is put together from its titles and
-axis labels.
-"""
+"""Alternative text for figures: a figure's label (`fig.set_label("...")`), else what its titles and axes say."""
 
 from __future__ import annotations
 
@@ -18,12 +14,3 @@ def describe(fig) -> str:
         if parts and not hasattr(ax, "_colorbar"):
             panels.append(": ".join(parts))
     return ". ".join(filter(None, [fig.get_suptitle(), *dict.fromkeys(panels)]))
-
-
-def load_ipython_extension(ip) -> None:
-    def bundle(fig, include=None, exclude=None):
-        text = describe(fig)
-        return {}, {"alt": text} if text else {}
-
-    # by name: matplotlib is not imported for a notebook that does not draw
-    ip.display_formatter.mimebundle_formatter.for_type_by_name("matplotlib.figure", "Figure", bundle)

@@ -28,7 +28,7 @@ from papermill.parameterize import parameterize_notebook
 MARK = "WORKBENCH_RUN"  # in the environment of a kernel and so of every process that descends from it
 GRACE_S = 5.0  # between the interrupt of a cell that is over its time and the end of its kernel
 KERNEL_OPTIONS = (
-    "--IPKernelApp.extra_extensions=workbench.reporting.alt",
+    "--IPKernelApp.extra_extensions=workbench.reporting.inside",
     "--InlineBackend.figure_formats=retina",  # twice the pixels: sharp on a phone and on paper
 )
 SOCKET_PATH = 100  # bytes that a Unix socket's path may have, a little less than the 104 of macOS
@@ -58,14 +58,15 @@ class OwnInterpreter(KernelSpecManager):
 class Client(PapermillNotebookClient):
     """Papermill's client with a time limit that holds: an interrupt, and where a cell ignores it the kernel's end."""
 
-    def __init__(self, nb_man, run: Run, limit: float, end, **kw):
+    def __init__(self, nb_man, run: Run, limit: float, end, log, **kw):
         super().__init__(nb_man, **kw)
-        self.run, self.limit, self.end = run, limit, end
+        self.run, self.limit, self.end, self.kernel_log = run, limit, end, log
         self.timed_out = False
+        self.said = 0  # bytes in the kernel's log as the cell began
 
     async def async_execute_cell(self, cell, cell_index, **kw):
         if cell.cell_type == "code":
-            self.run.cell = cell_index
+            self.run.cell, self.said = cell_index, os.fstat(self.kernel_log.fileno()).st_size
         watch = asyncio.ensure_future(self._watch())
         try:
             cell = await super().async_execute_cell(cell, cell_index, **kw)
@@ -93,7 +94,7 @@ class Engine(NBClientEngine):
         mark = uuid.uuid4().hex
         with tempfile.TemporaryDirectory(prefix="wb-") as scratch, open(Path(scratch, "log"), "w+b") as log:
             km = _manager(kernel_name, scratch)
-            client = Client(nb_man, run, limit, lambda: kill(mark), km=km, startup_timeout=120)
+            client = Client(nb_man, run, limit, lambda: kill(mark), log, km=km, startup_timeout=120)
             client.extra_arguments = list(KERNEL_OPTIONS)
             process = None
             try:
@@ -108,10 +109,10 @@ class Engine(NBClientEngine):
                 raise
             except DeadKernelError:
                 run.fail("killed", _ending(process))
-                _keep_last_words(run, log)
+                _keep_last_words(run, log, client.said)
             except Exception as error:  # a kernel that does not start, say: data like the rest
                 run.fail("error", f"{type(error).__name__}: {error}".strip().splitlines()[0])
-                _keep_last_words(run, log)
+                _keep_last_words(run, log, client.said)
             finally:
                 kill(mark)
                 client.set_widgets_metadata()
@@ -186,9 +187,9 @@ def _ending(process) -> str:
     return f"killed by signal {-code}, {signal.Signals(-code).name}{reason}"
 
 
-def _keep_last_words(run: Run, log) -> None:
+def _keep_last_words(run: Run, log, start: int) -> None:
     """What a kernel wrote past Jupyter, a fault handler's traceback say, goes to the cell it died in."""
-    log.seek(0)
+    log.seek(start)
     lines = log.read()[-4000:].decode(errors="replace").strip()
     if lines and run.cell is not None:
         run.nb.cells[run.cell].outputs.append(NotebookNode(output_type="stream", name="stderr", text=lines + "\n"))

@@ -1,0 +1,58 @@
+"""What every committed notebook keeps to, read from its source: nothing is run here."""
+
+from __future__ import annotations
+
+import re
+import statistics
+
+import pytest
+
+from workbench.reporting import notebooks
+
+PATHS = notebooks.find()
+
+
+@pytest.fixture(params=PATHS, ids=lambda path: path.stem)
+def nb(request):
+    return notebooks.read(request.param)
+
+
+def cells(nb, kind):
+    return [cell for cell in nb["cells"] if cell["cell_type"] == kind]
+
+
+def test_no_outputs_are_committed(nb):
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells(nb, "code"))
+
+
+def test_one_cell_of_parameters_all_literals_with_a_profile(nb):
+    tagged = [cell for cell in nb["cells"] if "parameters" in cell["metadata"].get("tags", [])]
+    assert len(tagged) == 1 and tagged[0]["cell_type"] == "code"
+    assert notebooks.declared(nb)["profile"] == "quick"
+
+
+def test_profiles_set_only_what_is_declared_each_of_its_kind(nb):
+    own = nb["metadata"]["workbench"]
+    assert own["title"] and set(own["profiles"]) == set(notebooks.PROFILES)
+    for profile in notebooks.PROFILES:
+        notebooks.settle({"notebook": nb}, profile, {})  # raises where one does not fit
+
+
+def test_cells_are_short(nb):
+    lengths = [len(notebooks.source(cell).splitlines()) for cell in cells(nb, "code")]
+    assert max(lengths) <= 25 and statistics.median(lengths) <= 6
+
+
+def test_it_begins_with_a_title_and_ends_with_something_to_try(nb):
+    texts = [notebooks.source(cell) for cell in cells(nb, "markdown")]
+    assert notebooks.heading(texts[0], 1)
+    assert notebooks.source(nb["cells"][-1]) == texts[-1]
+    headings = [line for text in texts for line in text.splitlines() if re.match(r"##? ", line)]
+    assert re.search(r"\btry\b", headings[-1], re.IGNORECASE)
+
+
+def test_conclusions_are_computed_not_typed(nb):
+    """A decimal number or a percentage in Markdown, before what is left to try, is a result that no cell computed."""
+    for cell in cells(nb, "markdown")[:-1]:
+        prose = re.sub(r"\$[^$]*\$|`[^`]*`|arXiv[: ]*\S+", "", notebooks.source(cell))
+        assert not re.search(r"\d+\.\d+(?!\.)|\d+ ?%", prose), prose

@@ -1,0 +1,151 @@
+"""Pictures of patterns show what the patterns say, and each has its alternative text."""
+
+from __future__ import annotations
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_rgb
+
+import workbench as wb
+from workbench import cost, samples
+from workbench.patterns import layouts
+from workbench.plots import patterns as draw
+from workbench.probes import error
+
+N = 16
+PATTERNS = {
+    "dense": wb.Dense(),
+    "dilated": wb.Dilated([4, 16], [1, 4]),
+    "blocks": wb.BlockSparse(layouts.local(1), 4),
+    "near": wb.Neighborhood((4, 4), 1),
+    "mine": wb.Predicate(lambda h, i, j: i == j),
+}
+
+
+def images(fig):
+    return [ax.images[0].get_array() for ax in fig.axes if ax.images]
+
+
+def test_masks_are_coloured_exactly_where_a_query_sees_a_key():
+    fig = draw.masks(PATTERNS, N, heads=2, head=1)
+    for image, pattern in zip(images(fig), PATTERNS.values(), strict=True):
+        seen = pattern.multiplicity(N, 2)[1].numpy() > 0
+        assert np.array_equal((np.asarray(image) < 1).any(-1), seen)
+    assert "near" in fig.get_label() and f"{PATTERNS['near'].density(N, 2):.1%}" in fig.get_label()
+
+
+def test_a_key_seen_twice_is_darker_than_one_seen_once():
+    count = PATTERNS["dilated"].multiplicity(N, 1)[0].numpy()
+    image = np.asarray(images(draw.masks({"dilated": PATTERNS["dilated"]}, N))[0]).sum(-1)
+    assert image[count == 2].max() < image[count == 1].min() < image[count == 0].min()
+
+
+def test_heads_shade_the_rows_without_a_key_and_give_the_coverage():
+    gappy = wb.Dilated([8], [4])
+    fig = draw.heads(gappy, N, 3)
+    for h, (ax, image) in enumerate(zip(fig.axes, images(fig), strict=True)):
+        empty = (gappy.multiplicity(N, 3)[h] == 0).all(1).numpy()
+        shaded = np.isclose(np.asarray(image), to_rgb(draw.UNCOVERED)).all((1, 2))
+        assert np.array_equal(shaded, empty)
+        assert f"{gappy.coverage(N, 3)[h]:.0%}" in ax.get_title("left")
+
+
+def test_the_sum_of_the_branches_is_the_pattern():
+    fig = draw.branches(PATTERNS["dilated"], N, heads=2, head=1)
+    *alone, total = [(np.asarray(image) < 1).any(-1) for image in images(fig)]
+    assert len(alone) == 2 and np.array_equal(np.logical_or(*alone), total)
+
+
+def test_branches_of_partitioned_heads_are_refused():
+    with pytest.raises(ValueError, match="heads='partition'"):
+        draw.branches(wb.Dilated([4, 8], [1, 2], heads="partition"), N, 2)
+
+
+def test_reach_draws_the_share_of_tokens_after_each_layer():
+    fig = draw.reach(PATTERNS, N, heads=1, layers=3)
+    lines = fig.axes[0].get_lines()
+    assert len(lines) == len(PATTERNS) and all(len(line.get_xdata()) == 4 for line in lines)
+    assert list(lines[0].get_ydata()) == [1 / N, 1, 1, 1]
+    assert list(lines[-1].get_ydata()) == [1 / N] * 4  # a token that sees itself alone
+    assert "mine 6%" in fig.get_label()
+
+
+def test_cost_draws_the_table_and_says_that_bytes_are_modelled():
+    makers = {"dense": lambda n: wb.Dense(), "window": lambda n: wb.Neighborhood((n,), 2)}
+    table = cost.table(makers, [64, 128], heads=2, head_dim=8)
+    left, right = draw.cost(table).axes
+    assert list(left.get_lines()[0].get_ydata()) == [2 * 64**2, 2 * 128**2]
+    assert list(right.get_lines()[1].get_ydata()) == list(table[table.pattern == "window"].predicted_bytes)
+    assert "modelled" in right.get_title("left") and not table.measured.any()
+
+
+@pytest.fixture(scope="module")
+def errors():
+    both = [wb.Dense(), PATTERNS["dilated"]]
+    ran = error.table(both, n=N, backends=["torch"], dtypes=["float64", "bfloat16"])
+    return pd.concat([ran, error.table(both, n=N, backends=["flex"], dtypes=["float64"])], ignore_index=True)
+
+
+def test_exactness_draws_an_error_and_a_budget_for_each_run(errors):
+    fig = draw.exactness(errors)
+    runs = int((errors.status == "ok").sum())
+    assert all(len(ax.get_lines()) == 2 * runs for ax in fig.axes)
+    assert f"{runs} runs" in fig.get_label() and " 0 are over budget" in fig.get_label()
+
+
+def test_the_exactness_table_flags_what_is_over_budget(errors):
+    shown = draw.exactness_table(errors).data
+    ok = errors.status == "ok"
+    assert set(shown.verdict[ok.to_numpy()]) == {"within"} and set(shown.verdict[~ok.to_numpy()]) == {"refused"}
+    over = errors.assign(worst=2.0)[ok]
+    assert set(draw.exactness_table(over).data.verdict) == {"OVER"}
+    row = errors[ok].iloc[0]
+    assert shown["values"][0] == f"{row.error_out:.1e} / {row.budget_out:.1e}"
+
+
+def test_refusals_list_who_and_why(errors):
+    shown = draw.refusals(errors).data
+    assert set(shown.backend) == {"flex"} and shown.why.str.contains("float64").any()
+
+
+def test_times_draws_every_sample_and_names_the_noise():
+    table = pd.DataFrame(
+        {"samples_ms": [[1.0, 2.0], [3.0, 4.0], [1.5, 1.6]], "median_ms": [1.5, 3.5, 1.55]}, ["dense", "mine", "A/A"]
+    )
+    ax = draw.times(table).axes[0]
+    drawn = [list(line.get_xdata()) for line in ax.get_lines() if line.get_marker() == "o"]
+    assert drawn == list(table.samples_ms)
+    assert "dense, again (A/A)" in ax.get_yticklabels()[2].get_text()
+
+
+def test_attention_maps_draw_each_source_and_head():
+    sources = {"field": samples.field((6, 5), 8)}
+    fig = draw.attention_maps(sources, {"field": samples.tokens(sources["field"], 2, 4)})
+    grid, *weights = images(fig)
+    assert grid.shape == (6, 5) and len(weights) == 2
+    assert all(float(w.sum()) == pytest.approx(1, abs=1e-5) for w in weights)
+
+
+def test_mass_draws_a_ring_a_head_and_a_bar_a_pattern():
+    rows = [
+        dict(source=s, pattern=p, family="Dense", head=h, density=0.5, mass=0.1 * h)
+        for s in ("a", "b")
+        for p in ("x", "y")
+        for h in range(3)
+    ]
+    fig = draw.mass(pd.DataFrame(rows))
+    for ax in fig.axes:
+        assert len(ax.patches) == 2 and [float(p.get_width()) for p in ax.patches] == [0.5, 0.5]
+        rings = sorted(float(line.get_xdata()[0]) for line in ax.get_lines())
+        assert rings == pytest.approx([0, 0, 0.1, 0.1, 0.2, 0.2])
+
+
+def test_a_figure_leaves_pyplot():
+    before = matplotlib.pyplot.get_fignums()
+    draw.masks(PATTERNS, N)
+    assert matplotlib.pyplot.get_fignums() == before

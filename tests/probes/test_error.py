@@ -1,0 +1,88 @@
+"""The error probe: what it measures against the oracle, and that its budgets can be missed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.patterns import layouts
+from workbench.probes import error
+
+N = 24
+PATTERNS = [
+    wb.Dense(causal=True),
+    wb.Dilated([4, 8], [1, 2]),
+    wb.BlockSparse(layouts.local(1), 8),
+    wb.Neighborhood((4, 6), 1),
+    wb.Predicate(lambda h, i, j: (i - j).abs() < 3),
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.name)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_every_error_is_within_its_budget(pattern, dtype):
+    rows = error.table([pattern], n=N, backends=["reference", "torch"], dtypes=[dtype], head_dim=8, kv_heads=1, nq=17)
+    assert list(rows.status) == ["ok", "ok"]
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        assert (rows[f"error_{name}"] <= rows[f"budget_{name}"]).all(), name
+    assert (rows.worst <= 1).all()
+
+
+def spoiled(how):
+    def attention(*args, **kw):
+        out, lse = wb.attention(*args, **kw)
+        return how(out, lse)
+
+    return attention
+
+
+@pytest.mark.parametrize("dtype", error.DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        (lambda out, lse: (out * 1.03, lse), "out"),
+        (lambda out, lse: (out, lse + 0.01), "lse"),
+        (lambda out, lse: (out + 0.1 * (out - out.detach()), lse), "dq"),  # the value is right, the gradient is not
+        (lambda out, lse: (out.detach().clone().requires_grad_() + 0 * out, lse), "dv"),
+    ],
+    ids=["output scaled", "lse shifted", "gradient scaled", "gradient dropped"],
+)
+def test_a_degraded_backend_misses_its_budget(monkeypatch, dtype, how, name):
+    monkeypatch.setattr(error, "attention", spoiled(how))
+    row = error.measure(PATTERNS[1], n=N, dtype=dtype)
+    assert row[f"error_{name}"] > row[f"budget_{name}"] and row["worst"] > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_budget_of_16_bits_is_twice_torchs_own_error_and_a_rounding(dtype):
+    row = error.measure(wb.Dense(), n=N, dtype=dtype, backend="reference")
+    rounding = row["error_out"]  # the oracle, rounded once
+    assert rounding > 0 and row["budget_out"] > 2 * 1.5 * rounding
+    assert row["error_dq"] > 0  # its gradients are rounded once, too, and compared with those of float64
+
+
+def test_a_refusal_is_a_row_with_its_reason():
+    rows = error.table([PATTERNS[1]], n=N, backends=["flex", "torch"], dtypes=["float64"])
+    assert list(rows.status) == ["refused", "ok"]
+    assert "float64" in rows.error[0]
+
+
+def test_where_gradients_are_refused_the_values_are_a_row_of_their_own(monkeypatch):
+    def why_not(backend, q, k, v, pattern, return_lse=False):
+        return "no backward here" if q.requires_grad else None
+
+    monkeypatch.setattr(error, "why_not", why_not)
+    rows = error.table([wb.Dense()], n=N, backends=["torch"], dtypes=["float32"])
+    assert list(zip(rows["mode"], rows.status, strict=True)) == [("fwdbwd", "refused"), ("fwd", "ok")]
+    assert rows.error[0] == "no backward here" and rows.error_out[1] <= rows.budget_out[1]
+
+
+def test_one_token_whose_gradients_are_exactly_zero_has_no_division_by_zero():
+    row = error.measure(wb.Dense(), n=1, dtype=torch.bfloat16, backend="reference")
+    assert row["status"] == "ok" and row["worst"] <= 1
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="mode='both': want 'fwd' or 'fwdbwd'"):
+        error.measure(wb.Dense(), n=4, mode="both")

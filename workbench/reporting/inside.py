@@ -1,0 +1,19 @@
+"""What `workbench report` adds inside its kernels, as an IPython extension: alternative text, and last words."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+
+
+def load_ipython_extension(ip) -> None:
+    faulthandler.enable(sys.stderr)  # past ipykernel's capture, into the log that a report keeps of a crash
+    # by name: matplotlib is not imported for a notebook that does not draw
+    ip.display_formatter.mimebundle_formatter.for_type_by_name("matplotlib.figure", "Figure", _metadata)
+
+
+def _metadata(fig, include=None, exclude=None) -> tuple[dict, dict]:
+    from workbench.reporting.alt import describe
+
+    text = describe(fig)
+    return {}, {"alt": text} if text else {}
