@@ -24,16 +24,20 @@ endif
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help report test lint lab doctor venv clean
+.PHONY: picture help report test lint lab doctor venv clean
 
 help:
 	@echo "make report [ARGS='...']   run the notebooks here and export them to HTML (ARGS: see workbench report --help)"
 	@echo "make test   [ARGS='...']   lint, then run the tests (ARGS go to pytest)"
 	@echo "make lab                   open JupyterLab"
 	@echo "make doctor                say what works on this machine, and why not"
+	@echo "make picture               draw the README's picture from the committed H100 records"
 	@echo "make lint                  ruff over code and notebooks"
 	@echo "make clean                 remove .venv, caches and this machine's reports; records are kept"
 	@echo "Without an activated environment that has the packages, each first makes .venv by $(PYTHON) (PYTHON=...)."
+
+picture: $(SETUP)
+	@$(RUN) -c "from workbench.plots import speed; speed.picture('outputs/readme.png')"
 
 report: $(SETUP)
 	@$(RUN) -m workbench report $(ARGS)
@@ -56,7 +60,7 @@ doctor: $(SETUP)
 venv:
 	@{ pwd && cat pyproject.toml constraints.txt; } | cmp -s - $(VENV)/complete || $(MAKE) --no-print-directory build-venv
 
-.PHONY: build-venv
+.PHONY: picture build-venv
 build-venv:
 	@command -v "$(PYTHON)" >/dev/null || { echo "$(PYTHON): not found. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

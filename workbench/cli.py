@@ -81,7 +81,8 @@ def _list(arguments) -> int:
         own = nbs.declared(nb, path.stem)
         profiles = nb["metadata"].get("workbench", {}).get("profiles", {})
         for name in nbs.set_of(own):
-            sets = [f"{profile}: {json.dumps(values[name])}" for profile, values in profiles.items() if name in values]
+            setting = [profile for profile in nbs.PROFILES if name in profiles.get(profile, {})]
+            sets = [f"{profile}: {json.dumps(profiles[profile][name])}" for profile in setting]
             others = f"   [{', '.join(sets)}]" if sets else ""
             print(f"    {name} ({nbs.kind(own[name])}) = {json.dumps(own[name])}{others}")
     return 0

@@ -64,21 +64,16 @@ def run(
     origin = "" if profile else f" (by default: {'no CUDA here' if chosen == 'quick' else 'CUDA is present'})"
     say(f"profile {chosen}{origin}, on {machine['device']}\n")
 
-    from workbench.reporting import index  # nbconvert and papermill: a second each
-
     reports = []
-    try:
-        for number, path in enumerate(paths, 1):
-            say(f"[{number}/{len(paths)}] {path.stem} ... ")
-            _run_one(path, settled[path.stem], chosen, folder, timeout, machine, say, reports)
-    finally:
-        index.refresh(folder)
+    for number, path in enumerate(paths, 1):
+        say(f"[{number}/{len(paths)}] {path.stem} ... ")
+        _run_one(path, settled[path.stem], chosen, folder, timeout, machine, say, reports)
     return reports
 
 
 def _run_one(path, parameters, profile, folder, timeout, machine, say, reports) -> None:
-    """Run and export a notebook, also when it is interrupted; add what became of it to `reports`."""
-    from workbench.reporting import kernel
+    """Run and export a notebook, also when it is interrupted; add what became of it to `reports` and the index."""
+    from workbench.reporting import index, kernel  # papermill and nbconvert: a second each
 
     begun = time.gmtime()
     state = kernel.load(path)
@@ -87,6 +82,7 @@ def _run_one(path, parameters, profile, folder, timeout, machine, say, reports) 
     finally:
         report = _export(state, path, profile, folder, machine, begun)
         reports.append(report)
+        index.refresh(folder)
         size = report.path.stat().st_size
         note = f"  ({size / 1e6:.1f} MB: more than {MOST_BYTES / 1e6:g} MB)" if size > MOST_BYTES else ""
         why = f"  {report.failure}" if report.failure else ""
@@ -135,7 +131,8 @@ def _shown(path: Path) -> str:
 
 def describe() -> dict:
     """The machine and the commit, asked of another process: this one neither imports torch nor touches a card."""
-    asked = "import json; from workbench import machine as m, records as r; print(json.dumps([m.describe(), *r.revision()]))"
+    imports = "import json; from workbench import machine, records"
+    asked = f"{imports}; print(json.dumps([machine.describe(), *records.revision()]))"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
     if done.returncode:  # no torch, say: the notebooks will tell, in a report
         return {"device": f"unknown ({done.stderr.strip().splitlines()[-1]})", "kind": "cpu", "commit": "unknown"}

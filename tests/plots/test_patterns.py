@@ -15,7 +15,6 @@ import workbench as wb
 from workbench import cost, samples
 from workbench.patterns import layouts
 from workbench.plots import patterns as draw
-from workbench.probes import error
 
 N = 16
 PATTERNS = {
@@ -82,35 +81,6 @@ def test_cost_draws_the_table_and_says_that_bytes_are_modelled():
     assert list(left.get_lines()[0].get_ydata()) == [2 * 64**2, 2 * 128**2]
     assert list(right.get_lines()[1].get_ydata()) == list(table[table.pattern == "window"].predicted_bytes)
     assert "modelled" in right.get_title("left") and not table.measured.any()
-
-
-@pytest.fixture(scope="module")
-def errors():
-    both = [wb.Dense(), PATTERNS["dilated"]]
-    ran = error.table(both, n=N, backends=["torch"], dtypes=["float64", "bfloat16"])
-    return pd.concat([ran, error.table(both, n=N, backends=["flex"], dtypes=["float64"])], ignore_index=True)
-
-
-def test_exactness_draws_an_error_and_a_budget_for_each_run(errors):
-    fig = draw.exactness(errors)
-    runs = int((errors.status == "ok").sum())
-    assert all(len(ax.get_lines()) == 2 * runs for ax in fig.axes)
-    assert f"{runs} runs" in fig.get_label() and " 0 are over budget" in fig.get_label()
-
-
-def test_the_exactness_table_flags_what_is_over_budget(errors):
-    shown = draw.exactness_table(errors).data
-    ok = errors.status == "ok"
-    assert set(shown.verdict[ok.to_numpy()]) == {"within"} and set(shown.verdict[~ok.to_numpy()]) == {"refused"}
-    over = errors.assign(worst=2.0)[ok]
-    assert set(draw.exactness_table(over).data.verdict) == {"OVER"}
-    row = errors[ok].iloc[0]
-    assert shown["values"][0] == f"{row.error_out:.1e} / {row.budget_out:.1e}"
-
-
-def test_refusals_list_who_and_why(errors):
-    shown = draw.refusals(errors).data
-    assert set(shown.backend) == {"flex"} and shown.why.str.contains("float64").any()
 
 
 def test_times_draws_every_sample_and_names_the_noise():

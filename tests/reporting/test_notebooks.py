@@ -123,6 +123,11 @@ def test_a_profile_that_does_not_fit_its_own_notebook_is_refused(notebook, value
         nbs.settle({"one": notebook(tiny=values)}, "tiny", {})
 
 
+def test_a_profile_that_nobody_can_choose_is_refused(notebook):
+    with pytest.raises(ValueError, match=r"one: profiles \['quik'\] in its metadata; there are tiny, quick, gpu"):
+        nbs.settle({"one": notebook(quik={"n": 1})}, "quick", {})
+
+
 def test_the_profile_is_not_set_as_a_parameter(notebook):
     with pytest.raises(ValueError, match=r"--profile tiny\|quick\|gpu"):
         nbs.settle({"one": notebook()}, "quick", {"profile": "gpu"})

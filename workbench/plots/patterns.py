@@ -1,11 +1,9 @@
-"""Pictures of patterns: what attends to what, what it costs, how exact it is, and what it keeps.
+"""Pictures of patterns: what attends to what, what it costs, and what it keeps.
 
 Each function draws from patterns or a DataFrame alone and returns a matplotlib Figure with its alternative text.
 """
 
 from __future__ import annotations
-
-import math
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -27,10 +25,8 @@ FAMILY = {
     "Neighborhood": "neighborhood",
     "Predicate": "predicate",
 }
-DTYPES = {"float64": "#000000", "float32": "#0072B2", "float16": "#D55E00", "bfloat16": "#CC79A7"}
 MARKERS = "os^Dv<>P"
 UNCOVERED = "#f3d9b1"
-EXACT = 1e-17  # where an error of 0 is drawn on a log axis
 MOST = 4  # panels side by side
 
 
@@ -90,7 +86,9 @@ def reach(patterns: dict[str, Pattern], n: int, heads: int, layers: int):
         seen = reached(pattern, n, heads, layers)
         share, color = seen.double().mean((1, 2)).numpy(), family_color(type(pattern).__name__)
         ax.plot(range(layers + 1), share, color=color, marker=MARKERS[x % len(MARKERS)], ms=5, label=name)
-        strips[x].imshow(seen[:, n // 2].numpy(), aspect="auto", cmap=_cmap(color), vmin=0, vmax=1, interpolation="nearest")
+        strips[x].imshow(
+            seen[:, n // 2].numpy(), aspect="auto", cmap=_cmap(color), vmin=0, vmax=1, interpolation="nearest"
+        )
         strips[x].set_title(name, fontsize=9)
         strips[x].set_yticks([0, layers])
         strips[x].grid(False)
@@ -193,95 +191,6 @@ def times(table: pd.DataFrame):
     ax.set(xlabel="milliseconds a call (dots: samples, bar: median)", xlim=(0, None), ylim=(len(table) - 0.5, -0.5))
     told = ", ".join(f"{n} {ms:.3g} ms" for n, ms in zip(names, table.median_ms, strict=True))
     return style.finish(fig, f"Median times: {told}.")
-
-
-# --- how exact it is --------------------------------------------------------------------------------------------------
-
-
-def exactness(table: pd.DataFrame):
-    """Errors (dots) left of their budgets (bars), values and gradients, from the rows of `probes.error.table`."""
-    style.use()
-    ran = table[table.status == "ok"].copy()
-    ran["error_grad"], ran["budget_grad"] = _worst_gradient(ran)
-    lines = list(dict.fromkeys(zip(ran.pattern + np.where(ran.causal, ", causal", ""), ran.backend, strict=True)))
-    fig, axes = plt.subplots(1, 2, figsize=(9.4, 1.5 + 0.26 * len(lines)), sharey=True)
-    for ax, what, title in zip(axes, ("out", "grad"), ("values", "gradients (worst of dq, dk, dv)"), strict=True):
-        for r in ran.itertuples():
-            error, budget = getattr(r, f"error_{what}"), getattr(r, f"budget_{what}")
-            if np.isnan(error):
-                continue
-            y, color = lines.index((r.pattern + ", causal" * r.causal, r.backend)), DTYPES[r.dtype]
-            ax.plot(max(error, EXACT), y, "o", ms=6, color=color if error <= budget else "red")
-            ax.plot(budget, y, "|", ms=11, mew=2, color=color)
-        ax.set(xscale="log", xlabel="relative error against the float64 oracle", title=title, xlim=(EXACT / 3, 1))
-        ticks = [EXACT, 1e-13, 1e-10, 1e-7, 1e-4, 1e-1]
-        ax.set_xticks(ticks, ["0", *(f"$10^{{{round(math.log10(x))}}}$" for x in ticks[1:])])
-        ax.xaxis.set_minor_formatter(NullFormatter())
-    axes[0].set_yticks(range(len(lines)), [f"{pattern}  ·  {backend}" for pattern, backend in lines], fontsize=8)
-    axes[0].set_ylim(len(lines) - 0.4, -0.6)
-    dots = [Line2D([], [], color=DTYPES[d], marker="o", ls="", label=d) for d in DTYPES if d in set(ran.dtype)]
-    bar = Line2D([], [], color="#666666", marker="|", ms=11, mew=2, ls="", label="its budget")
-    fig.legend(handles=[*dots, bar], loc="outside lower center", ncols=5, fontsize=9)
-    over = int((ran.worst > 1).sum())
-    alt = f"Errors of {len(ran)} runs against the float64 oracle beside their budgets; {over} are over budget."
-    return style.finish(fig, alt)
-
-
-def exactness_table(table: pd.DataFrame):
-    """The same rows as a pandas Styler: each error / its budget, and whether it is kept."""
-    rows = table.reindex(columns=[*table, *(c for c in ("error_out", "worst") if c not in table)]).copy()
-    rows["error_grad"], rows["budget_grad"] = _worst_gradient(rows)
-    ok, forward = rows.status == "ok", np.where(rows["mode"] == "fwd", " (forward)", "")
-    verdict = np.where(ok, np.where(rows.worst <= 1, "within", "OVER") + forward.astype(object), rows.status)
-    columns = {"values": "out", "lse": "lse", "gradients": "grad"}
-    shown = {title: _beside(rows, what) for title, what in columns.items()}
-    names = {
-        "pattern": rows.pattern + np.where(rows.causal, ", causal", ""),
-        "backend": rows.backend,
-        "dtype": rows.dtype,
-    }
-    bold = lambda text: "color: #b00020; font-weight: bold" if text.startswith("OVER") else ""  # noqa: E731
-    small = 'style="font-size: 0.85em"'
-    styler = pd.DataFrame(names | shown | {"verdict": verdict}).style.hide(axis="index").set_table_attributes(small)
-    return styler.map(bold, subset=["verdict"])
-
-
-def refusals(table: pd.DataFrame):
-    """Who refused what, and why, as a pandas Styler."""
-    key = ["pattern", "causal", "backend", "dtype"]
-    forward = set(table[(table.status == "ok") & (table["mode"] == "fwd")][key].itertuples(index=False, name=None))
-    refused = table[table.status == "refused"]
-    what = ["gradients" if case in forward else "all" for case in refused[key].itertuples(index=False, name=None)]
-    rows = refused.assign(refuses=what).groupby(["backend", "error", "refuses"], sort=False)
-    shown = rows.agg(patterns=("pattern", _listed), dtypes=("dtype", _listed)).reset_index()
-    shown = shown.rename(columns={"error": "why"})[["backend", "refuses", "patterns", "dtypes", "why"]]
-    left = {"white-space": "normal", "text-align": "left"}
-    return shown.style.hide(axis="index").set_properties(**left).set_table_styles([{"selector": "th", "props": left}])
-
-
-def _listed(names: pd.Series) -> str:
-    return ", ".join(dict.fromkeys(names))
-
-
-def _beside(rows: pd.DataFrame, what: str) -> list[str]:
-    """error / budget in words, empty where there is none."""
-    pairs = rows.reindex(columns=[f"error_{what}", f"budget_{what}"]).to_numpy(dtype=float)
-    return ["" if np.isnan(error) else f"{error:.1e} / {budget:.1e}" for error, budget in pairs]
-
-
-def _worst_gradient(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-    """(error, budget) of the gradient nearest to its budget; NaN where there is none."""
-    names = [name for name in ("dq", "dk", "dv") if f"error_{name}" in rows]
-    errors, budgets = (
-        rows.reindex(columns=[f"{what}_{name}" for name in names]).to_numpy(dtype=float) for what in ("error", "budget")
-    )
-    if not names:
-        nothing = pd.Series(np.nan, index=rows.index)
-        return nothing, nothing
-    with np.errstate(invalid="ignore", divide="ignore"):
-        worst = np.argmax(np.nan_to_num(errors / budgets, nan=-1), axis=1)
-    line = np.arange(len(rows))
-    return pd.Series(errors[line, worst], rows.index), pd.Series(budgets[line, worst], rows.index)
 
 
 # --- what it keeps ----------------------------------------------------------------------------------------------------

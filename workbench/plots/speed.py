@@ -86,6 +86,17 @@ def break_even(rows: pd.DataFrame):
     return style.finish(fig, f"Speed-up over dense attention against sparsity: {points}.")
 
 
+def picture(path: str, kind: str = "h100x1") -> None:
+    """The README's picture: time against N from the records committed for a machine kind, written to `path`."""
+    from workbench.probes import speed
+
+    rows, _ = speed.recorded(kind)
+    fig = time_against_n(rows)
+    first = rows.iloc[0]
+    fig.suptitle(f"{first['run_device']}, {first['dtype']}, {int(first['heads'])} heads x {int(first['head_dim'])}", fontsize=10)
+    fig.savefig(path, dpi=110, metadata={"Description": fig.get_label()})
+
+
 def _panels(rows, recorded, draw, ylabel):
     style.use()
     modes = [mode for mode in MODES if mode in set(rows["mode"])]

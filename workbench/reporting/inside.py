@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import io
 import sys
 
 
 def load_ipython_extension(ip) -> None:
-    faulthandler.enable(sys.stderr)  # past ipykernel's capture, into the log that a report keeps of a crash
     # by name: matplotlib is not imported for a notebook that does not draw
     ip.display_formatter.mimebundle_formatter.for_type_by_name("matplotlib.figure", "Figure", _metadata)
+    with contextlib.suppress(io.UnsupportedOperation):  # where ipykernel does not capture file descriptors
+        faulthandler.enable(sys.stderr, all_threads=False)  # past the capture, into the log that a report keeps
 
 
 def _metadata(fig, include=None, exclude=None) -> tuple[dict, dict]:

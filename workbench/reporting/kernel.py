@@ -27,6 +27,7 @@ from papermill.parameterize import parameterize_notebook
 
 MARK = "WORKBENCH_RUN"  # in the environment of a kernel and so of every process that descends from it
 GRACE_S = 5.0  # between the interrupt of a cell that is over its time and the end of its kernel
+LAST_WORDS = 10_000  # bytes of what a kernel wrote as it died that a report keeps
 KERNEL_OPTIONS = (
     "--IPKernelApp.extra_extensions=workbench.reporting.inside",
     "--InlineBackend.figure_formats=retina",  # twice the pixels: sharp on a phone and on paper
@@ -61,12 +62,13 @@ class Client(PapermillNotebookClient):
     def __init__(self, nb_man, run: Run, limit: float, end, log, **kw):
         super().__init__(nb_man, **kw)
         self.run, self.limit, self.end, self.kernel_log = run, limit, end, log
-        self.timed_out = False
+        self.timed_out, self.loop = False, None
         self.said = 0  # bytes in the kernel's log as the cell began
 
     async def async_execute_cell(self, cell, cell_index, **kw):
         if cell.cell_type == "code":
             self.run.cell, self.said = cell_index, os.fstat(self.kernel_log.fileno()).st_size
+        self.loop = asyncio.get_running_loop()
         watch = asyncio.ensure_future(self._watch())
         try:
             cell = await super().async_execute_cell(cell, cell_index, **kw)
@@ -76,7 +78,22 @@ class Client(PapermillNotebookClient):
             raise CellTimeoutError("cell interrupted")
         return cell
 
-    execute_cell = run_sync(async_execute_cell)
+    _execute_cell = run_sync(async_execute_cell)
+
+    def execute_cell(self, *args, **kw):
+        try:
+            return self._execute_cell(*args, **kw)
+        except KeyboardInterrupt:
+            self._drop_tasks()
+            raise
+
+    def _drop_tasks(self) -> None:
+        """An interrupt leaves the loop with the cell's tasks in it, which would complain later."""
+        left = asyncio.all_tasks(self.loop) if self.loop else ()
+        for task in left:
+            task.cancel()
+        if left and not self.loop.is_running():
+            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
 
     async def _watch(self) -> None:
         await asyncio.sleep(self.limit)
@@ -92,7 +109,7 @@ class Engine(NBClientEngine):
     @classmethod
     def execute_managed_notebook(cls, nb_man, kernel_name, *, run: Run, folder: Path, limit: float, **_):
         mark = uuid.uuid4().hex
-        with tempfile.TemporaryDirectory(prefix="wb-") as scratch, open(Path(scratch, "log"), "w+b") as log:
+        with _scratch() as scratch, open(Path(scratch, "log"), "w+b") as log:
             km = _manager(kernel_name, scratch)
             client = Client(nb_man, run, limit, lambda: kill(mark), log, km=km, startup_timeout=120)
             client.extra_arguments = list(KERNEL_OPTIONS)
@@ -160,6 +177,10 @@ def _marked(process: psutil.Process, mark: str) -> bool:
         return False  # gone, or somebody else's
 
 
+def _scratch() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="wb-", ignore_cleanup_errors=True)
+
+
 def _manager(kernel_name: str, scratch: str) -> AsyncKernelManager:
     """Sockets in a folder that only we can read: no ports that two reports could race for, and nothing to encrypt."""
     manager = AsyncKernelManager(kernel_name=kernel_name, kernel_spec_manager=OwnInterpreter())
@@ -190,6 +211,6 @@ def _ending(process) -> str:
 def _keep_last_words(run: Run, log, start: int) -> None:
     """What a kernel wrote past Jupyter, a fault handler's traceback say, goes to the cell it died in."""
     log.seek(start)
-    lines = log.read()[-4000:].decode(errors="replace").strip()
+    lines = log.read(LAST_WORDS).decode(errors="replace").strip()
     if lines and run.cell is not None:
         run.nb.cells[run.cell].outputs.append(NotebookNode(output_type="stream", name="stderr", text=lines + "\n"))

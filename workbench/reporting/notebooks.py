@@ -118,6 +118,8 @@ def settle(notebooks: dict[str, dict], profile: str, asked: dict[str, object]) -
     settled = {}
     for name, own in defaults.items():
         profiles = notebooks[name]["metadata"].get("workbench", {}).get("profiles", {})
+        if unknown := set(profiles) - set(PROFILES):
+            raise ValueError(f"{name}: profiles {sorted(unknown)} in its metadata; there are {', '.join(PROFILES)}")
         settled[name] = {"profile": profile} if "profile" in own else {}
         for origin, values in ((f"profile {profile}:", profiles.get(profile, {})), ("parameter", asked)):
             for key, value in values.items():

@@ -1,0 +1,47 @@
+"""The exactness figure and tables show the rows of the error probe, and flag what is over budget or refused."""
+
+from __future__ import annotations
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import pandas as pd
+import pytest
+
+import workbench as wb
+from workbench.plots import exactness
+from workbench.probes import error
+
+
+@pytest.fixture(scope="module")
+def errors():
+    both = [wb.Dense(), wb.Dilated([4, 16], [1, 4])]
+    ran = error.table(both, n=16, backends=["torch"], dtypes=["float64", "bfloat16"])
+    return pd.concat([ran, error.table(both, n=16, backends=["flex"], dtypes=["float64"])], ignore_index=True)
+
+
+def test_exactness_draws_an_error_and_a_budget_for_each_run(errors):
+    fig = exactness.figure(errors)
+    runs = int((errors.status == "ok").sum())
+    assert all(len(ax.get_lines()) == 2 * runs for ax in fig.axes)
+    assert f"{runs} runs" in fig.get_label() and " 0 are over budget" in fig.get_label()
+
+
+def test_the_exactness_table_flags_what_is_over_budget(errors):
+    shown = exactness.table(errors).data
+    ok = errors.status == "ok"
+    assert set(shown.verdict[ok.to_numpy()]) == {"within"} and set(shown.verdict[~ok.to_numpy()]) == {"refused"}
+    over = errors.assign(worst=2.0)[ok]
+    assert set(exactness.table(over).data.verdict) == {"OVER"}
+    row = errors[ok].iloc[0]
+    error_, budget = (float(x) for x in shown["values"][0].split(" / "))
+    assert error_ == pytest.approx(row.error_out, rel=0.05) and budget == pytest.approx(row.budget_out, rel=0.05)
+    assert "within" in exactness.table(errors).to_html()
+
+
+def test_refusals_list_who_and_why(errors):
+    table = exactness.refusals(errors)
+    shown = table.data
+    assert "float64" in table.to_html()
+    assert set(shown.backend) == {"flex"} and shown.why.str.contains("float64").any()

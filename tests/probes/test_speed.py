@@ -1,0 +1,106 @@
+import pandas as pd
+import pytest
+import torch
+
+from workbench import records
+from workbench.patterns import Dense, Neighborhood
+from workbench.probes import roofline, speed
+
+SMALL = {"heads": 2, "head_dim": 16, "samples": 2, "seconds": 0.2, "say": None}
+
+
+@pytest.fixture(scope="module")
+def makers():
+    return speed.lineup([32, 64], [1, 2], sparsity=0.75, radius=2, block_size=16)
+
+
+def test_a_lineup_has_each_kind_of_pattern_at_any_length(makers):
+    for n in (97, 128):
+        kinds = [type(make(n)).__name__ for make in makers.values()]
+        assert kinds == ["Dense", "Dilated", "BlockSparse", "Neighborhood"]
+    assert makers["neighborhood"](128).shape == (8, 16)
+    assert makers["neighborhood"](97).pairs(97, 1) == Neighborhood((1, 97), 2).pairs(97, 1)
+
+
+def test_a_sweep_records_a_row_for_each_pattern_length_and_mode(makers, tmp_path):
+    rows = speed.sweep(makers, [64, 128], modes=("fwd", "fwdbwd"), folder=tmp_path, **SMALL)
+    assert len(rows) == 4 * 2 * 2 and set(rows["status"]) == {"ok"}
+    assert set(rows["backend"]) == {"sdpa", "torch"} and set(rows["label"]) == set(makers)
+    assert len(records.load(tmp_path)) == len(rows)
+    row = rows[(rows["label"] == "dense") & (rows["n"] == 128) & (rows["mode"] == "fwdbwd")].iloc[0]
+    assert row["tflops"] == pytest.approx(14 * 2 * 128**2 * 16 / row["median_ms"] / 1e9)
+
+
+def test_a_resumed_sweep_measures_only_what_is_missing(makers, tmp_path, monkeypatch):
+    first = speed.sweep(makers, [64], folder=tmp_path, **SMALL)
+    asked = []
+    real = speed.time_attention
+    monkeypatch.setattr(speed, "time_attention", lambda p, **kw: asked.append(kw["n"]) or real(p, **kw))
+    both = speed.sweep(makers, [64, 96], folder=tmp_path, resume=True, **SMALL)
+    assert asked == [96] * 4 and len(both) == 8
+    kept = both[both["n"] == 64]["median_ms"].tolist()
+    assert sorted(kept) == sorted(first["median_ms"])
+    speed.sweep(makers, [64], folder=tmp_path, **SMALL)
+    assert asked.count(64) == 4  # without resume it is measured again
+
+
+def test_a_refusal_is_a_row_and_not_the_end_of_the_sweep(tmp_path):
+    makers = {"slide": lambda n: Neighborhood((5, 5), 1), "dense": lambda n: Dense()}
+    rows = speed.sweep(makers, [24], folder=tmp_path, **SMALL).set_index("label")
+    assert rows.loc["slide", "status"] == "refused" and "n=25" in rows.loc["slide", "error"]
+    assert rows.loc["dense", "status"] == "ok"
+
+
+def test_against_the_ceiling_is_a_share_of_what_was_measured():
+    rows = pd.DataFrame([
+        {"label": "dense", "backend": "sdpa", "mode": mode, "n": n, "median_ms": 2.0, "pairs": n * n, "tflops": rate,
+         "dtype": "float32", "batch": 1, "heads": 1, "head_dim": 8, "status": "ok"}
+        for mode, n, rate in (("fwd", 512, 0.5), ("fwd", 1024, 1.0), ("fwdbwd", 1024, 3.0))
+    ])  # fmt: skip
+    shares = speed.against_ceiling(rows, {"matmul_tflops": {"float32": 4.0}, "copy_gbs": 1e-1}).set_index("mode")
+    assert shares.loc["fwd", "n"] == 1024 and shares.loc["fwd", "share"] == 0.25
+    assert shares.loc["fwd", "floor_share"] == pytest.approx(4 * 1024 * 8 * 4 / 1e8 * 1000 / 2)  # memory is the limit
+    assert shares.loc["fwdbwd", "share"] == 0.75 and shares["floor_share"].isna().loc["fwdbwd"]
+
+
+def test_break_even_is_measured_against_dense_in_one_run(tmp_path):
+    even = speed.break_even([0.0, 0.75], n=128, heads=2, head_dim=16, samples=3, block_size=16, folder=tmp_path)
+    assert even["name"].tolist() == ["dense", "random-0.00", "random-0.75", "A/A"]
+    assert even["ideal"].tolist() == [1, 1, 4, 1] and even["sparsity"].tolist() == [0, 0, 0.75, 0]
+    assert even.loc[0, "speedup"] == 1
+    assert len(records.load(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(
+    ("lows", "since"), [([0.5, 1.2, 2], 0.5), ([1.1, 0.9, 2], 0.9), ([0.5, 1.2, 0.8], None), ([1.1, 1.2, 2], 0.1)]
+)
+def test_it_pays_from_where_every_sparser_layout_wins(lows, since):
+    names = ["dense", "a", "b", "c", "A/A"]
+    rows = pd.DataFrame({"name": names, "sparsity": [0, 0.1, 0.5, 0.9, 0], "speedup_low": [1, *lows, 1]})
+    assert speed.pays_from(rows) == since
+
+
+def test_the_fastest_dense_backend_needs_one_that_runs():
+    assert speed.fastest_dense(n=32, heads=1, head_dim=8, dtype="float32", device="cpu") == "sdpa"
+    with pytest.raises(ValueError, match="no dense backend"):
+        speed.fastest_dense(n=32, heads=1, head_dim=8, dtype="int8", device="cpu")
+
+
+def test_a_machine_kind_without_records_has_none():
+    rows, best = speed.recorded("no-such-card")
+    assert rows.empty and best is None
+
+
+def test_committed_records_have_a_ceiling_for_their_dtype():
+    rows, best = speed.recorded("h100x1")
+    done = rows[rows["status"] == "ok"]
+    assert len(done) and (done["tflops"] < done["dtype"].map(best["matmul_tflops"])).all()
+
+
+def test_ceilings_are_recorded(tmp_path, monkeypatch):
+    found = {"matmul_tflops": {"float32": 1.0}, "copy_gbs": 2.0}
+    monkeypatch.setattr(roofline, "ceilings", lambda device, seconds: found)
+    assert speed.ceilings("cpu", folder=tmp_path) == found
+    row = records.load(tmp_path).iloc[0]
+    assert row["probe"] == "roofline" and row["matmul_tflops"] == {"float32": 1.0}
+    assert torch.tensor(row["copy_gbs"]) == 2

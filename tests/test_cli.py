@@ -1,0 +1,136 @@
+"""The command line: quick to answer, plain about what it refuses, honest in its exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.notebooks.build import code, write
+from workbench import cli, report
+
+PARAMETERS = code('profile = "quick"\nn = 512\nlengths = [128, 256]\nscale = 0.5', "parameters")
+QUICK_S = 0.5  # what the answer of a command that computes nothing may take
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with notebooks/, which is the current one."""
+    profiles = {"tiny": {"n": 64, "lengths": [8]}, "gpu": {"n": 65536}}
+    write(
+        tmp_path / "notebooks" / "01_one.ipynb", "# The first one", PARAMETERS, "print(n, lengths)", profiles=profiles
+    )
+    write(tmp_path / "notebooks" / "02_two.ipynb", "# The second one", "print(2)")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    monkeypatch.setattr(report, "describe", lambda: {"device": "a test", "kind": "cpu", "commit": "abc1234"})
+
+
+def workbench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-m", "workbench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
+
+
+def refusal(capsys, *arguments: str) -> str:
+    """What the command says as it refuses, in one line."""
+    assert cli.main(list(arguments)) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("workbench: ") and err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["report", "--help"], ["list"]], ids=" ".join)
+def test_what_computes_nothing_answers_at_once(folder, arguments):
+    def once() -> float:
+        start = time.perf_counter()
+        assert workbench(*arguments, cwd=folder).returncode == 0
+        return time.perf_counter() - start
+
+    assert min(once() for _ in range(5)) < QUICK_S
+
+
+def test_the_command_line_imports_nothing_heavy():
+    heavy = ("torch", "numpy", "nbformat", "nbconvert", "papermill", "IPython", "matplotlib", "pandas")
+    script = f"import sys, workbench.cli, workbench.explore; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_help_names_the_commands_and_their_options(folder):
+    said = workbench("--help", cwd=folder).stdout
+    assert all(command in said for command in ("report", "list", "doctor"))
+    said = workbench("report", "--help", cwd=folder).stdout
+    assert all(
+        option in said
+        for option in ("NOTEBOOK", "--profile {tiny,quick,gpu}", "--out DIR", "-p NAME JSON", "--timeout S")
+    )
+
+
+def test_list_tells_notebooks_and_their_parameters(folder, capsys):
+    assert cli.main(["list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "01_one: The first one",
+        "    n (int) = 512   [tiny: 64, gpu: 65536]",
+        "    lengths (list of int) = [128, 256]   [tiny: [8]]",
+        "    scale (float) = 0.5",
+        "02_two: The second one",
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            ["-p", "m", "1"],
+            "parameter m=1: no notebook here declares it. Declared: 01_one: n, lengths, scale; 02_two: none",
+        ),
+        (["-p", "n", '"1"'], "parameter n='1' of 01_one: should be int, such as 512"),
+        (["-p", "lengths", "5"], "parameter lengths=5 of 01_one: should be list of int"),
+        (["-p", "lengths", "[1,"], "parameter lengths=[1,: not JSON"),
+        (["-p", "n", "four"], "parameter n=four: not JSON; a string has quotes of its own: -p n '\"four\"'"),
+        (["-p", "profile", '"gpu"'], "--profile tiny|quick|gpu"),
+        (["02", "-p", "n", "1"], "parameter n=1: no notebook here declares it. Declared: 02_two: none"),
+        (["03"], "notebook='03': neither a file nor one of the notebooks here (01_one, 02_two)"),
+        (["--timeout", "-1"], "timeout=-1.0: a positive number"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_written(folder, machine, capsys, arguments, message):
+    assert message in refusal(capsys, "report", *arguments)
+    assert not (folder / "outputs").exists()
+
+
+def test_no_notebooks_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report.nbs, "root", lambda: tmp_path)
+    assert "there is no *.ipynb in" in refusal(capsys, "report")
+
+
+def test_report_asks_the_machine_and_writes_where_the_profile_says(folder):
+    done = workbench("report", "01", "--profile", "tiny", "-p", "lengths", "[1, 2]", cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second = done.stdout.splitlines()
+    assert first.startswith("profile tiny, on ") and "unknown" not in first
+    assert second.startswith("[1/1] 01_one ... ok") and second.endswith("outputs/reports/tiny/01_one.html")
+    assert "64 [1, 2]" in (folder / "outputs/reports/tiny/01_one.html").read_text()
+
+
+def test_a_failed_notebook_is_the_exit_code(folder, machine, capsys):
+    write(folder / "notebooks" / "03_bad.ipynb", "1 / 0")
+    assert cli.main(["report", "02", "03", "--profile", "tiny"]) == 1
+    assert cli.main(["report", "02", "--profile", "tiny"]) == 0
+
+
+def test_doctor_returns_what_the_doctor_says(monkeypatch):
+    from workbench import doctor
+
+    monkeypatch.setattr(doctor, "main", lambda quick: 3 if quick else 4)
+    assert cli.main(["doctor"]) == 4
+    assert cli.main(["doctor", "--quick"]) == 3

@@ -1,0 +1,106 @@
+"""How exact each backend is: the rows of `workbench.probes.error.table` as a figure and as tables."""
+
+from __future__ import annotations
+
+import math
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.lines import Line2D
+from matplotlib.ticker import NullFormatter
+
+from workbench.plots import style
+
+DTYPES = {"float64": "#000000", "float32": "#0072B2", "float16": "#D55E00", "bfloat16": "#CC79A7"}
+EXACT = 1e-17  # where an error of 0 is drawn on a log axis
+
+
+def figure(rows: pd.DataFrame):
+    """Errors (dots) left of their budgets (bars), values and gradients, from the rows of `probes.error.table`."""
+    style.use()
+    ran = rows[rows.status == "ok"].copy()
+    ran["error_grad"], ran["budget_grad"] = _worst_gradient(ran)
+    lines = list(dict.fromkeys(zip(ran.pattern + np.where(ran.causal, ", causal", ""), ran.backend, strict=True)))
+    fig, axes = plt.subplots(1, 2, figsize=(9.4, 1.5 + 0.26 * len(lines)), sharey=True)
+    for ax, what, title in zip(axes, ("out", "grad"), ("values", "gradients (worst of dq, dk, dv)"), strict=True):
+        for r in ran.itertuples():
+            error, budget = getattr(r, f"error_{what}"), getattr(r, f"budget_{what}")
+            if np.isnan(error):
+                continue
+            y, color = lines.index((r.pattern + ", causal" * r.causal, r.backend)), DTYPES[r.dtype]
+            ax.plot(max(error, EXACT), y, "o", ms=6, color=color if error <= budget else "red")
+            ax.plot(budget, y, "|", ms=11, mew=2, color=color)
+        ax.set(xscale="log", xlabel="relative error against the float64 oracle", title=title, xlim=(EXACT / 3, 1))
+        ticks = [EXACT, 1e-13, 1e-10, 1e-7, 1e-4, 1e-1]
+        ax.set_xticks(ticks, ["0", *(f"$10^{{{round(math.log10(x))}}}$" for x in ticks[1:])])
+        ax.xaxis.set_minor_formatter(NullFormatter())
+    axes[0].set_yticks(range(len(lines)), [f"{pattern}  ·  {backend}" for pattern, backend in lines], fontsize=8)
+    axes[0].set_ylim(len(lines) - 0.4, -0.6)
+    dots = [Line2D([], [], color=DTYPES[d], marker="o", ls="", label=d) for d in DTYPES if d in set(ran.dtype)]
+    bar = Line2D([], [], color="#666666", marker="|", ms=11, mew=2, ls="", label="its budget")
+    fig.legend(handles=[*dots, bar], loc="outside lower center", ncols=5, fontsize=9)
+    over = int((ran.worst > 1).sum())
+    alt = f"Errors of {len(ran)} runs against the float64 oracle beside their budgets; {over} are over budget."
+    return style.finish(fig, alt)
+
+
+def table(rows: pd.DataFrame):
+    """The same rows as a pandas Styler: each error / its budget, and whether all are kept."""
+    rows = rows.reindex(columns=[*rows, *({"worst"} - {*rows})])
+    rows["error_grad"], rows["budget_grad"] = _worst_gradient(rows)
+    verdict = np.where(rows.status == "ok", np.where(rows.worst <= 1, "within", "OVER"), rows.status)
+    columns = {"values": "out", "lse": "lse", "gradients": "grad"}
+    shown = {title: _beside(rows, what) for title, what in columns.items()}
+    causal = np.where(rows.causal, ", causal", "")
+    names = {"pattern": rows.pattern + causal, "backend": rows.backend, "dtype": rows.dtype}
+    bold = lambda text: "color: #b00020; font-weight: bold" if text == "OVER" else ""  # noqa: E731
+    shown = pd.DataFrame(names | shown | {"verdict": verdict})
+    return _table(shown, "padding: 0.2em 0.4em").map(bold, subset=["verdict"])
+
+
+def refusals(rows: pd.DataFrame):
+    """Who refused what, and why, as a pandas Styler."""
+    key = ["pattern", "causal", "backend", "dtype"]
+    forward = set(rows[(rows.status == "ok") & (rows["mode"] == "fwd")][key].itertuples(index=False, name=None))
+    refused = rows[rows.status == "refused"]
+    what = ["gradients" if case in forward else "all" for case in refused[key].itertuples(index=False, name=None)]
+    groups = refused.assign(refuses=what).groupby(["backend", "error", "refuses"], sort=False)
+    shown = groups.agg(patterns=("pattern", _listed), dtypes=("dtype", _listed)).reset_index()
+    shown = shown.rename(columns={"error": "why"})[["backend", "refuses", "patterns", "dtypes", "why"]]
+    return _table(shown, "white-space: normal; text-align: left")
+
+
+def _table(shown: pd.DataFrame, css: str):
+    cells = {"selector": "td, th", "props": f"font-size: 0.8rem; {css}"}
+    return shown.style.hide(axis="index").set_table_styles([cells])
+
+
+def _listed(names: pd.Series) -> str:
+    return ", ".join(dict.fromkeys(names))
+
+
+def _beside(rows: pd.DataFrame, what: str) -> list[str]:
+    """error / budget in words, empty where there is none."""
+    pairs = rows.reindex(columns=[f"error_{what}", f"budget_{what}"]).to_numpy(dtype=float)
+    return ["" if np.isnan(error) else f"{_short(error)} / {_short(budget)}" for error, budget in pairs]
+
+
+def _short(x: float) -> str:
+    """1.6e-3 for 0.0016."""
+    digits, power = f"{x:.1e}".split("e")
+    return f"{digits}e{int(power)}" if x else "0"
+
+
+def _worst_gradient(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    """(error, budget) of the gradient nearest to its budget; NaN where there is none."""
+    names = [name for name in ("dq", "dk", "dv") if f"error_{name}" in rows]
+    if not names:
+        nothing = pd.Series(np.nan, index=rows.index)
+        return nothing, nothing
+    errors = rows[[f"error_{name}" for name in names]].to_numpy(dtype=float)
+    budgets = rows[[f"budget_{name}" for name in names]].to_numpy(dtype=float)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        worst = np.argmax(np.nan_to_num(errors / budgets, nan=-1), axis=1)
+    line = np.arange(len(rows))
+    return pd.Series(errors[line, worst], rows.index), pd.Series(budgets[line, worst], rows.index)
