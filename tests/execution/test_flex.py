@@ -219,8 +219,8 @@ def test_says_why_not(reason):
     assert reason in flex.why_not(*arguments, pattern, return_lse)
 
 
-def test_says_that_there_is_no_compiler(monkeypatch):
+def test_says_that_there_is_no_compiler():
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
-    assert "no C++ compiler" in flex.why_not(*inputs(8), Dense())
+    with config.patch("cpp.cxx", ("no-such-compiler",)):
+        assert "no C++ compiler" in flex.why_not(*inputs(8), Dense())

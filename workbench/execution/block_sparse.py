@@ -128,14 +128,19 @@ class Grid:
         return torch.where(visible, shown, hidden)[:, None]
 
 
-def take(units: Tensor, index: Tensor) -> Tensor:
-    """units[index] along the first dimension, in 2-D, where index_select copies whole rows (50x faster on a CPU)."""
-    return units.flatten(1).index_select(0, index).unflatten(1, units.shape[1:])
+def take(units: Tensor, index: Tensor, room: Tensor | None = None) -> Tensor:
+    """units[index] along the first dimension, in 2-D, where index_select copies whole rows (50x faster on a CPU).
+
+    room: memory to put it in, to be used again: fresh pages cost nearly as much as the copy.
+    """
+    flat = units.flatten(1)
+    out = None if room is None else room[: len(index) * flat.shape[1]].view(len(index), -1)
+    return torch.index_select(flat, 0, index, out=out).unflatten(1, units.shape[1:])
 
 
-def gather(units: Tensor, index: Tensor, strips: int = 0) -> Tensor:
+def gather(units: Tensor, index: Tensor, strips: int = 0, room: Tensor | None = None) -> Tensor:
     """Units (U, a, heads, D) -> (R, heads, positions, D); `strips` of them, len(index) / strips units each."""
-    x = take(units, index)
+    x = take(units, index, room)
     if strips:
         x = x.unflatten(0, (strips, -1)).flatten(1, 2)  # (R, C x c, heads, D)
     return x.transpose(1, 2)
@@ -151,11 +156,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern, blocks: Blocks, scale: flo
         qu, ku, vu = grid.query_units(q[x]), grid.key_units(k[x]), grid.key_units(v[x])
         total = torch.zeros(qu.shape, dtype=wide, device=q.device)
         total_lse = torch.full(qu.shape[:3], -torch.inf, dtype=wide, device=q.device)  # (U, a, heads)
+        k_room, v_room = ku.new_empty(2, max(ELEMENTS, ku[0].numel()))
         for s in stacks(blocks, ku[0, 0].numel()):
             rows, keys, r = grid.query_index(s), grid.key_index(s), len(s.rows)
-            part, part_lse = fused.forward(
-                gather(qu, rows), gather(ku, keys, r), gather(vu, keys, r), False, scale, grid.mask(s, q.dtype)
-            )
+            k_part, v_part = gather(ku, keys, r, k_room), gather(vu, keys, r, v_room)
+            part, part_lse = fused.forward(gather(qu, rows), k_part, v_part, False, scale, grid.mask(s, q.dtype))
             merged, merged_lse = take(total, rows), take(total_lse, rows)
             merge_(merged, merged_lse, part.transpose(1, 2), part_lse.transpose(1, 2))
             total.index_copy_(0, rows, merged)
@@ -175,9 +180,10 @@ def backward(grad, q, k, v, out, lse, pattern, blocks: Blocks, scale):
         lu = grid.query_units(lse[x].T, torch.inf)
         ku, vu = grid.key_units(k[x]), grid.key_units(v[x])
         dqu, dku, dvu = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (qu, ku, vu))
+        k_room, v_room = ku.new_empty(2, max(ELEMENTS, ku[0].numel()))
         for s in stacks(blocks, ku[0, 0].numel()):
             rows, keys, r = grid.query_index(s), grid.key_index(s), len(s.rows)
-            k_part, v_part = gather(ku, keys, r), gather(vu, keys, r)
+            k_part, v_part = gather(ku, keys, r, k_room), gather(vu, keys, r, v_room)
             dq_, dk_, dv_ = fused.backward(
                 gather(gu, rows), gather(qu, rows), k_part, v_part, gather(ou, rows), gather(lu, rows),
                 False, scale, grid.mask(s, q.dtype),

@@ -93,7 +93,8 @@ def picture(path: str, kind: str = "h100x1") -> None:
     rows, _ = speed.recorded(kind)
     fig = time_against_n(rows)
     first = rows.iloc[0]
-    fig.suptitle(f"{first['run_device']}, {first['dtype']}, {int(first['heads'])} heads x {int(first['head_dim'])}", fontsize=10)
+    sizes = f"{int(first['heads'])} heads x {int(first['head_dim'])}"
+    fig.suptitle(f"{first['run_device']}, {first['dtype']}, {sizes}", fontsize=10)
     fig.savefig(path, dpi=110, metadata={"Description": fig.get_label()})
 
 
