@@ -101,7 +101,7 @@ def picture(path: str, kind: str = "h100x1") -> None:
 def _panels(rows, recorded, draw, ylabel):
     style.use()
     modes = [mode for mode in MODES if mode in set(rows["mode"])]
-    fig, axes = plt.subplots(1, len(modes), figsize=(4.6 * len(modes) + 1.6, 3.9), sharey=True, squeeze=False)
+    fig, axes = plt.subplots(1, len(modes), figsize=(4.4 * len(modes), 4.6), sharey=True, squeeze=False)
     for ax, mode in zip(axes[0], modes, strict=True):
         for frame, pale in ((recorded, True), (rows, False)):
             if frame is None or not len(frame):
@@ -120,7 +120,7 @@ def _panels(rows, recorded, draw, ylabel):
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     order = sorted(handles, key=lambda label: (" · " in label, label))
-    fig.legend([handles[x] for x in order], order, loc="outside right center", fontsize=8.5)
+    fig.legend([handles[x] for x in order], order, loc="outside lower center", ncols=min(3, len(order)), fontsize=9)
     return fig
 
 
