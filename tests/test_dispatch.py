@@ -277,3 +277,20 @@ def test_autocast_gradients_come_back_in_the_inputs_dtype():
         out = attention(q, k, v, Dilated([4, 8], [1, 2]))
         out.float().sum().backward()
     assert all(x.grad.dtype == torch.float32 and x.grad.isfinite().all() for x in (q, k, v))
+
+
+def test_auto_goes_on_with_torch_where_flex_cannot_compile_and_says_so(monkeypatch):
+    from workbench.execution import flex
+
+    def fails(*arguments):
+        raise flex.CannotCompile("backend='flex': torch cannot compile this")
+
+    monkeypatch.setattr(flex, "forward", fails)
+    monkeypatch.setattr(dispatch, "choose", lambda *arguments: ("flex", "a test says so"))
+    q, k, v = torch.randn(3, 1, 16, 2, 8).unbind()
+    pattern = Predicate(lambda h, i, j: j <= i)
+    with pytest.warns(UserWarning, match="cannot compile this; backend='auto' goes on with 'torch'"):
+        out = attention(q, k, v, pattern)
+    assert torch.allclose(out, reference(q, k, v, pattern)[0].float(), atol=1e-6)
+    with pytest.raises(ValueError, match="cannot compile this"):
+        attention(q, k, v, pattern, backend="flex")

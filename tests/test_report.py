@@ -98,7 +98,7 @@ def test_a_cell_that_raises_is_reported_and_the_next_notebook_runs(run):
     cells = ["# T", PARAMETERS, "print('be' + 'fore')", "## Boom", "def f():\n    1 / 0\nf()", "print('un' + 'seen')"]
     (bad, good), said, out = run({"01_bad": cells, "02_good": ["print(6 * 7)"]})
     html = bad.path.read_text()
-    assert (bad.status, bad.failure) == ("error", "Failed in cell 5 (“Boom”): ZeroDivisionError: division by zero.")
+    assert (bad.status, bad.failure) == ("error", "Failed in cell 4 (“Boom”): ZeroDivisionError: division by zero.")
     assert "before" in html and "unseen" not in html and html.count(bad.failure) >= 1 and 'id="failed"' in html
     assert "Traceback" in html
     assert good.status == "ok" and "42" in good.path.read_text()
@@ -119,7 +119,7 @@ def test_a_kernel_that_dies_leaves_a_report_that_says_so(run, death, told):
     last = f"import os, signal, time\nprint('al' + 'ive', flush=True)\ntime.sleep(0.3)\n{death}"
     (done,), said, out = run({"a": ["print('be' + 'fore')", "## Speed", last, "print('un' + 'seen')"]})
     html = done.path.read_text()
-    assert done.status == "killed" and done.failure.startswith(f"Kernel died in cell 3 (“Speed”): {told}")
+    assert done.status == "killed" and done.failure.startswith(f"Kernel died in cell 2 (“Speed”): {told}")
     assert "before" in html and "alive" in html and "unseen" not in html
     assert done.failure in html[: html.index("<main>")] and 'id="failed"' in html
     assert done.failure in said and done.failure in (out / "index.html").read_text()
@@ -148,7 +148,7 @@ def test_a_cell_over_its_time_is_reported_as_a_time_out_in_one_line(run, monkeyp
     assert time.monotonic() - start < 20
     assert (done.status, done.failure) == (
         "timeout",
-        "Timed out in cell 3 (“Wait”): over the limit of 1.5 s for a cell.",
+        "Timed out in cell 2 (“Wait”): over the limit of 1.5 s for a cell.",
     )
     line = next(line for line in said.splitlines() if "slow" in line)
     assert "timeout" in line and done.failure in line
@@ -205,6 +205,27 @@ def test_a_kernel_that_does_not_start_is_a_report_like_any_other(run, monkeypatc
     assert done.failure in done.path.read_text()
 
 
+@pytest.mark.parametrize("inside", ["", "further"])
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_runs(run, tmp_path, inside):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="out=.*file.*: want a folder that can be written to"):
+        run({"a": [f"open({str(tmp_path / 'ran')!r}, 'w')"]}, out=tmp_path / "file" / inside)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_is_no_report_in_the_folder_does_not_matter(run, tmp_path):
+    (tmp_path / "out" / "folder.html").mkdir(parents=True)
+    (tmp_path / "out" / "gone.html").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "out" / "other.html").write_text("<p>mine")
+    _, _, out = run({"01_a": ["# First", "1"]})
+    assert "1 report, complete" in (out / "index.html").read_text()
+
+
+def test_an_error_without_a_message_ends_in_one_full_stop(run):
+    (done,), _, _ = run({"a": ["## Here", "raise KeyError"]})
+    assert done.failure == "Failed in cell 1 (“Here”): KeyError."
+
+
 def test_reports_of_earlier_runs_stay_in_the_index(run):
     _, _, out = run({"01_a": ["# First", "1"]})
     run({"02_b": ["# Second", "1"]})
@@ -246,7 +267,7 @@ def test_an_interrupt_leaves_what_is_done_and_no_process(tmp_path, number):
     assert "[1/3] 1 ... ok" in said and "[2/3] 2 ... interrupted" in said and "[3/3]" not in said
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"1.html", "2.html", "index.html"}
     html = (tmp_path / "out" / "2.html").read_text()
-    assert "halfway" in html and "Interrupted in cell 2" in html
+    assert "halfway" in html and "Interrupted in cell 1" in html
     assert "1 not complete" in (tmp_path / "out" / "index.html").read_text()
     assert gone(int(flag.read_text()))
 

@@ -7,6 +7,7 @@ head_dim.
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 from torch import Tensor
@@ -27,13 +28,15 @@ def attention(
     defaults to 1 / sqrt(D); lse is the natural logarithm of the softmax denominator, float32 (float64 for float64).
     A row that no key reaches has out 0, lse -inf and zero gradients.
     backend: "auto" (see `explain`), "reference", "torch" or "flex"; one asked for by name runs or raises ValueError
-    with the reason, as does any input that the pattern or the shapes do not allow.
+    with the reason, as does any input that the pattern or the shapes do not allow. Where "auto" takes flex and torch
+    cannot compile the pattern's function, which only trying tells, a warning says so and the torch backend runs.
     """
     check(q, k, v, pattern, scale)
     q, k, v = autocast(q, k, v)
     chosen = choose(backend, q, k, v, pattern, return_lse)[0]
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    out, lse = _RUN[chosen](q, k, v, pattern, scale, return_lse)
+    run = _run_flex_or_torch if backend == "auto" and chosen == "flex" else _RUN[chosen]
+    out, lse = run(q, k, v, pattern, scale, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -141,6 +144,16 @@ def _run_flex(q, k, v, pattern, scale, return_lse):
     from workbench.execution import flex
 
     return flex.forward(q, k, v, pattern, scale, return_lse)
+
+
+def _run_flex_or_torch(q, k, v, pattern, scale, return_lse):
+    from workbench.execution import flex
+
+    try:
+        return flex.forward(q, k, v, pattern, scale, return_lse)
+    except flex.CannotCompile as error:
+        warnings.warn(f"{error}; backend='auto' goes on with 'torch'", stacklevel=3)
+        return _run_torch(q, k, v, pattern, scale, return_lse)
 
 
 _RUN = {"reference": _run_reference, "torch": _run_torch, "flex": _run_flex}

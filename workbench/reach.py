@@ -15,15 +15,30 @@ def reach(pattern, n: int, heads: int, layers: int) -> Tensor:
     step = (pattern.multiplicity(n, heads) > 0).any(0) | torch.eye(n, dtype=torch.bool)  # (query, key)
     seen = [torch.eye(n, dtype=torch.bool)]
     for _ in range(layers):
-        seen.append(step.float() @ seen[-1].float() > 0)
+        seen.append(_then(step, seen[-1]))
     return torch.stack(seen)
 
 
 def depth(pattern, n: int, heads: int) -> int | None:
-    """How many layers it takes until every token can depend on every other; None where no number does."""
-    step, seen = reach(pattern, n, heads, 1)[1].float(), torch.eye(n)
-    for layer in range(n + 1):
-        if seen.all():
-            return layer
-        seen = (step @ seen > 0).float()
-    return None
+    """How many layers it takes until every token can depend on every other; None where no number does.
+
+    By doubling: what 1, 2, 4, 8 ... layers reach, then the most layers that do not suffice, put together from these.
+    """
+    seen = torch.eye(n, dtype=torch.bool)
+    if seen.all():
+        return 0
+    powers = [reach(pattern, n, heads, 1)[1]]
+    while not powers[-1].all():
+        powers.append(_then(powers[-1], powers[-1]))
+        if torch.equal(powers[-1], powers[-2]):
+            return None
+    short = 0
+    for k in reversed(range(len(powers) - 1)):
+        further = _then(powers[k], seen)
+        if not further.all():
+            short, seen = short + 2**k, further
+    return short + 1
+
+
+def _then(step: Tensor, seen: Tensor) -> Tensor:
+    return step.float() @ seen.float() > 0

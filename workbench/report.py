@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,18 +61,23 @@ def run(
     chosen = profile or ("quick" if machine["kind"] == "cpu" else "gpu")
     settled = nbs.settle(read, chosen, parameters or {})
     folder = Path(out) if out else nbs.root() / "outputs" / "reports" / chosen
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"out={str(folder)!r}: want a folder that can be written to ({error})") from None
     origin = "" if profile else f" (by default: {'no CUDA here' if chosen == 'quick' else 'CUDA is present'})"
     say(f"profile {chosen}{origin}, on {machine['device']}\n")
 
     reports = []
     for number, path in enumerate(paths, 1):
         say(f"[{number}/{len(paths)}] {path.stem} ... ")
-        _run_one(path, settled[path.stem], chosen, folder, timeout, machine, say, reports)
+        asked = {key: value for key, value in (parameters or {}).items() if key in settled[path.stem]}
+        _run_one(path, settled[path.stem], asked, chosen, folder, timeout, machine, say, reports)
     return reports
 
 
-def _run_one(path, parameters, profile, folder, timeout, machine, say, reports) -> None:
+def _run_one(path, parameters, asked, profile, folder, timeout, machine, say, reports) -> None:
     """Run and export a notebook, also when it is interrupted; add what became of it to `reports` and the index."""
     from workbench.reporting import index, kernel  # papermill and nbconvert: a second each
 
@@ -80,7 +86,7 @@ def _run_one(path, parameters, profile, folder, timeout, machine, say, reports) 
     try:
         kernel.execute(path, parameters, timeout, state)
     finally:
-        report = _export(state, path, profile, folder, machine, begun)
+        report = _export(state, path, profile, asked, folder, machine, begun)
         reports.append(report)
         index.refresh(folder)
         size = report.path.stat().st_size
@@ -89,14 +95,14 @@ def _run_one(path, parameters, profile, folder, timeout, machine, say, reports) 
         say(f"{report.status} {_duration(report.seconds)}  {_shown(report.path)}{note}{why}\n")
 
 
-def _export(state, path: Path, profile: str, folder: Path, machine: dict, begun) -> Report:
+def _export(state, path: Path, profile: str, asked: dict, folder: Path, machine: dict, begun) -> Report:
     from workbench.reporting import index, page
 
     title = nbs.title(state.nb, path.stem)
     failure = _sentence(state) if state.status != "ok" else ""
     byline = [
         ("device", machine["device"]),
-        ("profile", profile),
+        ("profile", profile + "".join(f", {key} = {json.dumps(value)}" for key, value in asked.items())),
         ("date", time.strftime("%Y-%m-%d %H:%M UTC", begun)),
         ("commit", machine["commit"]),
         ("time", _duration(state.seconds)),
@@ -112,12 +118,13 @@ def _sentence(state) -> str:
     ends = {"error": "Failed", "killed": "Kernel died", "timeout": "Timed out", "interrupted": "Interrupted"}
     end = ends[state.status]
     if state.cell is None:
-        return f"{end} before the first cell: {state.message}."
-    cells = [cell for cell in state.nb.cells[: state.cell + 1] if "injected-parameters" not in cell.metadata.tags]
+        return f"{end} before the first cell: {state.message.rstrip('.: ')}."
+    cells = state.nb.cells[: state.cell + 1]
+    number = sum(cell.cell_type == "code" and bool(cell.source.strip()) for cell in cells)  # as the page counts them
     prose = [cell.source for cell in cells if cell.cell_type == "markdown"]
     heads = [line.lstrip("#").strip() for text in prose for line in text.splitlines() if line.startswith("#")]
     first = (state.nb.cells[state.cell].source.strip().splitlines() or [""])[0]
-    return f"{end} in cell {len(cells)} ({f'“{heads[-1]}”' if heads else first[:60]}): {state.message}."
+    return f"{end} in cell {number} ({f'“{heads[-1]}”' if heads else first[:60]}): {state.message.rstrip('.: ')}."
 
 
 def _duration(seconds: float) -> str:

@@ -32,3 +32,9 @@ def test_causal_is_a_bool(causal):
 def test_more_queries_than_keys_are_refused():
     with pytest.raises(ValueError, match="nq=6 queries on n=5 keys"):
         Dense().pairs(5, 1, 6)
+
+
+@pytest.mark.parametrize("sizes", [(1e6, 8), ("64", 8), (64, None), (64, 8, 32.0)], ids=str)
+def test_sizes_are_ints(sizes):
+    with pytest.raises(ValueError, match="want ints"):
+        Dense().pairs(*sizes)

@@ -114,6 +114,16 @@ def test_pairs_of_a_large_grid_have_a_closed_form():
         (lambda: Neighborhood((), 1), r"shape=\(\): want a non-empty list"),
         (lambda: Neighborhood((8, True), 1), r"shape\[1\]=True: want an int >= 1"),
         (lambda: Neighborhood("8x8", 1), r"shape\[0\]='8x8': want an int >= 1"),
+        (
+            lambda: Neighborhood((2, 2), 1, orderings.Ordering("twice", (2, 2), torch.tensor([0, 1, 1, 2]))).pairs(
+                4, 1
+            ),
+            "curve of twice: a cell is visited twice",
+        ),
+        (
+            lambda: Neighborhood((2, 2), 1, orderings.Ordering("out", (2, 2), torch.tensor([0, 1, 2, -1]))).pairs(4, 1),
+            "curve of out: cells outside the grid",
+        ),
         (lambda: Neighborhood((8, 8), 1, "hilbert"), r"ordering='hilbert': want an ordering"),
         (lambda: Neighborhood((8, 8), 1, orderings.hilbert((8, 4))), r"ordering=hilbert of shape \(8, 4\).*\(8, 8\)"),
         (lambda: Neighborhood((8, 8), 1).pairs(63, 1), r"n=63 on a neighborhood of shape \(8, 8\): want n=64"),

@@ -51,6 +51,13 @@ def test_a_table_of_n_entries_is_never_read_out_of_range():
     assert len(pattern.blocks(143, 1, block_size=64).columns) == 6
 
 
+def test_a_function_may_compute_in_place(monkeypatch):
+    monkeypatch.setattr("workbench.patterns.base.TILE", 26)  # two rows a tile: what one changes the next would see
+    in_place, plain = Predicate(lambda h, i, j: j.sub_(2) <= i, True), Predicate(lambda h, i, j: j - 2 <= i, True)
+    assert torch.equal(in_place.multiplicity(13, 1), plain.multiplicity(13, 1))
+    assert torch.equal(in_place.blocks(13, 1, None, 4).columns, plain.blocks(13, 1, None, 4).columns)
+
+
 def test_long_work_shows_progress(capsys, monkeypatch):
     clock = iter(range(0, 1000, 1))
     monkeypatch.setattr(predicate.time, "monotonic", lambda: next(clock))
@@ -71,6 +78,8 @@ def test_quick_work_is_silent(capsys):
         (lambda: Predicate("i == j"), r"fn='i == j': want a function of \(h, i, j\)"),
         (lambda: Predicate(FUNCTIONS["window"], causal=None), "causal=None: want True or False"),
         (lambda: Predicate(lambda h, i, j: i - j).pairs(9, 1), "predicate returned torch.int64: want a bool tensor"),
+        (lambda: Predicate(lambda h, i, j: None).pairs(9, 1), "predicate returned None: want a bool tensor"),
+        (lambda: Predicate(lambda h, i, j: "no").pairs(9, 1), "predicate returned 'no': want a bool tensor"),
         (
             lambda: Predicate(lambda h, i, j: torch.ones(5, dtype=torch.bool)).pairs(9, 1),
             r"predicate returned shape \(5,\): want one that broadcasts with \(1, 9, 9\)",

@@ -40,6 +40,20 @@ def test_the_exactness_table_flags_what_is_over_budget(errors):
     assert "within" in exactness.table(errors).to_html()
 
 
+def test_values_without_gradients_are_one_row(errors):
+    values = error.table([wb.Dense()], n=16, backends=["torch"], dtypes=["float32"]).iloc[0].to_dict()
+    same = {key: values[key] for key in ("pattern", "causal", "backend", "dtype")}
+    refused = same | {"mode": "fwdbwd", "status": "refused", "error": "no backward here"}
+    grads = [f"{kind}_{name}" for kind in ("error", "budget") for name in error.GRADIENTS]
+    ran = {key: value for key, value in values.items() if key not in grads} | {"mode": "fwd"}
+    rows = pd.concat([errors, pd.DataFrame([refused, ran])], ignore_index=True)
+    shown = exactness.table(rows).data
+    assert len(shown) == len(rows) - 1
+    assert tuple(shown.iloc[-1][["gradients", "verdict"]]) == ("refused", "within") and shown["values"].iloc[-1]
+    assert "refused" not in set(shown.gradients[:-1])
+    assert list(exactness.refusals(rows).data.refuses) == ["all", "gradients"]
+
+
 def test_refusals_list_who_and_why(errors):
     table = exactness.refusals(errors)
     shown = table.data

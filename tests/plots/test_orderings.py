@@ -36,7 +36,7 @@ FIGURES = {
         lambda: plots.locality(locality.extent(ORDERS, [2, 8]), locality.within(ORDERS, [2, 8])),
         "adjacent cells",
     ),
-    "blocks": (lambda: plots.blocks({o.name: touched(o) for o in ORDERS}, "A window"), "random 100.0 %"),
+    "blocks": (lambda: plots.blocks({o.name: touched(o) for o in ORDERS}, "A window"), "random 100.0%"),
     "sides": (
         lambda: plots.touched_by_side(locality.blocks_touched([(*GRID, "sliding", s) for s in (3, 5)], 4, 8)),
         "side of a sliding window",
@@ -44,7 +44,7 @@ FIGURES = {
     "block on the grid": (lambda: plots.block_on_grid(ORDERS[3], touched(ORDERS[3]), 8, 1), "of 12 key blocks"),
     "runs": (lambda: plots.runs_on_picture(torch.rand(*GRID, 12), ORDERS, 20, "20 tokens"), "20 tokens"),
     "similarity": (lambda: plots.similarity(locality.similarity(torch.rand(*GRID, 3), ORDERS, 9), 0.5), "similarity"),
-    "times": (lambda: plots.times(times(), PERCENT), "hilbert 9.5 ms, 5.9 % of the blocks"),
+    "times": (lambda: plots.times(times(), PERCENT), "hilbert 9.5 ms, 5.9% of the blocks"),
     "neighbours": (lambda: plots.neighbours(longnet()[1], 1, "A full grid"), "within 3 x 3 cells"),
     "fields": (lambda: longnet()[0], "row 3, column 5 after 2 layers"),
 }

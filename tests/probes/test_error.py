@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import workbench as wb
+from workbench.execution import flex
 from workbench.patterns import layouts
+from workbench.plots import exactness
 from workbench.probes import error
 
 N = 24
@@ -76,6 +78,13 @@ def test_where_gradients_are_refused_the_values_are_a_row_of_their_own(monkeypat
     rows = error.table([wb.Dense()], n=N, backends=["torch"], dtypes=["float32"])
     assert list(zip(rows["mode"], rows.status, strict=True)) == [("fwdbwd", "refused"), ("fwd", "ok")]
     assert rows.error[0] == "no backward here" and rows.error_out[1] <= rows.budget_out[1]
+
+
+def test_where_values_are_refused_too_the_reason_is_theirs(monkeypatch):
+    monkeypatch.setattr(flex, "no_cpu_kernel", lambda: "there is no C++ compiler here")
+    rows = error.table([PATTERNS[2]], n=N, backends=["flex"], dtypes=["float32"])
+    assert list(rows.error) == ["there is no C++ compiler here"]
+    assert list(exactness.refusals(rows).data.refuses) == ["all"]
 
 
 def test_one_token_whose_gradients_are_exactly_zero_has_no_division_by_zero():

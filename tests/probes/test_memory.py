@@ -27,11 +27,16 @@ def dies(how):
     if how == "kill":
         os.kill(os.getpid(), 9)
     if how == "exit":
-        sys.exit("went away")
+        print("went away", file=sys.stderr, flush=True)
+        os._exit(1)
     if how == "sleep":
         time.sleep(600)
     if how == "hungry":
         return torch.empty(1 << 60)
+
+def leaves_a_child():
+    import subprocess
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 """
 
 
@@ -105,6 +110,15 @@ def test_a_fresh_process_that_dies_is_data(mine, how, status, error):
     outcome = fresh.run("mine:dies", (how,), timeout_s=5 if how == "sleep" else 120)
     assert outcome.status == status and error in outcome.error and outcome.result is None
     assert how != "sleep" or time.monotonic() - begin < 60
+
+
+def test_a_child_left_behind_does_not_hold_up_the_answer_and_ends(mine):
+    outcome = fresh.run("mine:leaves_a_child", (), timeout_s=60)
+    assert outcome.status == "ok", outcome
+    end = time.monotonic() + 10
+    while _alive(outcome.result) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not _alive(outcome.result)
 
 
 def test_refusals():

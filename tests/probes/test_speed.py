@@ -104,3 +104,28 @@ def test_ceilings_are_recorded(tmp_path, monkeypatch):
     row = records.load(tmp_path).iloc[0]
     assert row["probe"] == "roofline" and row["matmul_tflops"] == {"float32": 1.0}
     assert torch.tensor(row["copy_gbs"]) == 2
+
+
+def test_the_gain_is_of_medians_between_what_the_samples_allow():
+    rows = pd.DataFrame([
+        {"label": label, "family": family, "status": "ok", "n": 8, "mode": "fwd", "median_ms": ms[1], "samples_ms": ms}
+        for label, family, ms in (("dense", "Dense", [8.0, 10.0, 12.0]), ("dilated", "Dilated", [1.0, 2.0, 4.0]))
+    ])  # fmt: skip
+    assert speed.gain(rows, 8) == {"label": "dilated", "speedup": 5.0, "low": 2.0, "high": 12.0}
+
+
+def test_settings_say_in_words_what_was_timed(makers, tmp_path):
+    rows = speed.sweep(makers, [128], folder=tmp_path, **SMALL)
+    said = speed.settings(rows, None).set_index("pattern")
+    assert said.loc["dilated", "parameters"] == "segments [32, 64], rates [1, 2]"
+    assert said.loc["neighborhood", "parameters"] == "grid 8 x 16, radius 2, hilbert order"
+    assert said.loc["block-sparse", "parameters"] == "random-0.75, blocks 16 x 16"
+    assert set(said["inputs"]) == {"float32, 2 heads x 16"}
+
+
+def test_the_better_of_two_ceilings_counts(tmp_path, monkeypatch):
+    found = {"matmul_tflops": {"float32": 1.0, "float64": 4.0}, "copy_gbs": 2.0}
+    monkeypatch.setattr(roofline, "ceilings", lambda device, seconds: found)
+    known = {"matmul_tflops": {"float32": 3.0}, "copy_gbs": 1.0}
+    best = speed.ceilings("cpu", known=known, folder=tmp_path)
+    assert best == {"matmul_tflops": {"float32": 3.0, "float64": 4.0}, "copy_gbs": 2.0}

@@ -1,5 +1,6 @@
 import gc
 import math
+import sys
 import time
 import weakref
 
@@ -33,7 +34,8 @@ def test_measure_keeps_to_its_time():
         calls.append(time.sleep(0.05))
 
     assert len(timing.measure(fn, warmup=2, samples=100, seconds=0.3).samples_ms) == len(calls) - 2 <= 4
-    assert len(timing.measure(fn, warmup=9, samples=100, seconds=0).samples_ms) == 1
+    assert len(timing.measure(fn, warmup=9, samples=100, seconds=0).samples_ms) == 3
+    assert len(timing.measure(fn, warmup=0, samples=2, seconds=0).samples_ms) == 2
 
 
 def test_compare_interleaves_and_measures_itself():
@@ -109,6 +111,7 @@ def test_sdpa_is_the_dense_attention():
         (wb.Dense(), {"nq": 41}, "refused", "nq=41"),
         (wb.Dense(), {"backend": lambda q, k, v: torch.empty(1 << 60)}, "oom", "memory"),
         (wb.Dense(), {"backend": lambda q, k, v: q.no_such_thing}, "killed", "AttributeError"),
+        (wb.Dense(), {"backend": lambda q, k, v: sys.exit(4)}, "killed", "SystemExit: 4"),
     ],
 )
 def test_what_does_not_run_is_data(pattern, options, status, error):
@@ -117,7 +120,16 @@ def test_what_does_not_run_is_data(pattern, options, status, error):
     assert row["median_ms"] is None and row["n"] == 40
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a card")
+def test_a_card_that_is_not_there_is_unsupported():
+    assert timing.time_attention(wb.Dense(), **SMALL, device="cuda")["status"] == "unsupported"
+
+
 def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="samples=0: want at least 1"):
+        timing.measure(int, samples=0)
+    with pytest.raises(ValueError, match="samples=0: want at least 1"):
+        timing.compare({"a": int}, samples=0)
     with pytest.raises(ValueError, match="mode='backward'"):
         timing.time_attention(wb.Dense(), mode="backward", **SMALL)
     with pytest.raises(ValueError, match="dtype='float31'"):

@@ -145,8 +145,30 @@ def test_notebooks_are_found_by_path_by_name_and_by_how_a_name_begins(tmp_path, 
         nbs.find(["02", "02_b"])
 
 
-def test_what_is_no_notebook_is_refused_with_its_path(tmp_path):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[1]",
+        '{"nbformat": 4, "metadata": {}}',
+        '{"nbformat": 4, "cells": []}',
+        '{"nbformat": 4, "metadata": {}, "cells": [{"cell_type": "code", "source": "1"}]}',
+        '{"nbformat": 4, "metadata": {}, "cells": [{"cell_type": "code", "metadata": {}}]}',
+    ],
+)
+def test_what_is_no_notebook_is_refused_with_its_path(tmp_path, text):
     path = tmp_path / "x.ipynb"
-    path.write_text("{}")
+    path.write_text(text)
     with pytest.raises(ValueError, match=r"x\.ipynb: not a notebook of format 4"):
         nbs.read(path)
+
+
+def test_a_parameters_cell_that_is_not_python_is_refused_with_its_name(notebook):
+    with pytest.raises(ValueError, match="one: its parameters cell is not Python"):
+        nbs.declared(notebook("n = = 3"), "one")
+
+
+def test_a_notebook_named_like_the_index_is_refused(tmp_path):
+    path = write(tmp_path / "index.ipynb", "# T")
+    with pytest.raises(ValueError, match="take the place of the index"):
+        nbs.find([path])

@@ -94,6 +94,10 @@ def no_cpu_kernel() -> str | None:
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
+class CannotCompile(ValueError):
+    """torch cannot compile what a pattern's own function does; known only once it has tried."""
+
+
 @torch.compiler.disable
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     """out (B, Nq, H, D) and, with return_lse, lse (B, H, Nq) float32, from q (B, Nq, H, D), k and v (B, N, G, D).
@@ -115,7 +119,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float, return_lse: 
             out, lse = compiled()(q_, k_, v_, plan.mask, scale, return_lse, plan.options)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(error).strip().partition("\n")[0]
-            raise ValueError(
+            raise CannotCompile(
                 f"backend='flex': torch cannot compile {pattern!r}, another may run it: {reason}"
             ) from error
     out = out[:, :, plan.front :].transpose(1, 2)

@@ -101,6 +101,8 @@ class Pattern:
     def check(self, n: int, heads: int, nq: int | None = None) -> int:
         """Raise ValueError where the pattern does not apply to these sizes; return nq."""
         nq = n if nq is None else nq
+        if any(isinstance(x, (float, str)) or x is None for x in (n, heads, nq)):
+            raise ValueError(f"n={n!r}, heads={heads!r}, nq={nq!r}: want ints")
         if n < 0 or heads < 0:
             raise ValueError(f"n={n}, heads={heads}: neither can be negative")
         if not 0 <= nq <= n:

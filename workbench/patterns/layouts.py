@@ -21,6 +21,7 @@ from torch import Tensor
 from workbench.patterns.arguments import describe, flag, whole, wholes
 from workbench.patterns.base import pair_of
 
+FAR = 1 << 30  # blocks: farther than any two are apart; what is longer means the same, and this fits in int32
 OPERATORS = {"|": operator.or_, "&": operator.and_, "-": operator.sub, "~": operator.invert}
 
 
@@ -148,19 +149,22 @@ def from_spec(spec: dict) -> Layout:
 def local(k: int) -> Layout:
     """|i - j| <= k"""
     k = whole("k", k, 0)
-    return Layout("local", {"k": k}, lambda h, i, j, grid: (i - j).abs() <= k)
+    reach = min(k, FAR)
+    return Layout("local", {"k": k}, lambda h, i, j, grid: (i - j).abs() <= reach)
 
 
 def global_(k: int) -> Layout:
     """i < k or j < k"""
     k = whole("k", k, 0)
-    return Layout("global_", {"k": k}, lambda h, i, j, grid: (i < k) | (j < k))
+    first = min(k, FAR)
+    return Layout("global_", {"k": k}, lambda h, i, j, grid: (i < first) | (j < first))
 
 
 def strided(s: int) -> Layout:
     """i = j (mod s)"""
     s = whole("s", s, 1)
-    return Layout("strided", {"s": s}, lambda h, i, j, grid: i % s == j % s)
+    step = min(s, FAR)
+    return Layout("strided", {"s": s}, lambda h, i, j, grid: i % step == j % step)
 
 
 def dilated(offsets=(1, 2, 4)) -> Layout:
@@ -171,7 +175,7 @@ def dilated(offsets=(1, 2, 4)) -> Layout:
         distance = (i - j).abs()
         seen = distance == 0
         for offset in offsets:
-            seen |= distance == offset
+            seen |= distance == min(offset, FAR)
         return seen
 
     return Layout("dilated", {"offsets": list(offsets)}, visible)
@@ -187,10 +191,12 @@ def hierarchical(window: int = 1, levels: int = 4) -> Layout:
     if levels > 31:
         raise ValueError(f"levels={levels}: want 1 to 31")
 
+    reach = min(window, FAR)
+
     def visible(h, i, j, grid):
         divisor = j.new_tensor(1 << (levels - 1))
         divisor = torch.where(j % divisor == 0, divisor, j & -j)
-        return ((i - j).abs() + window - 1) // window <= divisor  # no product: int32 could overflow
+        return ((i - j).abs() + reach - 1) // reach <= divisor  # no product: int32 could overflow
 
     return Layout("hierarchical", {"window": window, "levels": levels}, visible)
 

@@ -40,7 +40,10 @@ class Neighborhood(Pattern):
     @cached_property
     def curve(self) -> Tensor:
         """int64 (N,): the row-major index of each token's cell."""
-        return torch.arange(math.prod(self.shape)) if self.ordering is None else self.ordering.curve
+        if self.ordering is None:
+            return torch.arange(math.prod(self.shape))
+        self.ordering.rank  # noqa: B018  refuses a curve that leaves the grid or visits a cell twice
+        return self.ordering.curve
 
     @cached_property
     def rank(self) -> Tensor:
@@ -63,7 +66,7 @@ class Neighborhood(Pattern):
     def count(self, h, i, j, n, heads):
         seen = torch.ones((), dtype=torch.bool, device=i.device)
         for x, y, radius in zip(self.coordinates(i), self.coordinates(j), self.radius, strict=True):
-            seen = seen & ((x.int() - y.int()).abs() <= radius)  # int32: half the traffic of a large tile
+            seen = seen & ((x.int() - y.int()).abs() <= min(radius, 2**31 - 1))  # int32: half the traffic
         return seen
 
     # --- counting -----------------------------------------------------------------------------------------------------
@@ -74,6 +77,7 @@ class Neighborhood(Pattern):
         for axis, (side, radius) in enumerate(zip(self.shape, self.radius, strict=True)):
             below = torch.cat([torch.zeros_like(window.narrow(axis, 0, 1)), window.cumsum(axis)], axis)
             x = torch.arange(side)
+            radius = min(radius, side)
             upto, since = (x + radius + 1).clamp(max=side), (x - radius).clamp(min=0)
             window = below.index_select(axis, upto) - below.index_select(axis, since)
         return heads * int(window.flatten()[self.curve[n - nq :]].sum())

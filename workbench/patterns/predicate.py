@@ -81,11 +81,14 @@ class Predicate(Pattern):
 
 def evaluate(fn, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """fn(h, i, j), checked: bool, of the broadcast shape of i, j and, where the result depends on it, h."""
-    seen = fn(h, i, j)
-    seen = seen if isinstance(seen, Tensor) else torch.as_tensor(seen, device=i.device)
+    want = torch.broadcast_shapes(h.shape, i.shape, j.shape)
+    returned = fn(h.clone(), i.clone(), j.clone())  # its own: it may compute in place
+    try:
+        seen = torch.as_tensor(returned, device=i.device)
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(f"predicate returned {returned!r}: want a bool tensor, e.g. (i - j).abs() < 5") from None
     if seen.dtype != torch.bool:
         raise ValueError(f"predicate returned {seen.dtype}: want a bool tensor, e.g. (i - j).abs() < 5")
-    want = torch.broadcast_shapes(h.shape, i.shape, j.shape)
     try:
         shape = torch.broadcast_shapes(seen.shape, i.shape, j.shape)
         fits = torch.broadcast_shapes(shape, want) == want

@@ -46,12 +46,18 @@ def figure(rows: pd.DataFrame):
 
 
 def table(rows: pd.DataFrame):
-    """The same rows as a pandas Styler: each error / its budget, and whether all are kept."""
+    """The same rows as a pandas Styler: each error / its budget, and whether all are kept.
+
+    Where only the gradients are refused, the values have the one row, and "refused" stands for the gradients.
+    """
+    half = _values_only(rows)
+    rows, half = rows[~(half & (rows.status == "refused"))], half[~(half & (rows.status == "refused"))]
     rows = rows.reindex(columns=[*rows, *({"worst"} - {*rows})])
     rows["error_grad"], rows["budget_grad"] = _worst_gradient(rows)
     verdict = np.where(rows.status == "ok", np.where(rows.worst <= 1, "within", "OVER"), rows.status)
     columns = {"values": "out", "lse": "lse", "gradients": "grad"}
     shown = {title: _beside(rows, what) for title, what in columns.items()}
+    shown["gradients"] = np.where(half, "refused", shown["gradients"])
     causal = np.where(rows.causal, ", causal", "")
     names = {"pattern": rows.pattern + causal, "backend": rows.backend, "dtype": rows.dtype}
     bold = lambda text: "color: #b00020; font-weight: bold" if text == "OVER" else ""  # noqa: E731
@@ -61,14 +67,20 @@ def table(rows: pd.DataFrame):
 
 def refusals(rows: pd.DataFrame):
     """Who refused what, and why, as a pandas Styler."""
-    key = ["pattern", "causal", "backend", "dtype"]
-    forward = set(rows[(rows.status == "ok") & (rows["mode"] == "fwd")][key].itertuples(index=False, name=None))
     refused = rows[rows.status == "refused"]
-    what = ["gradients" if case in forward else "all" for case in refused[key].itertuples(index=False, name=None)]
+    what = np.where(_values_only(rows)[rows.status == "refused"], "gradients", "all")
     groups = refused.assign(refuses=what).groupby(["backend", "error", "refuses"], sort=False)
     shown = groups.agg(patterns=("pattern", _listed), dtypes=("dtype", _listed)).reset_index()
     shown = shown.rename(columns={"error": "why"})[["backend", "refuses", "patterns", "dtypes", "why"]]
     return _table(shown, "white-space: normal; text-align: left")
+
+
+def _values_only(rows: pd.DataFrame) -> pd.Series:
+    """bool, a row each: of a case whose gradients are refused (one row) while its values ran (another)."""
+    case = rows.groupby(["pattern", "causal", "backend", "dtype"]).ngroup()
+    refused = (rows.status == "refused") & (rows["mode"] == "fwdbwd")
+    ran = (rows.status == "ok") & (rows["mode"] == "fwd")
+    return case.isin(case[refused]) & case.isin(case[ran]) & (refused | ran)
 
 
 def _table(shown: pd.DataFrame, css: str):

@@ -106,10 +106,10 @@ def blocks(matrices: dict, title: str, columns: int | None = None, query="query 
     fig, axes = plt.subplots(1, len(matrices), figsize=(2.75 * len(matrices), 3.35), squeeze=False)
     for i, (ax, (name, seen)) in enumerate(zip(axes[0], matrices.items(), strict=True)):
         _matrix(ax, seen, color(name))
-        ax.set_title(f"{label(name)}: {100 * seen.mean():.1f} %")
+        ax.set_title(f"{label(name)}: {100 * seen.mean():.1f}%")
         ax.set(xlabel=key, ylabel=query if i == 0 else "")
     fig.suptitle(title, x=0.01, ha="left", fontsize=11)
-    shares = ", ".join(f"{label(name)} {100 * seen.mean():.1f} %" for name, seen in matrices.items())
+    shares = ", ".join(f"{label(name)} {100 * seen.mean():.1f}%" for name, seen in matrices.items())
     return style.finish(fig, f"{title}. Blocks touched: {shares}.")
 
 
@@ -119,7 +119,7 @@ def touched_by_side(frame):
     fig, ax = plt.subplots(figsize=(6.5, 3.6))
     _lines(ax, frame, "side", "percent")
     ax.set_yscale("log", base=2)
-    ax.yaxis.set_major_formatter("{x:g} %")
+    ax.yaxis.set_major_formatter("{x:g}%")
     ax.set_xticks(sorted(frame["side"].unique()))
     ax.set(
         xlabel="side of the window (cells)", ylabel="blocks touched", title=f"A grid of {frame['grid'].iloc[0]} cells"
@@ -148,17 +148,17 @@ def block_on_grid(order, seen, block: int, radius: int):
     left.imshow(kind, cmap=ListedColormap(palette), vmin=-0.5, vmax=3.5, interpolation="nearest")
     _bare(left)
     _outline(left, order.shape)
-    names = ["not touched", "loaded, not needed", "needed: in some query's window", f"the {block} queries of one block"]
+    names = ["not touched", "loaded, not needed", "needed: in some query's window", f"the {block:,} queries of one block"]
     handles = [plt.Rectangle((0, 0), 1, 1, facecolor=c, edgecolor=FAINT) for c in palette]
     left.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(0, -0.02), fontsize=9, ncols=2)
     left.set_title(f"{label(order.name)}, on the grid: {int(seen[middle].sum())} of {seen.shape[1]} key blocks")
     _matrix(right, seen, color(order.name))
     right.axhline(middle, color=style.COLORS["accent"], lw=1.5)
-    right.set(xlabel="key block", ylabel="query block", title=f"All query blocks: {100 * seen.mean():.1f} % touched")
+    right.set(xlabel="key block", ylabel="query block", title=f"All query blocks: {100 * seen.mean():.1f}% touched")
     return style.finish(
         fig,
         f"{label(order.name)}, window of {2 * radius + 1} x {2 * radius + 1}: the middle query block touches "
-        f"{int(seen[middle].sum())} of {seen.shape[1]} key blocks; over all query blocks {100 * seen.mean():.1f} %.",
+        f"{int(seen[middle].sum())} of {seen.shape[1]} key blocks; over all query blocks {100 * seen.mean():.1f}%.",
     )
 
 
@@ -178,7 +178,7 @@ def runs_on_picture(features, orders, length: int, title: str):
         ax.set_title(label(order.name))
     fig.suptitle(title, x=0.01, ha="left", fontsize=11)
     names = ", ".join(label(order.name) for order in orders)
-    return style.finish(fig, f"{title}: a photograph, lit only where {length} consecutive tokens are, for {names}.")
+    return style.finish(fig, f"{title}: a photograph, lit only where {length:,} consecutive tokens are, for {names}.")
 
 
 def similarity(frame, level: float):
@@ -213,7 +213,7 @@ def times(frame, percent: dict[str, float]):
     spread = [frame["median_ms"] - frame["q10_ms"], frame["q90_ms"] - frame["median_ms"]]
     ax.errorbar(frame["median_ms"], y, xerr=spread, fmt="none", ecolor="black", elinewidth=1, capsize=3)
     said = [
-        f"{_number(t)} ms, {percent[o]:.1f} % of the blocks" for t, o in zip(frame["median_ms"], orders, strict=True)
+        f"{style.number(t)} ms, {percent[o]:.1f}% of the blocks" for t, o in zip(frame["median_ms"], orders, strict=True)
     ]
     for text, end, at in zip(said, frame["q90_ms"], y, strict=True):
         _beside(ax, text, end, at, (6, 0))
@@ -291,7 +291,7 @@ def _lines(ax, frame, x: str, y: str, markers: bool = True) -> None:
         dash = "--" if name == "morton" else "-"  # where it coincides with tiles, both show
         ax.plot(part[x], part[y], dash, color=color(name), marker=marker, ms=4.5, lw=1.5, label=label(name))
     ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_major_formatter("{x:,g}")
     ax.xaxis.set_minor_locator(plt.NullLocator())
 
 
@@ -317,8 +317,3 @@ def _outline(ax, shape) -> None:
 
 def _beside(ax, text: str, x: float, y: float, offset) -> None:
     ax.annotate(text, (x, y), xytext=offset, textcoords="offset points", va="center", fontsize=9)
-
-
-def _number(x: float) -> str:
-    """Three digits, and never an exponent."""
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"

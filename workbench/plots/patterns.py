@@ -45,7 +45,7 @@ def masks(patterns: dict[str, Pattern], n: int, heads: int = 1, head: int = 0):
         _grid(ax, pattern.multiplicity(n, heads)[head].numpy(), pattern)
         ax.set_title(f"{name}\n{pattern.density(n, heads):.1%} of pairs")
     shares = ", ".join(f"{name} {p.density(n, heads):.1%}" for name, p in patterns.items())
-    return style.finish(fig, f"Which keys each query sees, {n} tokens, head {head}. Share of pairs: {shares}.")
+    return style.finish(fig, f"Which keys each query sees, {n:,} tokens, head {head}. Share of pairs: {shares}.")
 
 
 def heads(pattern: Pattern, n: int, heads: int):
@@ -56,7 +56,7 @@ def heads(pattern: Pattern, n: int, heads: int):
         _grid(ax, count[h], pattern, shade=True)
         ax.set_title(f"head {h}\ncovers {coverage[h]:.0%} of rows")
     covers = ", ".join(f"head {h} {share:.0%}" for h, share in enumerate(coverage))
-    return style.finish(fig, f"{pattern.name} on {n} tokens, head by head. Rows with a visible key: {covers}.")
+    return style.finish(fig, f"{pattern.name} on {n:,} tokens, head by head. Rows with a visible key: {covers}.")
 
 
 def branches(pattern: Dilated, n: int, heads: int, head: int = 0):
@@ -71,7 +71,7 @@ def branches(pattern: Dilated, n: int, heads: int, head: int = 0):
     total = pattern.multiplicity(n, heads)[head].numpy()
     _grid(axes[-1], total, pattern, deepest=len(axes) - 1)
     axes[-1].set_title(f"all branches\nup to {total.max()} times")
-    alt = f"Branches of {pattern.name}, head {head}, {n} tokens and their sum: a key is seen up to {total.max()} times."
+    alt = f"Branches of {pattern.name}, head {head}, {n:,} tokens and their sum: a key is seen up to {total.max()} times."
     return style.finish(fig, alt)
 
 
@@ -98,7 +98,7 @@ def reach(patterns: dict[str, Pattern], n: int, heads: int, layers: int):
     ax.set_title("receptive field, mean over tokens")
     fig.legend(*ax.get_legend_handles_labels(), fontsize=9, loc="outside lower center", ncols=len(patterns))
     strips[-1].set_xlabel(f"what token {n // 2} depends on (rows: after 0 to {layers} layers)")
-    alt = f"Receptive field over {layers} layers on {n} tokens. After the last: {', '.join(ends)}."
+    alt = f"Receptive field over {layers} layers on {n:,} tokens. After the last: {', '.join(ends)}."
     return style.finish(fig, alt)
 
 
@@ -169,7 +169,7 @@ def cost(table: pd.DataFrame):
     fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
     last = table[table.n == table.n.max()]
     ends = ", ".join(f"{r.pattern} {r.pairs:.2e} pairs and {r.predicted_bytes:.2e} bytes" for r in last.itertuples())
-    return style.finish(fig, f"Pairs and modelled bytes against N. At N={table.n.max()}: {ends}.")
+    return style.finish(fig, f"Pairs and modelled bytes against N. At N={table.n.max():,}: {ends}.")
 
 
 def _length(n: int) -> str:
@@ -187,9 +187,9 @@ def times(table: pd.DataFrame):
         ax.plot(r.samples_ms, [y] * len(r.samples_ms), "o", color=color, alpha=0.5, ms=6, mew=0)
         ax.plot(r.median_ms, y, "|", color="black", ms=20, mew=2)
     names = [f"{table.index[0]}, again (A/A)" if name == "A/A" else name for name in table.index]
-    ax.set_yticks(range(len(table)), [f"{n}: {ms:.3g} ms" for n, ms in zip(names, table.median_ms, strict=True)])
+    ax.set_yticks(range(len(table)), [f"{n}: {style.number(ms)} ms" for n, ms in zip(names, table.median_ms, strict=True)])
     ax.set(xlabel="milliseconds a call (dots: samples, bar: median)", xlim=(0, None), ylim=(len(table) - 0.5, -0.5))
-    told = ", ".join(f"{n} {ms:.3g} ms" for n, ms in zip(names, table.median_ms, strict=True))
+    told = ", ".join(f"{n} {style.number(ms)} ms" for n, ms in zip(names, table.median_ms, strict=True))
     return style.finish(fig, f"Median times: {told}.")
 
 

@@ -53,8 +53,8 @@ def rate(rows: pd.DataFrame, ceilings: dict, recorded: pd.DataFrame | None = Non
                 ax.axhline(top, color=color, linewidth=1.2, linestyle=(0, (6, 3)))
                 ax.annotate(
                     f"{dtype} matmul here" if frame is rows else f"{dtype} matmul, {_device(frame)}", (0.01, top),
-                    xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points", fontsize=8,
-                    color=color,
+                    xycoords=("axes fraction", "data"), xytext=(0, 4), textcoords="offset points", fontsize=8,
+                    color=color, bbox={"color": "white", "alpha": 0.8, "pad": 1},
                 )  # fmt: skip
         ax.margins(y=0.15)
     ends = ", ".join(f"{r.label} {r.tflops:.3g}" for r in _last(rows).itertuples())
@@ -69,7 +69,7 @@ def break_even(rows: pd.DataFrame):
     noise = rows[rows["name"] == "A/A"].iloc[0]
     x = sparse["sparsity"] * 100
     ax.axhline(1, color="black", linewidth=1)
-    band = {"color": "#bbbbbb", "alpha": 0.6, "linewidth": 0, "label": "dense against itself"}
+    band = {"color": "#777777", "alpha": 0.5, "linewidth": 0, "label": "dense against itself"}
     ax.axhspan(noise["speedup_low"], noise["speedup_high"], **band)
     ax.plot(x, sparse["ideal"], color=style.COLORS["muted"], linestyle="--", label="fewer pairs, same rate")
     ends = sparse["speedup"] - sparse["speedup_low"], sparse["speedup_high"] - sparse["speedup"]

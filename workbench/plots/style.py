@@ -39,6 +39,11 @@ def use() -> None:
     )
 
 
+def number(x: float) -> str:
+    """Three digits or all of a whole number's, and never an exponent for a large one: 0.123, 12.3, 1,234."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
 def finish(fig, alt: str):
     """Give the figure its alternative text (read by the report) and leave pyplot's registry, so it shows once."""
     fig.set_label(alt)

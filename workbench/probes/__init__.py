@@ -1,10 +1,10 @@
-"""Probes: a module each, one verb: timing.measure, memory.measure, roofline.ceilings, error.measure."""
+"""Probes: a module each, one verb: timing.measure, memory.measure, roofline.ceilings, error.measure, speed.sweep."""
 
 from __future__ import annotations
 
 import importlib
 
-__all__ = ["error", "memory", "roofline", "timing"]
+__all__ = ["error", "memory", "roofline", "speed", "timing"]
 
 
 def __getattr__(name: str):

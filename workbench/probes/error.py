@@ -26,7 +26,7 @@ def table(patterns: Iterable, *, n: int, backends=BACKENDS, dtypes=DTYPES, **siz
     """Every backend x pattern x dtype against the oracle: the rows of `measure`, values and gradients.
 
     Where a backend refuses the gradients, the refusal is one row and the values alone (mode "fwd"), if it takes those,
-    the next. dtypes: torch's, or their names. sizes: what else `measure` takes (heads, head_dim, device, batch,
+    the next. Where it refuses those too, the one row has their reason: what would hinder it first. dtypes: torch's, or their names. sizes: what else `measure` takes (heads, head_dim, device, batch,
     kv_heads, nq, seed).
     """
     dtypes = [getattr(torch, dtype) if isinstance(dtype, str) else dtype for dtype in dtypes]
@@ -37,7 +37,10 @@ def table(patterns: Iterable, *, n: int, backends=BACKENDS, dtypes=DTYPES, **siz
                 rows.append(measure(pattern, n=n, backend=backend, dtype=dtype, **sizes))
                 if rows[-1]["status"] == "refused":
                     values = measure(pattern, n=n, backend=backend, dtype=dtype, mode="fwd", **sizes)
-                    rows += [values] if values["status"] == "ok" else []
+                    if values["status"] == "ok":
+                        rows.append(values)
+                    else:
+                        rows[-1]["error"] = values["error"]
     return pd.DataFrame(rows)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 
 from workbench.probes.outcome import Outcome, attempt
 
@@ -26,19 +28,26 @@ def run(function: str, arguments: tuple, timeout_s: float = 600.0, environment: 
             "and name it 'module:function'"
         ) from None
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    with subprocess.Popen(
-        [sys.executable, "-m", __name__, str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": path} | (environment or {}),
-    ) as child:
+    with (
+        tempfile.TemporaryFile() as said,
+        subprocess.Popen(
+            [sys.executable, "-m", __name__, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,  # no pipe: that would not end before the last process which the work may have left behind
+            env=os.environ | {"PYTHONPATH": path} | (environment or {}),
+            start_new_session=True,
+        ) as child,
+    ):
         try:
-            answer, errors = child.communicate(job, timeout_s)
+            answer, _ = child.communicate(job, timeout_s)
         except subprocess.TimeoutExpired:
             return Outcome("timeout", f"no answer within {timeout_s:g} s")
         finally:
-            child.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # with what it has started
+        said.seek(0)
+        errors = said.read()
     if child.returncode == 0 and answer:
         return pickle.loads(answer)
     if child.returncode < 0:

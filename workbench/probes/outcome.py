@@ -11,7 +11,16 @@ from typing import Any
 import torch
 
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
-NO_KERNEL = ("no available kernel", "no viable backend", "not implemented for", "is not supported", "not compiled with")
+NO_KERNEL = (
+    "no available kernel",
+    "no viable backend",
+    "not implemented for",
+    "is not supported",
+    "not compiled with",
+    "without aten_cuda",
+    "no cuda gpus",
+    "no nvidia driver",
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,7 @@ def attempt(work: Callable[[], Any]) -> Outcome:
     """
     try:
         return Outcome("ok", result=work())
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         outcome = Outcome(status_of(error), sentence(error))
         _forget(error)
     gc.collect()
@@ -41,7 +50,7 @@ def attempt(work: Callable[[], Any]) -> Outcome:
     return outcome
 
 
-def status_of(error: Exception) -> str:
+def status_of(error: BaseException) -> str:
     text = str(error).lower()
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(x in text for x in NO_MEMORY):
         return "oom"

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from workbench import records
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, layouts
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, from_spec, layouts
 from workbench.probes import roofline
 from workbench.probes.case import Case
 from workbench.probes.timing import compare, time_attention
@@ -65,7 +65,7 @@ def sweep(
                     if not (resume and recorder.done(**key)):
                         row = time_attention(
                             pattern, n=n, heads=heads, head_dim=head_dim, dtype=dtype, backend=backend, mode=mode,
-                            device=device, samples=samples, seconds=seconds,
+                            device=device, warmup=1, samples=samples, seconds=seconds,
                         )  # fmt: skip
                         recorder.row(**row, asked=backend, label=label)
     frame = records.load(recorder.path)
@@ -93,6 +93,46 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
     ]
     rows["tflops"] = pd.Series(operations, rows.index, dtype=float) / rows["median_ms"].astype(float) / 1e9
     return rows
+
+
+def gain(rows: pd.DataFrame, n: int, mode: str = "fwd") -> dict:
+    """The fastest pattern at length n against the fastest dense kernel: label, speedup, and low and high.
+
+    speedup: of the medians; low and high: of the extreme samples against each other, so everything that was seen.
+    """
+    done = rows[(rows["status"] == "ok") & (rows["n"] == n) & (rows["mode"] == mode)].sort_values("median_ms")
+    dense, fastest = done[done["family"] == "Dense"].iloc[0], done.iloc[0]
+    return {
+        "label": fastest["label"], "speedup": dense["median_ms"] / fastest["median_ms"],
+        "low": min(dense["samples_ms"]) / max(fastest["samples_ms"]),
+        "high": max(dense["samples_ms"]) / min(fastest["samples_ms"]),
+    }  # fmt: skip
+
+
+def settings(*frames: pd.DataFrame) -> pd.DataFrame:
+    """What was timed where: a line a (device, pattern) with its parameters and inputs, in words; at the longest N."""
+    lines = []
+    for frame in frames:
+        last = frame.sort_values("n").drop_duplicates("label", keep="last") if frame is not None else frame
+        for row in [] if last is None else last.to_dict("records"):
+            inputs = f"{row['dtype']}, {int(row['heads'])} heads x {int(row['head_dim'])}"
+            lines.append({"where": row["run_device"], "pattern": row["label"], "parameters": words(row["pattern_spec"]),
+                          "inputs": inputs, "backend": row["backend"]})  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+def words(spec: dict) -> str:
+    """A pattern's parameters, from its spec."""
+    match spec["pattern"]:
+        case "Dilated":
+            return f"segments {spec['segment_lengths']}, rates {spec['dilation_rates']}"
+        case "Neighborhood":
+            order = (spec.get("ordering") or {}).get("name", "row-major")
+            return f"grid {' x '.join(map(str, spec['shape']))}, radius {spec['radius']}, {order} order"
+        case "BlockSparse":
+            return f"{from_spec(spec).name}, blocks {' x '.join(map(str, spec['block_size']))}"
+        case _:
+            return "causal" if spec.get("causal") else "every pair"
 
 
 def against_ceiling(rows: pd.DataFrame, ceilings: dict) -> pd.DataFrame:
@@ -168,9 +208,13 @@ def fastest_dense(*, n, heads, head_dim, dtype, device, mode="fwd") -> str:
     return min(took, key=took.get)
 
 
-def ceilings(device: str = "cpu", seconds: float = 2.0, profile: str = "quick", folder=None) -> dict:
-    """`roofline.ceilings`, recorded beside what is compared with it."""
+def ceilings(device: str = "cpu", seconds: float = 2.0, profile: str = "quick", known=None, folder=None) -> dict:
+    """`roofline.ceilings`, recorded beside what is compared with it; the better of it and `known` (an earlier one)."""
     found = roofline.ceilings(device, seconds)
+    if known:  # something else may have used the device at one of the two times
+        rates, earlier = found["matmul_tflops"], known["matmul_tflops"]
+        found["matmul_tflops"] = {name: max(rates[name], earlier.get(name, 0)) for name in rates}
+        found["copy_gbs"] = max(found["copy_gbs"], known["copy_gbs"])
     records.start("roofline", profile, folder).row(status="ok", **found)
     return found
 

@@ -39,17 +39,18 @@ class Timing:
 def measure(fn: Callable[[], object], *, warmup: int = 2, samples: int = 9, seconds: float = 10.0) -> Timing:
     """Time fn() `samples` times, after `warmup` calls that do not count.
 
-    seconds: about what all of it may take; fewer samples, but at least one, where a call is slow. Where fn started work
-    on a GPU the samples are taken by CUDA events, queued without waiting in between, so that the time to launch
+    seconds: about what all of it may take; fewer samples, but at least three, where a call is slow. Where fn started
+    work on a GPU the samples are taken by CUDA events, queued without waiting in between, so that the time to launch
     kernels shows only where the GPU waits for it.
     """
+    _at_least_one(samples)
     seconds -= _warm(fn, warmup, seconds)
     reads, begin = [], time.perf_counter()
     lasts = _lasts(fn) if _on_gpu() else None  # of events, known only when it is too late
     while len(reads) < samples:
         reads.append(_sample(fn))
         spent = time.perf_counter() - begin if lasts is None else len(reads) * lasts
-        if spent + spent / len(reads) > seconds:
+        if len(reads) >= 3 and spent + spent / len(reads) > seconds:  # fewer would show no spread
             break
     return Timing([read() for read in reads])
 
@@ -61,13 +62,14 @@ def compare(
 
     Returns a DataFrame, a row each and one named "A/A", the first measured against itself: median_ms, q10_ms, q90_ms;
     speedup (the first's time over this one's in the same round, median of the rounds), speedup_low and speedup_high
-    (the 95 % bootstrap interval of that median) and samples_ms. A speed-up within the A/A row's interval is noise.
+    (the 95% bootstrap interval of that median) and samples_ms. A speed-up within the A/A row's interval is noise.
     seconds: no round is started after about this long, warm-up included, once three are done.
     """
     import pandas as pd
 
     if not alternatives or "A/A" in alternatives:
         raise ValueError(f"alternatives={list(alternatives)}: want at least one, and none named 'A/A'")
+    _at_least_one(samples)
     first = next(iter(alternatives))
     runs = {**alternatives, "A/A": alternatives[first]}
     begin = time.perf_counter()
@@ -115,6 +117,11 @@ def time_attention(
         row["pairs"], row["backend"], timing = outcome.result
         row |= {"samples_ms": timing.samples_ms, "median_ms": timing.median_ms}
     return row
+
+
+def _at_least_one(samples: int) -> None:
+    if samples < 1:
+        raise ValueError(f"samples={samples!r}: want at least 1")
 
 
 def _sample(fn) -> Callable[[], float]:

@@ -40,8 +40,11 @@ def refresh(folder: Path) -> Path:
 
 
 def read(path: Path) -> dict | None:
-    """What a report says of itself, or None where the file is no report."""
-    found = FACTS.search(path.read_text(encoding="utf-8", errors="replace"))
+    """What a report says of itself, or None where the file is no report (any more)."""
+    try:
+        found = FACTS.search(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
     return json.loads(found[1]) | {"file": path.name} if found else None
 
 

@@ -137,7 +137,8 @@ class Engine(NBClientEngine):
             run.fail("timeout", f"over the limit of {limit:g} s for a cell")
         elif run.status == "error" and not run.message:
             errors = [out for out in run.nb.cells[run.cell].outputs if out.output_type == "error"]
-            run.message = f"{errors[-1].ename}: {errors[-1].evalue}".splitlines()[0] if errors else "the cell failed"
+            message = f"{errors[-1].ename}: {errors[-1].evalue.strip()}" if errors else "the cell failed"
+            run.message = message.splitlines()[0]
 
 
 def execute(path: Path, parameters: dict[str, object], limit: float, run: Run) -> None:

@@ -22,6 +22,8 @@ def find(names: list[str] | None = None) -> list[Path]:
     if not found:
         raise ValueError(f"notebooks={names}: there is no *.ipynb in {root() / 'notebooks'}")
     stems = [path.stem for path in found]
+    if "index" in stems:
+        raise ValueError("notebook=index: its report would take the place of the index; want another name")
     twice = sorted({stem for stem in stems if stems.count(stem) > 1})
     if twice:
         raise ValueError(f"notebooks: {', '.join(twice)} asked for twice; each report has the name of its notebook")
@@ -44,8 +46,12 @@ def read(path: Path) -> dict:
         nb = json.loads(Path(path).read_text(encoding="utf-8"))
         if nb["nbformat"] != 4:
             raise ValueError(f"nbformat {nb['nbformat']}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not a notebook of format 4 ({error})") from None
+        for part in (nb, *nb["cells"]):
+            part["metadata"].get("tags")
+        for cell in nb["cells"]:
+            source(cell), cell["cell_type"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: not a notebook of format 4 ({type(error).__name__}: {error})") from None
     return nb
 
 
@@ -69,7 +75,11 @@ def declared(nb: dict, name: str = "notebook") -> dict[str, object]:
     """Parameter -> default, from the literals of the cell tagged `parameters`; ValueError where one is no literal."""
     cells = [cell for cell in nb["cells"] if "parameters" in cell["metadata"].get("tags", [])]
     found = {}
-    for statement in ast.parse(source(cells[0])).body if cells else []:
+    try:
+        statements = ast.parse(source(cells[0])).body if cells else []
+    except SyntaxError as error:
+        raise ValueError(f"{name}: its parameters cell is not Python ({error}); it takes `name = literal`") from None
+    for statement in statements:
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         if not isinstance(statement, ast.Assign | ast.AnnAssign) or not isinstance(targets[0], ast.Name):
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
