@@ -60,7 +60,7 @@ doctor: $(SETUP)
 venv:
 	@{ pwd && cat pyproject.toml constraints.txt; } | cmp -s - $(VENV)/complete || $(MAKE) --no-print-directory build-venv
 
-.PHONY: picture build-venv
+.PHONY: build-venv
 build-venv:
 	@command -v "$(PYTHON)" >/dev/null || { echo "$(PYTHON): not found. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

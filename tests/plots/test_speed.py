@@ -42,7 +42,7 @@ def test_break_even_shows_the_noise_beside_the_gain():
     })  # fmt: skip
     ax = draw.break_even(rows).axes[0]
     assert [text.get_text() for text in ax.get_legend().get_texts()] == [
-        "dense against itself", "fewer pairs, same rate", "measured, 95 % interval",
+        "dense against itself", "fewer pairs, same rate", "measured, 95% interval",
     ]  # fmt: skip
     assert "90%: 7.00x" in ax.figure.get_label()
 

@@ -148,7 +148,7 @@ def block_on_grid(order, seen, block: int, radius: int):
     left.imshow(kind, cmap=ListedColormap(palette), vmin=-0.5, vmax=3.5, interpolation="nearest")
     _bare(left)
     _outline(left, order.shape)
-    names = ["not touched", "loaded, not needed", "needed: in some query's window", f"the {block:,} queries of one block"]
+    names = ["not touched", "loaded, not needed", "needed: in some query's window", f"the {block} queries of one block"]
     handles = [plt.Rectangle((0, 0), 1, 1, facecolor=c, edgecolor=FAINT) for c in palette]
     left.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(0, -0.02), fontsize=9, ncols=2)
     left.set_title(f"{label(order.name)}, on the grid: {int(seen[middle].sum())} of {seen.shape[1]} key blocks")
@@ -212,9 +212,8 @@ def times(frame, percent: dict[str, float]):
         bar.set(alpha=0.45)
     spread = [frame["median_ms"] - frame["q10_ms"], frame["q90_ms"] - frame["median_ms"]]
     ax.errorbar(frame["median_ms"], y, xerr=spread, fmt="none", ecolor="black", elinewidth=1, capsize=3)
-    said = [
-        f"{style.number(t)} ms, {percent[o]:.1f}% of the blocks" for t, o in zip(frame["median_ms"], orders, strict=True)
-    ]
+    pairs = zip(frame["median_ms"], orders, strict=True)
+    said = [f"{style.number(t)} ms, {percent[o]:.1f}% of the blocks" for t, o in pairs]
     for text, end, at in zip(said, frame["q90_ms"], y, strict=True):
         _beside(ax, text, end, at, (6, 0))
     names = [label(o) + " again" * bool(a) for o, a in zip(orders, again, strict=True)]

@@ -71,7 +71,7 @@ def branches(pattern: Dilated, n: int, heads: int, head: int = 0):
     total = pattern.multiplicity(n, heads)[head].numpy()
     _grid(axes[-1], total, pattern, deepest=len(axes) - 1)
     axes[-1].set_title(f"all branches\nup to {total.max()} times")
-    alt = f"Branches of {pattern.name}, head {head}, {n:,} tokens and their sum: a key is seen up to {total.max()} times."
+    alt = f"Branches of {pattern.name}, head {head}, {n} tokens and their sum: a key is seen up to {total.max()} times."
     return style.finish(fig, alt)
 
 
@@ -187,9 +187,10 @@ def times(table: pd.DataFrame):
         ax.plot(r.samples_ms, [y] * len(r.samples_ms), "o", color=color, alpha=0.5, ms=6, mew=0)
         ax.plot(r.median_ms, y, "|", color="black", ms=20, mew=2)
     names = [f"{table.index[0]}, again (A/A)" if name == "A/A" else name for name in table.index]
-    ax.set_yticks(range(len(table)), [f"{n}: {style.number(ms)} ms" for n, ms in zip(names, table.median_ms, strict=True)])
+    medians = [f"{style.number(ms)} ms" for ms in table.median_ms]
+    ax.set_yticks(range(len(table)), [f"{n}: {ms}" for n, ms in zip(names, medians, strict=True)])
     ax.set(xlabel="milliseconds a call (dots: samples, bar: median)", xlim=(0, None), ylim=(len(table) - 0.5, -0.5))
-    told = ", ".join(f"{n} {style.number(ms)} ms" for n, ms in zip(names, table.median_ms, strict=True))
+    told = ", ".join(f"{n} {ms}" for n, ms in zip(names, medians, strict=True))
     return style.finish(fig, f"Median times: {told}.")
 
 

@@ -62,7 +62,7 @@ def rate(rows: pd.DataFrame, ceilings: dict, recorded: pd.DataFrame | None = Non
 
 
 def break_even(rows: pd.DataFrame):
-    """Speed-up over the fastest dense kernel against sparsity, its 95 % interval, and what the pairs alone promise."""
+    """Speed-up over the fastest dense kernel against sparsity, its 95% interval, and what the pairs alone promise."""
     style.use()
     fig, ax = plt.subplots(figsize=(6.4, 4))
     sparse = rows[~rows["name"].isin(["dense", "A/A"])].sort_values("sparsity")
@@ -74,7 +74,7 @@ def break_even(rows: pd.DataFrame):
     ax.plot(x, sparse["ideal"], color=style.COLORS["muted"], linestyle="--", label="fewer pairs, same rate")
     ends = sparse["speedup"] - sparse["speedup_low"], sparse["speedup_high"] - sparse["speedup"]
     color = style.COLORS["block-sparse"]
-    ax.errorbar(x, sparse["speedup"], yerr=ends, color=color, marker="^", capsize=3, label="measured, 95 % interval")
+    ax.errorbar(x, sparse["speedup"], yerr=ends, color=color, marker="^", capsize=3, label="measured, 95% interval")
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(base=10, subs=(0.5, 1, 2, 5)))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))

@@ -26,8 +26,9 @@ def table(patterns: Iterable, *, n: int, backends=BACKENDS, dtypes=DTYPES, **siz
     """Every backend x pattern x dtype against the oracle: the rows of `measure`, values and gradients.
 
     Where a backend refuses the gradients, the refusal is one row and the values alone (mode "fwd"), if it takes those,
-    the next. Where it refuses those too, the one row has their reason: what would hinder it first. dtypes: torch's, or their names. sizes: what else `measure` takes (heads, head_dim, device, batch,
-    kv_heads, nq, seed).
+    the next. Where it refuses those too, the one row has their reason: it holds whatever is asked for.
+    dtypes: torch's, or their names. sizes: what else `measure` takes (heads, head_dim, device, batch, kv_heads, nq,
+    seed).
     """
     dtypes = [getattr(torch, dtype) if isinstance(dtype, str) else dtype for dtype in dtypes]
     rows = []

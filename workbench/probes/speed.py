@@ -127,8 +127,9 @@ def words(spec: dict) -> str:
         case "Dilated":
             return f"segments {spec['segment_lengths']}, rates {spec['dilation_rates']}"
         case "Neighborhood":
-            order = (spec.get("ordering") or {}).get("name", "row-major")
-            return f"grid {' x '.join(map(str, spec['shape']))}, radius {spec['radius']}, {order} order"
+            order = (spec["ordering"] or {}).get("ordering", "row-major")
+            radius = " x ".join(map(str, dict.fromkeys(spec["radius"])))
+            return f"grid {' x '.join(map(str, spec['shape']))}, radius {radius}, {order} order"
         case "BlockSparse":
             return f"{from_spec(spec).name}, blocks {' x '.join(map(str, spec['block_size']))}"
         case _:
@@ -159,7 +160,7 @@ def break_even(
 ) -> pd.DataFrame:  # fmt: skip
     """Random block layouts against the fastest dense kernel, interleaved in one run: a row a sparsity, and "A/A".
 
-    Columns: sparsity (achieved), speedup with its 95 % interval (speedup_low, speedup_high), ideal (dense pairs over
+    Columns: sparsity (achieved), speedup with its 95% interval (speedup_low, speedup_high), ideal (dense pairs over
     attended pairs), median_ms. The row "A/A" is dense measured against itself: what noise alone does. All are recorded.
     """
     dense = fastest_dense(n=n, heads=heads, head_dim=head_dim, dtype=dtype, device=device, mode=mode)
