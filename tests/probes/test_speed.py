@@ -116,11 +116,13 @@ def test_the_gain_is_of_medians_between_what_the_samples_allow():
 
 def test_settings_say_in_words_what_was_timed(makers, tmp_path):
     rows = speed.sweep(makers, [128], folder=tmp_path, **SMALL)
-    said = speed.settings(rows, None).set_index("pattern")
-    assert said.loc["dilated", "parameters"] == "segments [32, 64], rates [1, 2]"
-    assert said.loc["neighborhood", "parameters"] == "grid 8 x 16, radius 2, hilbert order"
-    assert said.loc["block-sparse", "parameters"] == "random-0.75, blocks 16 x 16"
-    assert set(said["inputs"]) == {"float32, 2 heads x 16"}
+    said = speed.settings(rows, None).iloc[:, 0]
+    assert said["inputs"] == "float32, 2 heads x 16"
+    assert said["dense"] == "every pair (sdpa)"
+    assert said["dilated"] == "2 branches, segments 32 to 64, rates 1 to 2 (torch)"
+    assert said["neighborhood"] == "grid 8 x 16, radius 2, hilbert order (torch)"
+    assert said["block-sparse"] == "random-0.75, blocks 16 x 16 (torch)"
+    assert speed.settings(None).empty
 
 
 def test_the_better_of_two_ceilings_counts(tmp_path, monkeypatch):

@@ -109,23 +109,26 @@ def gain(rows: pd.DataFrame, n: int, mode: str = "fwd") -> dict:
     }  # fmt: skip
 
 
-def settings(*frames: pd.DataFrame) -> pd.DataFrame:
-    """What was timed where: a line a (device, pattern) with its parameters and inputs, in words; at the longest N."""
-    lines = []
+def settings(*frames: pd.DataFrame | None) -> pd.DataFrame:
+    """What was timed where, in words: a column a device, a line for the inputs and one a pattern, at the longest N."""
+    columns = {}
     for frame in frames:
-        last = frame.sort_values("n").drop_duplicates("label", keep="last") if frame is not None else frame
-        for row in [] if last is None else last.to_dict("records"):
-            inputs = f"{row['dtype']}, {int(row['heads'])} heads x {int(row['head_dim'])}"
-            lines.append({"where": row["run_device"], "pattern": row["label"], "parameters": words(row["pattern_spec"]),
-                          "inputs": inputs, "backend": row["backend"]})  # fmt: skip
-    return pd.DataFrame(lines)
+        if frame is None or frame.empty:
+            continue
+        last = frame.sort_values("n").drop_duplicates("label", keep="last").to_dict("records")
+        first = last[0]
+        inputs = f"{first['dtype']}, {int(first['heads'])} heads x {int(first['head_dim'])}"
+        patterns = {row["label"]: f"{words(row['pattern_spec'])} ({row['backend']})" for row in last}
+        columns[first["run_device"]] = {"inputs": inputs} | patterns
+    return pd.DataFrame(columns)
 
 
 def words(spec: dict) -> str:
     """A pattern's parameters, from its spec."""
     match spec["pattern"]:
         case "Dilated":
-            return f"segments {spec['segment_lengths']}, rates {spec['dilation_rates']}"
+            w, r = spec["segment_lengths"], spec["dilation_rates"]
+            return f"{len(w)} branches, segments {w[0]} to {w[-1]}, rates {r[0]} to {r[-1]}"
         case "Neighborhood":
             order = (spec["ordering"] or {}).get("ordering", "row-major")
             radius = " x ".join(map(str, dict.fromkeys(spec["radius"])))
