@@ -57,12 +57,16 @@ class Dilated(Pattern):
 
     def offset(self, branch: int, h: int, heads: int) -> int | None:
         """The residue that head h keeps in a branch, below r; None where the head is not in the branch."""
-        r = self.dilation_rates[branch]
         if h not in self.head_range(branch, heads):
             return None
+        divide, plus = self.rule(branch, heads)
+        return (h // divide + plus) % self.dilation_rates[branch]
+
+    def rule(self, branch: int, heads: int) -> tuple[int, int]:
+        """(divide, plus): head h of a branch has the offset (h // divide + plus) mod r."""
         if self.heads == "partition":
-            return branch % r
-        return h % r if self.offsets == "interleaved" else h // -(-heads // r)
+            return heads, branch
+        return (1 if self.offsets == "interleaved" else -(-heads // self.dilation_rates[branch])), 0
 
     def divisor(self, heads: int) -> int:
         """What the output is divided by: 1, or min(heads, branches) under heads="partition"."""

@@ -1,0 +1,281 @@
+"""Block-sparse attention: a program takes a tile of queries (or keys) and walks the list of blocks that it sees.
+
+Blocks that are visible as a whole and blocks that are visible in part are two lists: only the second pays for a mask,
+which is computed from positions (causal), from a token's place in time, or from its coordinates on a grid
+(neighborhoods, in whatever order the tokens lie). A tile divides a block. No two programs write one row, so the result
+is the same, bit for bit, each time.
+
+Dimensions: B batch, N keys, Nq queries (the last Nq positions), H query heads, G key heads, D head_dim. In a kernel M
+and N are the queries and keys of a tile, i and j absolute positions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from workbench.execution.kernels import steps, tiles
+from workbench.patterns.base import Blocks
+
+UNSPECIALIZED = ["n", "nq", "heads", "count", "block0", "by_batch", "by_head", "r0", "r1", "r2"]
+
+
+@triton.jit
+def visible(i, j, n, nq, TIMES, PLACES, r0, r1, r2, CAUSAL: tl.constexpr, AXES: tl.constexpr):
+    """Of the pairs (i, j), two tensors that broadcast: both exist, and the block's mask shows them.
+
+    TIMES (N,): a token's place in time, None where it is its position. PLACES (AXES, N): its coordinates.
+    """
+    seen = (i >= n - nq) & (i < n) & (j < n)
+    if CAUSAL:
+        if TIMES is None:
+            seen = seen & (j <= i)
+        else:
+            seen = seen & (tl.load(TIMES + j, j < n, 0) <= tl.load(TIMES + i, i < n, 0))
+    if AXES == 1 and PLACES is None:
+        seen = seen & (tl.abs(i - j) <= r0)
+    elif AXES > 0:
+        seen = seen & (tl.abs(tl.load(PLACES + i, i < n, 0) - tl.load(PLACES + j, j < n, 0)) <= r0)
+        if AXES > 1:
+            PLACES += n
+            seen = seen & (tl.abs(tl.load(PLACES + i, i < n, 0) - tl.load(PLACES + j, j < n, 0)) <= r1)
+        if AXES > 2:
+            PLACES += n
+            seen = seen & (tl.abs(tl.load(PLACES + i, i < n, 0) - tl.load(PLACES + j, j < n, 0)) <= r2)
+    return seen
+
+
+@triton.jit
+def place(count, heads, SUB: tl.constexpr):
+    """Of this program: batch entry, head, block of `count`, tile within it of SUB."""
+    x = tl.program_id(0)
+    part, x = x % SUB, x // SUB
+    block, x = x % count, x // count
+    return (x // heads).to(tl.int64), x % heads, block, part
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h,
+                   FULL, FULL_BLOCKS, PART, PART_BLOCKS, TIMES, PLACES, scale, n, nq, heads, count, block0, by_batch,
+                   by_head, r0, r1, r2, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                   M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
+                   AXES: tl.constexpr):  # fmt: skip
+    b, h, block, part = place(count, heads, ROWS // M)
+    if CAUSAL:
+        block = count - 1 - block  # the longest first
+    i, j, d = (block0 + block) * ROWS + part * M + tl.arange(0, M), tl.arange(0, N), tl.arange(0, BLOCK_D)
+    ours = (i >= n - nq) & (i < n)
+    row = (i - (n - nq)).to(tl.int64)
+    q = steps.load(Q + b * q_b + h * q_h + row[:, None] * q_n + d[None, :], ours, d, D, True)
+    K += b * k_b + (h // GROUP) * k_h + j.to(tl.int64)[:, None] * k_n + d[None, :]
+    V += b * v_b + (h // GROUP) * v_h + j.to(tl.int64)[:, None] * v_n + d[None, :]
+    acc = tl.zeros((M, BLOCK_D), tl.float32)
+    peak = tl.full((M,), float("-inf"), tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    line = (b.to(tl.int32) * by_batch + h * by_head) * count + block
+    for x in range(tl.load(FULL + line) * (COLS // N), tl.load(FULL + line + 1) * (COLS // N)):
+        j0 = (tl.load(FULL_BLOCKS + x // (COLS // N)) * COLS + x % (COLS // N) * N).to(tl.int64)
+        k = steps.load(K + j0 * k_n, j < N, d, D, False)
+        v = steps.load(V + j0 * v_n, j < N, d, D, False)
+        acc, peak, total = steps.attend(acc, peak, total, q, k, v, True, scale, False)
+    for x in range(tl.load(PART + line) * (COLS // N), tl.load(PART + line + 1) * (COLS // N)):
+        j0 = tl.load(PART_BLOCKS + x // (COLS // N)) * COLS + x % (COLS // N) * N
+        k = steps.load(K + j0.to(tl.int64) * k_n, j0 + j < n, d, D, True)
+        v = steps.load(V + j0.to(tl.int64) * v_n, j0 + j < n, d, D, True)
+        seen = visible(i[:, None], j0 + j[None, :], n, nq, TIMES, PLACES, r0, r1, r2, CAUSAL, AXES)
+        acc, peak, total = steps.attend(acc, peak, total, q, k, v, seen, scale, True)
+    out, lse = steps.finish(acc, peak, total)
+    steps.store(OUT + b * o_b + h * o_h + row[:, None] * o_n + d[None, :], out, ours, d, D)
+    tl.store(LSE + (b * heads + h) * nq + row, lse, ours)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def dq_kernel(Q, K, V, DO, LSE, DELTA, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, g_b, g_n, g_h, o_b, o_n, o_h,
+              FULL, FULL_BLOCKS, PART, PART_BLOCKS, TIMES, PLACES, scale, softmax_scale, n, nq, heads, count, block0,
+              by_batch, by_head, r0, r1, r2, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+              M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
+              AXES: tl.constexpr):  # fmt: skip
+    b, h, block, part = place(count, heads, ROWS // M)
+    if CAUSAL:
+        block = count - 1 - block
+    i, j, d = (block0 + block) * ROWS + part * M + tl.arange(0, M), tl.arange(0, N), tl.arange(0, BLOCK_D)
+    ours = (i >= n - nq) & (i < n)
+    row = (i - (n - nq)).to(tl.int64)
+    q, do, lse, delta = steps.queries(
+        Q + b * q_b + h * q_h + row[:, None] * q_n + d[None, :], DO + b * g_b + h * g_h + row[:, None] * g_n + d[None, :],
+        LSE + (b * heads + h) * nq + row, DELTA + (b * heads + h) * nq + row, q_n, g_n, 0, 1, ours, d, D, True,
+    )  # fmt: skip
+    K += b * k_b + (h // GROUP) * k_h + j.to(tl.int64)[:, None] * k_n + d[None, :]
+    V += b * v_b + (h // GROUP) * v_h + j.to(tl.int64)[:, None] * v_n + d[None, :]
+    dq = tl.zeros((M, BLOCK_D), tl.float32)
+    line = (b.to(tl.int32) * by_batch + h * by_head) * count + block
+    for x in range(tl.load(FULL + line) * (COLS // N), tl.load(FULL + line + 1) * (COLS // N)):
+        j0 = (tl.load(FULL_BLOCKS + x // (COLS // N)) * COLS + x % (COLS // N) * N).to(tl.int64)
+        k = steps.load(K + j0 * k_n, j < N, d, D, False)
+        v = steps.load(V + j0 * v_n, j < N, d, D, False)
+        dq = steps.add_dq(dq, q, k, v, do, lse, delta, True, scale, False)
+    for x in range(tl.load(PART + line) * (COLS // N), tl.load(PART + line + 1) * (COLS // N)):
+        j0 = tl.load(PART_BLOCKS + x // (COLS // N)) * COLS + x % (COLS // N) * N
+        k = steps.load(K + j0.to(tl.int64) * k_n, j0 + j < n, d, D, True)
+        v = steps.load(V + j0.to(tl.int64) * v_n, j0 + j < n, d, D, True)
+        seen = visible(i[:, None], j0 + j[None, :], n, nq, TIMES, PLACES, r0, r1, r2, CAUSAL, AXES)
+        dq = steps.add_dq(dq, q, k, v, do, lse, delta, seen, scale, True)
+    steps.store(DQ + b * o_b + h * o_h + row[:, None] * o_n + d[None, :], dq * softmax_scale, ours, d, D)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def dkdv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, g_b, g_n, g_h,
+                o_b, o_n, o_h, FULL, FULL_BLOCKS, PART, PART_BLOCKS, TIMES, PLACES, scale, softmax_scale, n, nq, heads,
+                count, block0, by_batch, by_head, r0, r1, r2, GROUP: tl.constexpr, D: tl.constexpr,
+                BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+                CAUSAL: tl.constexpr, AXES: tl.constexpr):  # fmt: skip
+    """DK and DV have the strides o; the lists are of the blocks of queries that see each of `count` blocks of keys."""
+    b, g, block, part = place(count, heads // GROUP, COLS // N)
+    i, j, d = tl.arange(0, M), block * COLS + part * N + tl.arange(0, N), tl.arange(0, BLOCK_D)
+    ours, at = j < n, j.to(tl.int64)
+    k = steps.load(K + b * k_b + g * k_h + at[:, None] * k_n + d[None, :], ours, d, D, True)
+    v = steps.load(V + b * v_b + g * v_h + at[:, None] * v_n + d[None, :], ours, d, D, True)
+    dk = tl.zeros((N, BLOCK_D), tl.float32)
+    dv = tl.zeros((N, BLOCK_D), tl.float32)
+    row = (i - (n - nq)).to(tl.int64)
+    for h in range(g * GROUP, g * GROUP + GROUP):
+        Qh = Q + b * q_b + h * q_h + row[:, None] * q_n + d[None, :]
+        Gh = DO + b * g_b + h * g_h + row[:, None] * g_n + d[None, :]
+        Lh, Dh = LSE + (b * heads + h) * nq + row, DELTA + (b * heads + h) * nq + row
+        line = (b.to(tl.int32) * by_batch + h * by_head) * count + block
+        for x in range(tl.load(FULL + line) * (ROWS // M), tl.load(FULL + line + 1) * (ROWS // M)):
+            i0 = (block0 + tl.load(FULL_BLOCKS + x // (ROWS // M))) * ROWS + x % (ROWS // M) * M
+            q, do, lse, delta = steps.queries(Qh, Gh, Lh, Dh, q_n, g_n, i0, 1, i < M, d, D, False)
+            dk, dv = steps.add_dkdv(dk, dv, q, k, v, do, lse, delta, True, scale, False)
+        for x in range(tl.load(PART + line) * (ROWS // M), tl.load(PART + line + 1) * (ROWS // M)):
+            i0 = (block0 + tl.load(PART_BLOCKS + x // (ROWS // M))) * ROWS + x % (ROWS // M) * M
+            exists = (i0 + i >= n - nq) & (i0 + i < n)
+            q, do, lse, delta = steps.queries(Qh, Gh, Lh, Dh, q_n, g_n, i0, 1, exists, d, D, True)
+            seen = visible(i0 + i[None, :], j[:, None], n, nq, TIMES, PLACES, r0, r1, r2, CAUSAL, AXES)
+            dk, dv = steps.add_dkdv(dk, dv, q, k, v, do, lse, delta, seen, scale, True)
+    out = b * o_b + g * o_h + at[:, None] * o_n + d[None, :]
+    steps.store(DK + out, dk * softmax_scale, ours, d, D)
+    steps.store(DV + out, dv, ours, d, D)
+
+
+# --- the pattern in the kernels' terms -------------------------------------------------------------------------------
+
+
+class Lists(NamedTuple):
+    """Of each line (batch entry, layout, block) the blocks it sees as a whole, and those it sees in part: int32, CSR."""
+
+    full: Tensor
+    full_blocks: Tensor
+    part: Tensor
+    part_blocks: Tensor
+
+
+class Plan(NamedTuple):
+    """by_queries: the key blocks that each block of queries sees; by_keys: the blocks of queries that see each key block.
+
+    count: blocks of queries and of keys. block0: the number of the first block of queries. by_batch, by_head: how many
+    layouts on the next batch entry's is, and the next head's. mask: TIMES, PLACES and the radius on three axes.
+    """
+
+    by_queries: Lists
+    by_keys: Lists
+    block_size: tuple[int, int]
+    count: tuple[int, int]
+    block0: int
+    by_batch: int
+    by_head: int
+    mask: tuple
+    axes: int
+
+
+def make_plan(each: list[Blocks], pattern, device) -> Plan:
+    """From the blocks of each batch entry (or of all: one)."""
+    one = each[0]
+    (bq, bk), rows, cols = one.block_size, one.rows, one.cols
+    width = torch.cat([x.starts.diff() for x in each])
+    line = torch.arange(len(width), device=width.device).repeat_interleave(width)
+    column, full = torch.cat([x.columns for x in each]).long(), torch.cat([x.full for x in each])
+    row, layout = line % max(1, rows), line // max(1, rows)
+    # A block that does not exist as a whole needs the mask.
+    if one.n % bk:
+        full = full & (column < cols - 1)
+    if one.n % bq:
+        full = full & (row < rows - 1)
+    if (one.n - one.nq) % bq:
+        full = full & (row > 0)
+    by_queries = lists(line, column, full, len(width))
+    turned = layout * cols + column
+    order = turned.argsort(stable=True)
+    by_keys = lists(turned[order], row[order], full[order], len(each) * one.layouts * cols)
+    several = one.layouts > 1
+    return Plan(
+        Lists(*(x.to(device) for x in by_queries)), Lists(*(x.to(device) for x in by_keys)), (bq, bk), (rows, cols),
+        one.first, one.layouts if len(each) > 1 else 0, int(several), *mask_of(pattern, one.n, device),
+    )  # fmt: skip
+
+
+def lists(line: Tensor, block: Tensor, full: Tensor, lines: int) -> Lists:
+    found = []
+    for chosen in (full, ~full):
+        starts = torch.zeros(lines + 1, dtype=torch.int32, device=line.device)
+        starts[1:] = torch.bincount(line[chosen], minlength=lines).cumsum(0)
+        found += [starts, block[chosen].to(torch.int32)]
+    return Lists(*found)
+
+
+def mask_of(pattern, n: int, device) -> tuple[tuple, int]:
+    """((TIMES, PLACES, r0, r1, r2), AXES)"""
+    times = getattr(pattern, "causal_rank", None)
+    times = None if times is None else times.to(device, torch.int32)
+    if not hasattr(pattern, "radius"):
+        return (times, None, 0, 0, 0), 0
+    axes = len(pattern.shape)
+    in_order = axes == 1 and pattern.ordering is None
+    places = None if in_order else torch.stack(pattern.coordinates(torch.arange(n))).to(device, torch.int32)
+    return (times, places, *pattern.radius, *(0,) * (3 - axes)), axes
+
+
+# --- launching -------------------------------------------------------------------------------------------------------
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D), k and v (B, N, G, D), last strides 1."""
+    b, nq, h, _ = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty((b, h, nq), dtype=torch.float32, device=q.device)
+    launch("forward", forward_kernel, plan, causal, (q, k, v), (out, lse), (out,), (scale * math.log2(math.e),))
+    return out, lse
+
+
+def backward(grad: Tensor, grad_lse: Tensor | None, q, k, v, out, lse, plan: Plan, causal: bool, scale: float):
+    """(dq, dk, dv) from the gradients of out and lse, the inputs, and what `forward` returned."""
+    delta = steps.delta(grad, grad_lse, out)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    scales = scale * math.log2(math.e), scale
+    given = grad, lse, delta
+    launch("dq", dq_kernel, plan, causal, (q, k, v), (*given, dq), (grad, dq), scales)
+    launch("dkdv", dkdv_kernel, plan, causal, (q, k, v), (*given, dk, dv), (grad, dk), scales)
+    return dq, dk, dv
+
+
+def launch(name, kernel, plan: Plan, causal: bool, inputs, others, strided, scales) -> None:
+    """The kernel over every tile; `strided` are those of `others` whose strides it takes."""
+    q, k, _ = inputs
+    (b, nq, h, d), (n, g) = q.shape, k.shape[1:3]
+    (rows, cols), keys = plan.block_size, name == "dkdv"
+    tile = tiles.choose(name, q, plan.block_size)
+    count = plan.count[keys]
+    programs = count * (cols // tile.N if keys else rows // tile.M) * (g if keys else h) * b
+    strides = [stride for t in (*inputs, *strided) for stride in t.stride()[:3]]
+    if programs:
+        kernel[(programs,)](
+            *inputs, *others, *strides, *(plan.by_keys if keys else plan.by_queries), *plan.mask[:2], *scales,
+            n, nq, h, count, plan.block0, plan.by_batch, plan.by_head, *plan.mask[2:],
+            GROUP=h // g, D=d, BLOCK_D=tiles.padded(d), M=tile.M, N=tile.N, ROWS=rows, COLS=cols, CAUSAL=causal,
+            AXES=plan.axes, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip

@@ -1,0 +1,63 @@
+"""Which tile each kernel takes: a small table, found by measurement (see outputs/records), no search at run time.
+
+M queries and N keys a tile, warps, and stages of the software pipeline.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+
+SHARED = 160 << 10  # bytes of shared memory a block from which the table's large tiles are possible (A100, H100)
+
+
+class Tile(NamedTuple):
+    M: int
+    N: int
+    warps: int
+    stages: int
+
+
+# By kernel and padded head_dim, 16-bit inputs.
+TABLE = {
+    "forward": {
+        16: Tile(128, 64, 4, 3), 32: Tile(128, 64, 4, 3), 64: Tile(128, 64, 8, 3), 128: Tile(128, 128, 8, 2),
+        256: Tile(128, 64, 8, 2),
+    },
+    "dq": {
+        16: Tile(128, 64, 4, 3), 32: Tile(128, 64, 4, 3), 64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2),
+        256: Tile(64, 32, 8, 1),
+    },
+    "dkdv": {
+        16: Tile(64, 128, 4, 3), 32: Tile(64, 128, 4, 3), 64: Tile(64, 128, 8, 3), 128: Tile(64, 128, 8, 2),
+        256: Tile(32, 64, 8, 1),
+    },
+}  # fmt: skip
+SMALL = Tile(32, 32, 4, 1)  # float32, whose products run without tensor cores, and cards with less shared memory
+
+
+def padded(head_dim: int) -> int:
+    """The head_dim that a kernel's tiles have: products want a power of two, at least 16."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def choose(kernel: str, q: torch.Tensor, block_size: tuple[int, int] | None = None) -> Tile:
+    """The tile of "forward", "dq" or "dkdv" for inputs like q (..., head_dim).
+
+    block_size: of queries and keys, multiples of 16 that the tile has to divide.
+    """
+    if q.device.type == "cpu":  # the interpreter: small shapes shall span several tiles
+        tile = Tile(16, 16, 1, 1)
+    elif q.dtype == torch.float32 or shared_memory(q.device) < SHARED:
+        tile = SMALL
+    else:
+        tile = TABLE[kernel][padded(q.shape[-1])]
+    if block_size is None:
+        return tile
+    return tile._replace(M=math.gcd(tile.M, block_size[0]), N=math.gcd(tile.N, block_size[1]))
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one block of a kernel may take."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
