@@ -15,7 +15,7 @@ from torch import Tensor
 from workbench.oracle import reference
 from workbench.patterns import Dense, Pattern
 
-BACKENDS = ("reference", "torch", "flex")
+BACKENDS = ("reference", "torch", "flex", "triton")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -27,9 +27,10 @@ def attention(
     q (B, Nq, H, D), k and v (B, N, G, D) of one dtype (float64, float32, bfloat16, float16) and device; scale (above 0)
     defaults to 1 / sqrt(D); lse is the natural logarithm of the softmax denominator, float32 (float64 for float64).
     A row that no key reaches has out 0, lse -inf and zero gradients.
-    backend: "auto" (see `explain`), "reference", "torch" or "flex"; one asked for by name runs or raises ValueError
-    with the reason, as does any input that the pattern or the shapes do not allow. Where "auto" takes flex and torch
-    cannot compile the pattern's function, which only trying tells, a warning says so and the torch backend runs.
+    backend: "auto" (see `explain`), "reference", "torch", "flex" or "triton"; one asked for by name runs or raises
+    ValueError with the reason, as does any input that the pattern or the shapes do not allow. Where "auto" takes flex
+    and torch cannot compile the pattern's function, which only trying tells, a warning says so and the torch backend
+    runs.
     """
     check(q, k, v, pattern, scale)
     q, k, v = autocast(q, k, v)
@@ -53,6 +54,10 @@ def why_not(backend: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ret
         from workbench.execution import flex
 
         return flex.why_not(q, k, v, pattern, return_lse)
+    if backend == "triton":
+        from workbench.execution import triton_backend
+
+        return triton_backend.why_not(q, k, pattern)
     if backend in ("torch", "reference"):
         return None
     return f"backend={backend!r}: want 'auto' or one of {', '.join(map(repr, BACKENDS))}"
@@ -67,14 +72,28 @@ def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[st
         return backend, "asked for by name"
     if isinstance(pattern, Dense):
         return "torch", "every pair attends, which torch's fused attention computes as it is"
-    if hasattr(pattern, "segment_lengths"):
+    dilated, device = hasattr(pattern, "segment_lengths"), q.device.type
+    if device == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+        reason = why_not("triton", q, k, v, pattern)
+        if reason is None:
+            return "triton", f"{tile_words(q, pattern)}, faster here than what torch has for this pattern"
+    if dilated:
         return "torch", "a dilated branch is a strided view that fused attention takes without a copy"
-    if q.device.type == "cuda":
+    if device == "cuda":
         reason = why_not("flex", q, k, v, pattern, return_lse)
         if reason is None:
             return "flex", "on this device FlexAttention skips the empty blocks inside one kernel"
         return "torch", f"key blocks are gathered in chunks, since FlexAttention is not possible here ({reason})"
-    return "torch", f"on a {q.device.type.upper()} gathering the needed key blocks in chunks takes no compilation"
+    return "torch", f"on a {device.upper()} gathering the needed key blocks in chunks takes no compilation"
+
+
+def tile_words(q: Tensor, pattern) -> str:
+    """Which kernels run this and with which tiles."""
+    from workbench.execution.triton_backend import tile_of
+
+    m, n, warps, stages = tile_of(q, pattern)
+    kind = "a kernel a branch" if hasattr(pattern, "segment_lengths") else "a kernel over lists of visible blocks"
+    return f"{kind} (forward tiles of {m} queries x {n} keys, {warps} warps, {stages} stages)"
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None = None) -> None:
@@ -135,15 +154,25 @@ def _run_torch(q, k, v, pattern, scale, return_lse):
         )  # fmt: skip
         return out.transpose(1, 2), None
     out, lse = attend(q, k, v, pattern.handle, scale)
-    if getattr(pattern, "heads", "all") == "partition":  # each head is in one branch; the branches are averaged
-        out = out / pattern.divisor(q.shape[2])
-    return out, lse
+    return _divided(out, pattern), lse
 
 
 def _run_flex(q, k, v, pattern, scale, return_lse):
     from workbench.execution import flex
 
     return flex.forward(q, k, v, pattern, scale, return_lse)
+
+
+def _run_triton(q, k, v, pattern, scale, return_lse):
+    from workbench.execution.triton_backend import attend
+
+    out, lse = attend(q, k, v, pattern.handle, scale)
+    return _divided(out, pattern), lse
+
+
+def _divided(out, pattern):
+    """Under heads="partition" each head is in one branch, and the branches are averaged."""
+    return out / pattern.divisor(out.shape[2]) if getattr(pattern, "heads", "all") == "partition" else out
 
 
 def _run_flex_or_torch(q, k, v, pattern, scale, return_lse):
@@ -156,4 +185,4 @@ def _run_flex_or_torch(q, k, v, pattern, scale, return_lse):
         return _run_torch(q, k, v, pattern, scale, return_lse)
 
 
-_RUN = {"reference": _run_reference, "torch": _run_torch, "flex": _run_flex}
+_RUN = {"reference": _run_reference, "torch": _run_torch, "flex": _run_flex, "triton": _run_triton}

@@ -8,8 +8,9 @@ from workbench.execution.merge import merge, merge_
 
 def part(seed, *shape, d=5):
     random = torch.Generator().manual_seed(seed)
-    out, lse = torch.randn(*shape, d, generator=random, dtype=torch.float64), torch.randn(
-        *shape, generator=random, dtype=torch.float64
+    out, lse = (
+        torch.randn(*shape, d, generator=random, dtype=torch.float64),
+        torch.randn(*shape, generator=random, dtype=torch.float64),
     )
     return out, lse
 

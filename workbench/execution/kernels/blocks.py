@@ -95,7 +95,7 @@ def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def dq_kernel(Q, K, V, DO, LSE, DELTA, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, g_b, g_n, g_h, o_b, o_n, o_h,
+def dq_kernel(Q, K, V, DO, OF_ROWS, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, g_b, g_n, g_h, o_b, o_n, o_h,
               FULL, FULL_BLOCKS, PART, PART_BLOCKS, TIMES, PLACES, scale, softmax_scale, n, nq, heads, count, block0,
               by_batch, by_head, r0, r1, r2, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
               M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
@@ -106,10 +106,10 @@ def dq_kernel(Q, K, V, DO, LSE, DELTA, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_
     i, j, d = (block0 + block) * ROWS + part * M + tl.arange(0, M), tl.arange(0, N), tl.arange(0, BLOCK_D)
     ours = (i >= n - nq) & (i < n)
     row = (i - (n - nq)).to(tl.int64)
-    q, do, lse, delta = steps.queries(
-        Q + b * q_b + h * q_h + row[:, None] * q_n + d[None, :], DO + b * g_b + h * g_h + row[:, None] * g_n + d[None, :],
-        LSE + (b * heads + h) * nq + row, DELTA + (b * heads + h) * nq + row, q_n, g_n, 0, 1, ours, d, D, True,
-    )  # fmt: skip
+    Q += b * q_b + h * q_h + row[:, None] * q_n + d[None, :]
+    DO += b * g_b + h * g_h + row[:, None] * g_n + d[None, :]
+    OF_ROWS = steps.pairs(OF_ROWS, (b * heads + h) * nq + row)
+    q, do, lse, delta = steps.queries(Q, DO, OF_ROWS, q_n, g_n, 0, 1, ours, d, D, True)
     K += b * k_b + (h // GROUP) * k_h + j.to(tl.int64)[:, None] * k_n + d[None, :]
     V += b * v_b + (h // GROUP) * v_h + j.to(tl.int64)[:, None] * v_n + d[None, :]
     dq = tl.zeros((M, BLOCK_D), tl.float32)
@@ -129,7 +129,7 @@ def dq_kernel(Q, K, V, DO, LSE, DELTA, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def dkdv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, g_b, g_n, g_h,
+def dkdv_kernel(Q, K, V, DO, OF_ROWS, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, g_b, g_n, g_h,
                 o_b, o_n, o_h, FULL, FULL_BLOCKS, PART, PART_BLOCKS, TIMES, PLACES, scale, softmax_scale, n, nq, heads,
                 count, block0, by_batch, by_head, r0, r1, r2, GROUP: tl.constexpr, D: tl.constexpr,
                 BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -146,16 +146,16 @@ def dkdv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v
     for h in range(g * GROUP, g * GROUP + GROUP):
         Qh = Q + b * q_b + h * q_h + row[:, None] * q_n + d[None, :]
         Gh = DO + b * g_b + h * g_h + row[:, None] * g_n + d[None, :]
-        Lh, Dh = LSE + (b * heads + h) * nq + row, DELTA + (b * heads + h) * nq + row
+        Rh = steps.pairs(OF_ROWS, (b * heads + h) * nq + row)
         line = (b.to(tl.int32) * by_batch + h * by_head) * count + block
         for x in range(tl.load(FULL + line) * (ROWS // M), tl.load(FULL + line + 1) * (ROWS // M)):
             i0 = (block0 + tl.load(FULL_BLOCKS + x // (ROWS // M))) * ROWS + x % (ROWS // M) * M
-            q, do, lse, delta = steps.queries(Qh, Gh, Lh, Dh, q_n, g_n, i0, 1, i < M, d, D, False)
+            q, do, lse, delta = steps.queries(Qh, Gh, Rh, q_n, g_n, i0, 1, i < M, d, D, False)
             dk, dv = steps.add_dkdv(dk, dv, q, k, v, do, lse, delta, True, scale, False)
         for x in range(tl.load(PART + line) * (ROWS // M), tl.load(PART + line + 1) * (ROWS // M)):
             i0 = (block0 + tl.load(PART_BLOCKS + x // (ROWS // M))) * ROWS + x % (ROWS // M) * M
             exists = (i0 + i >= n - nq) & (i0 + i < n)
-            q, do, lse, delta = steps.queries(Qh, Gh, Lh, Dh, q_n, g_n, i0, 1, exists, d, D, True)
+            q, do, lse, delta = steps.queries(Qh, Gh, Rh, q_n, g_n, i0, 1, exists, d, D, True)
             seen = visible(i0 + i[None, :], j[:, None], n, nq, TIMES, PLACES, r0, r1, r2, CAUSAL, AXES)
             dk, dv = steps.add_dkdv(dk, dv, q, k, v, do, lse, delta, seen, scale, True)
     out = b * o_b + g * o_h + at[:, None] * o_n + d[None, :]
@@ -167,7 +167,7 @@ def dkdv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v
 
 
 class Lists(NamedTuple):
-    """Of each line (batch entry, layout, block) the blocks it sees as a whole, and those it sees in part: int32, CSR."""
+    """Of each line (batch entry, layout, block) the blocks that it sees as a whole, and in part: int32, CSR."""
 
     full: Tensor
     full_blocks: Tensor
@@ -176,7 +176,7 @@ class Lists(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """by_queries: the key blocks that each block of queries sees; by_keys: the blocks of queries that see each key block.
+    """by_queries: the key blocks that each block of queries sees; by_keys: the other way round.
 
     count: blocks of queries and of keys. block0: the number of the first block of queries. by_batch, by_head: how many
     layouts on the next batch entry's is, and the next head's. mask: TIMES, PLACES and the radius on three axes.
@@ -254,10 +254,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, causal: bool, scale: fl
 
 def backward(grad: Tensor, grad_lse: Tensor | None, q, k, v, out, lse, plan: Plan, causal: bool, scale: float):
     """(dq, dk, dv) from the gradients of out and lse, the inputs, and what `forward` returned."""
-    delta = steps.delta(grad, grad_lse, out)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     scales = scale * math.log2(math.e), scale
-    given = grad, lse, delta
+    given = grad, steps.rows(grad, grad_lse, out, lse)
     launch("dq", dq_kernel, plan, causal, (q, k, v), (*given, dq), (grad, dq), scales)
     launch("dkdv", dkdv_kernel, plan, causal, (q, k, v), (*given, dk, dv), (grad, dk), scales)
     return dq, dk, dv

@@ -70,7 +70,7 @@ def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_
         k = steps.load(K + j0 * k_step, j < N, d, D, False)
         v = steps.load(V + j0 * v_step, j < N, d, D, False)
         acc, peak, total = steps.attend(acc, peak, total, q, k, v, True, scale, False)
-    for j0 in range(full, end, N):
+    for j0 in tl.range(full, end, N, num_stages=1):
         exists = j0 + j < kept
         k = steps.load(K + j0 * k_step, exists, d, D, True)
         v = steps.load(V + j0 * v_step, exists, d, D, True)
@@ -93,7 +93,7 @@ def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def dq_kernel(Q, K, V, DO, LSE, DELTA, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, g_b, g_n, g_h, o_b, o_n, o_h,
+def dq_kernel(Q, K, V, DO, OF_ROWS, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, g_b, g_n, g_h, o_b, o_n, o_h,
               scale, softmax_scale, n, nq, w, r, divide, plus, head0, heads, all_heads, many, segment0, segments,
               GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
               CAUSAL: tl.constexpr, FIRST: tl.constexpr):  # fmt: skip
@@ -106,10 +106,10 @@ def dq_kernel(Q, K, V, DO, LSE, DELTA, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_
     i, j, d = i0 + tl.arange(0, M), tl.arange(0, N), tl.arange(0, BLOCK_D)
     ours = (i >= first) & (i < kept)
     row = (start - (n - nq)).to(tl.int64) + i.to(tl.int64) * r
-    q = steps.load(Q + b * q_b + h * q_h + row[:, None] * q_n + d[None, :], ours, d, D, True)
-    do = steps.load(DO + b * g_b + h * g_h + row[:, None] * g_n + d[None, :], ours, d, D, True)
-    lse = tl.load(LSE + (b * all_heads + h) * nq + row, ours, float("inf")) * steps.LOG2E
-    delta = tl.load(DELTA + (b * all_heads + h) * nq + row, ours, 0.0)
+    Q += b * q_b + h * q_h + row[:, None] * q_n + d[None, :]
+    DO += b * g_b + h * g_h + row[:, None] * g_n + d[None, :]
+    OF_ROWS = steps.pairs(OF_ROWS, (b * all_heads + h) * nq + row)
+    q, do, lse, delta = steps.queries(Q, DO, OF_ROWS, q_n, g_n, 0, 1, ours, d, D, True)
     at = start.to(tl.int64) + j.to(tl.int64) * r
     K += b * k_b + (h // GROUP) * k_h + at[:, None] * k_n + d[None, :]
     V += b * v_b + (h // GROUP) * v_h + at[:, None] * v_n + d[None, :]
@@ -123,7 +123,7 @@ def dq_kernel(Q, K, V, DO, LSE, DELTA, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_
         k = steps.load(K + j0 * k_step, j < N, d, D, False)
         v = steps.load(V + j0 * v_step, j < N, d, D, False)
         dq = steps.add_dq(dq, q, k, v, do, lse, delta, True, scale, False)
-    for j0 in range(full, end, N):
+    for j0 in tl.range(full, end, N, num_stages=1):
         exists = j0 + j < kept
         k = steps.load(K + j0 * k_step, exists, d, D, True)
         v = steps.load(V + j0 * v_step, exists, d, D, True)
@@ -135,7 +135,7 @@ def dq_kernel(Q, K, V, DO, LSE, DELTA, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def dkdv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, g_b, g_n, g_h,
+def dkdv_kernel(Q, K, V, DO, OF_ROWS, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, g_b, g_n, g_h,
                 o_b, o_n, o_h, scale, softmax_scale, n, nq, w, r, divide, plus, head0, heads, all_heads, many, segment0,
                 segments, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
                 N: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr):  # fmt: skip
@@ -168,18 +168,17 @@ def dkdv_kernel(Q, K, V, DO, LSE, DELTA, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v
         stop = tl.where(same, kept, 0)
         Qx = Q + b * q_b + x * q_h + row[:, None] * q_n + d[None, :]
         Gx = DO + b * g_b + x * g_h + row[:, None] * g_n + d[None, :]
-        Lx = LSE + (b * all_heads + x) * nq + row
-        Dx = DELTA + (b * all_heads + x) * nq + row
+        Rx = steps.pairs(OF_ROWS, (b * all_heads + x) * nq + row)
         if CAUSAL:
-            for i0 in range(begin, tl.minimum(middle, stop), M):
+            for i0 in tl.range(begin, tl.minimum(middle, stop), M, num_stages=1):
                 seen = j[:, None] <= i0 + i[None, :]
-                q, do, lse, delta = steps.queries(Qx, Gx, Lx, Dx, q_n, g_n, i0, r, i0 + i < kept, d, D, True)
+                q, do, lse, delta = steps.queries(Qx, Gx, Rx, q_n, g_n, i0, r, i0 + i < kept, d, D, True)
                 dk, dv = steps.add_dkdv(dk, dv, q, k, v, do, lse, delta, seen, scale, True)
         for i0 in range(middle, tl.minimum(full, stop), M):
-            q, do, lse, delta = steps.queries(Qx, Gx, Lx, Dx, q_n, g_n, i0, r, i < M, d, D, False)
+            q, do, lse, delta = steps.queries(Qx, Gx, Rx, q_n, g_n, i0, r, i < M, d, D, False)
             dk, dv = steps.add_dkdv(dk, dv, q, k, v, do, lse, delta, True, scale, False)
-        for i0 in range(full, stop, M):
-            q, do, lse, delta = steps.queries(Qx, Gx, Lx, Dx, q_n, g_n, i0, r, i0 + i < kept, d, D, True)
+        for i0 in tl.range(full, stop, M, num_stages=1):
+            q, do, lse, delta = steps.queries(Qx, Gx, Rx, q_n, g_n, i0, r, i0 + i < kept, d, D, True)
             dk, dv = steps.add_dkdv(dk, dv, q, k, v, do, lse, delta, True, scale, False)
     out = b * o_b + (h // GROUP) * o_h + at[:, None] * o_n + d[None, :]
     steps.add(DK + out, dk * softmax_scale, ours, d, D, FIRST)
@@ -216,7 +215,7 @@ class Branch(NamedTuple):
 
 
 def branches(pattern, n: int, heads: int) -> list[Branch]:
-    """The branches that have a head; one that keeps everything is the first, so that it can write what others add to."""
+    """The branches that have a head; one that keeps everything comes first, and writes what the others add to."""
     found = []
     for x, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
         members = pattern.head_range(x, heads)
@@ -246,14 +245,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Ten
 def backward(grad: Tensor, grad_lse: Tensor | None, q, k, v, out, lse, pattern, scale: float):
     """(dq, dk, dv) from the gradients of out and lse, the inputs, and what `forward` returned."""
     (b, nq, h, d), n = q.shape, k.shape[1]
-    plan, delta = branches(pattern, n, h), steps.delta(grad, grad_lse, out)
+    plan, of_rows = branches(pattern, n, h), steps.rows(grad, grad_lse, out, lse)
     dq, dk, dv = new(q, plan[0].whole), new(k, plan[0].whole and nq == n), new(v, plan[0].whole and nq == n)
     for branch in plan:
         first = branch.whole and branch is plan[0]
         for name, kernel, results in (("dq", dq_kernel, (dq,)), ("dkdv", dkdv_kernel, (dk, dv))):
             tile = tiles.choose(name, q)
             branch.launch(
-                kernel, b, n, nq, h, tile.M if name == "dq" else tile.N, q, k, v, grad, lse, delta, *results,
+                kernel, b, n, nq, h, tile.M if name == "dq" else tile.N, q, k, v, grad, of_rows, *results,
                 *rows(q, k, v, grad, results[0]), scale * math.log2(math.e), scale,
                 GROUP=h // k.shape[2], D=d, BLOCK_D=tiles.padded(d), M=tile.M, N=tile.N, CAUSAL=pattern.causal,
                 FIRST=first and (name == "dq" or nq == n), num_warps=tile.warps, num_stages=tile.stages,

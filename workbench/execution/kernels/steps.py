@@ -11,6 +11,8 @@ its lse as +inf, so that its P is 0.
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from workbench.execution.kernels import tiles
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # what Triton made of the kernels when they were defined
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -26,12 +29,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 def load(pointers, exists, columns, D: tl.constexpr, MASKED: tl.constexpr):
     """A tile (rows, D padded): rows that do not exist (looked at only if MASKED) and columns from D on are zeros."""
     if MASKED:
-        if D == columns.shape[0]:
+        if columns.shape[0] == D:
             return tl.load(pointers, exists[:, None], 0.0)
         else:
             return tl.load(pointers, exists[:, None] & (columns < D)[None, :], 0.0)
     else:
-        if D == columns.shape[0]:
+        if columns.shape[0] == D:
             return tl.load(pointers)
         else:
             return tl.load(pointers, (columns < D)[None, :], 0.0)
@@ -41,7 +44,7 @@ def load(pointers, exists, columns, D: tl.constexpr, MASKED: tl.constexpr):
 def store(pointers, tile, exists, columns, D: tl.constexpr):
     """Write the rows that exist, rounded to what is pointed to."""
     inside = exists[:, None]
-    if D != columns.shape[0]:
+    if columns.shape[0] != D:
         inside = inside & (columns < D)[None, :]
     tl.store(pointers, tile.to(pointers.dtype.element_ty), inside)
 
@@ -55,17 +58,26 @@ def add(pointers, tile, exists, columns, D: tl.constexpr, FIRST: tl.constexpr):
 
 
 @triton.jit
-def queries(Q, DO, LSE, DELTA, q_n, g_n, i0, r, exists, columns, D: tl.constexpr, MASKED: tl.constexpr):
-    """q, do (M, D), lse in base 2 and delta (M,) of the rows i0 * r after those that are pointed to."""
+def queries(Q, DO, ROWS, q_n, g_n, i0, r, exists, columns, D: tl.constexpr, MASKED: tl.constexpr):
+    """q, do (M, D), lse in base 2 and delta (M,) of the rows i0 * r after those that are pointed to.
+
+    ROWS are the pairs (lse, delta) that `delta_kernel` writes: one load, whose layout the compiler keeps compact.
+    """
     skip = tl.cast(i0, tl.int64) * r
     q = load(Q + skip * q_n, exists, columns, D, MASKED)
     do = load(DO + skip * g_n, exists, columns, D, MASKED)
     if MASKED:
-        lse = tl.load(LSE + skip, exists, float("inf"))
-        delta = tl.load(DELTA + skip, exists, 0.0)
+        lse, delta = tl.split(tl.load(ROWS + 2 * skip, exists[:, None], float("inf")))
+        return q, do, lse, tl.where(exists, delta, 0.0)
     else:
-        lse, delta = tl.load(LSE + skip), tl.load(DELTA + skip)
-    return q, do, lse * LOG2E, delta
+        lse, delta = tl.split(tl.load(ROWS + 2 * skip))
+        return q, do, lse, delta
+
+
+@triton.jit
+def pairs(ROWS, row):
+    """Pointers (M, 2) to the pairs (lse, delta) of the rows, counted through batch entries and heads."""
+    return ROWS + 2 * row[:, None] + tl.arange(0, 2)[None, :]
 
 
 @triton.jit
@@ -116,9 +128,9 @@ def finish(acc, peak, total):
 
 
 @triton.jit
-def delta_kernel(OUT, DO, DLSE, DELTA, o_b, o_n, o_h, g_b, g_n, g_h, nq, heads,
-                 D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, WITH_DLSE: tl.constexpr):  # fmt: skip
-    """delta (B, H, Nq) = rowsum(dO * out) - dlse, float32."""
+def rows_kernel(OUT, DO, LSE, DLSE, ROWS, o_b, o_n, o_h, g_b, g_n, g_h, nq, heads,
+                D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr):  # fmt: skip
+    """ROWS (B, H, Nq, 2): lse in base 2 (+inf for a row that sees nothing) and delta = rowsum(dO * out) - dlse."""
     tiles = tl.cdiv(nq, M)
     row = tl.program_id(0) // tiles
     b, h = (row // heads).to(tl.int64), row % heads
@@ -128,17 +140,19 @@ def delta_kernel(OUT, DO, DLSE, DELTA, o_b, o_n, o_h, g_b, g_n, g_h, nq, heads,
     do = load(DO + b * g_b + h * g_h + wide * g_n + d[None, :], i < nq, d, D, True)
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     at = row.to(tl.int64) * nq + i
-    if WITH_DLSE:
+    if DLSE is not None:
         delta -= tl.load(DLSE + at, i < nq, 0.0)
-    tl.store(DELTA + at, delta, i < nq)
+    lse = tl.load(LSE + at, i < nq, 0.0) * LOG2E
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    tl.store(ROWS + 2 * at[:, None] + tl.arange(0, 2)[None, :], tl.join(lse, delta), (i < nq)[:, None])
 
 
-def delta(grad: Tensor, grad_lse: Tensor | None, out: Tensor) -> Tensor:
-    """float32 (B, H, Nq): what the softmax subtracts from dO V^T."""
+def rows(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
+    """float32 (B, H, Nq, 2): what the backward needs of each row of queries, beside q and the gradient of out."""
     b, nq, h, d = out.shape
-    result, M = torch.empty((b, h, nq), dtype=torch.float32, device=out.device), 64
-    delta_kernel[(b * h * triton.cdiv(nq, M),)](
-        out, grad, None if grad_lse is None else grad_lse.contiguous(), result, *out.stride()[:3], *grad.stride()[:3],
-        nq, h, D=d, BLOCK_D=tiles.padded(d), M=M, WITH_DLSE=grad_lse is not None,
+    result, M = torch.empty((b, h, nq, 2), dtype=torch.float32, device=out.device), 64
+    rows_kernel[(b * h * triton.cdiv(nq, M),)](
+        out, grad, lse, None if grad_lse is None else grad_lse.contiguous(), result, *out.stride()[:3],
+        *grad.stride()[:3], nq, h, D=d, BLOCK_D=tiles.padded(d), M=M,
     )  # fmt: skip
     return result

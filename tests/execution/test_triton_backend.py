@@ -1,0 +1,153 @@
+"""The kernels in Triton's interpreter, against the oracle; tests/gpu/test_triton.py has the same on a card."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests import tools
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, explain, layouts, orderings
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu/test_triton.py runs the kernels themselves", allow_module_level=True)
+
+DTYPES = (torch.float32, torch.float16)  # the interpreter's bfloat16 is wrong
+SLOW = ("longnet-32", "longnet-64-grouped", "12-heads", "head-dim-300", "head-dim-1-", "29-tokens")
+DILATED = [
+    id for id in tools.TABLE if id.startswith(("dilated", "dense")) and not any(part in f"{id}-" for part in SLOW)
+]
+curve = torch.randperm(63, generator=torch.Generator().manual_seed(1))
+dark = torch.tensor([[1, 0, 0], [0, 0, 0], [0, 1, 1]]) > 0
+
+
+def blocks(c):
+    """Block-sparse cases with blocks of a multiple of 16."""
+    edge, suffix = layouts.local(1) | layouts.global_(1), "-causal" * c
+    return [
+        tools.Case(f"local-ragged{suffix}", lambda: BlockSparse(layouts.local(1), 32, c), 77, heads=3),
+        tools.Case(f"one-token{suffix}", lambda: BlockSparse(layouts.local(1), 16, c), 1),
+        tools.Case(f"wide-blocks-last-queries{suffix}", lambda: BlockSparse(edge, (16, 32), c), 150, 61, 4, 2),
+        tools.Case(f"tall-blocks-head-dim-20{suffix}", lambda: BlockSparse(edge, (32, 16), c), 77, head_dim=20),
+        tools.Case(
+            f"a-layout-a-sequence{suffix}",
+            lambda: BlockSparse(tools.batch_layout(2, 4, 3, 3), 16, c), 45, heads=4, kv_heads=2, batch=2,
+        ),
+        tools.Case(
+            f"random-by-head{suffix}",
+            lambda: BlockSparse(layouts.random(0.3, 2, per_head=True), 16, c), 97, 40, heads=4, kv_heads=2,
+        ),
+    ]  # fmt: skip
+
+
+BLOCKS = [
+    *blocks(False),
+    *blocks(True),
+    tools.Case("causal-in-another-order", lambda: BlockSparse(layouts.local(1), 16, True, None, curve), 63, heads=3),
+    tools.Case("empty-rows", lambda: BlockSparse(layouts.explicit(dark), 16), 45),
+    tools.Case("window", lambda: Neighborhood((150,), 45), 150, kv_heads=1),
+    tools.Case("window-last-queries", lambda: Neighborhood((150,), 5), 150, 21),
+    tools.Case("neighborhood", lambda: Neighborhood((7, 9), 2), 63, nq=20),
+    tools.Case("neighborhood-hilbert", lambda: Neighborhood((16, 8), 1, orderings.hilbert((16, 8))), 128, kv_heads=1),
+    tools.Case("shuffled-line", lambda: Neighborhood((60,), 4, orderings.random((60,), 3)), 60),
+    tools.Case("neighborhood-3d", lambda: Neighborhood((4, 5, 3), (1, 0, 2)), 60, batch=2),
+]
+CASES = {id: tools.TABLE[id] for id in DILATED} | {case.id: case for case in BLOCKS}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=tools.name_of)
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_agrees_with_the_oracle(case, dtype):
+    tools.check(case, dtype, backend="triton")
+
+
+def test_longnet_itself_with_grouped_heads():  # w mod r is not 0 for two of its branches
+    case = tools.Case("longnet", tools.longnet(1024), 40, heads=6, kv_heads=2)
+    tools.check(case, torch.float32, backend="triton")
+
+
+def test_a_mask_that_is_off_by_one_is_noticed(monkeypatch):
+    from workbench.execution.kernels import blocks as kernels
+
+    right = kernels.mask_of
+
+    def wrong(pattern, n, device):
+        (times, places, r0, *rest), axes = right(pattern, n, device)
+        return (times, places, r0 + 1, *rest), axes
+
+    monkeypatch.setattr(kernels, "mask_of", wrong)
+    with pytest.raises(AssertionError, match="out"):
+        tools.check(CASES["window"], torch.float32, backend="triton")
+
+
+def test_a_branch_that_is_left_out_is_noticed(monkeypatch):
+    from workbench.execution.kernels import dilated as kernels
+
+    right = kernels.branches
+    monkeypatch.setattr(kernels, "branches", lambda *x: right(*x)[:-1])
+    with pytest.raises(AssertionError, match="lse"):  # which alone tells how often a key was counted
+        tools.check(CASES["dilated-same-branch-thrice"], torch.float32, backend="triton")
+
+
+@pytest.mark.parametrize("pattern", [Dilated([8, 16], [1, 2]), BlockSparse(layouts.local(1), 16)], ids=str)
+def test_is_an_operator_as_torch_wants_them(pattern):
+    q, k, v = (torch.randn(1, 24, 2, 16, requires_grad=True) for _ in range(3))
+    from workbench.execution.triton_backend import attend
+
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(attend, (q, k, v, pattern.handle, 0.25), test_utils=tests)
+
+
+def test_goes_through_checkpointing_and_gives_the_same_bits_each_time():
+    pattern = Dilated([8, 16], [1, 2], causal=True)
+    q, k, v = (torch.randn(1, 24, 2, 16, requires_grad=True) for _ in range(3))
+
+    def grads(through):
+        return torch.autograd.grad(through(q, k, v).square().sum(), (q, k, v))
+
+    def call(q, k, v):
+        return attention(q, k, v, pattern, backend="triton")
+
+    want = grads(call)
+    for got in (grads(call), grads(lambda *x: checkpoint(call, *x, use_reentrant=False))):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_strided_inputs_and_upstream_gradients_give_the_same_numbers():
+    case = tools.Case("strided", lambda: Dilated([16, 32], [1, 2]), 40, head_dim=16)
+
+    def run(q, k, v, pattern):
+        views = (x.repeat_interleave(2, -1)[..., ::2] for x in (q, k, v))
+        out, lse = attention(*views, pattern, backend="triton", return_lse=True)
+        return out.repeat_interleave(2, -1)[..., ::2], lse
+
+    tools.check(case, torch.float32, run=run)
+
+
+def test_nothing_in_nothing_out():
+    for b, nq, n, h in ((0, 4, 4, 2), (1, 0, 4, 2), (1, 0, 0, 2), (1, 4, 4, 0)):
+        q, k = torch.randn(b, nq, h, 16, requires_grad=True), torch.randn(b, n, h, 16, requires_grad=True)
+        out = attention(q, k, k, Dilated([4], [1]), backend="triton")
+        out.sum().backward()
+        assert out.shape == q.shape and not k.grad.any()
+
+
+REFUSED = [
+    (Dense(), dict(dtype=torch.float64), "float64"),
+    (Dense(), dict(dtype=torch.bfloat16), "bfloat16"),
+    (Dense(), dict(d=300), "head_dim"),
+    (BlockSparse(layouts.local(1), 24), {}, "multiple of 16"),
+    (BlockSparse(layouts.local(1), 16, predicate=lambda h, i, j: i > j), {}, "predicate"),
+    (Predicate(lambda h, i, j: i > j), {}, "predicate"),
+]
+
+
+@pytest.mark.parametrize("pattern, of, reason", REFUSED, ids=[reason for _, _, reason in REFUSED])
+def test_what_it_does_not_run_it_refuses_by_name(pattern, of, reason):
+    q = torch.zeros(1, 24, 2, of.get("d", 16), dtype=of.get("dtype", torch.float32))
+    with pytest.raises(ValueError, match=reason):
+        attention(q, q, q, pattern, backend="triton")
+
+
+def test_auto_leaves_the_interpreter_alone():
+    q = torch.zeros(1, 24, 2, 16, dtype=torch.float16)
+    assert explain(q, q, q, Dilated([8], [2])).startswith("torch: ")

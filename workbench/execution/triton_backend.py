@@ -1,0 +1,151 @@
+"""The kernels as two torch operators, so that compile, checkpointing and autograd see one opaque call each way.
+
+As in `torch_backend`, an operator takes the pattern's `handle`. Both operators have fake implementations, and the
+gradient of lse is part of the backward.
+
+Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from workbench.execution.fused import unit_stride
+from workbench.execution.torch_backend import one_branch
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, living
+
+LENGTH = 1 << 30  # positions are int32 in the kernels, and some are computed one tile beyond the last
+BLOCK = 128  # of a neighborhood, which has no blocks of its own
+
+
+def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
+    """Why the kernels do not run this call, in a sentence, or None. q (B, Nq, H, D), k (B, N, G, D)."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if q.device.type != "cuda" and not interpreted():
+        return f"the kernels are for CUDA, not {q.device.type}"
+    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "the kernels need compute capability 8.0"
+    if q.dtype == torch.float64:
+        return "the kernels have no float64"
+    if interpreted() and q.dtype == torch.bfloat16:
+        return "Triton's interpreter computes bfloat16 wrongly"
+    if q.shape[-1] > 256:
+        return f"the kernels want a head_dim of at most 256, not {q.shape[-1]}"
+    if k.shape[1] > LENGTH:
+        return f"the kernels count positions up to {LENGTH:,}, not {k.shape[1]:,}"
+    if isinstance(pattern, (Dense, Dilated)):
+        return None
+    if not isinstance(pattern, (BlockSparse, Neighborhood)):
+        return f"the kernels know dilated, block-sparse and neighborhood patterns, not {pattern.name}"
+    if getattr(pattern, "predicate", None) is not None:
+        return "the kernels cannot call the pattern's predicate"
+    if any(size % 16 for size in block_size_of(pattern)):
+        return f"the kernels want blocks of a multiple of 16, not {block_size_of(pattern)}"
+    return None
+
+
+def interpreted() -> bool:
+    """Whether the kernels run in Triton's interpreter, on any device, for tests."""
+    from workbench.execution.kernels import steps
+
+    return steps.INTERPRETED
+
+
+def block_size_of(pattern) -> tuple[int, int]:
+    return getattr(pattern, "block_size", (BLOCK, BLOCK))
+
+
+@torch.library.custom_op("workbench::attend_by_kernels", mutates_args=())
+def attend(q: Tensor, k: Tensor, v: Tensor, handle: int, scale: float) -> tuple[Tensor, Tensor]:
+    """out (B, Nq, H, D) and lse (B, H, Nq), float32, of the pattern behind `handle`."""
+    if q.numel() == 0:
+        return fake_attend(q, k, v, handle, scale)
+    execution, pattern = kernels(living(handle), q, k.shape[1])
+    with device_of(q):
+        return execution.forward(*map(unit_stride, (q, k, v)), *pattern, scale)
+
+
+@attend.register_fake
+def fake_attend(q, k, v, handle, scale):
+    b, nq, h, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((b, h, nq), dtype=torch.float32)
+
+
+@torch.library.custom_op("workbench::attend_by_kernels_backward", mutates_args=())
+def attend_backward(
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv) from the gradients of out and lse, the inputs, and out and lse."""
+    if q.numel() == 0:
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    execution, pattern = kernels(living(handle), q, k.shape[1])
+    grad, q, k, v, out = map(unit_stride, (grad, q, k, v, out))
+    with device_of(q):
+        return execution.backward(grad, grad_lse, q, k, v, out, lse, *pattern, scale)
+
+
+@attend_backward.register_fake
+def _(grad, grad_lse, q, k, v, out, lse, handle, scale):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def kernels(pattern, q: Tensor, n: int):
+    """(the module that runs the pattern, what its `forward` takes for the pattern)."""
+    from workbench.execution.kernels import blocks, dilated
+
+    if isinstance(pattern, Dense):
+        pattern = one_branch(pattern, n)
+    if isinstance(pattern, Dilated):
+        return dilated, (pattern,)
+    return blocks, (plan_of(pattern, q, n), pattern.causal)
+
+
+def plan_of(pattern, q: Tensor, n: int):
+    """The pattern's lists of blocks for these sizes, kept with the pattern."""
+    from workbench.execution.kernels import blocks
+
+    key = (n, q.shape[1], q.shape[2], str(q.device))
+    kept = pattern.__dict__.get("_plan")
+    if kept is None or kept[0] != key:
+        batch = getattr(pattern, "batch", None)
+        each = [pattern] if batch is None else [pattern.for_batch(x) for x in range(batch)]
+        found = [x.blocks(n, q.shape[2], q.shape[1], block_size_of(pattern)) for x in each]
+        pattern._plan = kept = (key, blocks.make_plan(found, pattern, q.device))  # the last sizes only
+    return kept[1]
+
+
+def tile_of(q: Tensor, pattern) -> tuple[int, int, int, int]:
+    """(queries, keys, warps, stages) of the forward's tiles."""
+    from workbench.execution.kernels import tiles
+
+    return tiles.choose("forward", q, None if isinstance(pattern, (Dense, Dilated)) else block_size_of(pattern))
+
+
+def device_of(q: Tensor):
+    """Triton launches on the current device: that of the tensors."""
+    return torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext()
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, ctx.handle, ctx.scale = inputs
+    ctx.pattern = living(int(ctx.handle))  # keeps it alive until the backward
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx, grad, grad_lse):
+    q, k, v, out, lse = ctx.saved_tensors
+    if grad is None and grad_lse is None:
+        return (None,) * 5
+    if grad is None:
+        grad = torch.zeros_like(out)
+    return *attend_backward(grad, grad_lse, q, k, v, out, lse, ctx.handle, ctx.scale), None, None
+
+
+attend.register_autograd(_autograd, setup_context=_setup_context)
