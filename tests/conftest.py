@@ -7,7 +7,6 @@ import torch
 
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    import triton.experimental.gluon  # looks at it too, when a kernel is first run
 
     import workbench.execution.kernels.blocks
     import workbench.execution.kernels.dilated  # noqa: F401
