@@ -175,6 +175,43 @@ def only_block_0(blocks):
 TABLE = {case.id: case for case in _cases()}
 
 
+curve = torch.randperm(63, generator=torch.Generator().manual_seed(1))
+dark = torch.tensor([[1, 0, 0], [0, 0, 0], [0, 1, 1]]) > 0
+
+
+def _tiled(c):
+    """Block-sparse cases with blocks of a multiple of 16, which the Triton kernels want."""
+    edge, suffix = layouts.local(1) | layouts.global_(1), "-causal" * c
+    return [
+        Case(f"local-ragged{suffix}", lambda: BlockSparse(layouts.local(1), 32, c), 77, heads=3),
+        Case(f"one-token{suffix}", lambda: BlockSparse(layouts.local(1), 16, c), 1),
+        Case(f"wide-blocks-last-queries{suffix}", lambda: BlockSparse(edge, (16, 32), c), 150, 61, 4, 2),
+        Case(f"tall-blocks-head-dim-20{suffix}", lambda: BlockSparse(edge, (32, 16), c), 77, head_dim=20),
+        Case(
+            f"a-layout-a-sequence{suffix}",
+            lambda: BlockSparse(batch_layout(2, 4, 3, 3), 16, c), 45, heads=4, kv_heads=2, batch=2,
+        ),
+        Case(
+            f"random-by-head{suffix}",
+            lambda: BlockSparse(layouts.random(0.3, 2, per_head=True), 16, c), 97, 40, heads=4, kv_heads=2,
+        ),
+    ]  # fmt: skip
+
+
+TILED = [
+    *_tiled(False),
+    *_tiled(True),
+    Case("causal-in-another-order", lambda: BlockSparse(layouts.local(1), 16, True, None, curve), 63, heads=3),
+    Case("empty-rows", lambda: BlockSparse(layouts.explicit(dark), 16), 45),
+    Case("window", lambda: Neighborhood((150,), 45), 150, kv_heads=1),
+    Case("window-last-queries", lambda: Neighborhood((150,), 5), 150, 21),
+    Case("neighborhood", lambda: Neighborhood((7, 9), 2), 63, nq=20),
+    Case("neighborhood-hilbert", lambda: Neighborhood((16, 8), 1, orderings.hilbert((16, 8))), 128, kv_heads=1),
+    Case("shuffled-line", lambda: Neighborhood((60,), 4, orderings.random((60,), 3)), 60),
+    Case("neighborhood-3d", lambda: Neighborhood((4, 5, 3), (1, 0, 2)), 60, batch=2),
+]
+
+
 # --- the check -------------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests import tools
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, explain, layouts, orderings
+from workbench import BlockSparse, Dense, Dilated, Predicate, attention, explain, layouts
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -16,42 +16,7 @@ SLOW = ("longnet-32", "longnet-64-grouped", "12-heads", "head-dim-300", "head-di
 DILATED = [
     id for id in tools.TABLE if id.startswith(("dilated", "dense")) and not any(part in f"{id}-" for part in SLOW)
 ]
-curve = torch.randperm(63, generator=torch.Generator().manual_seed(1))
-dark = torch.tensor([[1, 0, 0], [0, 0, 0], [0, 1, 1]]) > 0
-
-
-def blocks(c):
-    """Block-sparse cases with blocks of a multiple of 16."""
-    edge, suffix = layouts.local(1) | layouts.global_(1), "-causal" * c
-    return [
-        tools.Case(f"local-ragged{suffix}", lambda: BlockSparse(layouts.local(1), 32, c), 77, heads=3),
-        tools.Case(f"one-token{suffix}", lambda: BlockSparse(layouts.local(1), 16, c), 1),
-        tools.Case(f"wide-blocks-last-queries{suffix}", lambda: BlockSparse(edge, (16, 32), c), 150, 61, 4, 2),
-        tools.Case(f"tall-blocks-head-dim-20{suffix}", lambda: BlockSparse(edge, (32, 16), c), 77, head_dim=20),
-        tools.Case(
-            f"a-layout-a-sequence{suffix}",
-            lambda: BlockSparse(tools.batch_layout(2, 4, 3, 3), 16, c), 45, heads=4, kv_heads=2, batch=2,
-        ),
-        tools.Case(
-            f"random-by-head{suffix}",
-            lambda: BlockSparse(layouts.random(0.3, 2, per_head=True), 16, c), 97, 40, heads=4, kv_heads=2,
-        ),
-    ]  # fmt: skip
-
-
-BLOCKS = [
-    *blocks(False),
-    *blocks(True),
-    tools.Case("causal-in-another-order", lambda: BlockSparse(layouts.local(1), 16, True, None, curve), 63, heads=3),
-    tools.Case("empty-rows", lambda: BlockSparse(layouts.explicit(dark), 16), 45),
-    tools.Case("window", lambda: Neighborhood((150,), 45), 150, kv_heads=1),
-    tools.Case("window-last-queries", lambda: Neighborhood((150,), 5), 150, 21),
-    tools.Case("neighborhood", lambda: Neighborhood((7, 9), 2), 63, nq=20),
-    tools.Case("neighborhood-hilbert", lambda: Neighborhood((16, 8), 1, orderings.hilbert((16, 8))), 128, kv_heads=1),
-    tools.Case("shuffled-line", lambda: Neighborhood((60,), 4, orderings.random((60,), 3)), 60),
-    tools.Case("neighborhood-3d", lambda: Neighborhood((4, 5, 3), (1, 0, 2)), 60, batch=2),
-]
-CASES = {id: tools.TABLE[id] for id in DILATED} | {case.id: case for case in BLOCKS}
+CASES = {id: tools.TABLE[id] for id in DILATED} | {case.id: case for case in tools.TILED}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=tools.name_of)

@@ -1,0 +1,219 @@
+"""The Triton kernels on a CUDA card: the table of tests/tools.py, and what only a card and large sizes can get wrong."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests import tools
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, attention, explain, layouts, orderings, reference
+from workbench.execution import triton_backend
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def edge(c):
+    return BlockSparse(layouts.local(1) | layouts.global_(1), 128, c)
+
+
+LARGE = [
+    tools.Case("longnet", tools.longnet(16), 2000, None, 12, 4, 64, 2),
+    tools.Case("longnet-causal-last-queries", tools.longnet(16, True), 2000, 777, 12, None, 64),
+    tools.Case("head-dim-16", lambda: Dilated([300, 700], [1, 3], True), 1111, None, 4, 2, 16),
+    tools.Case("head-dim-80", lambda: Dilated([300, 700], [1, 3]), 1111, None, 4, None, 80),
+    tools.Case("head-dim-128", lambda: Dilated([300, 700], [1, 3], True), 1111, None, 4, None, 128),
+    tools.Case("head-dim-256", lambda: Dilated([300, 700], [1, 3], True), 1111, None, 2, None, 256),
+    tools.Case("no-branch-keeps-all", lambda: Dilated([512, 900], [2, 5], True), 1999, 1500, 6, 3, 64),
+    tools.Case("dense-causal", lambda: Dense(True), 1000, 300, 4, 2, 64),
+    tools.Case("edge-causal", lambda: edge(True), 1111, None, 4, 2, 64, 2),
+    tools.Case("edge-head-dim-128", lambda: edge(False), 1111, 500, 4, 2, 128),
+    tools.Case("edge-head-dim-256", lambda: edge(True), 700, None, 2, None, 256),
+    tools.Case("random-by-head", lambda: BlockSparse(layouts.random(0.3, 1, per_head=True), (64, 128)), 1024, None, 4,
+               None, 128),
+    tools.Case("window", lambda: Neighborhood((1500,), 300), 1500, None, 2, None, 128),
+    tools.Case("neighborhood", lambda: Neighborhood((40, 40), (5, 3), orderings.hilbert((40, 40))), 1600, 1000, 2, 1, 64),
+]  # fmt: skip
+FROM_TABLE = {
+    id: case for id, case in tools.TABLE.items()
+    if id.startswith(("dilated", "dense")) and case.head_dim <= 256
+}  # fmt: skip
+CASES = FROM_TABLE | {case.id: case for case in (*tools.TILED, *LARGE)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=tools.name_of)
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_agrees_with_the_oracle(case, dtype):
+    tools.check(case, dtype, device="cuda", backend="triton")
+
+
+MAKERS = {
+    "dilated": lambda: Dilated([512, 2048], [1, 3], causal=True),
+    "edge": lambda: edge(True),
+    "neighborhood": lambda: Neighborhood((50, 80), 6, orderings.hilbert((50, 80))),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=list(MAKERS))
+def test_two_runs_are_equal_by_the_bit_also_through_checkpointing(make):
+    q, k, v, g, _ = tools.Case("", None, 4000, heads=6, kv_heads=2, head_dim=64, batch=2).inputs(torch.bfloat16, "cuda")
+    pattern, leaves = make(), [x.requires_grad_() for x in (q, k, v)]
+
+    def call(q, k, v):
+        return attention(q, k, v, pattern, backend="triton")
+
+    def run(through):
+        out = through(*leaves)
+        return out, *torch.autograd.grad(out, leaves, g)
+
+    want = run(call)
+    for got in (run(call), run(lambda *x: checkpoint(call, *x, use_reentrant=False))):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=list(MAKERS))
+def test_the_past_does_not_change_by_a_bit_with_the_future(make):
+    pattern = make()
+    if not pattern.causal:
+        pytest.skip("not causal")
+    q, k, v = tools.Case("", None, 1111, heads=4, head_dim=64).inputs(torch.bfloat16, "cuda")[:3]
+    tools.check_past(lambda k, v: attention(q, k, v, pattern, backend="triton", return_lse=True), k, v, (1, 128, 700))
+
+
+def test_strided_inputs_are_not_copied_and_give_the_same_numbers():
+    n, h, d = 8192, 8, 64
+    packed = torch.randn(1, n, 3, h, d, device="cuda", dtype=torch.bfloat16)
+    views, pattern = packed.unbind(2), Dilated([1024, 4096], [1, 4])
+    want = attention(*(x.contiguous() for x in views), pattern, backend="triton")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    got = attention(*views, pattern, backend="triton")
+    assert torch.equal(got, want)
+    assert torch.cuda.max_memory_allocated() - before <= 1.05 * got.numel() * got.element_size() + 4 * n * h
+    wide = packed.transpose(1, 3).contiguous().transpose(1, 3)  # heads before positions
+    assert torch.equal(attention(*wide.unbind(2), pattern, backend="triton"), want)
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_holds_nothing_beside_its_results(mode):
+    n, h, d = 131_072, 12, 64
+    q, k, v, g = (torch.randn(1, n, h, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    leaves, pattern = [x.requires_grad_(mode == "backward") for x in (q, k, v)], tools.longnet(1)()
+    out = attention(*leaves, pattern, backend="triton")
+    before, size = torch.cuda.memory_allocated(), out.numel() * 2
+    torch.cuda.reset_peak_memory_stats()
+    if mode == "forward":
+        allowed, kept = 1.05 * (size + 4 * n * h), attention(*leaves, pattern, backend="triton")
+    else:
+        allowed, kept = 1.10 * (3 * size + 8 * n * h), torch.autograd.grad(out, leaves, g)
+    assert torch.cuda.max_memory_allocated() - before <= allowed
+    del kept
+
+
+def sampled(got, q, k, v, pattern, heads, rows):
+    """The largest error of rows of out against float64 attention to their own keys, relative to the row's norm."""
+    worst = 0.0
+    n = k.shape[1]
+    for h in heads:
+        for i in rows:
+            j = keys_of(pattern, i, h, n, q.shape[2], q.device)
+            s = (k[0, j, h].double() @ q[0, i, h].double()) / q.shape[-1] ** 0.5
+            want = torch.softmax(s, 0) @ v[0, j, h].double()
+            worst = max(worst, float((got[0, i, h].double() - want).norm() / want.norm()))
+    return worst
+
+
+def keys_of(pattern, i, h, n, heads, device):
+    """The keys that query i of head h sees, once a branch, from the definition."""
+    found = [torch.zeros(0, dtype=torch.int64, device=device)]
+    for x, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
+        o, start = pattern.offset(x, h, heads), i // w * w
+        if i % w % r == o:
+            found.append(torch.arange(start + o, min(start + w, n), r, device=device))
+    return torch.cat(found)
+
+
+def test_offsets_past_2_to_the_31_elements():
+    n, h, d = 4_300_000, 8, 64  # 2.2e9 elements
+    q, k, v = (torch.randn(1, n, h, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    pattern = Dilated([2048, 8192], [1, 4])
+    out = attention(q, k, v, pattern, backend="triton")
+    assert bool(out[0, -5000:].isfinite().all())
+    rows = (0, 77, n // 2, (1 << 31) // (h * d) - 1, (1 << 31) // (h * d), n - 2, n - 1)
+    assert sampled(out, q, k, v, pattern, (0, 3, 7), rows) < 8e-3
+
+
+def test_gradients_past_2_to_the_31_elements():
+    n, h, d = 4_300_000, 8, 64
+    q, k, v = (torch.randn(1, n, h, d, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    g = torch.randn(1, n, h, d, device="cuda", dtype=torch.bfloat16)
+    pattern = Dilated([1000, 4000], [1, 4])
+    got = torch.autograd.grad(attention(q, k, v, pattern, backend="triton"), (q, k, v), g)
+    for part in (slice(0, 4000), slice(4_196_000, 4_200_000), slice(n - 4000, n)):  # whole segments of both branches
+        few = [x.detach()[:, part].double().requires_grad_() for x in (q, k, v)]
+        want = torch.autograd.grad(reference(*few, pattern)[0], few, g[:, part].double())
+        for a, b in zip(got, want, strict=True):
+            assert tools.relative(a[:, part], b) < 1e-2
+
+
+def test_more_segments_than_a_grid_dimension_takes():
+    n = 3 * 70_000
+    pattern, inputs = Dilated([3], [1]), tools.Case("", None, n, heads=1).inputs(torch.float32, "cuda")
+    got = tools.differentiate(lambda *x: attention(*x, backend="triton", return_lse=True), inputs, pattern)
+    for start in (0, 3 * 65_525, n - 60):
+        part = slice(start, start + 60)
+        want = tools.oracle([*(x[:, part] for x in inputs[:4]), inputs[4][..., part]], pattern)
+        for name, x in got.items():
+            x = x[..., part] if name == "lse" else x[:, part]
+            assert (tools.lse_error if name == "lse" else tools.relative)(x, want[name]) <= 2e-6, name
+
+
+def test_compiles_as_one_graph_with_lengths_that_change():
+    pattern = Dilated([256, 512], [1, 2])
+
+    @torch.compile(fullgraph=True, dynamic=True)
+    def layer(q, k, v):
+        return attention(q * 2, k, v, pattern, backend="triton") + 1
+
+    for n in (512, 700):
+        q, k, v = (torch.randn(1, n, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        out = layer(q, k, v)
+        want = attention(q * 2, k, v, pattern, backend="triton") + 1
+        torch.testing.assert_close(out, want)
+        grads = (torch.autograd.grad(x.float().sum(), (q, k, v)) for x in (out, want))
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=list(MAKERS))
+def test_replays_from_a_cuda_graph(make):
+    pattern = make()
+    q, k, v = (torch.randn(1, 4000, 6, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    attention(q, k, v, pattern, backend="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, pattern, backend="triton")
+    for x in (q, k, v):
+        x.normal_()
+    graph.replay()
+    assert torch.equal(out, attention(q, k, v, pattern, backend="triton"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=tools.name_of)
+def test_autocast_casts_before_the_kernels(dtype):
+    q, k, v = tools.Case("", None, 300, heads=4, head_dim=64).inputs(dtype, "cuda")[:3]
+    pattern = Dilated([64, 128], [1, 2])
+    with torch.autocast("cuda", dtype):
+        out = attention(q.float(), k.float(), v.float(), pattern, backend="triton")
+    assert out.dtype == dtype and torch.equal(out, attention(q, k, v, pattern, backend="triton"))
+
+
+def test_auto_takes_the_kernels_for_16_bits_and_says_with_which_tile():
+    q, k, v = tools.Case("", None, 256, head_dim=64).inputs(torch.bfloat16, "cuda")[:3]
+    for pattern in (Dilated([64], [2]), BlockSparse(layouts.local(1))):
+        words = explain(q, k, v, pattern)
+        m, n, *_ = triton_backend.tile_of(q, pattern)
+        assert words.startswith("triton: ") and f"{m} queries x {n} keys" in words
+    assert explain(q, k, v, BlockSparse(layouts.local(1), 24)).startswith("torch: ")
+    assert explain(q.float(), k.float(), v.float(), Dilated([64], [2])).startswith("torch: ")
