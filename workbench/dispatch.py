@@ -16,6 +16,7 @@ from workbench.oracle import reference
 from workbench.patterns import Dense, Pattern
 
 BACKENDS = ("reference", "torch", "flex", "triton")
+AUTOCAST = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -131,7 +132,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under torch.autocast, what torch does to its own attention: inputs that are not float64 are cast."""
     kind = tensors[0].device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if kind not in AUTOCAST or not torch.is_autocast_enabled(kind):
         return tensors
     return tuple(t if t.dtype == torch.float64 else t.to(torch.get_autocast_dtype(kind)) for t in tensors)
 

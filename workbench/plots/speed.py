@@ -86,6 +86,70 @@ def break_even(rows: pd.DataFrame):
     return style.finish(fig, f"Speed-up over dense attention against sparsity: {points}.")
 
 
+def against_dense(rows: pd.DataFrame):
+    """A panel a mode: each LongNet group's rate over that of dense attention of its sizes, in the same run.
+
+    rows: of `probes.suite.rates`, those whose `suite` begins with "longnet".
+    """
+    style.use()
+    ours = rows[(rows["label"] == "workbench") & rows["suite"].str.startswith("longnet")]
+    modes = [mode for mode in MODES if mode in set(ours["mode"])]
+    fig, axes = plt.subplots(1, len(modes), figsize=(4.8 * len(modes), 3.9), sharey=True, squeeze=False)
+    words = []
+    for ax, mode in zip(axes[0], modes, strict=True):
+        chosen = ours[ours["mode"] == mode].sort_values(
+            ["causal", "head_dim", "heads"], ascending=[False, False, False]
+        )
+        names = [_sizes(row) for row in chosen.itertuples()]
+        places = {name: y for y, name in enumerate(dict.fromkeys(names))}
+        for n, marker, color in zip(sorted(set(chosen["n"])), "os^", ("#9ecae1", style.COLORS["dilated"], "black"),
+                                    strict=False):  # fmt: skip
+            some = chosen["n"] == n
+            y = [places[name] for name, keep in zip(names, some, strict=True) if keep]
+            label = f"N = {_tokens(n)}"
+            ax.scatter(chosen["of_dense"][some], y, marker=marker, s=60, color=color, label=label, zorder=3)
+        ax.axvline(1, color="black", linewidth=1)
+        ax.set(yticks=list(places.values()), yticklabels=list(places), xlim=(0, 1.15), title=MODES[mode])
+        ax.set_xlabel("rate over attended pairs / dense cuDNN's at 16K")
+        words += [f"{_sizes(r)}, {MODES[mode]}, N = {_tokens(r.n)}: {r.of_dense:.2f}" for r in chosen.itertuples()]
+    axes[0, 0].legend(loc="lower left")
+    return style.finish(fig, "Rate over attended pairs against dense attention's: " + "; ".join(words) + ".")
+
+
+def times_faster(rows: pd.DataFrame):
+    """Bars: how many times faster than dense attention each alternative is, with the 95% interval, a panel a group.
+
+    rows: of `probes.suite.rates`, groups whose baseline is dense attention at the same N.
+    """
+    style.use()
+    names = list(dict.fromkeys(rows["suite"]))
+    fig, axes = plt.subplots(1, len(names), figsize=(2.6 * len(names) + 1, 3.6), squeeze=False)
+    colors = {"triton": style.COLORS["block-sparse"], "flex": "#9a9a9a"}
+    words = []
+    for ax, name in zip(axes[0], names, strict=True):
+        group = rows[(rows["suite"] == name) & (rows["label"] != "A/A") & (rows["label"] != rows["against"])]
+        dense = rows[(rows["suite"] == name) & (rows["label"] == rows["against"])].iloc[0]
+        ideal = dense["pairs"] / group["pairs"].iloc[0]
+        ends = group["speedup"] - group["speedup_low"], group["speedup_high"] - group["speedup"]
+        shade = [colors.get(x, style.COLORS["dilated"]) for x in group["label"]]
+        bars = ax.bar(group["label"], group["speedup"], yerr=ends, color=shade, capsize=3)
+        ax.bar_label(bars, fmt="%.1fx", padding=2)
+        ax.axhline(ideal, color=style.COLORS["muted"], linestyle="--")
+        ax.annotate(f"pairs alone: {ideal:.1f}x", (0.5, ideal), xycoords=("axes fraction", "data"), ha="center",
+                    xytext=(0, 3), textcoords="offset points", fontsize=8, color="#555555")  # fmt: skip
+        ax.set_title(f"{group['pattern'].iloc[0]}\n{MODES[group['mode'].iloc[0]]}", fontsize=10)
+        ax.set_ylim(0, 1.18 * ideal)
+        ax.tick_params(axis="x", labelsize=9)
+        words += [f"{name}, {r.label}: {r.speedup:.2f}x" for r in group.itertuples()]
+    axes[0, 0].set_ylabel("times faster than dense cuDNN")
+    return style.finish(fig, "Speed-up over dense attention of the same length: " + "; ".join(words) + ".")
+
+
+def _sizes(row) -> str:
+    rates = "paper" if "paper" in row.suite else "pow2"
+    return f"{rates} {int(row.heads)}x{int(row.head_dim)}" + (", causal" if row.causal else "")
+
+
 def picture(path: str, kind: str = "h100x1") -> None:
     """The README's picture: time against N from the records committed for a machine kind, written to `path`."""
     from workbench.probes import speed

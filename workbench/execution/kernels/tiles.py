@@ -19,22 +19,24 @@ class Tile(NamedTuple):
     stages: int
 
 
-# By kernel and padded head_dim, 16-bit inputs.
+# By kernel and padded head_dim, 16-bit inputs, on an H100.
 TABLE = {
     "forward": {
-        16: Tile(128, 64, 4, 3), 32: Tile(128, 64, 4, 3), 64: Tile(128, 64, 8, 3), 128: Tile(128, 128, 8, 2),
+        16: Tile(128, 64, 4, 3), 32: Tile(128, 64, 4, 3), 64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 4, 3),
         256: Tile(128, 64, 8, 2),
     },
     "dq": {
-        16: Tile(128, 64, 4, 3), 32: Tile(128, 64, 4, 3), 64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2),
+        16: Tile(64, 64, 4, 3), 32: Tile(64, 64, 4, 3), 64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3),
         256: Tile(64, 32, 8, 1),
     },
     "dkdv": {
-        16: Tile(64, 128, 4, 3), 32: Tile(64, 128, 4, 3), 64: Tile(64, 128, 8, 3), 128: Tile(64, 128, 8, 2),
+        16: Tile(64, 64, 4, 3), 32: Tile(64, 64, 4, 3), 64: Tile(64, 64, 4, 3), 128: Tile(32, 64, 4, 3),
         256: Tile(32, 64, 8, 1),
     },
 }  # fmt: skip
 SMALL = Tile(32, 32, 4, 1)  # float32, whose products run without tensor cores, and cards with less shared memory
+SMALLER = Tile(16, 16, 4, 1)  # the same from this head_dim on, where SMALL takes minutes to compile
+WIDE = 128
 
 
 def padded(head_dim: int) -> int:
@@ -50,7 +52,7 @@ def choose(kernel: str, q: torch.Tensor, block_size: tuple[int, int] | None = No
     if q.device.type == "cpu":  # the interpreter: small shapes shall span several tiles
         tile = Tile(16, 16, 1, 1)
     elif q.dtype == torch.float32 or shared_memory(q.device) < SHARED:
-        tile = SMALL
+        tile = SMALLER if padded(q.shape[-1]) >= WIDE else SMALL
     else:
         tile = TABLE[kernel][padded(q.shape[-1])]
     if block_size is None:

@@ -1,0 +1,210 @@
+"""What a card is measured by: groups of alternatives, interleaved, each with the dense baseline of its own sizes.
+
+A group's rows say `suite` (its name), `label` (the alternative), and `against` (the one that `speedup` is over).
+Rates are over attended pairs. `run` measures all groups, or some, and records every row.
+
+Dimensions: N tokens, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import pandas as pd
+import torch
+
+from workbench import records
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, layouts
+from workbench.patterns.dilated import PAPER
+from workbench.probes.case import Case
+from workbench.probes.outcome import attempt
+from workbench.probes.timing import compare
+
+LONGNET = {  # name: (dilation rates, heads, head_dim)
+    "paper 12x64": ((1, 2, 4, 6, 12), 12, 64),
+    "pow2 16x64": ((1, 2, 4, 8, 16), 16, 64),
+    "pow2 16x128": ((1, 2, 4, 8, 16), 16, 128),
+}
+LONG = (131_072, 1_048_576)
+MODES = ("fwd", "fwdbwd")
+
+
+def run(only: Iterable[str] = (), *, profile="gpu", samples=9, seconds=8.0, folder=None, say=print) -> pd.DataFrame:
+    """Measure the groups whose name begins with one of `only` (default: all) on this CUDA card; their rows.
+
+    seconds: about what a group may take. An alternative that cannot run is a row with its status.
+    """
+    recorder, rows = records.start("timing", profile, folder), []
+    for name, make in groups().items():
+        if only and not name.startswith(tuple(only)):
+            continue
+        if say:
+            say(name, flush=True)
+        rows += measure(name, make, recorder, samples, seconds)
+    return pd.DataFrame(rows)
+
+
+def measure(name: str, make: Callable[[], dict], recorder, samples=9, seconds=8.0) -> list[dict]:
+    """One group: every alternative prepared, all timed interleaved, then the memory of each above its inputs."""
+    calls, rows, cases = {}, [], make()
+    for label, case in cases.items():
+        outcome = attempt(lambda case=case: prepare(case))
+        if outcome.status == "ok":
+            calls[label] = outcome.result
+        else:
+            rows.append(recorder.row(suite=name, label=label, status=outcome.status, error=outcome.error,
+                                     **fields(case)))  # fmt: skip
+    outcome = attempt(lambda: compare({x: f for x, (f, _) in calls.items()}, samples=samples, seconds=seconds))
+    if outcome.status != "ok":
+        return rows + [recorder.row(suite=name, label=name, status=outcome.status, error=outcome.error)]
+    first = next(iter(calls))
+    for label, line in outcome.result.iterrows():
+        of = first if label == "A/A" else label
+        row = fields(cases[of]) | {"backend": calls[of][1], "suite": name, "label": label, "against": first}
+        row |= line.to_dict() | {"status": "ok", "extra_bytes": extra(calls[of][0]) if label != "A/A" else None}
+        rows.append(recorder.row(**row))
+    return rows
+
+
+def prepare(case) -> tuple[Callable, str]:
+    """(the call, its backend): ran once, so that what does not run says so here; a graph is captured."""
+    graph, case = isinstance(case, tuple), case[0] if isinstance(case, tuple) else case
+    call, backend = case.prepare()
+    call()
+    torch.cuda.synchronize()
+    if not graph:
+        return call, backend
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        call.kept = call()  # the graph writes here
+    return captured.replay, backend
+
+
+def fields(case) -> dict:
+    """The record's fields of a case; `graph` where it is replayed from a CUDA graph: those are given as (case,)."""
+    graph, case = isinstance(case, tuple), case[0] if isinstance(case, tuple) else case
+    found = case.fields() | {"graph": graph, "measured": True, "pairs": case.pattern.pairs(case.n, case.heads, case.nq)}
+    if isinstance(case.pattern, Neighborhood):
+        blocks = case.pattern.blocks(case.n, case.heads)
+        found["block_pairs"] = len(blocks.columns) * blocks.block_size[0] * blocks.block_size[1] * case.heads
+    return found
+
+
+def extra(call) -> int:
+    """Bytes that a call needs at once above what was allocated before it, its results included."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    kept = call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del kept
+    return peak
+
+
+def groups() -> dict[str, Callable[[], dict]]:
+    """Name -> a function that makes {label: Case}, the first of which is the baseline."""
+    found = {}
+
+    def case(pattern, n, heads, d, mode="fwd", backend="auto"):
+        return Case(pattern, n, heads, d, "bfloat16", backend, mode, "cuda")
+
+    for name, (rates, h, d) in LONGNET.items():
+        for n in LONG:
+            for causal in (False, True):
+                for mode in MODES:
+                    words = f"longnet {name}{' causal' if causal else ''} {mode} {n}"
+                    found[words] = lambda rates=rates, h=h, d=d, n=n, c=causal, mode=mode: {
+                        "dense cudnn 16K": case(Dense(c), 16_384, h, d, mode, "cudnn"),
+                        "workbench": case(Dilated(PAPER, rates, c), n, h, d, mode),
+                    }
+    rates, h, d = LONGNET["paper 12x64"]
+    found["short"] = lambda: {
+        "dense cudnn": case(Dense(), 32_768, h, d, "fwd", "cudnn"),
+        "workbench": case(Dilated(PAPER, rates), 32_768, h, d),
+        "workbench, CUDA graph": (case(Dilated(PAPER, rates), 32_768, h, d),),
+    }
+    for n in (4096, 16_384):
+        found[f"shorter {n}"] = lambda n=n: {
+            "dense cudnn": case(Dense(), n, h, d, "fwd", "cudnn"),
+            "workbench": case(Dilated(PAPER, rates), n, h, d),
+            "workbench, CUDA graph": (case(Dilated(PAPER, rates), n, h, d),),
+        }
+    for mode in MODES:
+        found[f"window {mode}"] = lambda mode=mode: masked(Neighborhood((32_768,), 1024), 32_768, 16, 128, mode)
+        found[f"random {mode}"] = lambda mode=mode: masked(BlockSparse(layouts.random(0.1)), 65_536, 16, 128, mode)
+
+    def masked(pattern, n, h, d, mode):
+        dense = {"dense cudnn": case(Dense(), n, h, d, mode, "cudnn")}
+        return dense | {name: case(pattern, n, h, d, mode, name) for name in ("triton", "flex")}
+
+    def neighborhoods():
+        from workbench import orderings
+
+        shape = (256, 256)
+        orders = {"row_major": None, "hilbert": orderings.hilbert(shape), "morton": orderings.morton(shape),
+                  "tiles 8x16": orderings.tiles(shape, (8, 16))}  # fmt: skip
+        dense = {"dense cudnn 16K": case(Dense(), 16_384, 12, 64, "fwd", "cudnn")}
+        ours = {name: case(Neighborhood(shape, 16, order), 65_536, 12, 64) for name, order in orders.items()}
+        flex = case(Neighborhood(shape, 16, orders["hilbert"]), 65_536, 12, 64, backend="flex")
+        return dense | ours | {"flex, hilbert": flex}
+
+    found["neighborhood"] = neighborhoods
+    return found
+
+
+def block_mask(n: int = 1_048_576, device="cuda", recorder=None) -> dict:
+    """A row: milliseconds and bytes that the kernels' lists of a local, global and strided layout take for N tokens."""
+    from workbench.execution.kernels.blocks import make_plan
+
+    pattern = BlockSparse(layouts.local(4) | layouts.global_(1) | layouts.strided(64), 128)
+    taken = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        plan = make_plan([pattern.blocks(n, 1)], pattern, device)
+        if str(device).startswith("cuda"):
+            torch.cuda.synchronize()
+        taken.append(1000 * (time.perf_counter() - begin))
+    held = sum(x.numel() * x.element_size() for x in (*plan.by_queries, *plan.by_keys))
+    row = {"suite": "block mask", "label": pattern.name, "n": n, "status": "ok", "samples_ms": taken[1:],
+           "median_ms": sorted(taken[1:])[1], "bytes": held, "measured": True, "pattern": pattern.name,
+           "pattern_spec": pattern.spec()}  # fmt: skip
+    return recorder.row(**row) if recorder else row
+
+
+def recorded(kind: str = "h100x1") -> pd.DataFrame:
+    """The rows committed for a machine kind, of each group the newest run's, with their rates; empty if none."""
+    folder = records.default_folder() / kind
+    if not list(folder.glob("*.jsonl")):
+        return pd.DataFrame()
+    rows = records.load(folder)
+    if "suite" not in rows:
+        return pd.DataFrame()
+    rows = rows[rows["suite"].notna()].sort_values("run_utc", kind="stable")
+    newest = rows.groupby("suite")["run"].transform("last")
+    return rates(rows[rows["run"] == newest].reset_index(drop=True))
+
+
+def summary(rows: pd.DataFrame) -> pd.DataFrame:
+    """The table of a suite: a line an alternative, its time, rate, share of dense's rate, speed-up and extra memory."""
+    out = rows[rows["label"] != "A/A"].copy()
+    out["MB extra"] = out["extra_bytes"] / 1e6
+    out["of output"] = out["extra_bytes"] / (2 * out["batch"] * out["n"] * out["heads"] * out["head_dim"])
+    columns = ["suite", "label", "backend", "n", "median_ms", "tflops", "of_dense", "speedup", "speedup_low",
+               "speedup_high", "MB extra", "of output"]  # fmt: skip
+    return out[columns].reset_index(drop=True)
+
+
+def rates(rows: pd.DataFrame) -> pd.DataFrame:
+    """Suite rows with tflops over attended pairs, and `of_dense`: that over the baseline's of the same group."""
+    rows = rows[rows["status"] == "ok"].copy()
+    per_pair = 4 * rows["head_dim"] * rows["mode"].map({"fwd": 1.0, "fwdbwd": 3.5}) * rows["batch"]
+    rows["tflops"] = per_pair * rows["pairs"].astype(float) / rows["median_ms"].astype(float) / 1e9
+    base = rows[rows["label"] == rows["against"]].set_index("suite")["tflops"]
+    rows["of_dense"] = rows["tflops"] / rows["suite"].map(base)
+    if "block_pairs" in rows:
+        blocks = per_pair * rows["block_pairs"].astype(float) / rows["median_ms"].astype(float) / 1e9
+        rows["block_tflops"] = blocks.fillna(rows["tflops"])
+    return rows
