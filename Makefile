@@ -74,6 +74,7 @@ build-venv:
 	fi
 	@rm -f $(VENV)/complete
 	@$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@$(VENV)/bin/python -c 'import triton' 2>/dev/null || $(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[interpreter]'
 	@{ pwd && cat pyproject.toml constraints.txt; } >$(VENV)/complete
 
 clean:

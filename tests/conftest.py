@@ -1,5 +1,6 @@
 """Without a CUDA card the Triton kernels run in Triton's interpreter, which has to be said before they are defined."""
 
+import importlib
 import importlib.util
 import os
 
@@ -7,8 +8,7 @@ import torch
 
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-
-    import workbench.execution.kernels.blocks
-    import workbench.execution.kernels.dilated  # noqa: F401
-
+    importlib.import_module("triton.experimental.gluon")  # looks at it too, when a kernel is first run
+    for name in ("steps", "blocks", "dilated"):
+        importlib.import_module(f"workbench.execution.kernels.{name}")
     del os.environ["TRITON_INTERPRET"]  # the processes that tests start are as a user's

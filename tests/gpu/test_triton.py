@@ -1,4 +1,4 @@
-"""The Triton kernels on a CUDA card: the table of tests/tools.py, and what only a card and large sizes can get wrong."""
+"""The Triton kernels on a CUDA card: the table of tests/tools.py, and what only large sizes can get wrong."""
 
 import pytest
 import torch
@@ -32,7 +32,8 @@ LARGE = [
     tools.Case("random-by-head", lambda: BlockSparse(layouts.random(0.3, 1, per_head=True), (64, 128)), 1024, None, 4,
                None, 128),
     tools.Case("window", lambda: Neighborhood((1500,), 300), 1500, None, 2, None, 128),
-    tools.Case("neighborhood", lambda: Neighborhood((40, 40), (5, 3), orderings.hilbert((40, 40))), 1600, 1000, 2, 1, 64),
+    tools.Case("neighborhood", lambda: Neighborhood((40, 40), (5, 3), orderings.hilbert((40, 40))), 1600, 1000, 2, 1,
+               64),
 ]  # fmt: skip
 FROM_TABLE = {
     id: case for id, case in tools.TABLE.items()

@@ -197,6 +197,16 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
     return out[columns].reset_index(drop=True)
 
 
+def orders(rows: pd.DataFrame) -> pd.DataFrame:
+    """The neighborhood group: an order a line, how many pairs its blocks hold for each that attends, and the rates."""
+    out = rows[(rows["label"] != "A/A") & rows["block_pairs"].notna()].sort_values("median_ms")
+    return pd.DataFrame({
+        "order": out["label"], "ms": out["median_ms"], "block pairs / pairs": out["block_pairs"] / out["pairs"],
+        "TFLOP/s": out["tflops"], "block TFLOP/s": out["block_tflops"],
+        "of dense": out["block_tflops"] / rows.loc[rows["label"] == rows["against"], "tflops"].iloc[0],
+    })  # fmt: skip
+
+
 def rates(rows: pd.DataFrame) -> pd.DataFrame:
     """Suite rows with tflops over attended pairs, and `of_dense`: that over the baseline's of the same group."""
     rows = rows[rows["status"] == "ok"].copy()
