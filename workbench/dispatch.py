@@ -46,7 +46,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str:
     """Which backend 'auto' takes for this call, and why, in a sentence."""
     check(q, k, v, pattern)
     chosen, why = choose("auto", *autocast(q, k, v), pattern)
-    return f"{chosen}: {why}"
+    return f"{chosen}: {why}" + (f"; {tile_words(q, pattern)}" if chosen == "triton" else "")
 
 
 def why_not(backend: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, return_lse: bool = False) -> str | None:
@@ -77,7 +77,7 @@ def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[st
     if device == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
         reason = why_not("triton", q, k, v, pattern)
         if reason is None:
-            return "triton", f"{tile_words(q, pattern)}, faster here than what torch has for this pattern"
+            return "triton", "its own kernels are the fastest that was measured for this pattern in 16 bits"
     if dilated:
         return "torch", "a dilated branch is a strided view that fused attention takes without a copy"
     if device == "cuda":
@@ -94,7 +94,7 @@ def tile_words(q: Tensor, pattern) -> str:
 
     m, n, warps, stages = tile_of(q, pattern)
     kind = "a kernel a branch" if hasattr(pattern, "segment_lengths") else "a kernel over lists of visible blocks"
-    return f"{kind} (forward tiles of {m} queries x {n} keys, {warps} warps, {stages} stages)"
+    return f"{kind}, forward tiles of {m} queries x {n} keys, {warps} warps, {stages} stages"
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None = None) -> None:

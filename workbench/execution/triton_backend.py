@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import sys
 
 import torch
 from torch import Tensor
@@ -18,13 +19,14 @@ from workbench.execution.fused import unit_stride
 from workbench.execution.torch_backend import one_branch
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, living
 
+INSTALLED = importlib.util.find_spec("triton") is not None
 LENGTH = 1 << 30  # positions are int32 in the kernels, and some are computed one tile beyond the last
 BLOCK = 128  # of a neighborhood, which has no blocks of its own
 
 
 def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
     """Why the kernels do not run this call, in a sentence, or None. q (B, Nq, H, D), k (B, N, G, D)."""
-    if importlib.util.find_spec("triton") is None:
+    if not INSTALLED:
         return "Triton is not installed"
     if q.device.type != "cuda" and not interpreted():
         return f"the kernels are for CUDA, not {q.device.type}"
@@ -51,9 +53,8 @@ def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
 
 def interpreted() -> bool:
     """Whether the kernels run in Triton's interpreter, on any device, for tests."""
-    from workbench.execution.kernels import steps
-
-    return steps.INTERPRETED
+    steps = sys.modules.get("workbench.execution.kernels.steps")
+    return steps is not None and steps.INTERPRETED
 
 
 def block_size_of(pattern) -> tuple[int, int]:
