@@ -36,8 +36,8 @@ def test_a_mask_that_is_off_by_one_is_noticed(monkeypatch):
     right = kernels.mask_of
 
     def wrong(pattern, n, device):
-        (times, places, r0, *rest), axes = right(pattern, n, device)
-        return (times, places, r0 + 1, *rest), axes
+        table, reach, mask = right(pattern, n, device)
+        return table, reach + 1, mask
 
     monkeypatch.setattr(kernels, "mask_of", wrong)
     with pytest.raises(AssertionError, match="out"):

@@ -22,9 +22,11 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from workbench.patterns import Dilated, Neighborhood
 
+aten = torch.ops.aten
 MODULES = {"torchscale": "torchscale.component.dilated_attention", "attn-gym": "attn_gym.masks"}
 
 
@@ -33,9 +35,7 @@ def available() -> dict[str, str | None]:
     return {name: _missing(module) for name, module in MODULES.items()}
 
 
-def longnet(
-    name: str, segment_lengths, dilation_rates, causal: bool = False
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def longnet(name: str, segment_lengths, dilation_rates, causal: bool = False) -> Callable[..., Tensor]:
     """A peer's dilated attention, (q, k, v) -> out, all (B, N, H, D); ValueError, with the reason, where there is none.
 
     name: "torchscale", which computes Dilated(..., offsets="blocked") except that
@@ -44,29 +44,28 @@ def longnet(
     - a branch's share of the output is a constant to its backward pass: dv is right, dq and dk lack a term.
     """
     pattern = Dilated(segment_lengths, dilation_rates, causal, offsets="blocked")
-    call = functools.partial(_peer(name, LONGNET), pattern.segment_lengths, pattern.dilation_rates, pattern.causal)
-    call.__name__ = name  # as a record's `backend`
-    return call
+    return _called(name, LONGNET, pattern.segment_lengths, pattern.dilation_rates, pattern.causal)
 
 
-def window(name: str, radius: int, causal: bool = False) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def window(name: str, radius: int, causal: bool = False) -> Callable[..., Tensor]:
     """A peer's sliding window, (q, k, v) -> out, all (B, N, H, D); ValueError, with the reason, where there is none.
 
     name: "attn-gym": |i - j| <= radius, as Neighborhood((N,), radius), and j <= i if causal. Compiled on CUDA; on a CPU
-    it is FlexAttention's N x N stand-in, which says nothing about speed and has no gradients.
+    FlexAttention's N x N stand-in, forward only, which says nothing about speed. Not causal, the mask takes an integer
+    abs, which attn-gym itself says CUDA 13's ptxas can get wrong in dq: compare before trusting it.
     """
     Neighborhood((1,), radius)  # refuses a radius that is none
-    call = functools.partial(_peer(name, WINDOW), int(radius), bool(causal))
-    call.__name__ = name
-    return call
+    return _called(name, WINDOW, int(radius), bool(causal))
 
 
-def _peer(name: str, offered: dict[str, Callable]) -> Callable:
+def _called(name: str, offered: dict[str, Callable], *first) -> Callable[..., Tensor]:
     if name not in offered:
         raise ValueError(f"peer {name!r}: want one of {', '.join(map(repr, offered))}")
     if reason := _missing(MODULES[name]):
         raise ValueError(f"peer {name!r}: {reason}")
-    return offered[name]
+    call = functools.partial(offered[name], *first)  # can be pickled, for fresh processes
+    call.__name__ = name  # a record's `backend`
+    return call
 
 
 def _missing(module: str) -> str | None:
@@ -116,11 +115,9 @@ def flash(q: Tensor, k: Tensor, v: Tensor, dropout=0.0, bias=None, softmax_scale
         raise ValueError("bias: want None, as flash attention takes none")
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, L, D)
     if q.device.type == "cpu":
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = kernel(q, k, v, dropout, is_causal, scale=softmax_scale)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, is_causal, scale=softmax_scale)
     else:
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention
-        out, lse, *_ = kernel(q, k, v, dropout, is_causal, False, scale=softmax_scale)
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, dropout, is_causal, False, scale=softmax_scale)
     return out.transpose(1, 2), lse
 
 
@@ -129,17 +126,13 @@ def flash(q: Tensor, k: Tensor, v: Tensor, dropout=0.0, bias=None, softmax_scale
 
 def _attn_gym(radius: int, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """FlexAttention with their mask: (B, N, H, D) -> (B, N, H, D)."""
-    from torch.nn.attention.flex_attention import flex_attention
-
     attend = flex_attention if q.device.type == "cpu" else _compiled(flex_attention)
-    block_mask = _window_blocks(radius, causal, q.shape[1], str(q.device))
-    return attend(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask).transpose(1, 2)
+    blocks = _window_blocks(radius, causal, q.shape[1], str(q.device))
+    return attend(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=blocks).transpose(1, 2)
 
 
 @functools.lru_cache(maxsize=8)
 def _window_blocks(radius: int, causal: bool, n: int, device: str):
-    from torch.nn.attention.flex_attention import create_block_mask
-
     masks = importlib.import_module(MODULES["attn-gym"])
     mask = masks.generate_sliding_window(radius) if causal else masks.generate_dilated_sliding_window(radius, 1)
     create = create_block_mask if device == "cpu" else _compiled(create_block_mask)  # else it makes an N x N tensor

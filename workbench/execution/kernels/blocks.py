@@ -1,7 +1,7 @@
 """Block-sparse attention: a program takes a tile of queries (or keys) and walks the list of blocks that it sees.
 
 Blocks that are visible as a whole and blocks that are visible in part are two lists: only the second pays for a mask,
-which is computed from positions (causal), from a token's place in time, or from its coordinates on a grid
+which is computed from positions (causal, windows), from a token's place in time, or from its coordinates on a grid
 (neighborhoods, in whatever order the tokens lie). A tile divides a block. No two programs write one row, so the result
 is the same, bit for bit, each time.
 
@@ -22,31 +22,37 @@ from torch import Tensor
 from workbench.execution.kernels import steps, tiles
 from workbench.patterns.base import Blocks
 
-UNSPECIALIZED = ["n", "nq", "heads", "count", "block0", "by_batch", "by_head", "r0", "r1", "r2"]
+UNSPECIALIZED = ["n", "nq", "heads", "count", "block0", "by_batch", "by_head", "reach"]
+INDIRECT = 2  # more stages, for the load of a block's number: those of keys and values wait for it
 
 
 @triton.jit
-def visible(i, j, n, nq, TIMES, PLACES, r0, r1, r2, CAUSAL: tl.constexpr, AXES: tl.constexpr):
-    """Of the pairs (i, j), two tensors that broadcast: both exist, and the block's mask shows them.
+def table(TABLE, i, exists, MASK: tl.constexpr):
+    """(low, high) of positions i, for `visible`; zeros where the mask needs no table."""
+    if MASK == "later" or MASK == "near":
+        return tl.split(tl.load(TABLE + 2 * i[:, None] + tl.arange(0, 2)[None, :], exists[:, None], 0))
+    else:
+        return tl.zeros_like(i), tl.zeros_like(i)
 
-    TIMES (N,): a token's place in time, None where it is its position. PLACES (AXES, N): its coordinates.
+
+@triton.jit
+def visible(i, j, low_i, high_i, low_j, high_j, reach, MASK: tl.constexpr):
+    """Which pairs of a block that is visible in part are: i and low_i, high_i broadcast against j and low_j, high_j.
+
+    Each number of the table holds a few bit fields, `reach` the top bit of each. low has a token's coordinates in the
+    fields (or its place in time, the only one), high the same plus the radius and the top bits: a top bit survives the
+    subtraction of two numbers where the first field is not the smaller one.
     """
-    seen = (i >= n - nq) & (i < n) & (j < n)
-    if CAUSAL:
-        if TIMES is None:
-            seen = seen & (j <= i)
-        else:
-            seen = seen & (tl.load(TIMES + j, j < n, 0) <= tl.load(TIMES + i, i < n, 0))
-    if AXES == 1 and PLACES is None:
-        seen = seen & (tl.abs(i - j) <= r0)
-    elif AXES > 0:
-        seen = seen & (tl.abs(tl.load(PLACES + i, i < n, 0) - tl.load(PLACES + j, j < n, 0)) <= r0)
-        if AXES > 1:
-            PLACES += n
-            seen = seen & (tl.abs(tl.load(PLACES + i, i < n, 0) - tl.load(PLACES + j, j < n, 0)) <= r1)
-        if AXES > 2:
-            PLACES += n
-            seen = seen & (tl.abs(tl.load(PLACES + i, i < n, 0) - tl.load(PLACES + j, j < n, 0)) <= r2)
+    if MASK == "causal":
+        seen = j <= i
+    elif MASK == "window":
+        seen = tl.abs(i - j) <= reach
+    elif MASK == "later":
+        seen = ((high_i - low_j) & reach) == reach
+    elif MASK == "near":
+        seen = ((high_i - low_j) & (high_j - low_i) & reach) == reach
+    else:
+        seen = (i >= 0) & (j >= 0)
     return seen
 
 
@@ -61,10 +67,10 @@ def place(count, heads, SUB: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h,
-                   FULL, FULL_BLOCKS, PART, PART_BLOCKS, TIMES, PLACES, scale, n, nq, heads, count, block0, by_batch,
-                   by_head, r0, r1, r2, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                   FULL, FULL_BLOCKS, PART, PART_BLOCKS, TABLE, scale, n, nq, heads, count, block0, by_batch,
+                   by_head, reach, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
                    M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
-                   AXES: tl.constexpr):  # fmt: skip
+                   MASK: tl.constexpr):  # fmt: skip
     b, h, block, part = place(count, heads, ROWS // M)
     if CAUSAL:
         block = count - 1 - block  # the longest first
@@ -74,6 +80,7 @@ def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_
     q = steps.load(Q + b * q_b + h * q_h + row[:, None] * q_n + d[None, :], ours, d, D, True)
     K += b * k_b + (h // GROUP) * k_h + j.to(tl.int64)[:, None] * k_n + d[None, :]
     V += b * v_b + (h // GROUP) * v_h + j.to(tl.int64)[:, None] * v_n + d[None, :]
+    low_i, high_i = table(TABLE, i, ours, MASK)
     acc = tl.zeros((M, BLOCK_D), tl.float32)
     peak = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
@@ -87,7 +94,20 @@ def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_
         j0 = tl.load(PART_BLOCKS + x // (COLS // N)) * COLS + x % (COLS // N) * N
         k = steps.load(K + j0.to(tl.int64) * k_n, j0 + j < n, d, D, True)
         v = steps.load(V + j0.to(tl.int64) * v_n, j0 + j < n, d, D, True)
-        seen = visible(i[:, None], j0 + j[None, :], n, nq, TIMES, PLACES, r0, r1, r2, CAUSAL, AXES)
+        low_j, high_j = table(TABLE, j0 + j, j0 + j < n, MASK)
+        seen = (
+            visible(
+                i[:, None],
+                j0 + j[None, :],
+                low_i[:, None],
+                high_i[:, None],
+                low_j[None, :],
+                high_j[None, :],
+                reach,
+                MASK,
+            )
+            & (j0 + j < n)[None, :]
+        )
         acc, peak, total = steps.attend(acc, peak, total, q, k, v, seen, scale, True)
     out, lse = steps.finish(acc, peak, total)
     steps.store(OUT + b * o_b + h * o_h + row[:, None] * o_n + d[None, :], out, ours, d, D)
@@ -96,10 +116,10 @@ def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def dq_kernel(Q, K, V, DO, OF_ROWS, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, g_b, g_n, g_h, o_b, o_n, o_h,
-              FULL, FULL_BLOCKS, PART, PART_BLOCKS, TIMES, PLACES, scale, softmax_scale, n, nq, heads, count, block0,
-              by_batch, by_head, r0, r1, r2, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+              FULL, FULL_BLOCKS, PART, PART_BLOCKS, TABLE, scale, softmax_scale, n, nq, heads, count, block0,
+              by_batch, by_head, reach, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
               M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
-              AXES: tl.constexpr):  # fmt: skip
+              MASK: tl.constexpr):  # fmt: skip
     b, h, block, part = place(count, heads, ROWS // M)
     if CAUSAL:
         block = count - 1 - block
@@ -112,6 +132,7 @@ def dq_kernel(Q, K, V, DO, OF_ROWS, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, 
     q, do, lse, delta = steps.queries(Q, DO, OF_ROWS, q_n, g_n, 0, 1, ours, d, D, True)
     K += b * k_b + (h // GROUP) * k_h + j.to(tl.int64)[:, None] * k_n + d[None, :]
     V += b * v_b + (h // GROUP) * v_h + j.to(tl.int64)[:, None] * v_n + d[None, :]
+    low_i, high_i = table(TABLE, i, ours, MASK)
     dq = tl.zeros((M, BLOCK_D), tl.float32)
     line = (b.to(tl.int32) * by_batch + h * by_head) * count + block
     for x in range(tl.load(FULL + line) * (COLS // N), tl.load(FULL + line + 1) * (COLS // N)):
@@ -123,23 +144,37 @@ def dq_kernel(Q, K, V, DO, OF_ROWS, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, 
         j0 = tl.load(PART_BLOCKS + x // (COLS // N)) * COLS + x % (COLS // N) * N
         k = steps.load(K + j0.to(tl.int64) * k_n, j0 + j < n, d, D, True)
         v = steps.load(V + j0.to(tl.int64) * v_n, j0 + j < n, d, D, True)
-        seen = visible(i[:, None], j0 + j[None, :], n, nq, TIMES, PLACES, r0, r1, r2, CAUSAL, AXES)
+        low_j, high_j = table(TABLE, j0 + j, j0 + j < n, MASK)
+        seen = (
+            visible(
+                i[:, None],
+                j0 + j[None, :],
+                low_i[:, None],
+                high_i[:, None],
+                low_j[None, :],
+                high_j[None, :],
+                reach,
+                MASK,
+            )
+            & (j0 + j < n)[None, :]
+        )
         dq = steps.add_dq(dq, q, k, v, do, lse, delta, seen, scale, True)
     steps.store(DQ + b * o_b + h * o_h + row[:, None] * o_n + d[None, :], dq * softmax_scale, ours, d, D)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def dkdv_kernel(Q, K, V, DO, OF_ROWS, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, g_b, g_n, g_h,
-                o_b, o_n, o_h, FULL, FULL_BLOCKS, PART, PART_BLOCKS, TIMES, PLACES, scale, softmax_scale, n, nq, heads,
-                count, block0, by_batch, by_head, r0, r1, r2, GROUP: tl.constexpr, D: tl.constexpr,
+                o_b, o_n, o_h, FULL, FULL_BLOCKS, PART, PART_BLOCKS, TABLE, scale, softmax_scale, n, nq, heads,
+                count, block0, by_batch, by_head, reach, GROUP: tl.constexpr, D: tl.constexpr,
                 BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-                CAUSAL: tl.constexpr, AXES: tl.constexpr):  # fmt: skip
+                CAUSAL: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """DK and DV have the strides o; the lists are of the blocks of queries that see each of `count` blocks of keys."""
     b, g, block, part = place(count, heads // GROUP, COLS // N)
     i, j, d = tl.arange(0, M), block * COLS + part * N + tl.arange(0, N), tl.arange(0, BLOCK_D)
     ours, at = j < n, j.to(tl.int64)
     k = steps.load(K + b * k_b + g * k_h + at[:, None] * k_n + d[None, :], ours, d, D, True)
     v = steps.load(V + b * v_b + g * v_h + at[:, None] * v_n + d[None, :], ours, d, D, True)
+    low_j, high_j = table(TABLE, j, ours, MASK)
     dk = tl.zeros((N, BLOCK_D), tl.float32)
     dv = tl.zeros((N, BLOCK_D), tl.float32)
     row = (i - (n - nq)).to(tl.int64)
@@ -156,7 +191,17 @@ def dkdv_kernel(Q, K, V, DO, OF_ROWS, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b,
             i0 = (block0 + tl.load(PART_BLOCKS + x // (ROWS // M))) * ROWS + x % (ROWS // M) * M
             exists = (i0 + i >= n - nq) & (i0 + i < n)
             q, do, lse, delta = steps.queries(Qh, Gh, Rh, q_n, g_n, i0, 1, exists, d, D, True)
-            seen = visible(i0 + i[None, :], j[:, None], n, nq, TIMES, PLACES, r0, r1, r2, CAUSAL, AXES)
+            low_i, high_i = table(TABLE, i0 + i, exists, MASK)
+            seen = visible(
+                i0 + i[None, :],
+                j[:, None],
+                low_i[None, :],
+                high_i[None, :],
+                low_j[:, None],
+                high_j[:, None],
+                reach,
+                MASK,
+            )
             dk, dv = steps.add_dkdv(dk, dv, q, k, v, do, lse, delta, seen, scale, True)
     out = b * o_b + g * o_h + at[:, None] * o_n + d[None, :]
     steps.store(DK + out, dk * softmax_scale, ours, d, D)
@@ -179,7 +224,7 @@ class Plan(NamedTuple):
     """by_queries: the key blocks that each block of queries sees; by_keys: the other way round.
 
     count: blocks of queries and of keys. block0: the number of the first block of queries. by_batch, by_head: how many
-    layouts on the next batch entry's is, and the next head's. mask: TIMES, PLACES and the radius on three axes.
+    layouts on the next batch entry's is, and the next head's. table, reach, mask: see `visible`.
     """
 
     by_queries: Lists
@@ -189,8 +234,9 @@ class Plan(NamedTuple):
     block0: int
     by_batch: int
     by_head: int
-    mask: tuple
-    axes: int
+    table: Tensor | None
+    reach: int
+    mask: str
 
 
 def make_plan(each: list[Blocks], pattern, device) -> Plan:
@@ -228,16 +274,34 @@ def lists(line: Tensor, block: Tensor, full: Tensor, lines: int) -> Lists:
     return Lists(*found)
 
 
-def mask_of(pattern, n: int, device) -> tuple[tuple, int]:
-    """((TIMES, PLACES, r0, r1, r2), AXES)"""
-    times = getattr(pattern, "causal_rank", None)
-    times = None if times is None else times.to(device, torch.int32)
-    if not hasattr(pattern, "radius"):
-        return (times, None, 0, 0, 0), 0
-    axes = len(pattern.shape)
-    in_order = axes == 1 and pattern.ordering is None
-    places = None if in_order else torch.stack(pattern.coordinates(torch.arange(n))).to(device, torch.int32)
-    return (times, places, *pattern.radius, *(0,) * (3 - axes)), axes
+def mask_of(pattern, n: int, device) -> tuple[Tensor | None, int, str]:
+    """(TABLE (N, 2) or None, reach, MASK) for `visible`."""
+    if getattr(pattern, "causal_rank", None) is not None:
+        time = pattern.causal_rank
+        order = time.argsort(stable=True)  # any int64 will do as a place in time: what counts is their order
+        ranked = torch.zeros_like(time)
+        ranked[order] = torch.cat([time.new_zeros(1), (time[order].diff() != 0).cumsum(0)])[: len(time)]
+        return pack([ranked], [0], n, device) + ("later",)
+    if hasattr(pattern, "radius"):
+        if len(pattern.shape) == 1 and pattern.ordering is None:
+            return None, min(pattern.radius[0], n), "window"
+        radius = [min(r, side) for r, side in zip(pattern.radius, pattern.shape, strict=True)]
+        return pack(pattern.coordinates(torch.arange(n)), radius, n, device) + ("near",)
+    return None, 0, "causal" if pattern.causal else "all"
+
+
+def pack(fields: list[Tensor], radius: list[int], n: int, device) -> tuple[Tensor, int]:
+    """(TABLE, reach): each field as wide as its numbers and radius need, and a bit more."""
+    low, high, reach, shift = torch.zeros(n, dtype=torch.int64), torch.zeros(n, dtype=torch.int64), 0, 0
+    for field, r in zip(fields, radius, strict=True):
+        width = (int(field.max()) + r).bit_length() if n else 0
+        low += field.cpu() << shift
+        high += field.cpu() + r + (1 << width) << shift
+        reach |= 1 << shift + width
+        shift += width + 1
+    if shift > 62:
+        raise ValueError(f"the coordinates of {n:,} tokens take {shift} bits: the kernels have 62")
+    return torch.stack([low, high], 1).to(torch.int32 if shift <= 31 else torch.int64).contiguous().to(device), reach
 
 
 # --- launching -------------------------------------------------------------------------------------------------------
@@ -273,8 +337,8 @@ def launch(name, kernel, plan: Plan, causal: bool, inputs, others, strided, scal
     strides = [stride for t in (*inputs, *strided) for stride in t.stride()[:3]]
     if programs:
         kernel[(programs,)](
-            *inputs, *others, *strides, *(plan.by_keys if keys else plan.by_queries), *plan.mask[:2], *scales,
-            n, nq, h, count, plan.block0, plan.by_batch, plan.by_head, *plan.mask[2:],
+            *inputs, *others, *strides, *(plan.by_keys if keys else plan.by_queries), plan.table, *scales,
+            n, nq, h, count, plan.block0, plan.by_batch, plan.by_head, plan.reach,
             GROUP=h // g, D=d, BLOCK_D=tiles.padded(d), M=tile.M, N=tile.N, ROWS=rows, COLS=cols, CAUSAL=causal,
-            AXES=plan.axes, num_warps=tile.warps, num_stages=tile.stages,
+            MASK=plan.mask, num_warps=tile.warps, num_stages=tile.stages + INDIRECT,
         )  # fmt: skip

@@ -1,0 +1,178 @@
+"""A layer: projections and attention, one forward and backward pass; patterns and peers against the first of them.
+
+Dimensions: N tokens, E embed_dim, H heads, D = E / H head_dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from workbench import dispatch, records
+from workbench.modules import MultiheadAttention
+from workbench.patterns import Dense, Dilated, Pattern
+from workbench.probes import memory, timing
+from workbench.probes import peers as others
+from workbench.probes.case import FUSED, Case
+from workbench.probes.outcome import Outcome, attempt
+
+NOT_MEASURED = dict.fromkeys((
+    "against", "samples_ms", "median_ms", "speedup", "speedup_low", "speedup_high", "pairs", "peak_bytes",
+    "extra_bytes",
+))  # fmt: skip
+
+
+def measure(
+    patterns: Mapping[str, Pattern], *, n: int, embed_dim=768, heads=12, dtype="bfloat16", device="cuda",
+    peers: Iterable[str] = (), samples=9, seconds=60.0, profile="quick", folder=None,
+) -> pd.DataFrame:  # fmt: skip
+    """Time MultiheadAttention(E, H, pattern) of each pattern on one x (1, N, E), with gradients of x and parameters.
+
+    Returns a row each, recorded, and one labelled "A/A", the first layer measured against itself. `speedup` is over the
+    first layer that runs, named in `against`, in the same round (see `timing.compare`). On CUDA Dense is torch's
+    attention by cuDNN; all else is backend "auto". A layer that cannot run is a row with its status.
+    peers: names that `peers.longnet` takes. Each is one more layer for every Dilated pattern with heads="all", of the
+        same branches and the same projections, labelled "<label>, <peer>".
+    given_bytes: x, the upstream gradient and the layer's parameters; extra_bytes: the peak above what was allocated
+        before the pass, each layer alone, gradients included, and peak_bytes the sum of both. None on a CPU.
+    """
+    cases = _cases(patterns, tuple(peers), n, embed_dim, heads, dtype, str(device))
+    if samples < 1:
+        raise ValueError(f"samples={samples!r}: want at least 1")
+    recorder, rows, calls, known = records.start("layer", profile, folder), {}, {}, {}
+
+    def record(label: str, of: str, outcome: Outcome, **found) -> None:
+        row = cases[of].fields() | NOT_MEASURED | {"label": label, "embed_dim": embed_dim}
+        rows[label] = recorder.row(**row | {"status": outcome.status, "error": outcome.error} | found)
+
+    inputs = attempt(partial(_inputs, embed_dim, next(iter(cases.values()))))
+    for label, case in cases.items():
+        outcome = inputs if inputs.status != "ok" else attempt(partial(_prepare, case, embed_dim, *inputs.result))
+        if outcome.status == "ok":
+            calls[label], known[label] = outcome.result
+        else:
+            record(label, label, outcome)
+    timed, failed = _compare(calls, samples, seconds)
+    for label, outcome in failed.items():
+        record(label, label, outcome, **known[label])
+    for label, line in timed.items():
+        of = next(iter(timed)) if label == "A/A" else label
+        peak = _peak(calls[of], str(device), known[of]["given_bytes"]) if label != "A/A" else {}
+        record(label, of, Outcome("ok"), **line, **known[of], **peak, against=next(iter(timed)))
+    return pd.DataFrame([rows[label] for label in (*cases, "A/A") if label in rows])
+
+
+class Around(MultiheadAttention):
+    """The projections of MultiheadAttention around a function of q, k and v (B, N, H, D)."""
+
+    def __init__(self, function: Callable, *sizes, **options):
+        super().__init__(*sizes, **options)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)) for f in (self.q, self.k, self.v))  # (B, N, H, D)
+        return self.out(self.function(q, k, v).flatten(-2))
+
+
+def _cases(patterns, peers, n, embed_dim, heads, dtype, device) -> dict[str, Case]:
+    """Label -> what is measured, a peer's name being its backend; ValueError for what cannot be meant."""
+    if not patterns or "A/A" in patterns:
+        raise ValueError(f"patterns={list(patterns)}: want at least one, and none named 'A/A'")
+    for pattern in patterns.values():
+        MultiheadAttention(embed_dim, heads, pattern, device="meta")  # refuses sizes that do not fit
+    for peer in peers:
+        if peer not in others.LONGNET:
+            raise ValueError(f"peer {peer!r}: want one of {', '.join(map(repr, others.LONGNET))}")
+
+    def case(pattern, backend):
+        return Case(pattern, n, heads, embed_dim // heads, dtype, backend, "fwdbwd", device)
+
+    cases = {}
+    for label, pattern in patterns.items():
+        cases[label] = case(pattern, "cudnn" if isinstance(pattern, Dense) and device.startswith("cuda") else "auto")
+        if isinstance(pattern, Dilated) and pattern.heads == "all":
+            branches = pattern.segment_lengths, pattern.dilation_rates, pattern.causal
+            theirs = Dilated(*branches, offsets="blocked")
+            cases |= {f"{label}, {peer}": case(theirs, peer) for peer in peers}
+    if peers and len(cases) == len(patterns):
+        raise ValueError(f"peers={list(peers)}: want a Dilated pattern with heads='all' to compare them with")
+    return cases
+
+
+def _inputs(embed_dim: int, case: Case) -> tuple[Tensor, Tensor]:
+    """x (1, N, E), which wants its gradient, and the upstream gradient (1, N, E)."""
+    random = torch.Generator(case.device).manual_seed(case.seed)
+    to = {"generator": random, "device": case.device, "dtype": case.dtype}
+    x, upstream = (torch.randn(1, case.n, embed_dim, **to) for _ in range(2))
+    return x.requires_grad_(), upstream
+
+
+def _prepare(case: Case, embed_dim: int, x: Tensor, upstream: Tensor) -> tuple[Callable[[], tuple], dict]:
+    """(one forward and backward pass, its backend, pairs and how many bytes it is given); it ran once."""
+    pattern, backend = case.pattern, case.backend
+    make, kernel = MultiheadAttention, contextlib.nullcontext
+    if backend in others.LONGNET:
+        if reason := others.available()[backend]:
+            raise NotImplementedError(reason)
+        branches = pattern.segment_lengths, pattern.dilation_rates, pattern.causal
+        make = partial(Around, others.longnet(backend, *branches))
+    elif backend in FUSED:
+        kernel = partial(sdpa_kernel, getattr(SDPBackend, FUSED[backend]))
+    else:
+        q = torch.empty(1, case.n, case.heads, case.head_dim, device=x.device, dtype=x.dtype, requires_grad=True)
+        backend = dispatch.choose(backend, q, q, q, pattern)[0]
+        del q
+    with torch.random.fork_rng([x.device] if x.is_cuda else []):  # the same weights for all
+        torch.manual_seed(case.seed)
+        layer = make(embed_dim, case.heads, pattern, device=x.device, dtype=x.dtype)
+    wanted = (x, *layer.parameters())
+
+    def call() -> tuple[Tensor, ...]:
+        with kernel():
+            y = layer(x)
+        return torch.autograd.grad(y, wanted, upstream)
+
+    call()
+    given = sum(t.nbytes for t in (*wanted, upstream))
+    return call, {"backend": backend, "pairs": pattern.pairs(case.n, case.heads), "given_bytes": given}
+
+
+def _compare(calls: Mapping[str, Callable], samples: int, seconds: float) -> tuple[dict, dict[str, Outcome]]:
+    """({label, and "A/A": what `timing.compare` says}, {label: what became of one that failed while it was timed}).
+
+    The others are then timed anew without it.
+    """
+    left, failed, running = list(calls), {}, ""
+
+    def watched(label: str) -> Callable:
+        def call():
+            nonlocal running
+            running = label
+            calls[label]()
+
+        return call
+
+    while left:
+        compare = partial(timing.compare, {x: watched(x) for x in left}, samples=samples, seconds=seconds)
+        outcome = attempt(compare)
+        if outcome.status == "ok":
+            return outcome.result.to_dict("index"), failed
+        failed[running] = outcome
+        left.remove(running)
+    return {}, failed
+
+
+def _peak(call: Callable, device: str, given: int) -> dict:
+    """extra_bytes and peak_bytes of one pass; nothing on a CPU."""
+    if not device.startswith("cuda"):
+        return {}
+    outcome = attempt(lambda: memory.measure(call, device).extra_bytes)
+    if outcome.status != "ok":
+        return {}
+    return {"extra_bytes": outcome.result, "peak_bytes": outcome.result + given}
