@@ -92,7 +92,7 @@ def tile_words(q: Tensor, pattern) -> str:
     """Which kernels run this and with which tiles."""
     from workbench.execution.triton_backend import tile_of
 
-    m, n, warps, stages = tile_of(q, pattern)
+    m, n, warps, stages, _ = tile_of(q, pattern)
     kind = "a kernel a branch" if hasattr(pattern, "segment_lengths") else "a kernel over lists of visible blocks"
     return f"{kind}, forward tiles of {m} queries x {n} keys, {warps} warps, {stages} stages"
 

@@ -21,7 +21,8 @@ from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, living
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 LENGTH = 1 << 30  # positions are int32 in the kernels, and some are computed one tile beyond the last
-BLOCK = 128  # of a neighborhood, which has no blocks of its own
+WINDOW = 128  # the block size of a neighborhood on a line, most of whose blocks are visible as a whole
+BLOCK = 64  # and on a grid: smaller blocks hold fewer pairs that are not visible
 
 
 def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
@@ -58,7 +59,10 @@ def interpreted() -> bool:
 
 
 def block_size_of(pattern) -> tuple[int, int]:
-    return getattr(pattern, "block_size", (BLOCK, BLOCK))
+    if hasattr(pattern, "block_size"):
+        return pattern.block_size
+    size = WINDOW if len(pattern.shape) == 1 else BLOCK
+    return size, size
 
 
 @torch.library.custom_op("workbench::attend_by_kernels", mutates_args=())
@@ -121,11 +125,13 @@ def plan_of(pattern, q: Tensor, n: int):
     return kept[1]
 
 
-def tile_of(q: Tensor, pattern) -> tuple[int, int, int, int]:
-    """(queries, keys, warps, stages) of the forward's tiles."""
+def tile_of(q: Tensor, pattern):
+    """The forward's tile: queries, keys, warps, stages and, where it is limited, registers."""
     from workbench.execution.kernels import tiles
 
-    return tiles.choose("forward", q, None if isinstance(pattern, (Dense, Dilated)) else block_size_of(pattern))
+    if isinstance(pattern, (Dense, Dilated)):
+        return tiles.choose("dilated forward", q)
+    return tiles.choose("blocks forward", q, block_size_of(pattern))
 
 
 def device_of(q: Tensor):

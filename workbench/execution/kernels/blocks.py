@@ -23,7 +23,6 @@ from workbench.execution.kernels import steps, tiles
 from workbench.patterns.base import Blocks
 
 UNSPECIALIZED = ["n", "nq", "heads", "count", "block0", "by_batch", "by_head", "reach"]
-INDIRECT = 2  # more stages, for the load of a block's number: those of keys and values wait for it
 
 
 @triton.jit
@@ -331,7 +330,7 @@ def launch(name, kernel, plan: Plan, causal: bool, inputs, others, strided, scal
     q, k, _ = inputs
     (b, nq, h, d), (n, g) = q.shape, k.shape[1:3]
     (rows, cols), keys = plan.block_size, name == "dkdv"
-    tile = tiles.choose(name, q, plan.block_size)
+    tile = tiles.choose(f"blocks {name}", q, plan.block_size)
     count = plan.count[keys]
     programs = count * (cols // tile.N if keys else rows // tile.M) * (g if keys else h) * b
     strides = [stride for t in (*inputs, *strided) for stride in t.stride()[:3]]
@@ -339,6 +338,6 @@ def launch(name, kernel, plan: Plan, causal: bool, inputs, others, strided, scal
         kernel[(programs,)](
             *inputs, *others, *strides, *(plan.by_keys if keys else plan.by_queries), plan.table, *scales,
             n, nq, h, count, plan.block0, plan.by_batch, plan.by_head, plan.reach,
-            GROUP=h // g, D=d, BLOCK_D=tiles.padded(d), M=tile.M, N=tile.N, ROWS=rows, COLS=cols, CAUSAL=causal,
-            MASK=plan.mask, num_warps=tile.warps, num_stages=tile.stages + INDIRECT,
+            GROUP=h // g, D=d, BLOCK_D=tiles.padded(d), ROWS=rows, COLS=cols, CAUSAL=causal,
+            MASK=plan.mask, **tile.options(),
         )  # fmt: skip

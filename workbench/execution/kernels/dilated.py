@@ -70,7 +70,7 @@ def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_
         k = steps.load(K + j0 * k_step, j < N, d, D, False)
         v = steps.load(V + j0 * v_step, j < N, d, D, False)
         acc, peak, total = steps.attend(acc, peak, total, q, k, v, True, scale, False)
-    for j0 in tl.range(full, end, N, num_stages=1):
+    for j0 in range(full, end, N):
         exists = j0 + j < kept
         k = steps.load(K + j0 * k_step, exists, d, D, True)
         v = steps.load(V + j0 * v_step, exists, d, D, True)
@@ -123,7 +123,7 @@ def dq_kernel(Q, K, V, DO, OF_ROWS, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, 
         k = steps.load(K + j0 * k_step, j < N, d, D, False)
         v = steps.load(V + j0 * v_step, j < N, d, D, False)
         dq = steps.add_dq(dq, q, k, v, do, lse, delta, True, scale, False)
-    for j0 in tl.range(full, end, N, num_stages=1):
+    for j0 in range(full, end, N):
         exists = j0 + j < kept
         k = steps.load(K + j0 * k_step, exists, d, D, True)
         v = steps.load(V + j0 * v_step, exists, d, D, True)
@@ -229,15 +229,15 @@ def branches(pattern, n: int, heads: int) -> list[Branch]:
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Tensor, Tensor]:
     """out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D), k and v (B, N, G, D), last strides 1."""
     (b, nq, h, d), n = q.shape, k.shape[1]
-    plan, tile = branches(pattern, n, h), tiles.choose("forward", q)
+    plan, tile = branches(pattern, n, h), tiles.choose("dilated forward", q)
     whole = plan[0].whole
     out = new(q, whole)
     lse = torch.full((b, h, nq), -torch.inf, device=q.device)
     for branch in plan:
         branch.launch(
             forward_kernel, b, n, nq, h, tile.M, q, k, v, out, lse, *rows(q, k, v, out), scale * math.log2(math.e),
-            GROUP=h // k.shape[2], D=d, BLOCK_D=tiles.padded(d), M=tile.M, N=tile.N, CAUSAL=pattern.causal,
-            FIRST=whole and branch is plan[0], num_warps=tile.warps, num_stages=tile.stages,
+            GROUP=h // k.shape[2], D=d, BLOCK_D=tiles.padded(d), CAUSAL=pattern.causal,
+            FIRST=whole and branch is plan[0], **tile.options(),
         )  # fmt: skip
     return out, lse
 
@@ -250,12 +250,12 @@ def backward(grad: Tensor, grad_lse: Tensor | None, q, k, v, out, lse, pattern, 
     for branch in plan:
         first = branch.whole and branch is plan[0]
         for name, kernel, results in (("dq", dq_kernel, (dq,)), ("dkdv", dkdv_kernel, (dk, dv))):
-            tile = tiles.choose(name, q)
+            tile = tiles.choose(f"dilated {name}", q)
             branch.launch(
                 kernel, b, n, nq, h, tile.M if name == "dq" else tile.N, q, k, v, grad, of_rows, *results,
                 *rows(q, k, v, grad, results[0]), scale * math.log2(math.e), scale,
-                GROUP=h // k.shape[2], D=d, BLOCK_D=tiles.padded(d), M=tile.M, N=tile.N, CAUSAL=pattern.causal,
-                FIRST=first and (name == "dq" or nq == n), num_warps=tile.warps, num_stages=tile.stages,
+                GROUP=h // k.shape[2], D=d, BLOCK_D=tiles.padded(d), CAUSAL=pattern.causal,
+                FIRST=first and (name == "dq" or nq == n), **tile.options(),
             )  # fmt: skip
     return dq, dk, dv
 

@@ -17,20 +17,39 @@ class Tile(NamedTuple):
     N: int
     warps: int
     stages: int
+    registers: int | None = None  # at most these a thread, where that lets one more block run beside
+
+    def options(self) -> dict:
+        """What a launch takes."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"M": self.M, "N": self.N, "num_warps": self.warps, "num_stages": self.stages} | limit
 
 
-# By kernel and padded head_dim, 16-bit inputs, on an H100.
+# By kernel and padded head_dim, 16-bit inputs, on an H100. The walk over lists of blocks wants more stages: the loads of
+# keys and values wait for that of a block's number.
 TABLE = {
-    "forward": {
-        16: Tile(128, 64, 4, 3), 32: Tile(128, 64, 4, 3), 64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 4, 3),
+    "dilated forward": {
+        16: Tile(128, 64, 4, 3), 32: Tile(128, 64, 4, 3), 64: Tile(128, 64, 8, 3, 128), 128: Tile(64, 64, 4, 3),
         256: Tile(128, 64, 8, 2),
     },
-    "dq": {
+    "dilated dq": {
         16: Tile(64, 64, 4, 3), 32: Tile(64, 64, 4, 3), 64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3),
         256: Tile(64, 32, 8, 1),
     },
-    "dkdv": {
+    "dilated dkdv": {
         16: Tile(64, 64, 4, 3), 32: Tile(64, 64, 4, 3), 64: Tile(64, 64, 4, 3), 128: Tile(32, 64, 4, 3),
+        256: Tile(32, 64, 8, 1),
+    },
+    "blocks forward": {
+        16: Tile(128, 64, 4, 4), 32: Tile(128, 64, 4, 4), 64: Tile(64, 64, 4, 4), 128: Tile(128, 64, 8, 5),
+        256: Tile(128, 64, 8, 2),
+    },
+    "blocks dq": {
+        16: Tile(64, 64, 4, 3), 32: Tile(64, 64, 4, 3), 64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 5),
+        256: Tile(64, 32, 8, 1),
+    },
+    "blocks dkdv": {
+        16: Tile(64, 64, 4, 5), 32: Tile(64, 64, 4, 5), 64: Tile(64, 64, 4, 5), 128: Tile(32, 64, 4, 5),
         256: Tile(32, 64, 8, 1),
     },
 }  # fmt: skip
@@ -45,7 +64,7 @@ def padded(head_dim: int) -> int:
 
 
 def choose(kernel: str, q: torch.Tensor, block_size: tuple[int, int] | None = None) -> Tile:
-    """The tile of "forward", "dq" or "dkdv" for inputs like q (..., head_dim).
+    """The tile of a kernel of `TABLE` for inputs like q (..., head_dim).
 
     block_size: of queries and keys, multiples of 16 that the tile has to divide.
     """
