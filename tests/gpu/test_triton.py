@@ -219,3 +219,14 @@ def test_auto_takes_the_kernels_for_16_bits_and_says_with_which_tile():
         assert words.startswith("triton: ") and f"{m} queries x {n} keys" in words
     assert explain(q, k, v, BlockSparse(layouts.local(1), 24)).startswith("torch: ")
     assert explain(q.float(), k.float(), v.float(), Dilated([64], [2])).startswith("torch: ")
+
+
+def test_a_hundred_million_tokens():
+    if torch.cuda.get_device_properties(0).total_memory < 75 * 2**30:
+        pytest.skip("needs 75 GiB")
+    n, h, d = 1 << 27, 2, 32
+    q, k, v = (torch.randn(1, n, h, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    pattern = Dilated([1 << 11, 1 << 14, 1 << 17, 1 << 20], [1, 8, 64, 512])
+    out = attention(q, k, v, pattern, backend="triton")
+    rows = (0, 1, 512, (1 << 20) + 513, (1 << 26) + 64, n - 512, n - 1)
+    assert sampled(out, q, k, v, pattern, (0, 1), rows) < 8e-3

@@ -145,6 +145,27 @@ def times_faster(rows: pd.DataFrame):
     return style.finish(fig, "Speed-up over dense attention of the same length: " + "; ".join(words) + ".")
 
 
+def beside_peers(rows: pd.DataFrame, ceiling: float | None = None):
+    """Bars: the rate over attended pairs of each alternative of the groups, and the matmul ceiling (TFLOP/s)."""
+    style.use()
+    names = list(dict.fromkeys(rows["suite"]))
+    fig, axes = plt.subplots(1, len(names), figsize=(2.7 * len(names) + 1, 3.6), sharey=True, squeeze=False)
+    words = []
+    for ax, name in zip(axes[0], names, strict=True):
+        group = rows[(rows["suite"] == name) & (rows["label"] != "A/A")]
+        shade = [style.COLORS["dilated"] if x == "workbench" else "#9a9a9a" for x in group["label"]]
+        bars = ax.bar(group["label"].str.replace(" ", "\n"), group["tflops"], color=shade)
+        ax.bar_label(bars, fmt="%.0f", padding=2)
+        n = group["n"].max()
+        ax.set_title(f"N = {_tokens(n)}\n{MODES[group['mode'].iloc[0]]}", fontsize=10)
+        ax.tick_params(axis="x", labelsize=8)
+        if ceiling:
+            ax.axhline(ceiling, color="#444444", linewidth=1.2, linestyle=(0, (6, 3)))
+        words += [f"{name}, {r.label}: {r.tflops:.0f}" for r in group.itertuples()]
+    axes[0, 0].set_ylabel("TFLOP/s over attended pairs")
+    return style.finish(fig, "Rates in TFLOP/s: " + "; ".join(words) + ".")
+
+
 def _sizes(row) -> str:
     rates = "paper" if "paper" in row.suite else "pow2"
     return f"{rates} {int(row.heads)}x{int(row.head_dim)}" + (", causal" if row.causal else "")

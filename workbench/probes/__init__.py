@@ -1,10 +1,11 @@
-"""Probes: a module each, one verb: timing.measure, memory.measure, roofline.ceilings, error.measure, speed.sweep."""
+"""Probes: a module each, one verb: timing.measure, memory.measure, roofline.ceilings, error.measure, speed.sweep,
+suite.run, layer.measure; peers has other people's attention to measure beside."""
 
 from __future__ import annotations
 
 import importlib
 
-__all__ = ["error", "memory", "roofline", "speed", "timing"]
+__all__ = ["error", "layer", "memory", "peers", "roofline", "speed", "suite", "timing"]
 
 
 def __getattr__(name: str):

@@ -176,3 +176,20 @@ def _peak(call: Callable, device: str, given: int) -> dict:
     if outcome.status != "ok":
         return {}
     return {"extra_bytes": outcome.result, "peak_bytes": outcome.result + given}
+
+
+def recorded(kind: str = "h100x1") -> pd.DataFrame:
+    """The rows of the newest run committed for a machine kind; empty where there is none."""
+    folder = records.default_folder() / kind
+    if not list(folder.glob("*.jsonl")):
+        return pd.DataFrame()
+    rows = records.load(folder)
+    rows = rows[rows["probe"] == "layer"].sort_values("run_utc", kind="stable")
+    return rows[rows["run"] == rows["run"].iloc[-1]] if len(rows) else rows
+
+
+def summary(rows: pd.DataFrame) -> pd.DataFrame:
+    """The table of a layer benchmark: a line a layer, time, speed-up over the first with its interval, memory."""
+    out = rows[rows["label"] != "A/A"].copy()
+    out["GB extra"] = out["extra_bytes"].astype(float) / 1e9
+    return out[["label", "backend", "n", "status", "median_ms", "speedup", "speedup_low", "speedup_high", "GB extra"]]

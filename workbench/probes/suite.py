@@ -17,6 +17,7 @@ import torch
 from workbench import records
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, layouts
 from workbench.patterns.dilated import PAPER
+from workbench.probes import peers
 from workbench.probes.case import Case
 from workbench.probes.outcome import attempt
 from workbench.probes.timing import compare
@@ -121,6 +122,15 @@ def groups() -> dict[str, Callable[[], dict]]:
                         "workbench": case(Dilated(PAPER, rates, c), n, h, d, mode),
                     }
     rates, h, d = LONGNET["paper 12x64"]
+    for name in (name for name, missing in peers.available().items() if name == "torchscale" and not missing):
+        for n in LONG:
+            for mode in MODES:
+                found[f"peers {mode} {n}"] = lambda name=name, n=n, mode=mode: {
+                    "dense cudnn 16K": case(Dense(), 16_384, h, d, mode, "cudnn"),
+                    "workbench": case(Dilated(PAPER, rates, offsets="blocked"), n, h, d, mode),
+                    name: case(Dilated(PAPER, rates, offsets="blocked"), n, h, d, mode,
+                               peers.longnet(name, PAPER, rates)),
+                }  # fmt: skip
     found["short"] = lambda: {
         "dense cudnn": case(Dense(), 32_768, h, d, "fwd", "cudnn"),
         "workbench": case(Dilated(PAPER, rates), 32_768, h, d),

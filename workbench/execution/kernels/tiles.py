@@ -25,11 +25,11 @@ class Tile(NamedTuple):
         return {"M": self.M, "N": self.N, "num_warps": self.warps, "num_stages": self.stages} | limit
 
 
-# By kernel and padded head_dim, 16-bit inputs, on an H100. The walk over lists of blocks wants more stages: the loads of
-# keys and values wait for that of a block's number.
+# By kernel and padded head_dim, 16-bit inputs, on an H100. The walk over lists of blocks wants more stages: the loads
+# of keys and values wait for that of a block's number. "narrow": where the blocks are smaller than the tile.
 TABLE = {
     "dilated forward": {
-        16: Tile(128, 64, 4, 3), 32: Tile(128, 64, 4, 3), 64: Tile(128, 64, 8, 3, 128), 128: Tile(64, 64, 4, 3),
+        16: Tile(128, 64, 4, 3), 32: Tile(128, 64, 4, 3), 64: Tile(128, 64, 8, 3, 128), 128: Tile(128, 64, 8, 3),
         256: Tile(128, 64, 8, 2),
     },
     "dilated dq": {
@@ -41,8 +41,12 @@ TABLE = {
         256: Tile(32, 64, 8, 1),
     },
     "blocks forward": {
-        16: Tile(128, 64, 4, 4), 32: Tile(128, 64, 4, 4), 64: Tile(64, 64, 4, 4), 128: Tile(128, 64, 8, 5),
+        16: Tile(128, 64, 4, 5), 32: Tile(128, 64, 4, 5), 64: Tile(128, 64, 8, 5, 128), 128: Tile(128, 64, 8, 5),
         256: Tile(128, 64, 8, 2),
+    },
+    "narrow blocks forward": {
+        16: Tile(64, 64, 4, 3), 32: Tile(64, 64, 4, 3), 64: Tile(64, 64, 4, 3, 128), 128: Tile(64, 64, 4, 3),
+        256: Tile(64, 64, 8, 2),
     },
     "blocks dq": {
         16: Tile(64, 64, 4, 3), 32: Tile(64, 64, 4, 3), 64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 5),
@@ -74,6 +78,8 @@ def choose(kernel: str, q: torch.Tensor, block_size: tuple[int, int] | None = No
         tile = SMALLER if padded(q.shape[-1]) >= WIDE else SMALL
     else:
         tile = TABLE[kernel][padded(q.shape[-1])]
+        if block_size and block_size[0] % tile.M and f"narrow {kernel}" in TABLE:
+            tile = TABLE[f"narrow {kernel}"][padded(q.shape[-1])]
     if block_size is None:
         return tile
     return tile._replace(M=math.gcd(tile.M, block_size[0]), N=math.gcd(tile.N, block_size[1]))
