@@ -15,6 +15,7 @@ import pandas as pd
 import torch
 
 from workbench import records
+from workbench.execution.triton_backend import block_size_of
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, layouts
 from workbench.patterns.dilated import PAPER
 from workbench.probes import peers
@@ -87,7 +88,7 @@ def fields(case) -> dict:
     graph, case = isinstance(case, tuple), case[0] if isinstance(case, tuple) else case
     found = case.fields() | {"graph": graph, "measured": True, "pairs": case.pattern.pairs(case.n, case.heads, case.nq)}
     if isinstance(case.pattern, Neighborhood):
-        blocks = case.pattern.blocks(case.n, case.heads)
+        blocks = case.pattern.blocks(case.n, case.heads, case.nq, block_size_of(case.pattern))
         found["block_pairs"] = len(blocks.columns) * blocks.block_size[0] * blocks.block_size[1] * case.heads
     return found
 
