@@ -15,7 +15,7 @@ def test_time_has_a_panel_a_mode_and_a_line_a_backend(card):
     fig = draw.time_against_n(rows)
     assert [ax.get_title("left") for ax in fig.axes] == ["forward", "forward + backward"]
     lines = {line.get_label() for line in fig.axes[0].get_lines()}
-    assert {"dense (cudnn)", "dense (flash)", "dilated (torch)", "block-sparse (flex)"} <= lines
+    assert {"dense (cudnn)", "dense (flash)", "dilated (triton)", "block-sparse (triton)"} <= lines
     assert "Forward at the longest N" in fig.get_label()
 
 

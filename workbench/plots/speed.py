@@ -163,6 +163,7 @@ def beside_peers(rows: pd.DataFrame, ceiling: float | None = None):
             ax.axhline(ceiling, color="#444444", linewidth=1.2, linestyle=(0, (6, 3)))
         words += [f"{name}, {r.label}: {r.tflops:.0f}" for r in group.itertuples()]
     axes[0, 0].set_ylabel("TFLOP/s over attended pairs")
+    axes[0, 0].set_ylim(0, 1.12 * max(ceiling or 0, rows["tflops"].max()))
     return style.finish(fig, "Rates in TFLOP/s: " + "; ".join(words) + ".")
 
 

@@ -26,12 +26,13 @@ UNSPECIALIZED = ["n", "nq", "heads", "count", "block0", "by_batch", "by_head", "
 
 
 @triton.jit
-def table(TABLE, i, exists, MASK: tl.constexpr):
-    """(low, high) of positions i, for `visible`; zeros where the mask needs no table."""
+def table(TABLE, i, exists, AXIS: tl.constexpr, MASK: tl.constexpr):
+    """(low, high) of positions i, for `visible`, with a new axis AXIS; zeros where the mask needs no table."""
     if MASK == "later" or MASK == "near":
-        return tl.split(tl.load(TABLE + 2 * i[:, None] + tl.arange(0, 2)[None, :], exists[:, None], 0))
+        low, high = tl.split(tl.load(TABLE + 2 * i[:, None] + tl.arange(0, 2)[None, :], exists[:, None], 0))
+        return tl.expand_dims(low, AXIS), tl.expand_dims(high, AXIS)
     else:
-        return tl.zeros_like(i), tl.zeros_like(i)
+        return tl.expand_dims(tl.zeros_like(i), AXIS), tl.expand_dims(tl.zeros_like(i), AXIS)
 
 
 @triton.jit
@@ -79,7 +80,7 @@ def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_
     q = steps.load(Q + b * q_b + h * q_h + row[:, None] * q_n + d[None, :], ours, d, D, True)
     K += b * k_b + (h // GROUP) * k_h + j.to(tl.int64)[:, None] * k_n + d[None, :]
     V += b * v_b + (h // GROUP) * v_h + j.to(tl.int64)[:, None] * v_n + d[None, :]
-    low_i, high_i = table(TABLE, i, ours, MASK)
+    low_i, high_i = table(TABLE, i, ours, 1, MASK)
     acc = tl.zeros((M, BLOCK_D), tl.float32)
     peak = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
@@ -93,20 +94,8 @@ def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_
         j0 = tl.load(PART_BLOCKS + x // (COLS // N)) * COLS + x % (COLS // N) * N
         k = steps.load(K + j0.to(tl.int64) * k_n, j0 + j < n, d, D, True)
         v = steps.load(V + j0.to(tl.int64) * v_n, j0 + j < n, d, D, True)
-        low_j, high_j = table(TABLE, j0 + j, j0 + j < n, MASK)
-        seen = (
-            visible(
-                i[:, None],
-                j0 + j[None, :],
-                low_i[:, None],
-                high_i[:, None],
-                low_j[None, :],
-                high_j[None, :],
-                reach,
-                MASK,
-            )
-            & (j0 + j < n)[None, :]
-        )
+        low_j, high_j = table(TABLE, j0 + j, j0 + j < n, 0, MASK)
+        seen = visible(i[:, None], j0 + j[None, :], low_i, high_i, low_j, high_j, reach, MASK) & (j0 + j < n)[None, :]
         acc, peak, total = steps.attend(acc, peak, total, q, k, v, seen, scale, True)
     out, lse = steps.finish(acc, peak, total)
     steps.store(OUT + b * o_b + h * o_h + row[:, None] * o_n + d[None, :], out, ours, d, D)
@@ -131,7 +120,7 @@ def dq_kernel(Q, K, V, DO, OF_ROWS, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, 
     q, do, lse, delta = steps.queries(Q, DO, OF_ROWS, q_n, g_n, 0, 1, ours, d, D, True)
     K += b * k_b + (h // GROUP) * k_h + j.to(tl.int64)[:, None] * k_n + d[None, :]
     V += b * v_b + (h // GROUP) * v_h + j.to(tl.int64)[:, None] * v_n + d[None, :]
-    low_i, high_i = table(TABLE, i, ours, MASK)
+    low_i, high_i = table(TABLE, i, ours, 1, MASK)
     dq = tl.zeros((M, BLOCK_D), tl.float32)
     line = (b.to(tl.int32) * by_batch + h * by_head) * count + block
     for x in range(tl.load(FULL + line) * (COLS // N), tl.load(FULL + line + 1) * (COLS // N)):
@@ -143,20 +132,8 @@ def dq_kernel(Q, K, V, DO, OF_ROWS, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, 
         j0 = tl.load(PART_BLOCKS + x // (COLS // N)) * COLS + x % (COLS // N) * N
         k = steps.load(K + j0.to(tl.int64) * k_n, j0 + j < n, d, D, True)
         v = steps.load(V + j0.to(tl.int64) * v_n, j0 + j < n, d, D, True)
-        low_j, high_j = table(TABLE, j0 + j, j0 + j < n, MASK)
-        seen = (
-            visible(
-                i[:, None],
-                j0 + j[None, :],
-                low_i[:, None],
-                high_i[:, None],
-                low_j[None, :],
-                high_j[None, :],
-                reach,
-                MASK,
-            )
-            & (j0 + j < n)[None, :]
-        )
+        low_j, high_j = table(TABLE, j0 + j, j0 + j < n, 0, MASK)
+        seen = visible(i[:, None], j0 + j[None, :], low_i, high_i, low_j, high_j, reach, MASK) & (j0 + j < n)[None, :]
         dq = steps.add_dq(dq, q, k, v, do, lse, delta, seen, scale, True)
     steps.store(DQ + b * o_b + h * o_h + row[:, None] * o_n + d[None, :], dq * softmax_scale, ours, d, D)
 
@@ -173,7 +150,7 @@ def dkdv_kernel(Q, K, V, DO, OF_ROWS, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b,
     ours, at = j < n, j.to(tl.int64)
     k = steps.load(K + b * k_b + g * k_h + at[:, None] * k_n + d[None, :], ours, d, D, True)
     v = steps.load(V + b * v_b + g * v_h + at[:, None] * v_n + d[None, :], ours, d, D, True)
-    low_j, high_j = table(TABLE, j, ours, MASK)
+    low_j, high_j = table(TABLE, j, ours, 1, MASK)
     dk = tl.zeros((N, BLOCK_D), tl.float32)
     dv = tl.zeros((N, BLOCK_D), tl.float32)
     row = (i - (n - nq)).to(tl.int64)
@@ -190,17 +167,8 @@ def dkdv_kernel(Q, K, V, DO, OF_ROWS, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b,
             i0 = (block0 + tl.load(PART_BLOCKS + x // (ROWS // M))) * ROWS + x % (ROWS // M) * M
             exists = (i0 + i >= n - nq) & (i0 + i < n)
             q, do, lse, delta = steps.queries(Qh, Gh, Rh, q_n, g_n, i0, 1, exists, d, D, True)
-            low_i, high_i = table(TABLE, i0 + i, exists, MASK)
-            seen = visible(
-                i0 + i[None, :],
-                j[:, None],
-                low_i[None, :],
-                high_i[None, :],
-                low_j[:, None],
-                high_j[:, None],
-                reach,
-                MASK,
-            )
+            low_i, high_i = table(TABLE, i0 + i, exists, 0, MASK)
+            seen = visible(i0 + i[None, :], j[:, None], low_i, high_i, low_j, high_j, reach, MASK)
             dk, dv = steps.add_dkdv(dk, dv, q, k, v, do, lse, delta, seen, scale, True)
     out = b * o_b + g * o_h + at[:, None] * o_n + d[None, :]
     steps.store(DK + out, dk * softmax_scale, ours, d, D)
