@@ -77,7 +77,7 @@ def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[st
     if device == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
         reason = why_not("triton", q, k, v, pattern)
         if reason is None:
-            return "triton", "its own kernels are the fastest that was measured for this pattern in 16 bits"
+            return "triton", "on this device the pattern has kernels of its own for 16-bit inputs"
     if dilated:
         return "torch", "a dilated branch is a strided view that fused attention takes without a copy"
     if device == "cuda":

@@ -79,7 +79,8 @@ def blocks_of(pattern, q: Tensor, n: int):
     return kept[key]
 
 
-def _setup_context(ctx, inputs, output):
+def setup_context(ctx, inputs, output) -> None:
+    """What the backward of an operator of (q, k, v, handle, scale) -> (out, lse) keeps."""
     q, k, v, ctx.handle, ctx.scale = inputs
     ctx.pattern = living(int(ctx.handle))  # keeps it alive until the backward
     ctx.save_for_backward(q, k, v, *output)
@@ -104,4 +105,4 @@ def _autograd(ctx, grad, grad_lse):
     return dq[..., :d], dk[..., :d], dv[..., :d], None, None
 
 
-attend.register_autograd(_autograd, setup_context=_setup_context)
+attend.register_autograd(_autograd, setup_context=setup_context)

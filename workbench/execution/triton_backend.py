@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from workbench.execution.fused import unit_stride
-from workbench.execution.torch_backend import one_branch
+from workbench.execution.torch_backend import one_branch, setup_context
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, living
 
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -139,13 +139,6 @@ def device_of(q: Tensor):
     return torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext()
 
 
-def _setup_context(ctx, inputs, output):
-    q, k, v, ctx.handle, ctx.scale = inputs
-    ctx.pattern = living(int(ctx.handle))  # keeps it alive until the backward
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.set_materialize_grads(False)
-
-
 def _autograd(ctx, grad, grad_lse):
     q, k, v, out, lse = ctx.saved_tensors
     if grad is None and grad_lse is None:
@@ -155,4 +148,4 @@ def _autograd(ctx, grad, grad_lse):
     return *attend_backward(grad, grad_lse, q, k, v, out, lse, ctx.handle, ctx.scale), None, None
 
 
-attend.register_autograd(_autograd, setup_context=_setup_context)
+attend.register_autograd(_autograd, setup_context=setup_context)
