@@ -45,7 +45,8 @@ def attention(
 def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str:
     """Which backend 'auto' takes for this call, and why, in a sentence."""
     check(q, k, v, pattern)
-    chosen, why = choose("auto", *autocast(q, k, v), pattern)
+    q, k, v = autocast(q, k, v)
+    chosen, why = choose("auto", q, k, v, pattern)
     return f"{chosen}: {why}" + (f"; {tile_words(q, pattern)}" if chosen == "triton" else "")
 
 

@@ -217,6 +217,8 @@ def test_auto_takes_the_kernels_for_16_bits_and_says_with_which_tile():
         words = explain(q, k, v, pattern)
         m, n, *_ = triton_backend.tile_of(q, pattern)
         assert words.startswith("triton: ") and f"{m} queries x {n} keys" in words
+        with torch.autocast("cuda", torch.bfloat16):
+            assert explain(q.float(), k.float(), v.float(), pattern) == words
     assert explain(q, k, v, BlockSparse(layouts.local(1), 24)).startswith("torch: ")
     assert explain(q.float(), k.float(), v.float(), Dilated([64], [2])).startswith("torch: ")
 

@@ -66,6 +66,8 @@ def test_the_lists_of_a_million_tokens_are_small():
     pytest.importorskip("triton")
     row = suite.block_mask(1_048_576, "cpu")
     assert row["bytes"] < 100e6 and row["median_ms"] < 20_000
+    table = suite.summary(suite.rates(pd.concat([made_up(["window fwd"]), pd.DataFrame([row])])))
+    assert suite.BLOCK_MASK in set(table["suite"])
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from workbench import records
 from workbench.execution.triton_backend import block_size_of
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, layouts
 from workbench.patterns.dilated import PAPER
-from workbench.probes import peers
+from workbench.probes import memory, peers
 from workbench.probes.case import Case
 from workbench.probes.outcome import attempt
 from workbench.probes.timing import compare
@@ -30,6 +30,7 @@ LONGNET = {  # name: (dilation rates, heads, head_dim)
 }
 LONG = (131_072, 1_048_576)
 MODES = ("fwd", "fwdbwd")
+BLOCK_MASK = "block mask"  # a group of one row, of `block_mask`
 
 
 def run(only: Iterable[str] = (), *, profile="gpu", samples=9, seconds=8.0, folder=None, say=print) -> pd.DataFrame:
@@ -44,6 +45,8 @@ def run(only: Iterable[str] = (), *, profile="gpu", samples=9, seconds=8.0, fold
         if say:
             say(name, flush=True)
         rows += measure(name, make, recorder, samples, seconds)
+    if not only or BLOCK_MASK.startswith(tuple(only)):
+        rows.append(recorder.row(**block_mask()))
     return pd.DataFrame(rows)
 
 
@@ -64,7 +67,9 @@ def measure(name: str, make: Callable[[], dict], recorder, samples=9, seconds=8.
     for label, line in outcome.result.iterrows():
         of = first if label == "A/A" else label
         row = fields(cases[of]) | {"backend": calls[of][1], "suite": name, "label": label, "against": first}
-        row |= line.to_dict() | {"status": "ok", "extra_bytes": extra(calls[of][0]) if label != "A/A" else None}
+        row |= line.to_dict() | {"status": "ok", "extra_bytes": None}
+        if label != "A/A" and not row["graph"]:  # whose memory was taken at the capture
+            row["extra_bytes"] = memory.measure(calls[of][0], "cuda").extra_bytes
         rows.append(recorder.row(**row))
     return rows
 
@@ -96,19 +101,6 @@ def fields(case) -> dict:
         blocks = case.pattern.blocks(case.n, case.heads, case.nq, block_size_of(case.pattern))
         found["block_pairs"] = len(blocks.columns) * blocks.block_size[0] * blocks.block_size[1] * case.heads
     return found
-
-
-def extra(call) -> int:
-    """Bytes that a call needs at once above what was allocated before it, its results included."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    kept = call()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    del kept
-    return peak
 
 
 def groups() -> dict[str, Callable[[], dict]]:
@@ -171,7 +163,7 @@ def groups() -> dict[str, Callable[[], dict]]:
     return found
 
 
-def block_mask(n: int = 1_048_576, device="cuda", recorder=None) -> dict:
+def block_mask(n: int = 1_048_576, device="cuda") -> dict:
     """A row: milliseconds and bytes that the kernels' lists of a local, global and strided layout take for N tokens."""
     from workbench.execution.kernels.blocks import make_plan
 
@@ -184,10 +176,10 @@ def block_mask(n: int = 1_048_576, device="cuda", recorder=None) -> dict:
             torch.cuda.synchronize()
         taken.append(1000 * (time.perf_counter() - begin))
     held = sum(x.numel() * x.element_size() for x in (*plan.by_queries, *plan.by_keys))
-    row = {"suite": "block mask", "label": pattern.name, "n": n, "status": "ok", "samples_ms": taken[1:],
+    row = {"suite": BLOCK_MASK, "label": pattern.name, "n": n, "status": "ok", "samples_ms": taken[1:],
            "median_ms": sorted(taken[1:])[1], "bytes": held, "measured": True, "pattern": pattern.name,
            "pattern_spec": pattern.spec()}  # fmt: skip
-    return recorder.row(**row) if recorder else row
+    return row
 
 
 def recorded(kind: str = "h100x1") -> pd.DataFrame:

@@ -2,7 +2,7 @@
 
 The step of the forward is the online softmax (FlashAttention-2, arXiv 2307.08691, algorithm 1), in base 2: `scale` is
 the softmax scale times log2(e), `peak` the running maximum of the scaled scores, `total` the running sum of their
-powers. The steps of the backward take the final lse (natural), and recompute P = exp(S - lse); dS = P * (dO V^T -
+powers. The steps of the backward take the final lse, in base 2 too, and recompute P = exp(S - lse); dS = P * (dO V^T -
 delta) with delta = rowsum(dO * out) - dlse (algorithm 2 there; the gradient of lse adds its own term).
 
 Dimensions: M queries of a tile, N keys of a tile, D head_dim. A row of a tile that does not exist is loaded as zeros,
@@ -61,7 +61,7 @@ def add(pointers, tile, exists, columns, D: tl.constexpr, FIRST: tl.constexpr):
 def queries(Q, DO, ROWS, q_n, g_n, i0, r, exists, columns, D: tl.constexpr, MASKED: tl.constexpr):
     """q, do (M, D), lse in base 2 and delta (M,) of the rows i0 * r after those that are pointed to.
 
-    ROWS are the pairs (lse, delta) that `delta_kernel` writes: one load, whose layout the compiler keeps compact.
+    ROWS are the pairs (lse, delta) that `rows_kernel` writes: one load, whose layout the compiler keeps compact.
     """
     skip = tl.cast(i0, tl.int64) * r
     q = load(Q + skip * q_n, exists, columns, D, MASKED)
