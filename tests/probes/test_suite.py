@@ -38,7 +38,8 @@ def test_rates_are_over_attended_pairs_and_beside_the_baseline_of_the_group():
     assert rows.loc[rows["label"] == "triton", "tflops"].tolist() == pytest.approx([50, 50])
     assert rows.loc[rows["label"] == "dense cudnn", "of_dense"].tolist() == pytest.approx([1, 1])
     assert rows.loc[rows["label"] == "flex", "of_dense"].tolist() == pytest.approx([0.5, 0.5])
-    assert {"window fwd", "random fwdbwd"} == set(suite.summary(rows)["suite"])
+    assert {"window fwd", "random fwdbwd"} == set(suite.summary(rows)["group"])
+    assert set(suite.summary(rows)["times faster"].dropna()) == {"3.00 (2.90 to 3.10)"}
 
 
 def test_pictures_say_what_they_show():
@@ -67,7 +68,7 @@ def test_the_lists_of_a_million_tokens_are_small():
     row = suite.block_mask(1_048_576, "cpu")
     assert row["bytes"] < 100e6 and row["median_ms"] < 20_000
     table = suite.summary(suite.rates(pd.concat([made_up(["window fwd"]), pd.DataFrame([row])])))
-    assert suite.BLOCK_MASK in set(table["suite"])
+    assert suite.BLOCK_MASK in set(table["group"])
 
 
 @pytest.mark.gpu

@@ -196,13 +196,17 @@ def recorded(kind: str = "h100x1") -> pd.DataFrame:
 
 
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
-    """The table of a suite: a line an alternative, its time, rate, share of dense's rate, speed-up and extra memory."""
+    """The table of a suite: a line an alternative; times faster only where the baseline has the same N."""
     out = rows[rows["label"] != "A/A"].copy()
-    out["MB extra"] = out["extra_bytes"] / 1e6
-    out["of output"] = out["extra_bytes"] / (2 * out["batch"] * out["n"] * out["heads"] * out["head_dim"])
-    columns = ["suite", "label", "backend", "n", "median_ms", "tflops", "of_dense", "speedup", "speedup_low",
-               "speedup_high", "MB extra", "of output"]  # fmt: skip
-    return out[columns].reset_index(drop=True)
+    base = out[out["label"] == out["against"]].set_index("suite")["n"]
+    same = (out["n"] == out["suite"].map(base)) & (out["label"] != out["against"])
+    words = [f"{r.speedup:.2f} ({r.speedup_low:.2f} to {r.speedup_high:.2f})" for r in out.itertuples()]
+    output = 2 * out["batch"] * out["n"] * out["heads"] * out["head_dim"]
+    return pd.DataFrame({
+        "group": out["suite"].str.replace(r" \d+$", "", regex=True), "": out["label"], "N": out["n"].astype(int), "ms": out["median_ms"],
+        "TFLOP/s": out["tflops"], "of dense": out["of_dense"], "times faster": pd.Series(words, out.index).where(same),
+        "extra / output": out["extra_bytes"].astype(float) / output.astype(float),
+    }).reset_index(drop=True)  # fmt: skip
 
 
 def orders(rows: pd.DataFrame) -> pd.DataFrame:
