@@ -203,7 +203,8 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
     words = [f"{r.speedup:.2f} ({r.speedup_low:.2f} to {r.speedup_high:.2f})" for r in out.itertuples()]
     output = 2 * out["batch"] * out["n"] * out["heads"] * out["head_dim"]
     return pd.DataFrame({
-        "group": out["suite"].str.replace(r" \d+$", "", regex=True), "": out["label"], "N": out["n"].astype(int), "ms": out["median_ms"],
+        "group": out["suite"].str.replace(r" \d+$", "", regex=True), "": out["label"],
+        "N": out["n"].astype(int), "ms": out["median_ms"],
         "TFLOP/s": out["tflops"], "of dense": out["of_dense"], "times faster": pd.Series(words, out.index).where(same),
         "extra / output": out["extra_bytes"].astype(float) / output.astype(float),
     }).reset_index(drop=True)  # fmt: skip
