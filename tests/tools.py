@@ -281,10 +281,18 @@ def torch_own(q, k, v, pattern):
     return out, out.sum(-1).transpose(1, 2) * 0
 
 
-def errors(case: Case, dtype, run=None, device="cpu", backend="torch", seed=0) -> dict[str, tuple[float, float]]:
-    """(error, budget) of out, lse, dq, dk, dv for run(q, k, v, pattern) -> (out, lse), by default `attention`."""
+def errors(
+    case: Case, dtype, run=None, device="cpu", backend="torch", seed=0, through_lse=True
+) -> dict[str, tuple[float, float]]:
+    """(error, budget) of out, lse, dq, dk, dv for run(q, k, v, pattern) -> (out, lse), by default `attention`.
+
+    through_lse: whether a gradient comes in through lse too.
+    """
     run = run or functools.partial(attention, backend=backend, return_lse=True)
     pattern, inputs = case.pattern(), case.inputs(dtype, device, seed)
+    if not through_lse:
+        inputs[4].zero_()
+        run = without_lse(run)
     want = oracle(inputs, pattern)
     with poisoned(device):
         got = differentiate(run, inputs, pattern)
@@ -296,6 +304,16 @@ def errors(case: Case, dtype, run=None, device="cpu", backend="torch", seed=0) -
     found = {name: relative(x, want[name], None if name == "out" else inputs[3]) for name, x in got.items()}
     found["lse"] = lse_error(got["lse"], want["lse"])
     return {name: (found[name], budget[name]) for name in NAMES}
+
+
+def without_lse(run):
+    """run, whose lse is a number apart: no gradient goes through it."""
+
+    def attend(*x):
+        out, lse = run(*x)
+        return out, lse.detach().requires_grad_()
+
+    return attend
 
 
 def check(case: Case, dtype, **options) -> None:

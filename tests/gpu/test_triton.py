@@ -48,6 +48,33 @@ def test_agrees_with_the_oracle(case, dtype):
     tools.check(case, dtype, device="cuda", backend="triton")
 
 
+BY_VIEWS = [
+    tools.Case("residues", lambda: Dilated([256, 512], [1, 2]), 1024, heads=6, head_dim=64),
+    tools.Case("one-after-another", lambda: Dilated([512, 1024], [4, 16], True), 2048, heads=16, head_dim=64),
+    tools.Case("uneven", lambda: Dilated([500, 1000], [3, 12]), 2000, heads=12, head_dim=128),
+    tools.Case("causal", lambda: Dilated([256, 512], [1, 2], True), 1024, heads=4, head_dim=128),
+    tools.Case("ragged-end", lambda: Dilated([256, 512], [1, 2], True), 1900, heads=4, head_dim=64),
+    tools.Case("last-queries", lambda: Dilated([256, 512], [1, 2]), 1900, 1111, heads=4, head_dim=80),
+    tools.Case("blocked", lambda: Dilated([256, 512], [1, 4], offsets="blocked"), 1024, heads=6, head_dim=64, batch=2),
+    tools.Case("partition", lambda: Dilated([256, 512], [1, 2], heads="partition"), 1024, heads=5, head_dim=64),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=tools.name_of)
+@pytest.mark.parametrize("case", BY_VIEWS, ids=lambda case: case.id)
+def test_agrees_with_the_oracle_where_cudnn_takes_the_branches(case, dtype, monkeypatch):
+    from workbench.execution.kernels import strided
+
+    taken = []
+    for name in ("attend", "attend_backward"):
+        right = getattr(strided, name)
+        monkeypatch.setattr(strided, name, lambda *x, right=right, name=name: taken.append(name) or right(*x))
+    for name, new in {"LENGTH": 1, "TILES": 0, "BYTES": 1 << 19}.items():
+        monkeypatch.setattr(strided, name, new)
+    tools.check(case, dtype, device="cuda", backend="triton", through_lse=False)
+    assert set(taken) == {"attend", "attend_backward"}
+
+
 MAKERS = {
     "dilated": lambda: Dilated([512, 2048], [1, 3], causal=True),
     "edge": lambda: edge(True),
@@ -92,14 +119,14 @@ def test_strided_inputs_are_not_copied_and_give_the_same_numbers():
     got = attention(*views, pattern, backend="triton")
     extra = torch.cuda.max_memory_allocated() - before
     assert torch.equal(got, want)
-    assert extra <= 1.05 * got.numel() * got.element_size() + 4 * n * h
+    assert extra <= 1.6 * got.numel() * got.element_size()  # the second branch's part is a quarter
     wide = packed.transpose(1, 3).contiguous().transpose(1, 3)  # heads before positions
     assert torch.equal(attention(*wide.unbind(2), pattern, backend="triton"), want)
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward"])
 def test_holds_nothing_beside_its_results(mode):
-    n, h, d = 131_072, 12, 64
+    n, h, d = 1_048_576, 12, 64
     q, k, v, g = (torch.randn(1, n, h, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     leaves, pattern = [x.requires_grad_(mode == "backward") for x in (q, k, v)], tools.longnet(1)()
     out = attention(*leaves, pattern, backend="triton")
@@ -137,7 +164,7 @@ def keys_of(pattern, i, h, n, heads, device):
 
 
 def test_offsets_past_2_to_the_31_elements():
-    n, h, d = 4_300_000, 8, 64  # 2.2e9 elements
+    n, h, d = 4_300_800, 8, 64  # 2.2e9 elements, in whole segments
     q, k, v = (torch.randn(1, n, h, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     pattern = Dilated([2048, 8192], [1, 4])
     out = attention(q, k, v, pattern, backend="triton")

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workbench.execution.kernels import steps, tiles
+from workbench.execution.kernels import steps, strided, tiles
 
 UNSPECIALIZED = ["n", "nq", "w", "r", "divide", "plus", "head0", "heads", "all_heads", "many", "segment0", "segments"]
 GRID = (1 << 31) - 1  # programs of a launch
@@ -80,16 +80,7 @@ def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_
         acc, peak, total = steps.attend(acc, peak, total, q, k, v, seen, scale, True)
     out, lse = steps.finish(acc, peak, total)
     OUT += b * o_b + h * o_h + row[:, None] * o_n + d[None, :]
-    LSE += (b * all_heads + h) * nq + row
-    if not FIRST:
-        before = tl.load(LSE, ours, float("-inf"))
-        both = tl.maximum(before, lse)
-        old, new = tl.exp2((before - both) * steps.LOG2E), tl.exp2((lse - both) * steps.LOG2E)
-        lse = both + tl.log2(old + new) * steps.LN2
-        share = (new / (old + new))[:, None]
-        out = steps.load(OUT, ours, d, D, True) * (1 - share) + out * share
-    steps.store(OUT, out, ours, d, D)
-    tl.store(LSE, lse, ours)
+    steps.merge(OUT, LSE + (b * all_heads + h) * nq + row, out, lse, ours, d, D, FIRST)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -202,16 +193,19 @@ class Branch(NamedTuple):
     heads: int
     whole: bool
 
-    def launch(self, kernel, b: int, n: int, nq: int, all_heads: int, tile: int, *tensors, **options) -> None:
-        """The kernel over tiles of `tile` kept positions, in as few launches as a grid allows."""
+    def launch(self, kernel, b: int, n: int, nq: int, all_heads: int, but: range, tile: int, *tensors, **options) -> None:
+        """The kernel over tiles of `tile` kept positions, in as few launches as a grid allows.
+
+        but: segments that are left out, from none of them to all.
+        """
         many = triton.cdiv(triton.cdiv(self.w, self.r), tile)
-        segment, end = (n - nq) // self.w, triton.cdiv(n, self.w)
         step = max(1, GRID // (many * self.heads * b))
-        while segment < end:
-            some = min(step, end - segment)
-            sizes = (n, nq, *self[:-1], all_heads, many, segment, some)
-            kernel[(many * self.heads * some * b,)](*tensors, *sizes, **options)
-            segment += some
+        begin, end = (n - nq) // self.w, triton.cdiv(n, self.w)
+        for start, stop in ((begin, but.start), (but.stop, end)) if but else ((begin, end),):
+            for segment in range(start, stop, step):
+                some = min(step, stop - segment)
+                sizes = (n, nq, *self[:-1], all_heads, many, segment, some)
+                kernel[(many * self.heads * some * b,)](*tensors, *sizes, **options)
 
 
 def branches(pattern, n: int, heads: int) -> list[Branch]:
@@ -230,14 +224,21 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Ten
     """out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D), k and v (B, N, G, D), last strides 1."""
     (b, nq, h, d), n = q.shape, k.shape[1]
     plan, tile = branches(pattern, n, h), tiles.choose("dilated forward", q)
-    whole = plan[0].whole
-    out = new(q, whole)
-    lse = torch.full((b, h, nq), -torch.inf, device=q.device)
+    out = None
     for branch in plan:
+        first = out is None and branch.whole
+        fused = strided.segments("forward", branch, pattern.causal, q, k, v)
+        if out is None:
+            if first and strided.covers(branch, fused, q, k, v):
+                out, lse = strided.whole(q, k, v, branch.w, pattern.causal, scale)
+                continue
+            out, lse = new(q, first), torch.full((b, h, nq), -torch.inf, device=q.device)
+        if fused:
+            strided.forward(q, k, v, out, lse, branch, fused, pattern.causal, scale, first)
         branch.launch(
-            forward_kernel, b, n, nq, h, tile.M, q, k, v, out, lse, *rows(q, k, v, out), scale * math.log2(math.e),
-            GROUP=h // k.shape[2], D=d, BLOCK_D=tiles.padded(d), CAUSAL=pattern.causal,
-            FIRST=whole and branch is plan[0], **tile.options(),
+            forward_kernel, b, n, nq, h, fused, tile.M, q, k, v, out, lse, *rows(q, k, v, out),
+            scale * math.log2(math.e), GROUP=h // k.shape[2], D=d, BLOCK_D=tiles.padded(d), CAUSAL=pattern.causal,
+            FIRST=first, **tile.options(),
         )  # fmt: skip
     return out, lse
 
@@ -245,14 +246,23 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Ten
 def backward(grad: Tensor, grad_lse: Tensor | None, q, k, v, out, lse, pattern, scale: float):
     """(dq, dk, dv) from the gradients of out and lse, the inputs, and what `forward` returned."""
     (b, nq, h, d), n = q.shape, k.shape[1]
-    plan, of_rows = branches(pattern, n, h), steps.rows(grad, grad_lse, out, lse)
+    plan, of_rows = branches(pattern, n, h), None
     dq, dk, dv = new(q, plan[0].whole), new(k, plan[0].whole and nq == n), new(v, plan[0].whole and nq == n)
     for branch in plan:
         first = branch.whole and branch is plan[0]
+        fused = range(0)
+        if grad_lse is None:
+            fused = strided.segments("backward", branch, pattern.causal, q, k, v, grad, out)
+        if fused:
+            strided.backward(grad, q, k, v, out, lse, dq, dk, dv, branch, fused, pattern.causal, scale, first)
+        if len(fused) == triton.cdiv(n, branch.w):
+            continue
+        if of_rows is None:
+            of_rows = steps.rows(grad, grad_lse, out, lse)
         for name, kernel, results in (("dq", dq_kernel, (dq,)), ("dkdv", dkdv_kernel, (dk, dv))):
             tile = tiles.choose(f"dilated {name}", q)
             branch.launch(
-                kernel, b, n, nq, h, tile.M if name == "dq" else tile.N, q, k, v, grad, of_rows, *results,
+                kernel, b, n, nq, h, fused, tile.M if name == "dq" else tile.N, q, k, v, grad, of_rows, *results,
                 *rows(q, k, v, grad, results[0]), scale * math.log2(math.e), scale,
                 GROUP=h // k.shape[2], D=d, BLOCK_D=tiles.padded(d), CAUSAL=pattern.causal,
                 FIRST=first and (name == "dq" or nq == n), **tile.options(),

@@ -58,6 +58,20 @@ def add(pointers, tile, exists, columns, D: tl.constexpr, FIRST: tl.constexpr):
 
 
 @triton.jit
+def merge(OUT, LSE, out, lse, exists, columns, D: tl.constexpr, FIRST: tl.constexpr):
+    """`store` out (M, D) and lse (M,), merged with what is there by the softmax denominators unless FIRST."""
+    if not FIRST:
+        before = tl.load(LSE, exists, float("-inf"))
+        both = tl.maximum(before, lse)
+        old, new = tl.exp2((before - both) * LOG2E), tl.exp2((lse - both) * LOG2E)
+        lse = both + tl.log2(old + new) * LN2
+        share = (new / (old + new))[:, None]
+        out = load(OUT, exists, columns, D, True) * (1 - share) + out * share
+    store(OUT, out, exists, columns, D)
+    tl.store(LSE, lse, exists)
+
+
+@triton.jit
 def queries(Q, DO, ROWS, q_n, g_n, i0, r, exists, columns, D: tl.constexpr, MASKED: tl.constexpr):
     """q, do (M, D), lse in base 2 and delta (M,) of the rows i0 * r after those that are pointed to.
 

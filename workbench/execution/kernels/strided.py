@@ -1,0 +1,219 @@
+"""A branch by cuDNN: its whole segments, as strided views of the inputs that cuDNN's fused attention reads in place.
+
+The heads of a branch keep different positions, so one call cannot take all of them as they lie. Two kinds of view can:
+the heads of one residue, a stride of r heads apart, and r heads that follow each other, each a position and a head
+further than the one before, which is one stride too. Whichever takes fewer calls is taken: at most about the root of
+the number of heads. Calls are cut so that their results stay small, and each is merged into out and lse (forward) or
+added to the gradients (backward).
+
+Dimensions of a view: S segments, H heads, L positions that a head keeps in a segment, D head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from workbench.execution.kernels import steps, tiles
+
+BYTES = 64 << 20  # of one result of a call
+LENGTH = 1024  # positions that a head keeps in a segment, from where a call is worth it
+TILES = 256  # of 128 queries in the segments of a branch, likewise
+M = 64  # rows of a program that merges or adds
+
+
+class View(NamedTuple):
+    """What one call takes: segments from `start`, and of `count` heads from `head` on each the positions it keeps.
+
+    Head x of them is head + x * head_step, and keeps offset + x * offset_step + i * r in a segment, i < length.
+    """
+
+    start: int
+    segments: int
+    w: int
+    r: int
+    head: int
+    head_step: int
+    count: int
+    offset: int
+    offset_step: int
+    length: int
+
+    def of(self, x: Tensor, batch: int, shift: int = 0) -> Tensor:
+        """The view (S, H, L, D) of x (B, rows, heads, D), or (S, H, L) of x (B, rows, heads); row 0 is position shift."""
+        _, n, h, *d = x.stride()
+        at = x.storage_offset() + batch * x.stride(0) + (self.start - shift + self.offset) * n + self.head * h
+        size = (self.segments, self.count, self.length, *x.shape[3:])
+        return x.as_strided(size, (self.w * n, self.head_step * h + self.offset_step * n, self.r * n, *d), at)
+
+
+def segments(direction: str, branch, causal: bool, q: Tensor, k: Tensor, *others: Tensor) -> range:
+    """The segments of a branch that cuDNN takes: those whose positions all exist and have queries; or none of them.
+
+    direction: "forward" or "backward"; others: every other tensor that would be read.
+    """
+    n, nq = k.shape[1], q.shape[1]
+    found = range(-(-(n - nq) // branch.w), n // branch.w)
+    if not found or q.shape[2] != k.shape[2] or not usable(direction, q):
+        return range(0)
+    if any(x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:3]) for x in (q, k, *others)):
+        return range(0)
+    of_call = max(1, branch.heads // branch.r) * len(found) * (branch.w // branch.r // 128)
+    return found if branch.w // branch.r >= LENGTH and of_call >= TILES else range(0)
+
+
+def usable(direction: str, q: Tensor) -> bool:
+    """Whether cuDNN's attention is there and, as measured, the faster one for inputs like q."""
+    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if direction == "backward" and torch.are_deterministic_algorithms_enabled():
+        return False  # it sums dq in any order
+    available = torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(q.device) >= (9, 0)
+    return available and q.shape[3] % 8 == 0 and 64 <= q.shape[3] <= 128
+
+
+def covers(branch, some: range, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether `whole` can take the branch, all of whose segments are in `some`."""
+    b, n = k.shape[:2]
+    if len(some) * branch.w != n or q.stride(1) < q.stride(2):  # the result lies in memory as q does
+        return False
+    return b == 1 or all(x.stride(0) == n * x.stride(1) for x in (q, k, v))
+
+
+def views(branch, segments: range, row_bytes: int) -> Iterator[View]:
+    """The calls of a branch over whole segments; row_bytes: of one row of the results."""
+    w, r, members = branch.w, branch.r, range(branch.head0, branch.head0 + branch.heads)
+    offsets = [(h // branch.divide + branch.plus) % r for h in members]
+    length = [-(-(w - o) // r) for o in offsets]  # w need not be a multiple of r
+    for first, step, count in groups(offsets, length):
+        if length[first] <= 0:
+            continue
+        some = max(1, BYTES // (count * length[first] * row_bytes))
+        some = -(-len(segments) // -(-len(segments) // some))  # as even as can be
+        turn = offsets[first + step] - offsets[first] if count > 1 else 0
+        for s in range(segments.start, segments.stop, some):
+            yield View(s * w, min(some, segments.stop - s), w, r, members[first], step, count, offsets[first], turn,
+                       length[first])  # fmt: skip
+
+
+def groups(offsets: list[int], length: list[int]) -> list[tuple[int, int, int]]:
+    """Heads that one view can take, each as (first, step, count): of one residue, or one after another."""
+    residues: dict[int, list[int]] = {}
+    for x, o in enumerate(offsets):
+        residues.setdefault(o, []).append(x)
+    apart = [(xs[0], xs[1] - xs[0] if len(xs) > 1 else 1, len(xs)) for xs in residues.values()]
+    if any(xs != list(range(xs[0], xs[-1] + 1, step)) for xs, (_, step, _) in zip(residues.values(), apart, strict=True)):
+        apart = [(x, 1, 1) for x in range(len(offsets))]
+    along, first = [], 0
+    for x in range(1, len(offsets) + 1):
+        if x == len(offsets) or offsets[x] != offsets[x - 1] + 1 or length[x] != length[first]:
+            along.append((first, 1, x - first))
+            first = x
+    return min(apart, along, key=len)
+
+
+# --- what cuDNN computes ----------------------------------------------------------------------------------------------
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """out (S, H, L, D) and lse (S, H, L) of views."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    return out, lse.squeeze(-1)
+
+
+def attend_backward(grad, q, k, v, out, lse: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) (S, H, L, D) of views, where out and lse may be those of a softmax over more keys than these."""
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that does not happen
+    length = q.shape[2]
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse.contiguous().unsqueeze(-1), seed, seed, None, None, None, length, length, 0.0, causal,
+        scale=scale,
+    )  # fmt: skip
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, out, lse, branch, segments: range, causal, scale, first: bool) -> None:
+    """Merge the branch over whole segments into out and lse; `first` writes them instead."""
+    shift = k.shape[1] - q.shape[1]
+    for view in views(branch, segments, q.shape[-1] * q.element_size()):
+        for b in range(q.shape[0]):
+            some, its_lse = attend(view.of(q, b, shift), view.of(k, b), view.of(v, b), causal, scale)
+            merge(some, its_lse, view.of(out, b, shift), view.of(lse.transpose(1, 2), b, shift), first)
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor, w: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """out (B, N, H, D) and lse (B, H, N) of a branch that keeps everything, in one call that writes them itself."""
+    some, its_lse = attend(*(x.view(-1, w, *x.shape[2:]).transpose(1, 2) for x in (q, k, v)), causal, scale)
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+    lse.unflatten(2, (-1, w)).copy_(its_lse.unflatten(0, (q.shape[0], -1)).transpose(1, 2))
+    return some.transpose(1, 2).reshape(q.shape), lse
+
+
+def backward(grad, q, k, v, out, lse, dq, dk, dv, branch, segments: range, causal, scale, first: bool) -> None:
+    """Add the branch's gradients over whole segments to dq, dk and dv; `first` writes them instead."""
+    shift = k.shape[1] - q.shape[1]
+    for view in views(branch, segments, 2 * q.shape[-1] * q.element_size()):  # cuDNN sums dq in float32
+        for b in range(q.shape[0]):
+            grads = attend_backward(
+                view.of(grad, b, shift), view.of(q, b, shift), view.of(k, b), view.of(v, b), view.of(out, b, shift),
+                view.of(lse.transpose(1, 2), b, shift), causal, scale,
+            )  # fmt: skip
+            add(grads[0], view.of(dq, b, shift), first)
+            add(grads[1], view.of(dk, b), first and shift == 0)
+            add(grads[2], view.of(dv, b), first and shift == 0)
+
+
+# --- into the results -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def place(length, heads, M: tl.constexpr):
+    """Of this program: segment, head, rows."""
+    many = tl.cdiv(length, M)
+    x = tl.program_id(0)
+    i = (x % many) * M + tl.arange(0, M)
+    x = x // many
+    return (x // heads).to(tl.int64), x % heads, i
+
+
+@triton.jit(do_not_specialize=["heads", "length"])
+def merge_kernel(SOME, ITS, OUT, LSE, s_s, s_h, s_n, i_s, i_h, i_n, o_s, o_h, o_n, l_s, l_h, l_n, heads, length,
+                 D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, FIRST: tl.constexpr):  # fmt: skip
+    s, h, i = place(length, heads, M)
+    d, ours, row = tl.arange(0, BLOCK_D), i < length, i.to(tl.int64)
+    out = steps.load(SOME + s * s_s + h * s_h + row[:, None] * s_n + d[None, :], ours, d, D, True).to(tl.float32)
+    lse = tl.load(ITS + s * i_s + h * i_h + row * i_n, ours, 0.0)
+    steps.merge(OUT + s * o_s + h * o_h + row[:, None] * o_n + d[None, :], LSE + s * l_s + h * l_h + row * l_n,
+                out, lse, ours, d, D, FIRST)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["heads", "length"])
+def add_kernel(SOME, TO, s_s, s_h, s_n, t_s, t_h, t_n, heads, length,
+               D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, FIRST: tl.constexpr):  # fmt: skip
+    s, h, i = place(length, heads, M)
+    d, ours, row = tl.arange(0, BLOCK_D), i < length, i.to(tl.int64)
+    some = steps.load(SOME + s * s_s + h * s_h + row[:, None] * s_n + d[None, :], ours, d, D, True).to(tl.float32)
+    steps.add(TO + s * t_s + h * t_h + row[:, None] * t_n + d[None, :], some, ours, d, D, FIRST)
+
+
+def merge(some: Tensor, its_lse: Tensor, out: Tensor, lse: Tensor, first: bool) -> None:
+    """out (S, H, L, D) and lse (S, H, L) after some and its_lse too, by their softmax denominators."""
+    launch(merge_kernel, some, its_lse, out, lse, first=first)
+
+
+def add(some: Tensor, to: Tensor, first: bool) -> None:
+    """to (S, H, L, D) += some; `first`: = some."""
+    launch(add_kernel, some, to, first=first)
+
+
+def launch(kernel, *tensors: Tensor, first: bool) -> None:
+    segments, heads, length, d = tensors[0].shape
+    kernel[(segments * heads * triton.cdiv(length, M),)](
+        *tensors, *(stride for x in tensors for stride in x.stride()[:3]), heads, length, D=d,
+        BLOCK_D=tiles.padded(d), M=M, FIRST=first,
+    )  # fmt: skip
