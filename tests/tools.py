@@ -322,6 +322,15 @@ def check(case: Case, dtype, **options) -> None:
     assert not over, f"{case.id} in {name_of(dtype)}: {over}"
 
 
+def take_strided_views(monkeypatch, room: int) -> None:
+    """Dilated branches go by fused attention on strided views at any length, in calls of about `room` bytes."""
+    from workbench.execution.kernels import strided
+
+    for name, new in {"FROM": dict.fromkeys(strided.FROM, 1), "FROM_WHOLE": 1, "WORK": 0}.items():
+        monkeypatch.setattr(strided, name, new)
+    monkeypatch.setattr(strided, "room", lambda *x: room)
+
+
 @contextlib.contextmanager
 def poisoned(device="cpu"):
     """Memory that is not written holds NaN: torch fills it on a CPU; on CUDA freed blocks of NaN are what is reused."""

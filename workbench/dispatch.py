@@ -47,7 +47,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str:
     check(q, k, v, pattern)
     q, k, v = autocast(q, k, v)
     chosen, why = choose("auto", q, k, v, pattern)
-    return f"{chosen}: {why}" + (f"; {tile_words(q, pattern)}" if chosen == "triton" else "")
+    return f"{chosen}: {why}" + (f"; {kernel_words(q, k, v, pattern)}" if chosen == "triton" else "")
 
 
 def why_not(backend: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, return_lse: bool = False) -> str | None:
@@ -89,13 +89,17 @@ def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[st
     return "torch", f"on a {device.upper()} gathering the needed key blocks in chunks takes no compilation"
 
 
-def tile_words(q: Tensor, pattern) -> str:
-    """Which kernels run this and with which tiles."""
-    from workbench.execution.triton_backend import tile_of
+def kernel_words(q: Tensor, k: Tensor, v: Tensor, pattern) -> str:
+    """Which kernels run this and with which tiles, and which branches cuDNN takes instead."""
+    from workbench.execution.triton_backend import by_cudnn, tile_of
 
     m, n, warps, stages, _ = tile_of(q, pattern)
     kind = "a kernel a branch" if hasattr(pattern, "segment_lengths") else "a kernel over lists of visible blocks"
-    return f"{kind}, forward tiles of {m} queries x {n} keys, {warps} warps, {stages} stages"
+    words = f"{kind}, forward tiles of {m} queries x {n} keys, {warps} warps, {stages} stages"
+    for direction, found in by_cudnn(q, k, v, pattern).items():
+        names = ", ".join(f"w={branch.w:,} r={branch.r}" for branch in found)
+        words += f"; {direction} by cuDNN on strided views, the faster way for {names}" if found else ""
+    return words
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None = None) -> None:

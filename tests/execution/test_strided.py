@@ -46,9 +46,9 @@ def products(monkeypatch):
         ds = p * (grad @ v.float().mT - (grad * out).sum(-1, keepdim=True)) * scale
         return (ds @ k.float()).to(q.dtype), (ds.mT @ q.float()).to(q.dtype), (p.mT @ grad).to(q.dtype)
 
-    for name, new in {"attend": attend, "attend_backward": attend_backward, "LENGTH": 1, "TILES": 0, "BYTES": 4096,
-                      "usable": lambda *x: True}.items():  # fmt: skip
+    for name, new in {"attend": attend, "attend_backward": attend_backward, "usable": lambda *x: True}.items():
         monkeypatch.setattr(strided, name, new)
+    tools.take_strided_views(monkeypatch, room=4096)
     return taken
 
 

@@ -69,8 +69,7 @@ def test_agrees_with_the_oracle_where_cudnn_takes_the_branches(case, dtype, monk
     for name in ("attend", "attend_backward"):
         right = getattr(strided, name)
         monkeypatch.setattr(strided, name, lambda *x, right=right, name=name: taken.append(name) or right(*x))
-    for name, new in {"LENGTH": 1, "TILES": 0, "BYTES": 1 << 19}.items():
-        monkeypatch.setattr(strided, name, new)
+    tools.take_strided_views(monkeypatch, room=1 << 19)
     tools.check(case, dtype, device="cuda", backend="triton", through_lse=False)
     assert set(taken) == {"attend", "attend_backward"}
 
@@ -246,6 +245,9 @@ def test_auto_takes_the_kernels_for_16_bits_and_says_with_which_tile():
         assert words.startswith("triton: ") and f"{m} queries x {n} keys" in words
         with torch.autocast("cuda", torch.bfloat16):
             assert explain(q.float(), k.float(), v.float(), pattern) == words
+    assert "cuDNN" not in words
+    q, k, v = tools.Case("", None, 1 << 16, heads=8, head_dim=128).inputs(torch.bfloat16, "cuda")[:3]
+    assert "forward by cuDNN on strided views, the faster way for w=2,048 r=1" in explain(q, k, v, Dilated([2048], [1]))
     assert explain(q, k, v, BlockSparse(layouts.local(1), 24)).startswith("torch: ")
     assert explain(q.float(), k.float(), v.float(), Dilated([64], [2])).startswith("torch: ")
 

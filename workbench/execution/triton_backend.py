@@ -134,6 +134,18 @@ def tile_of(q: Tensor, pattern):
     return tiles.choose("blocks forward", q, block_size_of(pattern))
 
 
+def by_cudnn(q: Tensor, k: Tensor, v: Tensor, pattern) -> dict[str, list]:
+    """By direction, the branches whose whole segments cuDNN takes. In the backward: of gradients that lie as q does."""
+    from workbench.execution.kernels import dilated, strided
+
+    if isinstance(pattern, Dense):
+        pattern = one_branch(pattern, k.shape[1])
+    if not isinstance(pattern, Dilated):
+        return {}
+    plan = dilated.branches(pattern, k.shape[1], q.shape[2])
+    return {x: [y for y in plan if strided.segments(x, y, pattern.causal, q, k, v)] for x in ("forward", "backward")}
+
+
 def device_of(q: Tensor):
     """Triton launches on the current device: that of the tensors."""
     return torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext()

@@ -3,7 +3,10 @@
 In each segment of w positions a head with offset o keeps o, o + r, o + 2r, ...; a program takes a tile of those. The
 forward merges its tile into out and lse in its epilogue (log-sum-exp weights, see `execution.merge`), the backward adds
 to dq, dk and dv: nothing is held beside the results. Launches are in one stream, one after another, and no two programs
-of a launch write one row: the result is the same, bit for bit, each time.
+of a launch write one row: the result is the same, bit for bit, each time, except where cuDNN takes a branch of the
+backward (`strided`, which says when). Where the card can, a launch starts on the
+processors that the tail of the last one leaves idle, and waits for its end before it writes (programmatic dependent
+launch; OVERLAP): it reads nothing that the last one wrote before that.
 
 Dimensions: B batch, N keys, Nq queries (the last Nq positions), H query heads, G key heads, D head_dim. In a kernel M
 and N are the queries and keys of a tile, and i and j count the positions that a head keeps in the segment.
@@ -44,12 +47,16 @@ def place(n, nq, w, r, divide, plus, head0, heads, many, segment0, segments):
 def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h,
                    scale, n, nq, w, r, divide, plus, head0, heads, all_heads, many, segment0, segments,
                    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                   CAUSAL: tl.constexpr, FIRST: tl.constexpr):  # fmt: skip
+                   CAUSAL: tl.constexpr, FIRST: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     b, h, tile, start, kept, first = place(n, nq, w, r, divide, plus, head0, heads, many, segment0, segments)
+    if OVERLAP:
+        steps.gdc_launch_dependents()
     if CAUSAL:
         tile = many - 1 - tile  # the longest first
     i0 = tile * M
     if (i0 >= kept) | (i0 + M <= first):
+        if OVERLAP:
+            steps.gdc_wait()  # who follows has to know that the launch before this one is done
         return
     i, j, d = i0 + tl.arange(0, M), tl.arange(0, N), tl.arange(0, BLOCK_D)
     ours = (i >= first) & (i < kept)
@@ -80,6 +87,8 @@ def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_
         acc, peak, total = steps.attend(acc, peak, total, q, k, v, seen, scale, True)
     out, lse = steps.finish(acc, peak, total)
     OUT += b * o_b + h * o_h + row[:, None] * o_n + d[None, :]
+    if OVERLAP:
+        steps.gdc_wait()
     steps.merge(OUT, LSE + (b * all_heads + h) * nq + row, out, lse, ours, d, D, FIRST)
 
 
@@ -87,12 +96,16 @@ def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_
 def dq_kernel(Q, K, V, DO, OF_ROWS, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, g_b, g_n, g_h, o_b, o_n, o_h,
               scale, softmax_scale, n, nq, w, r, divide, plus, head0, heads, all_heads, many, segment0, segments,
               GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-              CAUSAL: tl.constexpr, FIRST: tl.constexpr):  # fmt: skip
+              CAUSAL: tl.constexpr, FIRST: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     b, h, tile, start, kept, first = place(n, nq, w, r, divide, plus, head0, heads, many, segment0, segments)
+    if OVERLAP:
+        steps.gdc_launch_dependents()
     if CAUSAL:
         tile = many - 1 - tile
     i0 = tile * M
     if (i0 >= kept) | (i0 + M <= first):
+        if OVERLAP:
+            steps.gdc_wait()
         return
     i, j, d = i0 + tl.arange(0, M), tl.arange(0, N), tl.arange(0, BLOCK_D)
     ours = (i >= first) & (i < kept)
@@ -122,6 +135,8 @@ def dq_kernel(Q, K, V, DO, OF_ROWS, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, 
         if CAUSAL:
             seen = seen & (j0 + j[None, :] <= i[:, None])
         dq = steps.add_dq(dq, q, k, v, do, lse, delta, seen, scale, True)
+    if OVERLAP:
+        steps.gdc_wait()
     steps.add(DQ + b * o_b + h * o_h + row[:, None] * o_n + d[None, :], dq * softmax_scale, ours, d, D, FIRST)
 
 
@@ -129,18 +144,20 @@ def dq_kernel(Q, K, V, DO, OF_ROWS, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, 
 def dkdv_kernel(Q, K, V, DO, OF_ROWS, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, g_b, g_n, g_h,
                 o_b, o_n, o_h, scale, softmax_scale, n, nq, w, r, divide, plus, head0, heads, all_heads, many, segment0,
                 segments, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
-                N: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr):  # fmt: skip
+                N: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """DK and DV have the strides o. Of the heads of a group that keep the same keys, the first one's program sums."""
     b, h, tile, start, kept, first = place(n, nq, w, r, divide, plus, head0, heads, many, segment0, segments)
+    if OVERLAP:
+        steps.gdc_launch_dependents()
     j0 = tile * N
-    if (j0 >= kept) | (first >= kept):
-        return
     if GROUP > 1:
         for other in range(tl.maximum(head0, h // GROUP * GROUP), h):
             if (other // divide + plus) % r == (h // divide + plus) % r:
                 kept = 0
-        if kept == 0:
-            return
+    if (j0 >= kept) | (first >= kept):
+        if OVERLAP:
+            steps.gdc_wait()
+        return
     i, j, d = tl.arange(0, M), j0 + tl.arange(0, N), tl.arange(0, BLOCK_D)
     ours = j < kept
     at = start.to(tl.int64) + j.to(tl.int64) * r
@@ -172,6 +189,8 @@ def dkdv_kernel(Q, K, V, DO, OF_ROWS, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b,
             q, do, lse, delta = steps.queries(Qx, Gx, Rx, q_n, g_n, i0, r, i0 + i < kept, d, D, True)
             dk, dv = steps.add_dkdv(dk, dv, q, k, v, do, lse, delta, True, scale, False)
     out = b * o_b + (h // GROUP) * o_h + at[:, None] * o_n + d[None, :]
+    if OVERLAP:
+        steps.gdc_wait()
     steps.add(DK + out, dk * softmax_scale, ours, d, D, FIRST)
     steps.add(DV + out, dv, ours, d, D, FIRST)
 
@@ -193,7 +212,9 @@ class Branch(NamedTuple):
     heads: int
     whole: bool
 
-    def launch(self, kernel, b: int, n: int, nq: int, all_heads: int, but: range, tile: int, *tensors, **options) -> None:
+    def launch(
+        self, kernel, b: int, n: int, nq: int, all_heads: int, but: range, tile: int, *tensors, **options
+    ) -> None:
         """The kernel over tiles of `tile` kept positions, in as few launches as a grid allows.
 
         but: segments that are left out, from none of them to all.
@@ -224,12 +245,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Ten
     """out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D), k and v (B, N, G, D), last strides 1."""
     (b, nq, h, d), n = q.shape, k.shape[1]
     plan, tile = branches(pattern, n, h), tiles.choose("dilated forward", q)
-    out = None
+    out, launched = None, False
     for branch in plan:
         first = out is None and branch.whole
         fused = strided.segments("forward", branch, pattern.causal, q, k, v)
         if out is None:
-            if first and strided.covers(branch, fused, q, k, v):
+            if fused and strided.covers(branch, fused, q, k, v):
                 out, lse = strided.whole(q, k, v, branch.w, pattern.causal, scale)
                 continue
             out, lse = new(q, first), torch.full((b, h, nq), -torch.inf, device=q.device)
@@ -238,15 +259,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Ten
         branch.launch(
             forward_kernel, b, n, nq, h, fused, tile.M, q, k, v, out, lse, *rows(q, k, v, out),
             scale * math.log2(math.e), GROUP=h // k.shape[2], D=d, BLOCK_D=tiles.padded(d), CAUSAL=pattern.causal,
-            FIRST=first, **tile.options(),
+            FIRST=first, **tile.options(), **tiles.overlap(q, launched),
         )  # fmt: skip
+        launched = True
     return out, lse
 
 
 def backward(grad: Tensor, grad_lse: Tensor | None, q, k, v, out, lse, pattern, scale: float):
     """(dq, dk, dv) from the gradients of out and lse, the inputs, and what `forward` returned."""
     (b, nq, h, d), n = q.shape, k.shape[1]
-    plan, of_rows = branches(pattern, n, h), None
+    plan, of_rows, launched = branches(pattern, n, h), None, False
     dq, dk, dv = new(q, plan[0].whole), new(k, plan[0].whole and nq == n), new(v, plan[0].whole and nq == n)
     for branch in plan:
         first = branch.whole and branch is plan[0]
@@ -265,8 +287,9 @@ def backward(grad: Tensor, grad_lse: Tensor | None, q, k, v, out, lse, pattern, 
                 kernel, b, n, nq, h, fused, tile.M if name == "dq" else tile.N, q, k, v, grad, of_rows, *results,
                 *rows(q, k, v, grad, results[0]), scale * math.log2(math.e), scale,
                 GROUP=h // k.shape[2], D=d, BLOCK_D=tiles.padded(d), CAUSAL=pattern.causal,
-                FIRST=first and (name == "dq" or nq == n), **tile.options(),
+                FIRST=first and (name == "dq" or nq == n), **tile.options(), **tiles.overlap(q, launched),
             )  # fmt: skip
+            launched = True
     return dq, dk, dv
 
 

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # noqa: F401 (the kernels call them as steps.…)
 
 from workbench.execution.kernels import tiles
 

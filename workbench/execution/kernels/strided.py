@@ -1,17 +1,19 @@
 """A branch by cuDNN: its whole segments, as strided views of the inputs that cuDNN's fused attention reads in place.
 
 The heads of a branch keep different positions, so one call cannot take all of them as they lie. Two kinds of view can:
-the heads of one residue, a stride of r heads apart, and r heads that follow each other, each a position and a head
+the heads of one residue, a stride of r heads apart, and heads that follow each other, each a position and a head
 further than the one before, which is one stride too. Whichever takes fewer calls is taken: at most about the root of
 the number of heads. Calls are cut so that their results stay small, and each is merged into out and lse (forward) or
-added to the gradients (backward).
+added to the gradients (backward), which is what cuDNN's lead over our kernels has to pay for.
+
+cuDNN sums dq in any order: its gradients differ in their last bits from run to run, and it is not taken for them under
+`torch.use_deterministic_algorithms`.
 
 Dimensions of a view: S segments, H heads, L positions that a head keeps in a segment, D head_dim.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -22,10 +24,12 @@ from torch import Tensor
 
 from workbench.execution.kernels import steps, tiles
 
-BYTES = 64 << 20  # of one result of a call
-LENGTH = 1024  # positions that a head keeps in a segment, from where a call is worth it
-TILES = 256  # of 128 queries in the segments of a branch, likewise
-M = 64  # rows of a program that merges or adds
+# From which L on cuDNN and a merge are the faster way, by direction and by whether head_dim is above 64; and where
+# nothing has to be merged. Measured on an H100, as the work that a call must have to be worth its launches.
+FROM = {("forward", False): 4096, ("forward", True): 1024, ("backward", False): 8192, ("backward", True): 2048}
+FROM_WHOLE = 1024
+WORK = 5e10  # floating point operations of the forward
+M = 32  # rows of a program that merges or adds
 
 
 class View(NamedTuple):
@@ -46,7 +50,7 @@ class View(NamedTuple):
     length: int
 
     def of(self, x: Tensor, batch: int, shift: int = 0) -> Tensor:
-        """The view (S, H, L, D) of x (B, rows, heads, D), or (S, H, L) of x (B, rows, heads); row 0 is position shift."""
+        """(S, H, L, D) of an entry of x (B, rows, heads, D), or (S, H, L) of x (B, rows, heads); row 0: position shift."""
         _, n, h, *d = x.stride()
         at = x.storage_offset() + batch * x.stride(0) + (self.start - shift + self.offset) * n + self.head * h
         size = (self.segments, self.count, self.length, *x.shape[3:])
@@ -58,48 +62,55 @@ def segments(direction: str, branch, causal: bool, q: Tensor, k: Tensor, *others
 
     direction: "forward" or "backward"; others: every other tensor that would be read.
     """
-    n, nq = k.shape[1], q.shape[1]
+    n, nq, length = k.shape[1], q.shape[1], branch.w // branch.r
     found = range(-(-(n - nq) // branch.w), n // branch.w)
-    if not found or q.shape[2] != k.shape[2] or not usable(direction, q):
+    merged = direction == "backward" or not covers(branch, found, q, k, *others)
+    least = FROM[direction, q.shape[3] > 64] if merged else FROM_WHOLE
+    if not found or length < least or not usable(direction, q, k, *others):
         return range(0)
-    if any(x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:3]) for x in (q, k, *others)):
-        return range(0)
-    of_call = max(1, branch.heads // branch.r) * len(found) * (branch.w // branch.r // 128)
-    return found if branch.w // branch.r >= LENGTH and of_call >= TILES else range(0)
+    calls = len(groups(*kept(branch)))
+    work = 4 * q.shape[3] * branch.heads * len(found) * length**2 / (2 if causal else 1) / calls
+    return found if work >= WORK else range(0)
 
 
-def usable(direction: str, q: Tensor) -> bool:
-    """Whether cuDNN's attention is there and, as measured, the faster one for inputs like q."""
-    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+def usable(direction: str, q: Tensor, k: Tensor, *others: Tensor) -> bool:
+    """Whether cuDNN's attention is there and takes inputs like these."""
+    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[2] != k.shape[2]:
         return False
     if direction == "backward" and torch.are_deterministic_algorithms_enabled():
-        return False  # it sums dq in any order
-    available = torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(q.device) >= (9, 0)
+        return False
+    if any(x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:3]) for x in (q, k, *others)):
+        return False
+    available = torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available()
+    available = available and torch.cuda.get_device_capability(q.device) >= (9, 0)
     return available and q.shape[3] % 8 == 0 and 64 <= q.shape[3] <= 128
 
 
 def covers(branch, some: range, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `whole` can take the branch, all of whose segments are in `some`."""
-    b, n = k.shape[:2]
-    if len(some) * branch.w != n or q.stride(1) < q.stride(2):  # the result lies in memory as q does
-        return False
-    return b == 1 or all(x.stride(0) == n * x.stride(1) for x in (q, k, v))
+    """Whether one call over the segments `some` gives all of out, and as it shall lie in memory."""
+    (b, n), joined = k.shape[:2], all(x.stride(0) == x.shape[1] * x.stride(1) for x in (q, k, v))
+    return branch.whole and len(some) * branch.w == n and q.stride(1) >= q.stride(2) and (b == 1 or joined)
 
 
-def views(branch, segments: range, row_bytes: int) -> Iterator[View]:
-    """The calls of a branch over whole segments; row_bytes: of one row of the results."""
-    w, r, members = branch.w, branch.r, range(branch.head0, branch.head0 + branch.heads)
-    offsets = [(h // branch.divide + branch.plus) % r for h in members]
-    length = [-(-(w - o) // r) for o in offsets]  # w need not be a multiple of r
+def kept(branch) -> tuple[list[int], list[int]]:
+    """(offsets, L) of the heads of a branch; w need not be a multiple of r."""
+    offsets = [(h // branch.divide + branch.plus) % branch.r for h in range(branch.head0, branch.head0 + branch.heads)]
+    return offsets, [max(0, -(-(branch.w - o) // branch.r)) for o in offsets]
+
+
+def views(branch, segments: range, row_bytes: int, room: int) -> Iterator[View]:
+    """The calls of a branch over whole segments, row_bytes * (rows of a call) at most about `room`."""
+    w, r = branch.w, branch.r
+    offsets, length = kept(branch)
     for first, step, count in groups(offsets, length):
-        if length[first] <= 0:
+        if length[first] == 0:
             continue
-        some = max(1, BYTES // (count * length[first] * row_bytes))
+        some = max(1, room // (count * length[first] * row_bytes))
         some = -(-len(segments) // -(-len(segments) // some))  # as even as can be
         turn = offsets[first + step] - offsets[first] if count > 1 else 0
         for s in range(segments.start, segments.stop, some):
-            yield View(s * w, min(some, segments.stop - s), w, r, members[first], step, count, offsets[first], turn,
-                       length[first])  # fmt: skip
+            yield View(s * w, min(some, segments.stop - s), w, r, branch.head0 + first, step, count, offsets[first],
+                       turn, length[first])  # fmt: skip
 
 
 def groups(offsets: list[int], length: list[int]) -> list[tuple[int, int, int]]:
@@ -108,7 +119,9 @@ def groups(offsets: list[int], length: list[int]) -> list[tuple[int, int, int]]:
     for x, o in enumerate(offsets):
         residues.setdefault(o, []).append(x)
     apart = [(xs[0], xs[1] - xs[0] if len(xs) > 1 else 1, len(xs)) for xs in residues.values()]
-    if any(xs != list(range(xs[0], xs[-1] + 1, step)) for xs, (_, step, _) in zip(residues.values(), apart, strict=True)):
+    if any(
+        xs != list(range(xs[0], xs[-1] + 1, step)) for xs, (_, step, _) in zip(residues.values(), apart, strict=True)
+    ):
         apart = [(x, 1, 1) for x in range(len(offsets))]
     along, first = [], 0
     for x in range(1, len(offsets) + 1):
@@ -123,7 +136,9 @@ def groups(offsets: list[int], length: list[int]) -> list[tuple[int, int, int]]:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """out (S, H, L, D) and lse (S, H, L) of views."""
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )
     return out, lse.squeeze(-1)
 
 
@@ -139,11 +154,17 @@ def attend_backward(grad, q, k, v, out, lse: Tensor, causal: bool, scale: float)
 
 def forward(q: Tensor, k: Tensor, v: Tensor, out, lse, branch, segments: range, causal, scale, first: bool) -> None:
     """Merge the branch over whole segments into out and lse; `first` writes them instead."""
-    shift = k.shape[1] - q.shape[1]
-    for view in views(branch, segments, q.shape[-1] * q.element_size()):
+    shift, lse = k.shape[1] - q.shape[1], lse.transpose(1, 2)
+    for view in views(branch, segments, q.shape[3] * q.element_size(), room(out, 24)):
         for b in range(q.shape[0]):
-            some, its_lse = attend(view.of(q, b, shift), view.of(k, b), view.of(v, b), causal, scale)
-            merge(some, its_lse, view.of(out, b, shift), view.of(lse.transpose(1, 2), b, shift), first)
+            results = attend(view.of(q, b, shift), view.of(k, b), view.of(v, b), causal, scale)
+            merge(*results, view.of(out, b, shift), view.of(lse, b, shift), first)
+            del results  # before the next ones are made
+
+
+def room(result: Tensor, share: int) -> int:
+    """Bytes that what calls compute may take: a small share of the result, or little."""
+    return max((3 << 29) // share, result.numel() * result.element_size() // share)
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor, w: int, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -156,16 +177,17 @@ def whole(q: Tensor, k: Tensor, v: Tensor, w: int, causal: bool, scale: float) -
 
 def backward(grad, q, k, v, out, lse, dq, dk, dv, branch, segments: range, causal, scale, first: bool) -> None:
     """Add the branch's gradients over whole segments to dq, dk and dv; `first` writes them instead."""
-    shift = k.shape[1] - q.shape[1]
-    for view in views(branch, segments, 2 * q.shape[-1] * q.element_size()):  # cuDNN sums dq in float32
+    shift, lse = k.shape[1] - q.shape[1], lse.transpose(1, 2)
+    for view in views(branch, segments, 2 * q.shape[3] * q.element_size(), room(dq, 12)):  # cuDNN's dq is float32
         for b in range(q.shape[0]):
-            grads = attend_backward(
+            to = view.of(dq, b, shift), view.of(dk, b), view.of(dv, b)
+            results = attend_backward(
                 view.of(grad, b, shift), view.of(q, b, shift), view.of(k, b), view.of(v, b), view.of(out, b, shift),
-                view.of(lse.transpose(1, 2), b, shift), causal, scale,
+                view.of(lse, b, shift), causal, scale,
             )  # fmt: skip
-            add(grads[0], view.of(dq, b, shift), first)
-            add(grads[1], view.of(dk, b), first and shift == 0)
-            add(grads[2], view.of(dv, b), first and shift == 0)
+            for x in range(3):
+                add(results[x], to[x], first and (x == 0 or shift == 0))
+            del results
 
 
 # --- into the results -------------------------------------------------------------------------------------------------
@@ -173,12 +195,10 @@ def backward(grad, q, k, v, out, lse, dq, dk, dv, branch, segments: range, causa
 
 @triton.jit
 def place(length, heads, M: tl.constexpr):
-    """Of this program: segment, head, rows."""
-    many = tl.cdiv(length, M)
-    x = tl.program_id(0)
-    i = (x % many) * M + tl.arange(0, M)
-    x = x // many
-    return (x // heads).to(tl.int64), x % heads, i
+    """Of this program: segment, head, rows. Programs side by side have the heads of the same rows, a run of memory."""
+    many, x = tl.cdiv(length, M), tl.program_id(0)
+    h, x = x % heads, x // heads
+    return (x // many).to(tl.int64), h, (x % many) * M + tl.arange(0, M)
 
 
 @triton.jit(do_not_specialize=["heads", "length"])

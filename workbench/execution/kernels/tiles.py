@@ -85,6 +85,12 @@ def choose(kernel: str, q: torch.Tensor, block_size: tuple[int, int] | None = No
     return tile._replace(M=math.gcd(tile.M, block_size[0]), N=math.gcd(tile.N, block_size[1]))
 
 
+def overlap(q: torch.Tensor, launched: bool) -> dict:
+    """Options of a launch that may begin while the one before ends; launched: whether that one was this operator's."""
+    possible = q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= (9, 0)
+    return {"OVERLAP": possible} | ({"launch_pdl": True} if possible and launched else {})
+
+
 def shared_memory(device: torch.device) -> int:
     """Bytes that one block of a kernel may take."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
