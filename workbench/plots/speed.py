@@ -132,13 +132,14 @@ def times_faster(rows: pd.DataFrame):
         ideal = dense["pairs"] / group["pairs"].iloc[0]
         ends = group["speedup"] - group["speedup_low"], group["speedup_high"] - group["speedup"]
         shade = [colors.get(x, style.COLORS["dilated"]) for x in group["label"]]
-        bars = ax.bar(group["label"], group["speedup"], yerr=ends, color=shade, capsize=3)
+        bars = ax.bar(group["label"].str.replace(", ", ",\n"), group["speedup"], yerr=ends, color=shade, capsize=3)
         ax.bar_label(bars, fmt="%.1fx", padding=2)
         ax.axhline(ideal, color=style.COLORS["muted"], linestyle="--")
         ax.annotate(f"pairs alone: {ideal:.1f}x", (0.5, ideal), xycoords=("axes fraction", "data"), ha="center",
                     xytext=(0, 3), textcoords="offset points", fontsize=8, color="#555555")  # fmt: skip
-        ax.set_title(f"{group['pattern'].iloc[0]}\n{MODES[group['mode'].iloc[0]]}", fontsize=10)
-        ax.set_ylim(0, 1.18 * ideal)
+        n = _tokens(group["n"].iloc[0])
+        ax.set_title(f"{group['pattern'].iloc[0]}, N = {n}\n{MODES[group['mode'].iloc[0]]}", fontsize=10)
+        ax.set_ylim(0, 1.18 * max(ideal, group["speedup_high"].max()))
         ax.tick_params(axis="x", labelsize=9)
         words += [f"{name}, {r.label}: {r.speedup:.2f}x" for r in group.itertuples()]
     axes[0, 0].set_ylabel("times faster than dense cuDNN")

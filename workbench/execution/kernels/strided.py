@@ -26,7 +26,7 @@ from workbench.execution.kernels import steps, tiles
 
 # From which L on cuDNN and a merge are the faster way, by direction and by whether head_dim is above 64; and where
 # nothing has to be merged. Measured on an H100, as the work that a call must have to be worth its launches.
-FROM = {("forward", False): 4096, ("forward", True): 1024, ("backward", False): 8192, ("backward", True): 2048}
+FROM = {("forward", False): 8192, ("forward", True): 1024, ("backward", False): 4096, ("backward", True): 2048}
 FROM_WHOLE = 1024
 WORK = 5e10  # floating point operations of the forward
 M = 32  # rows of a program that merges or adds
@@ -50,7 +50,7 @@ class View(NamedTuple):
     length: int
 
     def of(self, x: Tensor, batch: int, shift: int = 0) -> Tensor:
-        """(S, H, L, D) of an entry of x (B, rows, heads, D), or (S, H, L) of x (B, rows, heads); row 0: position shift."""
+        """(S, H, L, D) of x (B, rows, heads, D), or (S, H, L) of x (B, rows, heads); row 0: position shift."""
         _, n, h, *d = x.stride()
         at = x.storage_offset() + batch * x.stride(0) + (self.start - shift + self.offset) * n + self.head * h
         size = (self.segments, self.count, self.length, *x.shape[3:])
