@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests import tools
-from workbench import BlockSparse, Dense, Dilated, Predicate, attention, explain, layouts
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, explain, layouts
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -116,3 +116,35 @@ def test_what_it_does_not_run_it_refuses_by_name(pattern, of, reason):
 def test_auto_leaves_the_interpreter_alone():
     q = torch.zeros(1, 24, 2, 16, dtype=torch.float16)
     assert explain(q, q, q, Dilated([8], [2])).startswith("torch: ")
+
+
+def test_heads_that_are_far_apart_in_memory():
+    """Heads first in memory, 2^30 elements apart: the third one's offset is past int32."""
+    far, n = 1 << 30, 33
+    room = torch.empty(2 * far + n * 16, dtype=torch.float16)  # touched in three places only
+    k = room.as_strided((1, n, 3, 16), (0, 16, far, 1))
+    k.copy_(torch.randn(1, n, 3, 16))
+    q, v = (torch.randn(1, n, 3, 16, dtype=torch.float16) for _ in range(2))
+    for pattern in (Dilated([16, 32], [1, 2]), BlockSparse(layouts.local(1), 16)):
+        want = attention(q, k.contiguous(), v, pattern, backend="triton")
+        assert torch.equal(attention(q, k, v, pattern, backend="triton"), want)
+        assert torch.equal(
+            attention(k, q, v, pattern, backend="triton"), attention(k.contiguous(), q, v, pattern, backend="triton")
+        )
+
+
+def test_the_gradient_of_lse_of_a_row_that_sees_nothing_is_left_out():
+    pattern = BlockSparse(layouts.explicit(torch.tensor([[0, 1, 0, 0], [1, 1, 1, 0]]) > 0), (32, 16), causal=True)
+    q, k, v = (torch.randn(1, 64, 2, 16, requires_grad=True) for _ in range(3))
+    _, lse = attention(q, k, v, pattern, backend="triton", return_lse=True)
+    both = torch.logaddexp(lse, lse)
+    grads = torch.autograd.grad(both[both > -torch.inf].sum(), (q, k, v))
+    assert all(bool(x.isfinite().all()) for x in grads)
+
+
+def test_coordinates_of_too_many_bits_are_refused_before_they_run():
+    n = 16
+    pattern = Neighborhood((2,) * 4 + (1,) * 28, 1)
+    q = torch.randn(1, n, 2, 16)
+    with pytest.raises(ValueError, match="62 bits"):
+        attention(q, q, q, pattern, backend="triton")

@@ -35,7 +35,7 @@ def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
         return "the kernels need compute capability 8.0"
     if q.dtype == torch.float64:
         return "the kernels have no float64"
-    if interpreted() and q.dtype == torch.bfloat16:
+    if interpreted() and q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return "Triton's interpreter computes bfloat16 wrongly"
     if q.shape[-1] > 256:
         return f"the kernels want a head_dim of at most 256, not {q.shape[-1]}"
@@ -47,9 +47,18 @@ def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
         return f"the kernels know dilated, block-sparse and neighborhood patterns, not {pattern.name}"
     if getattr(pattern, "predicate", None) is not None:
         return "the kernels cannot call the pattern's predicate"
+    if isinstance(pattern, Neighborhood) and (bits := coordinate_bits(pattern)) > 62:
+        return f"the kernels have 62 bits for the coordinates of a token, and these take {bits}"
     if any(size % 16 for size in block_size_of(pattern)):
         return f"the kernels want blocks of a multiple of 16, not {block_size_of(pattern)}"
     return None
+
+
+def coordinate_bits(pattern) -> int:
+    """Bits of a token's coordinates in `kernels.blocks.pack`; 0 where there is no such table."""
+    if len(pattern.shape) == 1 and pattern.ordering is None:
+        return 0
+    return sum((n - 1 + min(r, n)).bit_length() + 1 for n, r in zip(pattern.shape, pattern.radius, strict=True))
 
 
 def interpreted() -> bool:
@@ -142,7 +151,8 @@ def by_cudnn(q: Tensor, k: Tensor, v: Tensor, pattern) -> dict[str, list]:
         pattern = one_branch(pattern, k.shape[1])
     if not isinstance(pattern, Dilated):
         return {}
-    plan = dilated.branches(pattern, k.shape[1], q.shape[2])
+    plan = dict.fromkeys(dilated.branches(pattern, k.shape[1], q.shape[2]))  # branches may repeat
+    q, k, v = map(unit_stride, (q, k, v))
     return {x: [y for y in plan if strided.segments(x, y, pattern.causal, q, k, v)] for x in ("forward", "backward")}
 
 

@@ -62,7 +62,7 @@ def place(count, heads, SUB: tl.constexpr):
     x = tl.program_id(0)
     part, x = x % SUB, x // SUB
     block, x = x % count, x // count
-    return (x // heads).to(tl.int64), x % heads, block, part
+    return (x // heads).to(tl.int64), (x % heads).to(tl.int64), block, part  # int64: they are multiplied by strides
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -84,7 +84,7 @@ def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_
     acc = tl.zeros((M, BLOCK_D), tl.float32)
     peak = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
-    line = (b.to(tl.int32) * by_batch + h * by_head) * count + block
+    line = (b * by_batch + h * by_head) * count + block
     for x in range(tl.load(FULL + line) * (COLS // N), tl.load(FULL + line + 1) * (COLS // N)):
         j0 = (tl.load(FULL_BLOCKS + x // (COLS // N)) * COLS + x % (COLS // N) * N).to(tl.int64)
         k = steps.load(K + j0 * k_n, j < N, d, D, False)
@@ -122,7 +122,7 @@ def dq_kernel(Q, K, V, DO, OF_ROWS, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, 
     V += b * v_b + (h // GROUP) * v_h + j.to(tl.int64)[:, None] * v_n + d[None, :]
     low_i, high_i = table(TABLE, i, ours, 1, MASK)
     dq = tl.zeros((M, BLOCK_D), tl.float32)
-    line = (b.to(tl.int32) * by_batch + h * by_head) * count + block
+    line = (b * by_batch + h * by_head) * count + block
     for x in range(tl.load(FULL + line) * (COLS // N), tl.load(FULL + line + 1) * (COLS // N)):
         j0 = (tl.load(FULL_BLOCKS + x // (COLS // N)) * COLS + x % (COLS // N) * N).to(tl.int64)
         k = steps.load(K + j0 * k_n, j < N, d, D, False)
@@ -158,7 +158,7 @@ def dkdv_kernel(Q, K, V, DO, OF_ROWS, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b,
         Qh = Q + b * q_b + h * q_h + row[:, None] * q_n + d[None, :]
         Gh = DO + b * g_b + h * g_h + row[:, None] * g_n + d[None, :]
         Rh = steps.pairs(OF_ROWS, (b * heads + h) * nq + row)
-        line = (b.to(tl.int32) * by_batch + h * by_head) * count + block
+        line = (b * by_batch + h * by_head) * count + block
         for x in range(tl.load(FULL + line) * (ROWS // M), tl.load(FULL + line + 1) * (ROWS // M)):
             i0 = (block0 + tl.load(FULL_BLOCKS + x // (ROWS // M))) * ROWS + x % (ROWS // M) * M
             q, do, lse, delta = steps.queries(Qh, Gh, Rh, q_n, g_n, i0, 1, i < M, d, D, False)

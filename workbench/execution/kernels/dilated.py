@@ -40,7 +40,7 @@ def place(n, nq, w, r, divide, plus, head0, heads, many, segment0, segments):
     length = tl.minimum(w, n - start)
     kept = tl.maximum(tl.cdiv(length - offset, r), 0)
     first = tl.maximum(tl.cdiv(n - nq - start - offset, r), 0)
-    return b, h, tile, start + offset, kept, first
+    return b, h.to(tl.int64), tile, start + offset, kept, first  # b and h in int64: they are multiplied by strides
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -201,7 +201,7 @@ def dkdv_kernel(Q, K, V, DO, OF_ROWS, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b,
 class Branch(NamedTuple):
     """A branch in a kernel's terms. Head h of head0 ... head0 + heads - 1 has the offset (h // divide + plus) % r.
 
-    whole: it keeps every position for every head.
+    whole: it keeps every position for every head, and is the first: it writes what the others add to.
     """
 
     w: int
@@ -230,7 +230,7 @@ class Branch(NamedTuple):
 
 
 def branches(pattern, n: int, heads: int) -> list[Branch]:
-    """The branches that have a head; one that keeps everything comes first, and writes what the others add to."""
+    """The branches that have a head, one that keeps everything first."""
     found = []
     for x, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
         members = pattern.head_range(x, heads)
@@ -238,7 +238,8 @@ def branches(pattern, n: int, heads: int) -> list[Branch]:
             r = min(r, max(n, heads) + 1)  # the same from there on, and no overflow
             whole = r == 1 and len(members) == heads
             found.append(Branch(min(w, n), r, *pattern.rule(x, heads), members[0], len(members), whole))
-    return sorted(found, key=lambda branch: not branch.whole)
+    found.sort(key=lambda branch: not branch.whole)
+    return found[:1] + [branch._replace(whole=False) for branch in found[1:]]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Tensor, Tensor]:
@@ -247,19 +248,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Ten
     plan, tile = branches(pattern, n, h), tiles.choose("dilated forward", q)
     out, launched = None, False
     for branch in plan:
-        first = out is None and branch.whole
         fused = strided.segments("forward", branch, pattern.causal, q, k, v)
         if out is None:
             if fused and strided.covers(branch, fused, q, k, v):
                 out, lse = strided.whole(q, k, v, branch.w, pattern.causal, scale)
                 continue
-            out, lse = new(q, first), torch.full((b, h, nq), -torch.inf, device=q.device)
+            out, lse = new(q, branch.whole), torch.full((b, h, nq), -torch.inf, device=q.device)
         if fused:
-            strided.forward(q, k, v, out, lse, branch, fused, pattern.causal, scale, first)
+            strided.forward(q, k, v, out, lse, branch, fused, pattern.causal, scale)
         branch.launch(
             forward_kernel, b, n, nq, h, fused, tile.M, q, k, v, out, lse, *rows(q, k, v, out),
             scale * math.log2(math.e), GROUP=h // k.shape[2], D=d, BLOCK_D=tiles.padded(d), CAUSAL=pattern.causal,
-            FIRST=first, **tile.options(), **tiles.overlap(q, launched),
+            FIRST=branch.whole, **tile.options(), **tiles.overlap(q, launched),
         )  # fmt: skip
         launched = True
     return out, lse
@@ -271,12 +271,11 @@ def backward(grad: Tensor, grad_lse: Tensor | None, q, k, v, out, lse, pattern, 
     plan, of_rows, launched = branches(pattern, n, h), None, False
     dq, dk, dv = new(q, plan[0].whole), new(k, plan[0].whole and nq == n), new(v, plan[0].whole and nq == n)
     for branch in plan:
-        first = branch.whole and branch is plan[0]
         fused = range(0)
         if grad_lse is None:
             fused = strided.segments("backward", branch, pattern.causal, q, k, v, grad, out)
         if fused:
-            strided.backward(grad, q, k, v, out, lse, dq, dk, dv, branch, fused, pattern.causal, scale, first)
+            strided.backward(grad, q, k, v, out, lse, dq, dk, dv, branch, fused, pattern.causal, scale)
         if len(fused) == triton.cdiv(n, branch.w):
             continue
         if of_rows is None:
@@ -287,7 +286,7 @@ def backward(grad: Tensor, grad_lse: Tensor | None, q, k, v, out, lse, pattern, 
                 kernel, b, n, nq, h, fused, tile.M if name == "dq" else tile.N, q, k, v, grad, of_rows, *results,
                 *rows(q, k, v, grad, results[0]), scale * math.log2(math.e), scale,
                 GROUP=h // k.shape[2], D=d, BLOCK_D=tiles.padded(d), CAUSAL=pattern.causal,
-                FIRST=first and (name == "dq" or nq == n), **tile.options(), **tiles.overlap(q, launched),
+                FIRST=branch.whole and (name == "dq" or nq == n), **tile.options(), **tiles.overlap(q, launched),
             )  # fmt: skip
             launched = True
     return dq, dk, dv

@@ -148,16 +148,16 @@ def rows_kernel(OUT, DO, LSE, DLSE, ROWS, o_b, o_n, o_h, g_b, g_n, g_h, nq, head
     """ROWS (B, H, Nq, 2): lse in base 2 (+inf for a row that sees nothing) and delta = rowsum(dO * out) - dlse."""
     tiles = tl.cdiv(nq, M)
     row = tl.program_id(0) // tiles
-    b, h = (row // heads).to(tl.int64), row % heads
+    b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     i = (tl.program_id(0) % tiles) * M + tl.arange(0, M)
     d, wide = tl.arange(0, BLOCK_D), i.to(tl.int64)[:, None]
     out = load(OUT + b * o_b + h * o_h + wide * o_n + d[None, :], i < nq, d, D, True)
     do = load(DO + b * g_b + h * g_h + wide * g_n + d[None, :], i < nq, d, D, True)
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     at = row.to(tl.int64) * nq + i
-    if DLSE is not None:
-        delta -= tl.load(DLSE + at, i < nq, 0.0)
     lse = tl.load(LSE + at, i < nq, 0.0) * LOG2E
+    if DLSE is not None:  # of a row that sees nothing it may be anything, NaN too
+        delta -= tl.where(lse == float("-inf"), 0.0, tl.load(DLSE + at, i < nq, 0.0))
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
     tl.store(ROWS + 2 * at[:, None] + tl.arange(0, 2)[None, :], tl.join(lse, delta), (i < nq)[:, None])
 

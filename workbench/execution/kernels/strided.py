@@ -29,6 +29,7 @@ from workbench.execution.kernels import steps, tiles
 FROM = {("forward", False): 8192, ("forward", True): 1024, ("backward", False): 4096, ("backward", True): 2048}
 FROM_WHOLE = 1024
 WORK = 5e10  # floating point operations of the forward
+INT32 = 1 << 31  # elements: beyond, cuDNN's backward is wrong without a word (torch 2.11, cuDNN 9.19)
 M = 32  # rows of a program that merges or adds
 
 
@@ -63,14 +64,23 @@ def segments(direction: str, branch, causal: bool, q: Tensor, k: Tensor, *others
     direction: "forward" or "backward"; others: every other tensor that would be read.
     """
     n, nq, length = k.shape[1], q.shape[1], branch.w // branch.r
+    if nq == 0 or length == 0:
+        return range(0)
     found = range(-(-(n - nq) // branch.w), n // branch.w)
     merged = direction == "backward" or not covers(branch, found, q, k, *others)
     least = FROM[direction, q.shape[3] > 64] if merged else FROM_WHOLE
     if not found or length < least or not usable(direction, q, k, *others):
         return range(0)
+    if merged and most(branch.w, q, k, *others) == 0:
+        return range(0)
     calls = len(groups(*kept(branch)))
     work = 4 * q.shape[3] * branch.heads * len(found) * length**2 / (2 if causal else 1) / calls
     return found if work >= WORK else range(0)
+
+
+def most(w: int, *tensors: Tensor) -> int:
+    """How many segments of w positions a call may span so that no offset in a view passes int32."""
+    return min((INT32 - 1 - x.shape[2] * x.stride(2)) // (w * max(1, x.stride(1))) for x in tensors)
 
 
 def usable(direction: str, q: Tensor, k: Tensor, *others: Tensor) -> bool:
@@ -98,14 +108,14 @@ def kept(branch) -> tuple[list[int], list[int]]:
     return offsets, [max(0, -(-(branch.w - o) // branch.r)) for o in offsets]
 
 
-def views(branch, segments: range, row_bytes: int, room: int) -> Iterator[View]:
-    """The calls of a branch over whole segments, row_bytes * (rows of a call) at most about `room`."""
+def views(branch, segments: range, row_bytes: int, room: int, limit: int) -> Iterator[View]:
+    """The calls of a branch over whole segments: row_bytes * rows at most about `room`, segments at most `limit`."""
     w, r = branch.w, branch.r
     offsets, length = kept(branch)
     for first, step, count in groups(offsets, length):
         if length[first] == 0:
             continue
-        some = max(1, room // (count * length[first] * row_bytes))
+        some = max(1, min(limit, room // (count * length[first] * row_bytes)))
         some = -(-len(segments) // -(-len(segments) // some))  # as even as can be
         turn = offsets[first + step] - offsets[first] if count > 1 else 0
         for s in range(segments.start, segments.stop, some):
@@ -152,13 +162,13 @@ def attend_backward(grad, q, k, v, out, lse: Tensor, causal: bool, scale: float)
     )  # fmt: skip
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, out, lse, branch, segments: range, causal, scale, first: bool) -> None:
-    """Merge the branch over whole segments into out and lse; `first` writes them instead."""
+def forward(q: Tensor, k: Tensor, v: Tensor, out, lse, branch, segments: range, causal, scale) -> None:
+    """Merge the branch over whole segments into out and lse; one that is `whole` writes them instead."""
     shift, lse = k.shape[1] - q.shape[1], lse.transpose(1, 2)
-    for view in views(branch, segments, q.shape[3] * q.element_size(), room(out, 24)):
+    for view in views(branch, segments, q.shape[3] * q.element_size(), room(out, 24), most(branch.w, q, k, v)):
         for b in range(q.shape[0]):
             results = attend(view.of(q, b, shift), view.of(k, b), view.of(v, b), causal, scale)
-            merge(*results, view.of(out, b, shift), view.of(lse, b, shift), first)
+            merge(*results, view.of(out, b, shift), view.of(lse, b, shift), branch.whole)
             del results  # before the next ones are made
 
 
@@ -175,10 +185,11 @@ def whole(q: Tensor, k: Tensor, v: Tensor, w: int, causal: bool, scale: float) -
     return some.transpose(1, 2).reshape(q.shape), lse
 
 
-def backward(grad, q, k, v, out, lse, dq, dk, dv, branch, segments: range, causal, scale, first: bool) -> None:
-    """Add the branch's gradients over whole segments to dq, dk and dv; `first` writes them instead."""
+def backward(grad, q, k, v, out, lse, dq, dk, dv, branch, segments: range, causal, scale) -> None:
+    """Add the branch's gradients over whole segments to dq, dk and dv; one that is `whole` writes them instead."""
     shift, lse = k.shape[1] - q.shape[1], lse.transpose(1, 2)
-    for view in views(branch, segments, 2 * q.shape[3] * q.element_size(), room(dq, 12)):  # cuDNN's dq is float32
+    row_bytes, limit = 2 * q.shape[3] * q.element_size(), most(branch.w, grad, q, k, v, out)  # cuDNN's dq is float32
+    for view in views(branch, segments, row_bytes, room(dq, 12), limit):
         for b in range(q.shape[0]):
             to = view.of(dq, b, shift), view.of(dk, b), view.of(dv, b)
             results = attend_backward(
@@ -186,7 +197,7 @@ def backward(grad, q, k, v, out, lse, dq, dk, dv, branch, segments: range, causa
                 view.of(lse, b, shift), causal, scale,
             )  # fmt: skip
             for x in range(3):
-                add(results[x], to[x], first and (x == 0 or shift == 0))
+                add(results[x], to[x], branch.whole and (x == 0 or shift == 0))
             del results
 
 
@@ -198,7 +209,7 @@ def place(length, heads, M: tl.constexpr):
     """Of this program: segment, head, rows. Programs side by side have the heads of the same rows, a run of memory."""
     many, x = tl.cdiv(length, M), tl.program_id(0)
     h, x = x % heads, x // heads
-    return (x // many).to(tl.int64), h, (x % many) * M + tl.arange(0, M)
+    return (x // many).to(tl.int64), h.to(tl.int64), (x % many) * M + tl.arange(0, M)
 
 
 @triton.jit(do_not_specialize=["heads", "length"])
