@@ -67,13 +67,20 @@ class Case:
 
         ValueError or NotImplementedError where this cannot be run, with the reason.
         """
-        backward = self.mode == "fwdbwd"
         random = torch.Generator(self.device).manual_seed(self.seed)
+
+        def make(shape):
+            return torch.randn(shape, generator=random, device=self.device, dtype=self.dtype)
+
+        return self.prepare_from(make)
+
+    def prepare_from(self, make: Callable[[tuple[int, ...]], Tensor]) -> tuple[Callable[[], object], str]:
+        """`prepare` with inputs (and, in mode "fwdbwd", an upstream gradient) that make(shape) gives."""
+        backward = self.mode == "fwdbwd"
         q, k, v = (
-            torch.randn(self.batch, n, heads, self.head_dim, generator=random, device=self.device, dtype=self.dtype)
-            .requires_grad_(backward)
+            make((self.batch, n, heads, self.head_dim)).requires_grad_(backward)
             for n, heads in ((self.nq, self.heads), (self.n, self.kv_heads), (self.n, self.kv_heads))
-        )  # fmt: skip
+        )
         function, name = self._function(q, k, v)
         if not backward:
 
@@ -82,7 +89,7 @@ class Case:
                     return function(q, k, v)
 
             return forward, name
-        upstream = torch.randn(q.shape, generator=random, device=self.device, dtype=self.dtype)
+        upstream = make(q.shape)
 
         def forward_and_backward():
             with torch.enable_grad():

@@ -1,0 +1,112 @@
+"""The replica of torch's caching allocator beside the allocator itself: random programs, compared at every step."""
+
+import gc
+import random
+
+import pytest
+import torch
+
+from workbench.probes.allocator import Allocator, OutOfMemory
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here")]
+MIB = 1 << 20
+STEPS = 800
+
+
+class Placed(Allocator):
+    """Puts a new segment where the driver put the real one: at the tensor for which it was taken."""
+
+    address: int
+
+    def _place(self, nbytes):
+        return self.address
+
+
+@pytest.fixture
+def card(request):
+    """(streams, limit that is in force or None, expandable): two streams of their own, nothing cached."""
+    limit, expandable = request.param
+    torch.zeros(1, device="cuda")
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{expandable}")
+    if limit is not None:  # of what is taken from here on; half a MiB more: no segment ends there
+        before, total = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction((before + limit + MIB // 2) / total)
+    yield [torch.cuda.Stream(), torch.cuda.Stream()], limit, expandable
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+
+
+CARDS = [(limit, expandable) for limit in (None, 256 * MIB, 512 * MIB) for expandable in (False, True)]
+
+
+def cards(which):
+    name = lambda c: f"{'no limit' if c[0] is None else f'{c[0] // MIB} MiB'}{', expandable' if c[1] else ''}"  # noqa: E731
+    return pytest.mark.parametrize("card", which, indirect=True, ids=name)
+
+
+def size(draw):
+    """1 B to 64 MiB: mostly of any magnitude, often one of a few sizes or at a border."""
+    kind = draw.random()
+    if kind < 0.5:
+        return int(2 ** draw.uniform(0, 26))
+    if kind < 0.75:
+        return draw.choice([512, 4096, 100_000, 3 * MIB, 8 * MIB, 16 * MIB, 33 * MIB])
+    border = draw.choice([512, MIB, 2 * MIB, 10 * MIB, 20 * MIB, 64 * MIB - 1])
+    return border + draw.choice([-512, -1, 0, 1, 512]) if border < 64 * MIB - 1 else border
+
+
+def real():
+    stats = torch.cuda.memory_stats()
+    return [stats[f"{what}_bytes.all.current"] for what in ("requested", "allocated", "reserved")]
+
+
+def program(card, replica, seed):
+    """Run a program on the card and on the replica; yields (the card's numbers, the replica's) after each step."""
+    streams, draw, alive, before = card[0], random.Random(seed), [], real()
+    for _ in range(STEPS):
+        what = draw.random()
+        if alive and what < 0.45:
+            tensor, handle = alive.pop(draw.randrange(len(alive)))
+            del tensor
+            replica.free(handle)
+        elif what < 0.99:
+            nbytes, stream = size(draw), draw.randrange(8) // 7
+            try:
+                with torch.cuda.stream(streams[stream]):
+                    tensor = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+            except torch.OutOfMemoryError:
+                with pytest.raises(OutOfMemory):
+                    replica.malloc(nbytes, stream)
+            else:
+                replica.address = tensor.data_ptr()
+                alive.append((tensor, replica.malloc(nbytes, stream)))
+                del tensor
+        else:
+            torch.cuda.empty_cache()
+            replica.empty_cache()
+        of_replica = [replica.requested, replica.allocated, replica.reserved]
+        yield [a - b for a, b in zip(real(), before, strict=True)], of_replica
+
+
+@cards(CARDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_at_each_step(card, seed):
+    limit, expandable = card[1:]
+    replica = Placed(None if limit is None else limit + MIB // 2, expandable)
+    for step, (card_says, replica_says) in enumerate(program(card, replica, seed)):
+        assert card_says == replica_says, f"step {step}"
+
+
+@cards(CARDS[:2])
+def test_addresses_matter_little(card):
+    """Where the driver puts segments is not known beforehand: the replica's own order of them gives nearly the same."""
+    steps = list(program(card, Allocator(None, card[2]), 7))
+    assert all(a[0] == b[0] for a, b in steps)
+    equal = sum(a == b for a, b in steps) / len(steps)
+    peaks = [max(pair[who][2] for pair in steps) for who in (0, 1)]
+    print(f"equal at {equal:.1%} of the steps; peak reserved: {peaks[0]} on the card, {peaks[1]} in the replica")
+    assert abs(peaks[0] - peaks[1]) <= 0.1 * peaks[0]

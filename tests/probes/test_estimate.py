@@ -1,0 +1,75 @@
+"""Estimates without a card: the four numbers, what is alive at the peak, and modelled time."""
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench import cards
+from workbench.patterns.dilated import PAPER
+from workbench.probes import estimate, scratch
+from workbench.probes.case import Case
+
+
+def longnet(n=131_072, mode="fwd", **changed):
+    sizes = {"heads": 12, "head_dim": 64, "dtype": "bfloat16", "backend": "torch", "mode": mode} | changed
+    return Case(wb.Dilated(PAPER, (1, 2, 4, 6, 12)), n, **sizes)
+
+
+def test_four_numbers_in_order():
+    found = estimate.trace(longnet())
+    assert found.inputs_bytes == 3 * 131_072 * 12 * 64 * 2
+    assert found.inputs_bytes < found.requested_bytes <= found.allocated_bytes <= found.reserved_bytes
+    assert found.device_bytes == found.reserved_bytes + cards.find("h100").context_bytes
+    assert sum(nbytes for _, nbytes in found.at_peak) == found.requested_bytes
+    assert {"q", "k", "v", "out", "lse"} <= {name for name, _ in found.at_peak}
+
+
+def test_a_card_that_is_smaller_than_the_peak_does_not_do():
+    case, need = longnet(), estimate.trace(longnet()).device_bytes
+    assert estimate.fits(case, "h100", need) and not estimate.fits(case, "h100", need // 2)
+    assert estimate.fits(case, "h100") and not estimate.fits(longnet(1 << 24), "gtx1080")
+
+
+def test_cards_of_other_habits_are_traced_apart():
+    """cuDNN is not there before Hopper, and its backward holds dq in float32; flash holds it too, in rounded sizes."""
+    dense = Case(wb.Dense(), 8192, 12, 64, "bfloat16", "torch", "fwdbwd")
+    assert any("cudnn" in event.name for event in estimate.trace(dense, "h100").events)
+    assert any("flash" in event.name for event in estimate.trace(dense, "a100-80gb").events)
+
+
+@pytest.mark.parametrize("heads, n, parts", [(2, 3001, 5), (12, 8192, 0)])
+def test_flash_splits_its_keys_where_there_are_few_queries(heads, n, parts):
+    """Measured on an H100: 2 heads x 3001 x 80 hold five parts, of 96 columns and an lse each."""
+    q = torch.empty(1, heads, n, 80, device="meta")
+    assert scratch.split(q, q, 132) == parts * 4 * heads * n * 97
+
+
+def test_the_fit_finds_what_a_kernel_does():
+    shapes = [(1, 4, 1000, 64), (2, 3, 4096, 80), (1, 8, 5000, 128), (3, 2, 777, 32), (1, 1, 130, 64), (2, 2, 3000, 96)]
+    rows = []
+    for shape in shapes:
+        line, elements = scratch.sizes(shape, 128, 32)
+        rows.append(
+            {"operator": "x_backward", "dtype": "bfloat16", "shape": shape, "scratch_bytes": 4 * line + 4 * elements}
+        )
+    found = scratch.fit(rows)["x_backward"]["bfloat16"]
+    assert found == {"round_n": 128, "round_d": 32, "row_bytes": 4, "element_bytes": 4, "worst": 0}
+
+
+def test_time_is_modelled_where_the_execution_was_measured():
+    dense = Case(wb.Dense(), 65_536, 12, 64, "bfloat16", "cudnn")
+    here, faster = (estimate.trace(dense, card).milliseconds for card in ("h100", "b200"))
+    assert 20 < here < 40 and faster < here
+    assert estimate.trace(longnet(dtype="float32")).milliseconds is None
+
+
+def test_between_points_and_beyond():
+    points = [(1000, 0.1), (4000, 0.3)]
+    assert estimate.between(points, 2000) == pytest.approx(0.2)
+    assert estimate.between(points, 9000) == 0.3
+    assert estimate.between(points, 500) == pytest.approx(0.05)
+
+
+def test_what_cannot_run_on_a_card_says_why():
+    with pytest.raises(ValueError, match="want one of"):
+        estimate.trace(longnet(), "h900")

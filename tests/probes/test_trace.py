@@ -1,0 +1,123 @@
+"""Traces without a card: the bytes that a program must take, from its own code."""
+
+import copy
+import types
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.probes import scratch, trace
+from workbench.probes.case import Case
+
+CARD = types.SimpleNamespace(
+    key="toy",
+    name="toy",
+    total_bytes=80 << 30,
+    capability=(9, 0),
+    workspace_bytes=32 << 20,
+    context_bytes=0,
+    multiprocessors=132,
+)
+
+
+def peak(events):
+    """The largest sum of what is alive."""
+    alive, now, most = {}, 0, 0
+    for event in events:
+        if event.nbytes < 0:
+            now -= alive.pop(event.id)
+        else:
+            alive[event.id] = event.nbytes
+            now += event.nbytes
+            most = max(most, now)
+    return most
+
+
+def life(case):
+    case = Case(**{**case, "device": "cuda"})
+    return trace.run(lambda make: case.prepare_from(lambda s: make(s, case.dtype)), CARD, ("q", "k", "v", "grad"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_hidden(monkeypatch):
+    monkeypatch.setattr(scratch, "of", lambda *_: 0)
+
+
+def toy(q, k, v):
+    """Holds q + k beside its result for a moment: 5 tensors at the peak, inputs included."""
+    kept = q + k
+    return kept * v
+
+
+def test_a_toy_is_followed_to_the_byte():
+    sizes = {"pattern": wb.Dense(), "n": 1000, "heads": 2, "head_dim": 16, "dtype": "float32", "backend": toy}
+    one = 1000 * 2 * 16 * 4
+    events, before, _ = life(sizes)
+    assert [e.name for e in events[:before]] == ["q", "k", "v"]
+    assert peak(events) == 5 * one
+    assert [e.nbytes for e in events[before:]] == [one, one, -1]  # kept, the product, and kept is gone
+
+
+def test_gradients_are_followed_too():
+    sizes = {"pattern": wb.Dense(), "n": 500, "heads": 2, "head_dim": 16, "dtype": "float32", "backend": toy}
+    one = 500 * 2 * 16 * 4
+    events, before, _ = life(sizes | {"mode": "fwdbwd"})
+    assert peak(events[:before]) == 4 * one  # with the upstream gradient
+    # Beside these: kept (saved), the product until the backward begins, the gradients of kept and of v.
+    assert peak(events) in (7 * one, 8 * one)
+
+
+@pytest.mark.parametrize("mode", ["fwd", "fwdbwd"])
+def test_our_kernels_hold_their_results_and_no_more(mode):
+    pytest.importorskip("triton")
+    n, h, d = 65_536, 12, 64
+    sizes = {"pattern": wb.Dilated([500, 3000], [1, 3]), "n": n, "heads": h, "head_dim": d, "dtype": "bfloat16"}
+    events, before, (_, backend) = life(sizes | {"backend": "auto", "mode": mode})
+    one, row = n * h * d * 2, n * h * 4
+    assert backend == "triton"
+    want = 4 * one + row if mode == "fwd" else 8 * one + 3 * row  # out, lse; and gradients, lse and delta a row
+    assert peak(events) == want
+
+
+def test_the_torch_path_on_a_card_equals_what_it_takes_here(monkeypatch):
+    """On this CPU torch's profiler counts the same operators' tensors, in float64, where neither has a kernel."""
+    from workbench.execution import fused
+    from workbench.probes import memory
+
+    monkeypatch.setattr(fused, "kernel", lambda q, mask=None: "unfused")
+    case = Case(wb.BlockSparse(wb.layouts.local(1), 16), 128, 2, 16, torch.float64, "torch")
+    _, _, used = memory._of_case(case, resident=False)
+    events, before, _ = life({x: getattr(case, x) for x in ("pattern", "n", "heads", "head_dim", "dtype", "backend")})
+    assert abs(peak(events) / used.peak_allocated_bytes - 1) < 0.02
+
+
+def test_the_same_pattern_is_not_changed_by_a_trace():
+    pattern = wb.BlockSparse(wb.layouts.local(1), 16)
+    q = torch.randn(1, 64, 2, 16)
+    want = wb.attention(q, q, q, pattern)
+    life({"pattern": copy.copy(pattern), "n": 64, "heads": 2, "head_dim": 16, "dtype": "float32", "backend": "torch"})
+    assert torch.equal(wb.attention(q, q, q, pattern), want)
+
+
+def looks_at_data(q, k, v):
+    return q * float(k.sum())
+
+
+def test_what_looks_at_data_is_refused_with_the_reason():
+    sizes = {"pattern": wb.Dense(), "n": 8, "heads": 1, "head_dim": 16, "dtype": "float32", "backend": looks_at_data}
+    with pytest.raises(trace.CannotTrace, match="without data"):
+        life(sizes)
+    assert not torch.cuda.is_available() or torch.cuda.get_device_name(0) != "toy"
+
+
+def projections(q, k, v):
+    b, n, h, d = q.shape
+    w = torch.empty(h * d, h * d, device=q.device, dtype=q.dtype)
+    return (q.flatten(2) @ w).view(b, n, h, d)
+
+
+def test_matrix_products_take_their_workspace_once():
+    sizes = {"pattern": wb.Dense(), "n": 64, "heads": 2, "head_dim": 16, "dtype": "float32", "backend": projections}
+    events, *_ = life(sizes)
+    assert [e.nbytes for e in events if "workspace" in e.name] == [32 << 20]

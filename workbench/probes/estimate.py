@@ -1,0 +1,245 @@
+"""What a call needs on a card that need not be there: bytes from a trace of the program itself, time from ceilings.
+
+The trace (`probes.trace`) gives every tensor's life in order; a replica of torch's caching allocator replays them
+(`probes.allocator`), and four numbers come out: requested, allocated (rounded), reserved (segments), and what the
+device must have (and the context). Nothing is fitted but what kernels take below the dispatcher (`probes.scratch`),
+which was measured. Time is modelled, and says so: attended pairs over the rate that the same execution reached on an
+H100 at such a length, as a share of the card's ceiling.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from workbench import cards
+from workbench.patterns import Dense
+from workbench.probes import allocator
+from workbench.probes import trace as tracer
+from workbench.probes.case import Case
+from workbench.probes.outcome import attempt
+from workbench.probes.trace import CannotTrace, Event
+
+EFFICIENCY = Path(__file__).with_name("efficiency.json")
+KEPT = 512  # traces
+NAMES = ("q", "k", "v", "gradient of out")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes at the peak of a call, inputs included, and modelled time (None where no such execution was measured).
+
+    requested: what the tensors hold; allocated: rounded by the allocator; reserved: its segments; device: and the CUDA
+    context. at_peak: (name, bytes) of what is alive when requested is largest, the largest first.
+    """
+
+    card: str
+    backend: str
+    inputs_bytes: int
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+    milliseconds: float | None
+    at_peak: list[tuple[str, int]] = field(repr=False)
+    events: list[Event] = field(repr=False)
+    measured: bool = False
+
+
+def trace(case: Case, card: str | cards.Card = "h100", expandable: bool = False) -> Estimate:
+    """The estimate of a case on a card, a name of `cards.CARDS` or a Card; on "cuda", whatever the case says.
+
+    expandable: as with torch's allocator setting expandable_segments. CannotTrace where the program looks at data;
+    ValueError or NotImplementedError where this cannot be run on that card, with the reason.
+    """
+    card = cards.find(card) if isinstance(card, str) else card
+    events, before, backend = life(case, card)
+    used = allocator.replay(events, expandable=expandable)
+    peak, inputs = largest(events, before)
+    return Estimate(
+        card.key, backend, inputs, used.peak_requested, used.peak_allocated, used.peak_reserved,
+        used.peak_reserved + card.context_bytes, milliseconds(case, card, backend), peak, events,
+    )  # fmt: skip
+
+
+def fits(case: Case, card: str | cards.Card, budget_bytes: int | None = None, expandable: bool = False) -> bool:
+    """Whether the call runs in so many bytes of the device, context included (default: all that the card has).
+
+    The replica frees what it keeps before it gives up, as torch does: this may be true where `trace` reserves more.
+    """
+    card = cards.find(card) if isinstance(card, str) else card
+    limit = (card.total_bytes if budget_bytes is None else budget_bytes) - card.context_bytes
+    try:
+        allocator.replay(life(case, card)[0], limit, expandable)
+    except allocator.OutOfMemory:
+        return False
+    return True
+
+
+def life(case: Case, card: cards.Card) -> tuple[list[Event], int, str]:
+    """(events, how many of them make the inputs, backend) of a case; cards with the same habits share a trace."""
+    habits = card.capability, card.workspace_bytes
+    key = repr((case.fields(), habits)) if isinstance(case.backend, str) else None
+    if key not in _lives:
+        on_card = replace(case, device="cuda", pattern=copy.copy(case.pattern))  # which keeps what it finds on the card
+
+        def prepare(make):
+            return on_card.prepare_from(lambda shape: make(shape, on_card.dtype))
+
+        events, before, (_, backend) = tracer.run(prepare, card, NAMES)
+        if key is None:
+            return events, before, backend
+        while len(_lives) >= KEPT:
+            _lives.pop(next(iter(_lives)))
+        _lives[key] = events, before, backend
+    return _lives[key]
+
+
+_lives: dict[str, tuple[list[Event], int, str]] = {}
+
+
+def largest(events: list[Event], before: int) -> tuple[list[tuple[str, int]], int]:
+    """(what is alive at the largest sum, the largest first; the sum after the first `before` events)."""
+    alive: dict[int, Event] = {}
+    now = most = inputs = 0
+    at = 0
+    for x, event in enumerate(events, 1):
+        if event.nbytes < 0:
+            now -= alive.pop(event.id).nbytes
+        else:
+            alive[event.id] = event
+            now += event.nbytes
+            if now > most:
+                most, at = now, x
+        if x == before:
+            inputs = now
+    alive = {}
+    for event in events[:at]:
+        if event.nbytes < 0:
+            del alive[event.id]
+        else:
+            alive[event.id] = event
+    found = sorted(((x.name, x.nbytes) for x in alive.values()), key=lambda x: -x[1])
+    return found, inputs
+
+
+def check(case: Case, card: str | cards.Card | None = None) -> dict:
+    """Predicted beside measured, on the CUDA card of this machine: a record's row.
+
+    The call runs once to compile and to fill caches, then again from an emptied allocator with a copy of the pattern,
+    which has its lists to make anew. predicted_* and measured_* are bytes at the peak, inputs included: requested,
+    allocated, reserved; off is (predicted - measured) / measured of the requested.
+    """
+    card = cards.from_device() if card is None else card
+    row = {"probe": "memory"} | case.fields() | {"measured": True, "status": "ok", "error": None}
+    measured = attempt(lambda: peaks(case))
+    predicted = attempt(lambda: trace(case, card))
+    for outcome in (predicted, measured):
+        if outcome.status != "ok":
+            return row | {"status": outcome.status, "error": outcome.error}
+    estimate = predicted.result
+    row |= {"backend": estimate.backend, "card": estimate.card} | measured.result
+    row |= {f"predicted_{x}_bytes": getattr(estimate, f"{x}_bytes") for x in ("requested", "allocated", "reserved")}
+    return row | {"off": row["predicted_requested_bytes"] / row["measured_requested_bytes"] - 1}
+
+
+def peaks(case: Case) -> dict[str, int]:
+    """measured_requested_bytes, measured_allocated_bytes and measured_reserved_bytes on CUDA, in this process."""
+    for last in (False, True):
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_stats()
+        torch.cuda.reset_peak_memory_stats()
+        call, _ = replace(case, device="cuda", pattern=copy.copy(case.pattern)).prepare()
+        result = call()
+        torch.cuda.synchronize()
+        if last:
+            after = torch.cuda.memory_stats()
+        del call, result
+    kinds = {"requested": "requested_bytes", "allocated": "allocated_bytes", "reserved": "reserved_bytes"}
+    return {
+        f"measured_{x}_bytes": after[f"{y}.all.peak"] - before[f"{y}.all.current"] for x, y in kinds.items()
+    }  # fmt: skip
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+
+def milliseconds(case: Case, card: cards.Card, backend: str) -> float | None:
+    """Modelled time of the call; None where this execution was not measured at this dtype's ceiling."""
+    dtype = str(case.dtype).removeprefix("torch.")
+    lines = efficiency().get(family(case, backend, card))
+    if not lines or dtype not in ("bfloat16", "float16") or dtype not in card.matmul_tflops:
+        return None
+    d = min({x["head_dim"] for x in lines}, key=lambda x: abs(math.log(x / case.head_dim)))
+    points = sorted((x["n"], x["share"]) for x in lines if x["head_dim"] == d)
+    share = between(points, case.n)
+    flops = 4 * case.head_dim * case.batch * case.pattern.pairs(case.n, case.heads, case.nq)
+    flops *= 3.5 if case.mode == "fwdbwd" else 1
+    return flops / (share * card.matmul_tflops[dtype] * 1e9)
+
+
+def family(case: Case, backend: str, card: cards.Card) -> str:
+    """What is taken to run at one rate: "Dilated triton causal fwd", say."""
+    mask = "causal" if case.pattern.causal else "full"
+    if isinstance(case.pattern, Dense) and backend in ("torch", "sdpa"):
+        backend = "cudnn" if card.capability >= (9, 0) else "flash"  # which is what torch takes
+    return f"{type(case.pattern).__name__} {backend} {mask} {case.mode}"
+
+
+def between(points: list[tuple[int, float]], n: int) -> float:
+    """The share at n, on straight lines over log n between the points, and level beyond the last."""
+    if n >= points[-1][0]:
+        return points[-1][1]
+    if n <= points[0][0]:
+        return points[0][1] * n / points[0][0]  # launches take over: the time stays
+    x = next(i for i, (m, _) in enumerate(points) if m >= n)
+    (a, low), (b, high) = points[x - 1 : x + 1]
+    return low + (high - low) * math.log(n / a) / math.log(b / a)
+
+
+@functools.cache
+def efficiency() -> dict[str, list[dict]]:
+    """{family: [{head_dim, n, share of the card's matmul peak}]}, from an H100's records (`write_efficiency`)."""
+    return json.loads(EFFICIENCY.read_text())["families"] if EFFICIENCY.exists() else {}
+
+
+def write_efficiency(kind: str = "h100x1") -> dict:
+    """Make the efficiency table from the records that are committed for a machine kind: medians of 16-bit timings."""
+    from workbench import patterns, records
+
+    rows = records.load(*sorted((records.default_folder() / kind).glob("*-timing-*.jsonl")))
+    rows = rows[(rows["status"] == "ok") & rows["dtype"].isin(["bfloat16", "float16"]) & rows["median_ms"].notna()]
+    card, found = cards.find(kind.partition("x")[0]), {}
+    for _, row in rows.iterrows():
+        if row.get("label") == "A/A" or row.get("graph") is True:
+            continue
+        case = Case(patterns.from_spec(row["pattern_spec"]), int(row["n"]), int(row["heads"]), int(row["head_dim"]),
+                    row["dtype"], row["backend"], row["mode"])  # fmt: skip
+        flops = 4 * row["head_dim"] * row["pairs"] * (3.5 if row["mode"] == "fwdbwd" else 1)
+        share = flops / (row["median_ms"] * 1e9 * card.matmul_tflops[row["dtype"]])
+        key = int(row["head_dim"]), int(row["n"])
+        latest = found.setdefault(family(case, row["backend"], card), {}).setdefault(key, [])
+        latest.append((row["run_utc"], share))
+    families = {}
+    for name, lines in sorted(found.items()):
+        families[name] = []
+        for (d, n), shares in sorted(lines.items()):
+            last = max(x for x, _ in shares)
+            some = sorted(share for x, share in shares if x == last)
+            families[name].append({"head_dim": d, "n": n, "share": round(some[len(some) // 2], 4)})
+    table = {"card": card.key, "from": f"outputs/records/{kind}", "torch": str(rows["run_torch"].iloc[-1])}
+    EFFICIENCY.write_text(json.dumps(table | {"families": families}, indent=1) + "\n")
+    efficiency.cache_clear()
+    return families
+
+
+__all__ = ["CannotTrace", "Estimate", "Event", "fits", "trace"]
