@@ -1,4 +1,4 @@
-"""Predicted against measured peaks on a CUDA card: every execution, forward and with gradients, odd and large shapes."""
+"""Predicted against measured peaks on a CUDA card: every execution, forward and backward, odd and large shapes."""
 
 import pytest
 import torch
