@@ -1,9 +1,9 @@
 """What torch's kernels take beside their results: measured on a card, operator by operator, and kept as a table.
 
-The scratch of a kernel is affine in its rows (B x H x N queries) and its elements (rows x D), where N and D are rounded
-up to the kernel's tiles. `measure` runs each operator on the card of this machine, `fit` finds roundings and bytes, and
-`scratch.json` holds them with the card and the versions they are from. FlashAttention's forward also splits the keys
-where there are too few queries to fill the card, and keeps each part's result: `split` has its rule.
+The scratch of a kernel is a constant, so much a row (B x H x N queries) and so much an element (rows x D), where N and
+D are rounded up to the kernel's tiles. `measure` runs each operator on the card of this machine, `fit` finds roundings
+and bytes, and `scratch.json` holds them with the card and the versions they are from. FlashAttention's forward also
+splits the keys where there are too few queries to fill the card, and keeps each part's result: `split` has its rule.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def of(name: str, args: tuple, card) -> int:
         return 0
     shape = tensors[name.endswith("_backward")].shape  # the backward's first is the upstream gradient
     rows, elements = sizes(shape, found["round_n"], found["round_d"])
-    return round(found["row_bytes"] * rows + found["element_bytes"] * elements)
+    return max(0, round(found["constant_bytes"] + found["row_bytes"] * rows + found["element_bytes"] * elements))
 
 
 @functools.cache
 def table() -> dict:
-    """{operator: {dtype: {round_n, round_d, row_bytes, element_bytes, worst}}}."""
+    """{operator: {dtype: {round_n, round_d, constant_bytes, row_bytes, element_bytes, worst}}}."""
     return json.loads(TABLE.read_text())["operators"] if TABLE.exists() else {}
 
 
@@ -72,8 +72,10 @@ def split(q: torch.Tensor, k: torch.Tensor, multiprocessors: int) -> int:
 
 # --- measuring, on a card --------------------------------------------------------------------------------------------
 
-SHAPES = ((1, 2048, 4, 64), (1, 8192, 12, 64), (2, 4096, 8, 64), (3, 1000, 4, 64), (1, 5000, 6, 64), (1, 4096, 8, 128),
-          (2, 3000, 4, 128), (1, 8192, 16, 128), (1, 4096, 2, 32), (1, 16384, 8, 32))  # B, N, H, D  # fmt: skip
+SHAPES = (
+    (1, 2048, 4, 64), (1, 8192, 12, 64), (2, 4096, 8, 64), (3, 1000, 4, 64), (1, 5000, 6, 64), (1, 4096, 8, 128),
+    (2, 3000, 4, 128), (1, 8192, 16, 128), (1, 4096, 2, 32), (1, 16384, 8, 32), (1, 3001, 2, 80), (2, 2048, 4, 80),
+)  # B, N, H, D  # fmt: skip
 
 
 def measure() -> list[dict]:
@@ -154,7 +156,7 @@ def operators():
 
 
 def fit(rows: list[dict]) -> dict:
-    """The table from `measure`'s rows. Of the roundings the coarsest that fits is taken, bytes rounded where that fits.
+    """The table from `measure`'s rows. Of the roundings the finest that fits is taken, whole bytes where they fit.
 
     worst: the largest deviation, over the bytes of q.
     """
@@ -166,14 +168,14 @@ def fit(rows: list[dict]) -> dict:
             continue
         q_bytes = np.array([np.prod(row["shape"]) for row in some]) * getattr(torch, dtype).itemsize
         best = None
-        for round_n, round_d in itertools.product((128, 64, 32, 1), (64, 32, 1)):
-            x = np.array([sizes(row["shape"], round_n, round_d) for row in some], dtype=float)
+        for round_n, round_d in itertools.product((1, 32, 64, 128), (1, 32, 64)):
+            x = np.array([(1, *sizes(row["shape"], round_n, round_d)) for row in some], dtype=float)
             found = np.linalg.lstsq(x / q_bytes[:, None], y / q_bytes, rcond=None)[0]
             for bytes_each in (found.round(), found):
                 worst = float(np.max(np.abs(x @ bytes_each - y) / q_bytes))
                 if best is None or worst < best["worst"] - 1e-4:
-                    best = {"round_n": round_n, "round_d": round_d, "row_bytes": float(bytes_each[0]),
-                            "element_bytes": float(bytes_each[1]), "worst": worst}  # fmt: skip
+                    best = {"round_n": round_n, "round_d": round_d, "worst": worst}
+                    best |= zip(("constant_bytes", "row_bytes", "element_bytes"), map(float, bytes_each), strict=True)
         operators.setdefault(name, {})[dtype] = best
     return operators
 

@@ -212,12 +212,17 @@ ASKED_FOR_LSE = {f"_scaled_dot_product_{kernel}_attention" for kernel in ("cudnn
 
 
 class _Flex(torch.autograd.Function):
-    """FlexAttention's results and what its backward holds: delta, a float32 a row and head, beside the gradients."""
+    """FlexAttention's results, and what its kernels hold beside them as measured on an H100 with torch 2.11.
+
+    Forward: the largest score of each row too. Backward: delta, a float32 a row and head, then one of dq's copies.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v):
         out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        peaks = torch.empty_like(lse)
         ctx.save_for_backward(q, k, v, out, lse)
+        del peaks
         return out, lse
 
     @staticmethod
@@ -226,6 +231,8 @@ class _Flex(torch.autograd.Function):
         delta = torch.empty_like(lse)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         del delta
+        copy = torch.empty_like(dq)
+        del copy
         return dq, dk, dv
 
 
