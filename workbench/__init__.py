@@ -15,9 +15,10 @@ _HOMES = {
     "dispatch": ("attention", "explain"),
     "mass": ("captured_mass",),
     "modules": ("MultiheadAttention",),
+    "virtual": ("VirtualCard",),
 }
 _FROM = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("orderings", "patterns", "probes", "records", "plots", "explore", "report", "machine")
+_MODULES = ("orderings", "patterns", "probes", "records", "plots", "explore", "report", "machine", "cards")
 
 __all__ = [*_FROM, *_MODULES]
 

@@ -6,11 +6,13 @@ head_dim.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.oracle import reference
 from workbench.patterns import Dense, Pattern
@@ -18,6 +20,8 @@ from workbench.patterns import Dense, Pattern
 BACKENDS = ("reference", "torch", "flex", "triton")
 AUTOCAST = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+OFFSETS = 2**31 - 1  # past so many elements cuDNN's backward is silently wrong (torch 2.11, cuDNN 9.19, H100)
+GRID = 65_535  # sequences of one call: fused kernels fold them into a grid dimension that ends here
 
 
 def attention(
@@ -47,7 +51,11 @@ def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str:
     check(q, k, v, pattern)
     q, k, v = autocast(q, k, v)
     chosen, why = choose("auto", q, k, v, pattern)
-    return f"{chosen}: {why}" + (f"; {kernel_words(q, k, v, pattern)}" if chosen == "triton" else "")
+    if chosen == "triton":
+        why += f"; {kernel_words(q, k, v, pattern)}"
+    elif isinstance(pattern, Dense) and cudnn_is_wrong(q, k, v):
+        why += "; without cuDNN, whose gradients are wrong past 2^31 elements: flash or memory-efficient attention"
+    return f"{chosen}: {why}"
 
 
 def why_not(backend: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, return_lse: bool = False) -> str | None:
@@ -102,6 +110,39 @@ def kernel_words(q: Tensor, k: Tensor, v: Tensor, pattern) -> str:
     return words
 
 
+def cudnn_is_wrong(*tensors: Tensor) -> bool:
+    """Whether torch's attention must not take cuDNN: a gradient may be wanted that cuDNN would get wrong (OFFSETS).
+
+    What counts is the last offset from a tensor's first element, in its own strides and in those of its gradient.
+    """
+    if tensors[0].device.type != "cuda" or not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return False
+    spans = (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1 for x in tensors)
+    return max(*spans, *(x.numel() for x in tensors)) > OFFSETS
+
+
+def without_cudnn():
+    """A context in which torch's attention takes flash, else memory-efficient, else unfused: those that are allowed."""
+    allowed = allowed_kernels()
+    if not allowed:
+        raise ValueError(
+            "torch.nn.attention.sdpa_kernel allows cuDNN's attention alone, whose gradients are wrong past 2^31 "
+            "elements: allow flash or memory-efficient attention too"
+        )
+    return sdpa_kernel([getattr(SDPBackend, name) for name in allowed], set_priority=True)
+
+
+@torch.compiler.assume_constant_result
+def allowed_kernels() -> tuple[str, ...]:
+    """The kernels of torch's attention that are not switched off, cuDNN aside, the fastest first."""
+    cuda = torch.backends.cuda
+    switches = {
+        "FLASH_ATTENTION": cuda.flash_sdp_enabled, "EFFICIENT_ATTENTION": cuda.mem_efficient_sdp_enabled,
+        "MATH": cuda.math_sdp_enabled,
+    }  # fmt: skip
+    return tuple(name for name, enabled in switches.items() if enabled())
+
+
 def check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None = None) -> None:
     """Raise ValueError, before any work, for what `attention` cannot mean."""
     if not isinstance(pattern, Pattern):
@@ -148,19 +189,28 @@ def _run_reference(q, k, v, pattern, scale, return_lse):
 
 
 def _run_torch(q, k, v, pattern, scale, return_lse):
-    from workbench.execution.fused import unit_stride
     from workbench.execution.torch_backend import attend
 
     square = not pattern.causal or q.shape[1] == k.shape[1]  # torch aligns its causal mask at the first query
     if isinstance(pattern, Dense) and square and not return_lse and q.numel():
-        grouped = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
-        out = torch.nn.functional.scaled_dot_product_attention(
-            *(unit_stride(t).transpose(1, 2) for t in (q, k, v)),
-            is_causal=pattern.causal, scale=scale, **grouped,
-        )  # fmt: skip
-        return out.transpose(1, 2), None
+        with without_cudnn() if cudnn_is_wrong(q, k, v) else contextlib.nullcontext():
+            if q.shape[0] <= GRID:
+                return _dense(q, k, v, pattern.causal, scale), None
+            some = zip(*(x.split(GRID) for x in (q, k, v)), strict=True)
+            return torch.cat([_dense(*x, pattern.causal, scale) for x in some]), None
     out, lse = attend(q, k, v, pattern.handle, scale)
     return _divided(out, pattern), lse
+
+
+def _dense(q, k, v, causal, scale):
+    """out (B, N, H, D) by whichever of its kernels torch takes."""
+    from workbench.execution.fused import unit_stride
+
+    grouped = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(unit_stride(x).transpose(1, 2) for x in (q, k, v)), is_causal=causal, scale=scale, **grouped
+    )
+    return out.transpose(1, 2)
 
 
 def _run_flex(q, k, v, pattern, scale, return_lse):
