@@ -71,7 +71,7 @@ def segments(direction: str, branch, causal: bool, q: Tensor, k: Tensor, *others
     least = FROM[direction, q.shape[3] > 64] if merged else FROM_WHOLE
     if not found or length < least or not usable(direction, q, k, *others):
         return range(0)
-    if merged and most(branch.w, q, k, *others) == 0:
+    if merged and most(branch.w, q, k, *others) < 1:
         return range(0)
     calls = len(groups(*kept(branch)))
     work = 4 * q.shape[3] * branch.heads * len(found) * length**2 / (2 if causal else 1) / calls

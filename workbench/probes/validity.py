@@ -1,0 +1,428 @@
+"""Whether a call that fits is also right: sampled rows of its results against float64, at any length.
+
+A row of out and dq comes from the keys that it sees, a row of dk and dv from the queries that see the key, gathered a
+few at a time: never N x N, and no copy of an input. A kernel that is right at a thousand tokens may still be wrong
+where an offset no longer fits in 32 bits, so rows are sampled on both sides of those places.
+
+An error is ||got - want|| over the size of what was summed: ||want|| plus the root of the sum of the squares of the
+terms. Rounding is proportional to that, however much the terms cancel, and a row of zeros where something should be is
+far from it. Allowed is, for float64 and float32, what the tests against the oracle allow; for 16 bits twice what those
+must round (the weights before they are multiplied, and the result), four times half a last bit.
+
+Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads (G divides H), D
+head_dim; m rows and M keys of one head at a time. i and j are absolute positions of a query and a key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import singledispatch
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from workbench import dispatch
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
+from workbench.probes.case import Case
+from workbench.probes.error import LSE, RELATIVE
+
+ELEMENTS = (1 << 31, 1 << 32)  # where an element's offset stops to fit in an int32, and in a uint32
+GRID = 65_535  # the largest y and z of a CUDA grid, into which kernels fold sequences and heads
+RANDOM = 8  # rows between two such places
+CHUNK = 1 << 22  # scores, or elements of keys, held at once: 32 MB of float64
+ROWS = 1 << 12  # queries whose softmaxes are computed at once
+PAIRS = {"cuda": 1 << 33, "cpu": 1 << 28}  # (query, key) pairs for the softmaxes behind dk and dv: some seconds
+
+
+@dataclass(frozen=True)
+class Validity:
+    """What a check found.
+
+    errors, allowed: by quantity (out, lse, dq, dk, dv), the largest error over the sampled rows and what it may be
+    wrong: a sentence for each row with more, the worst first
+    rows, keys: how many rows of out and dq, of dk and dv were compared
+    note: what was not checked, or on which grounds, or None
+    """
+
+    errors: dict[str, float]
+    allowed: dict[str, float]
+    wrong: tuple[str, ...]
+    rows: int
+    keys: int
+    note: str | None
+
+    @property
+    def ok(self) -> bool:
+        return not self.wrong
+
+    def __str__(self) -> str:
+        of = f"{self.rows} rows and {self.keys} keys" + (f" ({self.note})" if self.note else "")
+        if self.ok:
+            return f"right at {of}"
+        more = f", and {len(self.wrong) - 1} more" if len(self.wrong) > 1 else ""
+        return f"wrong: {self.wrong[0]}{more}; compared {of}"
+
+
+@torch.no_grad()
+def check(
+    case: Case | Pattern, out: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *, lse: Tensor | None = None,
+    upstream: Tensor | None = None, grads: tuple[Tensor, Tensor, Tensor] | None = None, scale: float | None = None,
+    rows: Iterable[tuple[int, int, int]] | None = None, keys: Iterable[tuple[int, int, int]] | None = None,
+    pairs: int | None = None, seed: int = 0,
+) -> Validity:  # fmt: skip
+    """Compare what a call of attention returned with float64, at sampled rows.
+
+    case: what was computed, a Case or its pattern; q (B, Nq, H, D), k and v (B, N, G, D): its inputs
+    out (B, Nq, H, D) or None, lse (B, H, Nq): what it returned; grads: (dq, dk, dv) of sum(out * upstream)
+    rows: (batch entry, row of q, head), and keys: (batch entry, row of k, key head); default `sample`'s
+    pairs: of (query, key), how many may be computed for the softmaxes of the queries that see a sampled key. Past it
+        the out and lse of the call itself are taken, if it gave them, and `note` says so; else the key is left out.
+    """
+    pattern, grads = getattr(case, "pattern", case), grads or ()
+    dispatch.check(q, k, v, pattern, scale)
+    given = {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), grads, strict=False))
+    given = {name: x.detach() for name, x in given.items() if x is not None}
+    shapes = {"out": q.shape, "lse": (len(q), q.shape[2], q.shape[1]), "dq": q.shape, "dk": k.shape, "dv": v.shape}
+    for name, x in given.items():
+        if x.shape != torch.Size(shapes[name]):
+            raise ValueError(f"{name} of shape {tuple(x.shape)}: want {tuple(shapes[name])}")
+    if not given:
+        raise ValueError("nothing to check: want out, lse or grads")
+    if grads and (len(grads) != 3 or upstream is None or upstream.shape != q.shape):
+        raise ValueError("grads: want (dq, dk, dv), and the upstream gradient of out, like q")
+    exact = Exact(pattern, q, k, v, upstream if grads else None, scale)
+    report = _Report(given, q.dtype)
+    shift = k.shape[1] - q.shape[1]
+
+    rows = list(sample(q.shape, pattern, shift, seed) if rows is None else rows)
+    for b, i, h in rows:
+        found = exact.rows(b, h, torch.tensor([i + shift]))
+        for name in given.keys() & found.keys():
+            at = (b, h, i) if name == "lse" else (b, i, h)
+            report.compare(name, at, *(x[0] for x in found[name]))
+
+    notes, done = [], 0
+    if grads:
+        keys = list(sample(k.shape, pattern, 0, seed + 1) if keys is None else keys)
+        left = PAIRS.get(k.device.type, PAIRS["cpu"]) if pairs is None else pairs
+        own = (out.detach(), lse.detach()) if out is not None and lse is not None and rows else None
+        borrowed = 0
+        for b, j, g in keys:
+            spent = exact.pairs(b, g, j, left)
+            if spent > left and own is None:
+                continue
+            borrowed, left, done = borrowed + (spent > left), left - (0 if spent > left else spent), done + 1
+            for name, found in exact.key(b, g, j, own if spent > left else None).items():
+                report.compare(name, (b, j, g), *found)
+        if borrowed:
+            notes.append(f"dk and dv of {borrowed} keys from the call's own out and lse, compared at {len(rows)} rows")
+        if done < len(keys):
+            notes.append(f"{len(keys) - done} keys left out: the softmaxes of their queries are too many pairs")
+    return report.validity(len(rows), done, "; ".join(notes) or None)
+
+
+def sample(shape: tuple[int, ...], pattern, shift: int = 0, seed: int = 0) -> list[tuple[int, int, int]]:
+    """(batch entry, row, head) of rows of a contiguous tensor (B, L, H, D), the most telling first.
+
+    Both sides of 2^31 and 2^32 elements and of 65,535 (sequence, head) pairs, the last and the first row, both sides of
+    the edges of segments and blocks, and random ones between those places. shift: the position of row 0.
+    """
+    b, length, heads, d = shape
+    total = b * length * heads
+    if not total:
+        return []
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(low, high):
+        return int(torch.randint(low, high, (), generator=random))
+
+    places = [x // d for x in ELEMENTS if x // d < total]  # as rows of (B * L * H, D)
+    flat = [y for x in places for y in (x, x - 1)] + [total - 1, 0]
+    found = [(x // heads // length, x // heads % length, x % heads) for x in flat]
+    found += [(x // heads, draw(0, length), x % heads) for x in (GRID, GRID - 1) if b * heads > GRID]
+    found += [(draw(0, b), x - shift, draw(0, heads)) for x in edges(pattern, length + shift) if x >= shift]
+    order = torch.randperm(heads, generator=random).tolist()
+    for low, high in zip([0, *places], [*places, total], strict=True):
+        for turn in range(RANDOM if high > low else 0):
+            x = draw(low, high) // heads
+            found.append((x // length, x % length, order[turn % heads]))
+    return list(dict.fromkeys(found))
+
+
+def edges(pattern, n: int) -> list[int]:
+    """Positions on both sides of the first and of the last edge between segments (or blocks) of each length."""
+    lengths = {*getattr(pattern, "segment_lengths", ()), *getattr(pattern, "block_size", ())}
+    return sorted({x for w in lengths if w < n for edge in (w, (n - 1) // w * w) for x in (edge - 1, edge)})
+
+
+@dataclass
+class _Report:
+    """Errors as they are found."""
+
+    given: dict[str, Tensor]
+    dtype: torch.dtype
+    errors: dict[str, float] = field(default_factory=dict)
+    wrong: list[tuple[float, str]] = field(default_factory=list)
+
+    def __post_init__(self):
+        most = RELATIVE.get(self.dtype, 2 * torch.finfo(self.dtype).eps)
+        self.allowed = {name: LSE[self.dtype] if name == "lse" else most for name in self.given}
+
+    def compare(self, name: str, at: tuple[int, int, int], want: Tensor, size: Tensor) -> None:
+        """A row (D) or an lse () with what it should be; size () is what the error is relative to."""
+        x = self.given[name]
+        got, least = x[at].double(), torch.finfo(self.dtype).smallest_normal * math.sqrt(max(1, want.numel()))
+        difference = torch.where(got == want, 0.0, got - want).norm()  # -inf is -inf
+        error = float(difference / size.clamp(min=least)) if bool(difference.isfinite()) else math.inf
+        self.errors[name] = max(self.errors.get(name, 0.0), error)
+        if error <= self.allowed[name]:
+            return
+        b, row, head = (at[0], at[2], at[1]) if name == "lse" else at
+        steps = torch.empty(x.shape, device="meta").stride()  # of a contiguous tensor
+        element = sum(place * step for place, step in zip(at, steps, strict=False))
+        self.wrong.append((error, (
+            f"{name} of sequence {b:,}, row {row:,}, head {head:,} (from element {element:,} on) is off by {error:.3g} "
+            f"of its size, more than {self.allowed[name]:.3g}"
+        )))  # fmt: skip
+
+    def validity(self, rows: int, keys: int, note: str | None) -> Validity:
+        worst = sorted(self.wrong, key=lambda found: -found[0])
+        allowed = {name: self.allowed[name] for name in self.errors}
+        return Validity(self.errors, allowed, tuple(text for _, text in worst), rows, keys, note)
+
+
+# --- which pairs there are -------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """Some of the rows asked about (their places, int64 (m)) and keys that these may see: a range, or int64 (M).
+
+    seen(i, j) says how often, for (m, 1) and (1, M); None: once each. The parts of a pattern together are the multiset
+    of its pairs.
+    """
+
+    rows: Tensor
+    keys: range | Tensor
+    seen: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+@singledispatch
+def parts(pattern, h: int, i: Tensor, n: int, heads: int) -> Iterator[Part]:
+    """The keys that rows i (m), int64 on the CPU, of head h see. Any pattern: all keys, counted."""
+    yield Part(torch.arange(len(i)), range(n), _counted(pattern, h, n, heads))
+
+
+@parts.register
+def _(pattern: Dense, h, i, n, heads):
+    last = int(i.max()) + 1
+    yield Part(torch.arange(len(i)), range(last if pattern.causal else n), _before(pattern))
+
+
+@parts.register
+def _(pattern: Dilated, h, i, n, heads):
+    for branch, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
+        o = pattern.offset(branch, h, heads)
+        kept = torch.zeros(0, dtype=torch.int64) if o is None else (i % w % r == o).nonzero().squeeze(1)
+        segments, which = (i[kept] // w).unique(return_inverse=True)
+        for x, segment in enumerate(segments.tolist()):
+            yield Part(kept[which == x], range(segment * w + o, min(n, segment * w + w), r), _before(pattern))
+
+
+@parts.register
+def _(pattern: BlockSparse, h, i, n, heads):
+    a, c = pattern.block_size
+    grid = -(-n // a), -(-n // c)
+    seen = _counted(pattern, h, n, heads) if pattern.causal or pattern.predicate is not None else None
+    blocks, which = (i // a).unique(return_inverse=True)
+    for x, block in enumerate(blocks.tolist()):
+        visible = pattern.layout.visible(torch.tensor(h), torch.tensor(block), torch.arange(grid[1]), grid)
+        yield Part((which == x).nonzero().squeeze(1), _positions(visible.nonzero().squeeze(1), c, n), seen)
+
+
+@parts.register
+def _(pattern: Neighborhood, h, i, n, heads):
+    boxes = [slice(max(0, int(x.min()) - r), int(x.max()) + r + 1)
+             for x, r in zip(pattern.coordinates(i), pattern.radius, strict=True)]  # fmt: skip
+    tokens = pattern.rank.view(pattern.shape)[tuple(boxes)].flatten()
+    yield Part(torch.arange(len(i)), tokens[tokens >= 0], _counted(pattern, h, n, heads) if len(i) > 1 else None)
+
+
+def queries(pattern, h: int, j: int, n: int, heads: int, nq: int, chunk: int) -> Iterator[Tensor]:
+    """int64 (m), m at most `chunk`: the queries of head h that see key j, each as often as it does."""
+    counted = not isinstance(pattern, (Dense, Dilated))
+    for some in _candidates(pattern, h, j, n, heads):
+        for piece in _cut(some, chunk):
+            i = _tensor(piece)
+            i = i[(i >= n - nq) & ((i >= j) | (counted or not pattern.causal))]
+            if counted and len(i):
+                i = i.repeat_interleave(_counted(pattern, h, n, heads)(i, torch.tensor([j])).long())
+            if len(i):
+                yield i
+
+
+@singledispatch
+def _candidates(pattern, h: int, j: int, n: int, heads: int) -> Iterator[range | Tensor]:
+    """Positions among which all queries are that see key j; exactly those (causality aside) for Dense and Dilated."""
+    yield range(n)
+
+
+@_candidates.register
+def _(pattern: Dilated, h, j, n, heads):
+    for part in parts(pattern, h, torch.tensor([j]), n, heads):
+        yield part.keys  # a branch keeps the same positions for queries as for keys
+
+
+@_candidates.register
+def _(pattern: Neighborhood, h, j, n, heads):
+    yield next(parts(pattern, h, torch.tensor([j]), n, heads)).keys
+
+
+@_candidates.register
+def _(pattern: BlockSparse, h, j, n, heads):
+    a, c = pattern.block_size
+    grid = -(-n // a), -(-n // c)
+    for rows in _cut(range(grid[0]), max(1, CHUNK // grid[1])):  # a random layout draws whole rows
+        rows = _tensor(rows)
+        visible = pattern.layout.visible(torch.tensor(h), rows, torch.tensor(j // c), grid)
+        yield _positions(rows[visible], a, n)
+
+
+def _positions(blocks: Tensor, size: int, n: int) -> Tensor:
+    """The positions below n in blocks of a size."""
+    found = (blocks[:, None] * size + torch.arange(size)).flatten()
+    return found[found < n]
+
+
+def _before(pattern):
+    return (lambda i, j: j <= i) if pattern.causal else None
+
+
+def _counted(pattern, h: int, n: int, heads: int):
+    """The pattern's own count, on the CPU, where its tables are."""
+    return lambda i, j: pattern.count(torch.tensor(h), i.cpu(), j.cpu(), n, heads)
+
+
+def _cut(positions: range | Tensor, size: int) -> Iterator[range | Tensor]:
+    return (positions[x : x + size] for x in range(0, len(positions), size))
+
+
+def _tensor(positions: range | Tensor) -> Tensor:
+    if isinstance(positions, Tensor):
+        return positions
+    return torch.arange(positions.start, positions.stop, positions.step)
+
+
+# --- what is right ---------------------------------------------------------------------------------------------------
+
+
+class Exact:
+    """Rows of a call's results in float64, from its inputs; with `upstream`, of the gradients of sum(out * upstream).
+
+    Each is (value (m, D) or (D), size (m) or ()): what an error is relative to.
+    """
+
+    def __init__(self, pattern, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor | None = None, scale=None):
+        self.pattern, self.q, self.k, self.v, self.upstream = pattern, q, k, v, upstream
+        self.scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+        self.n, self.heads, self.group = k.shape[1], q.shape[2], q.shape[2] // max(1, k.shape[2])
+        self.shift = k.shape[1] - q.shape[1]
+        self.divisor = pattern.divisor(self.heads) if hasattr(pattern, "divisor") else 1
+        self.device = q.device
+
+    def of(self, b: int):
+        return self.pattern.for_batch(b) if getattr(self.pattern, "batch", None) else self.pattern
+
+    def take(self, x: Tensor, b: int, at: range | Tensor, h: int) -> Tensor:
+        """float64 (m, D)."""
+        x = x[b, :, h]
+        x = x[at.start : at.stop : at.step] if isinstance(at, range) else x[at.to(self.device)]
+        return x.double()
+
+    def scores(self, b: int, h: int, i: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Yield (rows (m), scores (m, M) with the log of how often, k (M, D), v (M, D)): some rows and keys at once."""
+        q = self.take(self.q, b, i - self.shift, h)
+        for part in parts(self.of(b), h, i, self.n, self.heads):
+            rows = part.rows.to(self.device)
+            for keys in _cut(part.keys, max(1, CHUNK // max(len(rows), q.shape[1], 1))):
+                k, v = (self.take(x, b, keys, h // self.group) for x in (self.k, self.v))
+                s = q[rows] @ k.T * self.scale
+                if part.seen is not None:
+                    i_, j = i[part.rows].to(self.device), _tensor(keys).to(self.device)
+                    s += part.seen(i_[:, None], j[None]).to(self.device).double().log()
+                yield rows, s, k, v
+
+    def rows(self, b: int, h: int, i: Tensor, gradient: bool = True) -> dict[str, tuple[Tensor, Tensor]]:
+        """out, lse and, with an upstream gradient and if it is wanted, dq of rows i (m)."""
+        m, d = len(i), self.q.shape[3]
+        new = lambda *shape: torch.zeros(shape, dtype=torch.float64, device=self.device)  # noqa: E731
+        lse = new(m) - torch.inf
+        for rows, s, _, _ in self.scores(b, h, i):
+            lse[rows] = torch.logaddexp(lse[rows], s.logsumexp(1))
+        norm = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that sees nothing has no weights
+        gradient = gradient and self.upstream is not None
+        do = self.take(self.upstream, b, i - self.shift, h) / self.divisor if gradient else None
+        out, out_2, mean, key_2, grad, grad_2 = new(m, d), new(m), new(m, d), new(m), new(m, d), new(m)
+        for rows, s, k, v in self.scores(b, h, i):
+            p = torch.exp(s - norm[rows, None])
+            p_2 = p.square()
+            out[rows] += p @ v
+            out_2[rows] += p_2 @ _square(v)
+            if do is not None:  # dq = scale * sum p (do.v - do.out) k: the second term once the row's out is known
+                dp, its_2 = do[rows] @ v.T, do[rows].square() @ v.square().T
+                mean[rows] += p @ k
+                key_2[rows] += p_2 @ _square(k)
+                grad[rows] += (p * dp) @ k
+                grad_2[rows] += (p_2 * (dp.square() + its_2)) @ _square(k)
+        found = {
+            "out": (out / self.divisor, (out.norm(dim=1) + out_2.sqrt()) / self.divisor),
+            "lse": (lse, lse.masked_fill(lse == -torch.inf, 1).abs().clamp(min=1)),
+        }
+        if do is not None:
+            delta, its_2 = (do * out).sum(1), _square(do * out)
+            dq = (grad - delta[:, None] * mean) * self.scale
+            terms = (grad_2 + (delta.square() + its_2) * key_2).sqrt() + its_2.sqrt() * mean.norm(dim=1)
+            found["dq"] = dq, dq.norm(dim=1) + terms * self.scale
+        return found
+
+    def pairs(self, b: int, g: int, j: int, most: int) -> int:
+        """The (query, key) pairs of the softmaxes of all queries that see a key; counting stops above `most`."""
+        total = 0
+        for h in range(g * self.group, (g + 1) * self.group):
+            for i in queries(self.of(b), h, j, self.n, self.heads, self.n - self.shift, ROWS):
+                total += sum(len(part.rows) * len(part.keys) for part in parts(self.of(b), h, i, self.n, self.heads))
+                if total > most:
+                    return total
+        return total
+
+    def key(self, b: int, g: int, j: int, own: tuple[Tensor, Tensor] | None) -> dict[str, tuple[Tensor, Tensor]]:
+        """dk and dv of a key. own: (out, lse) of the call, for the softmaxes of the queries that see it."""
+        k, v = (self.take(x, b, range(j, j + 1), g)[0] for x in (self.k, self.v))
+        dk, dv, dk_2, dv_2 = k * 0, v * 0, k.new_zeros(()), v.new_zeros(())
+        for h in range(g * self.group, (g + 1) * self.group):
+            for i in queries(
+                self.of(b), h, j, self.n, self.heads, self.n - self.shift, CHUNK // len(k) if own else ROWS
+            ):
+                at = i - self.shift
+                if own is None:
+                    found = self.rows(b, h, i, gradient=False)
+                    out, lse = found["out"][0], found["lse"][0]
+                else:
+                    out, lse = self.take(own[0], b, at, h), own[1][b, h, at.to(self.device)].double()
+                q, do = self.take(self.q, b, at, h), self.take(self.upstream, b, at, h) / self.divisor
+                out = out * self.divisor
+                p = torch.exp(q @ k * self.scale - lse)
+                ds = p * (do @ v - (do * out).sum(1))
+                rounded = p.square() * (_square(do * v) + _square(do * out))
+                dk += ds @ q * self.scale
+                dv += p @ do
+                dk_2 += (ds.square() + rounded) @ _square(q) * self.scale**2
+                dv_2 += p.square() @ _square(do)
+        return {"dk": (dk, dk.norm() + dk_2.sqrt()), "dv": (dv, dv.norm() + dv_2.sqrt())}
+
+
+def _square(x: Tensor) -> Tensor:
+    """The squared length of each row."""
+    return x.square().sum(1)
