@@ -50,7 +50,9 @@ def kernel(q: Tensor, mask: Tensor | None = None) -> str:
         return "cpu"
     aligned = mask is None and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     if q.device.type == "cuda" and aligned and q.dtype in (torch.float16, torch.bfloat16):
-        return "flash"
+        if torch.cuda.get_device_capability(q.device) >= (8, 0):
+            return "flash"
+        return "efficient" if q.dtype == torch.float16 else "unfused"  # older cards have neither flash nor bfloat16
     if q.device.type == "cuda" and aligned and q.dtype == torch.float32:
         return "efficient"
     return "unfused"

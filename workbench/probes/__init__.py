@@ -1,11 +1,14 @@
 """Probes: a module each, one verb: timing.measure, memory.measure, roofline.ceilings, error.measure, speed.sweep,
-suite.run, layer.measure; peers has other people's attention to measure beside."""
+suite.run, layer.measure, estimate.trace, frontier.search, validity.check; peers has other people's attention to measure
+beside."""
 
 from __future__ import annotations
 
 import importlib
 
-__all__ = ["error", "layer", "memory", "peers", "roofline", "speed", "suite", "timing"]
+__all__ = [
+    "error", "estimate", "frontier", "layer", "memory", "peers", "roofline", "speed", "suite", "timing", "validity",
+]  # fmt: skip
 
 
 def __getattr__(name: str):

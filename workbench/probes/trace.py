@@ -291,6 +291,8 @@ class OnCard(TorchFunctionMode):
             return aten._scaled_dot_product_efficient_attention(
                 q, k, v, None, compute_lse, 0.0, is_causal, scale=scale
             )[0]
+        if not cuda.math_sdp_enabled():
+            raise NotImplementedError(f"No available kernel for {q.dtype} and head_dim {d} on {self.card.name}")
         return aten._scaled_dot_product_attention_math(q, k, v, None, 0.0, is_causal, scale=scale)[0]
 
 
