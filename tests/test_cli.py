@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def refusal(capsys, *arguments: str) -> str:
     return err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["report", "--help"], ["list"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["--help"], ["report", "--help"], ["list"], ["fit", "--help"]], ids=" ".join)
 def test_what_computes_nothing_answers_at_once(folder, arguments):
     def once() -> float:
         start = time.perf_counter()
@@ -67,7 +68,7 @@ def test_the_command_line_imports_nothing_heavy():
 
 def test_help_names_the_commands_and_their_options(folder):
     said = workbench("--help", cwd=folder).stdout
-    assert all(command in said for command in ("report", "list", "doctor"))
+    assert all(command in said for command in ("report", "list", "doctor", "fit"))
     said = workbench("report", "--help", cwd=folder).stdout
     assert all(
         option in said
@@ -134,3 +135,76 @@ def test_doctor_returns_what_the_doctor_says(monkeypatch):
     monkeypatch.setattr(doctor, "main", lambda quick: 3 if quick else 4)
     assert cli.main(["doctor"]) == 4
     assert cli.main(["doctor", "--quick"]) == 3
+
+
+MINE = """
+def mean(q, k, v):
+    return v.mean(1, keepdim=True).expand_as(q).contiguous()
+
+def looks(q, k, v):
+    return q * v.sum().item()
+"""
+
+
+def fit(capsys, *arguments: str) -> list[dict]:
+    assert cli.main(["fit", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_fit_ranks_what_fits_by_time(capsys):
+    sizes = ["--mode", "fwdbwd", "--pattern", "dense", "--n", "200000"]
+    rows = fit(capsys, "--card", "h100", *sizes, "--backend", "flash", "cudnn")
+    assert [row["way"] for row in rows] == ["dense, cudnn", "dense, flash"] and rows[0]["ms"] < rows[1]["ms"]
+    assert all(row["fits"] and row["limiter"] == "time" and row["pairs_share"] == 1 for row in rows)
+    assert 1e9 < rows[0]["device_bytes"] < 10e9 and 200_000 < rows[0]["longest_n"] < 10_000_000
+    (small,) = fit(capsys, "--card", "h100", *sizes, "--backend", "cudnn", "--budget-gib", "0.5")
+    assert not small["fits"] and small["limiter"] == "memory" and small["longest_n"] < 200_000
+    (long,) = fit(capsys, "--backend", "cudnn", "--pattern", "dense", "--seconds", "1e6")
+    assert long["limiter"] == "memory" and "fits" not in long
+
+
+def test_fit_prints_a_table_and_why_a_line_has_no_number(capsys):
+    assert cli.main(["fit", "--card", "gtx1080", "--pattern", "longnet", "--backend", "triton", "--n", "4096"]) == 0
+    first, second, empty, header, line = capsys.readouterr().out.splitlines()
+    assert first.startswith("NVIDIA GeForce GTX 1080: 7.") and "60 s a call" in first and empty == ""
+    assert "12 heads x 64, bfloat16, fwd; predicted" in second and "N = 4,096" in second
+    assert header.split() == [
+        "execution",
+        "longest",
+        "N",
+        "limited",
+        "by",
+        "fits",
+        "device",
+        "GiB",
+        "ms",
+        "pairs",
+        "note",
+    ]
+    assert line.startswith("longnet, triton") and "?" in line and "no" in line.split() and "capability" in line
+
+
+def test_fit_takes_a_function_and_a_spec(folder, capsys):
+    (folder / "mine_to_fit.py").write_text(MINE)
+    spec = '{"pattern": "Dilated", "segment_lengths": [64], "dilation_rates": [2]}'
+    mean, looks = fit(capsys, "--pattern", spec, "--backend", "mine_to_fit:mean", "mine_to_fit:looks", "--heads", "2")
+    assert mean["limiter"] == "memory" and mean["longest_n"] > 1_000_000 and mean["note"] is None
+    assert looks["longest_n"] is None and "CannotTrace" in looks["note"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--card", "h101"], "card='h101': want one of 'gtx1080'"),
+        (["--pattern", "longnets"], "pattern='longnets': want one of dense, longnet"),
+        (["--pattern", "{"], "pattern='{': not JSON"),
+        (["--pattern", '{"pattern": "Sparse"}'], "pattern='Sparse': want one of Dense"),
+        (["--backend", "cuda"], "backend='cuda': want one of auto, reference"),
+        (["--backend", "no_such:thing"], "backend='no_such:thing': No module named 'no_such'"),
+        (["--heads", "0"], "--heads 0: want at least 1"),
+        (["--n", "0"], "--n 0: want at least 1"),
+        (["--budget-gib", "0"], "--budget-gib 0.0: want at least 0.001"),
+    ],
+)
+def test_fit_refuses_what_it_does_not_know(capsys, arguments, message):
+    assert message in refusal(capsys, "fit", *arguments)

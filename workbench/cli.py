@@ -1,9 +1,10 @@
-"""The command line: `workbench report`, `list`, `doctor`. What a command needs is imported when it runs."""
+"""The command line: `workbench report`, `list`, `doctor`, `fit`. What a command needs is imported when it runs."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 
@@ -56,6 +57,35 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what works on this machine, and why not what does not")
     doctor.add_argument("--quick", action="store_true", help="do not run FlexAttention, which compiles for seconds")
     doctor.set_defaults(command=_doctor)
+
+    fit = commands.add_parser(
+        "fit",
+        help="will it fit? the longest sequence on a named card, predicted, with no card needed",
+        description="The longest sequence that each execution runs on a card, and what stands in the way of a longer "
+        "one; at a length N, what each needs, the fastest first. Predicted from the programs: no card is needed.",
+        epilog="example: workbench fit --card h100 --heads 12 --mode fwdbwd --pattern longnet --n 1000000",
+    )
+    fit.add_argument("--card", default="h100", help="such as h100, a100-80gb, gtx1080 (default: %(default)s)")
+    fit.add_argument("--heads", type=int, default=12, metavar="H", help="query heads (default: %(default)s)")
+    fit.add_argument("--kv-heads", type=int, metavar="H", help="key heads (default: as many)")
+    fit.add_argument("--head-dim", type=int, default=64, metavar="D", help="(default: %(default)s)")
+    fit.add_argument("--batch", type=int, default=1, metavar="B", help="(default: %(default)s)")
+    fit.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(%(default)s)")
+    fit.add_argument("--mode", choices=("fwd", "fwdbwd"), default="fwd", help="with gradients? (default: %(default)s)")
+    fit.add_argument("--causal", action="store_true", help="of the patterns that can be")
+    fit.add_argument(
+        "--pattern", nargs="+", default=[], metavar="NAME", help="a name, or a pattern's spec as JSON (default: a few)"
+    )
+    fit.add_argument(
+        "--backend", nargs="+", default=[], metavar="NAME", help="or your module:function of q, k and v (default: some)"
+    )
+    fit.add_argument("--n", type=int, metavar="N", help="also what each needs for N tokens")
+    fit.add_argument(
+        "--budget-gib", type=float, metavar="GIB", help="what tensors may take (default: the card's, less its context)"
+    )
+    fit.add_argument("--seconds", type=float, default=60.0, metavar="S", help="a call may take (default: %(default)g)")
+    fit.add_argument("--json", action="store_true", help="a list of objects, one an execution")
+    fit.set_defaults(command=_fit)
     return top
 
 
@@ -92,3 +122,23 @@ def _doctor(arguments) -> int:
     from workbench import doctor
 
     return doctor.main(arguments.quick)
+
+
+def _fit(arguments) -> int:
+    from workbench import cards
+    from workbench.probes import fit
+
+    sys.path.insert(0, os.getcwd())  # where module:function may be
+    card = cards.find(arguments.card)
+    at_least = {"heads": 1, "kv_heads": 1, "head_dim": 1, "batch": 1, "n": 1, "budget_gib": 1e-3, "seconds": 1e-3}
+    for name, least in at_least.items():
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: want at least {least}")
+    sizes = {x: getattr(arguments, x) for x in ("heads", "kv_heads", "head_dim", "batch", "dtype", "mode")}
+    ways = fit.executions(arguments.pattern, arguments.backend, arguments.causal, **sizes)
+    budget = None if arguments.budget_gib is None else int(arguments.budget_gib * 2**30)
+    options = {"n": arguments.n, "budget_bytes": budget, "seconds": arguments.seconds}
+    frame = fit.table(ways, card, **options)
+    print(frame.to_json(orient="records", indent=1) if arguments.json else fit.words(frame, card, sizes, **options))
+    return 0

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
+NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory",
+             "bad_alloc")  # fmt: skip
 NO_KERNEL = (
     "no available kernel",
     "no viable backend",

@@ -1,0 +1,148 @@
+"""Will it fit? Ways to run attention on a card that need not be there, by what each needs: a line a way.
+
+Dimensions: N tokens, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+
+import pandas as pd
+
+from workbench import cards, dispatch
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, from_spec, layouts
+from workbench.patterns.dilated import PAPER
+from workbench.probes import estimate, frontier
+from workbench.probes.case import BASELINES, Case, imported
+from workbench.probes.outcome import attempt
+
+PATTERNS: dict[str, Callable[[int, bool], Pattern]] = {  # name -> a function of N and causal
+    "dense": lambda n, causal: Dense(causal),
+    "longnet": lambda n, causal: Dilated(PAPER, (1, 2, 4, 6, 12), causal),
+    "longnet-pow2": lambda n, causal: Dilated(PAPER, (1, 2, 4, 8, 16), causal),
+    "window": lambda n, causal: BlockSparse(layouts.local(8), 128, causal),
+    "strided": lambda n, causal: BlockSparse(layouts.local(4) | layouts.strided(64), 128, causal),
+    "random": lambda n, causal: BlockSparse(layouts.random(0.1), 128, causal),
+    "neighborhood": lambda n, causal: Neighborhood((n // 128, 128), 16),
+}
+USUAL = ("dense", "longnet", "window")
+BACKENDS = {"Dense": ("cudnn", "flash", "efficient"), "Dilated": ("triton", "torch")}  # what runs well on a card
+OTHERS = ("triton", "flex")
+LONGEST = {"BlockSparse": 1 << 18, "Neighborhood": 1 << 18}  # the lists of blocks for more take seconds to make
+STEP = 0.05  # half a percent for a prediction, see `frontier.search`
+
+
+def executions(names: Iterable[str] = (), backends: Iterable[str] = (), causal=False, **sizes) -> dict[str, Callable]:
+    """{"pattern, backend": the Case of that at N}; sizes: `Case`'s arguments.
+
+    names: of PATTERNS, or a pattern's spec as JSON; default USUAL. backends: as in `Case`; default BACKENDS. ValueError
+    for a name that is none.
+    """
+    found = {}
+    for backend in backends:
+        _check(backend)
+    for name in names or USUAL:
+        make = _maker(name)
+        family = type(make(frontier.FIRST, causal)).__name__
+        for backend in backends or BACKENDS.get(family, OTHERS):
+
+            def at(n, make=make, backend=backend):
+                return Case(make(n, causal), n, backend=backend, device="cuda", **sizes)
+
+            found[f"{name}, {backend}"] = at
+    return found
+
+
+def table(
+    ways: Mapping[str, Callable[[int], Case]], card: str | cards.Card, *, n: int | None = None,
+    budget_bytes: int | None = None, seconds: float = 60.0,
+) -> pd.DataFrame:  # fmt: skip
+    """A line a way (`executions`), all of it predicted: longest_n, and limiter, what stands in the way of more.
+
+    With n, and ranked by ms there, what fits first: fits; device_bytes, the context included; ms, None where this is
+    not known; pairs_share, of dense attention's pairs, 1.0 being exact. note: why there is no such number.
+    budget_bytes, seconds: as `frontier.search`'s. limiter "search": of patterns that are lists of blocks, LONGEST.
+    """
+    card = cards.find(card) if isinstance(card, str) else card
+    lines = []
+    for name, at in ways.items():
+        limit_n = LONGEST.get(type(at(frontier.FIRST).pattern).__name__, 1 << 30)
+        row = frontier.search(
+            at, card=card, budget_bytes=budget_bytes, seconds=seconds, limit_n=limit_n, step=STEP, say=None
+        )
+        line = {"way": name, "longest_n": row["n"], "limiter": row["limiter"], "note": row["error"]}
+        if n is not None:
+            line |= _at(at(n), card, row["budget_bytes"])
+        lines.append(line)
+    frame = pd.DataFrame(lines)
+    if n is not None:
+        frame = frame.sort_values(["fits", "ms"], ascending=[False, True], kind="stable", na_position="last")
+    return frame.reset_index(drop=True)
+
+
+def words(frame: pd.DataFrame, card: cards.Card, sizes: dict, n, budget_bytes, seconds) -> str:
+    """A table of `table`, made with these options, as text."""
+    given = card.total_bytes - card.context_bytes if budget_bytes is None else budget_bytes
+    kv = f" ({sizes['kv_heads']} of keys)" if sizes.get("kv_heads") else ""
+    lines = [
+        f"{card.name}: {given / 2**30:.2f} GiB for tensors, {card.context_bytes / 2**30:.2f} for the CUDA context, of "
+        f"{card.total_bytes / 2**30:.2f}; at most {seconds:g} s a call",
+        f"batch {sizes['batch']}, {sizes['heads']} heads{kv} x {sizes['head_dim']}, {sizes['dtype']}, {sizes['mode']}; "
+        "predicted, nothing is measured",
+    ]
+    shown = pd.DataFrame({"execution": frame["way"], "longest N": frame["longest_n"].map(_number)})
+    shown["limited by"] = frame["limiter"].fillna("")
+    if n is not None:
+        lines[-1] += f"; the right half is at N = {n:,}"
+        shown["fits"] = frame["fits"].map({True: "yes", False: "no"})
+        shown["device GiB"] = frame["device_bytes"].astype(float).map(lambda x: _number(x / 2**30, ".2f"))
+        shown["ms"] = frame["ms"].astype(float).map(lambda x: _number(x, ",.3g" if x < 1000 else ",.0f"))
+        shown["pairs"] = frame["pairs_share"].astype(float).map(lambda x: _number(x, ".3g" if x < 1 else ".0f"))
+    shown["note"] = frame["note"].fillna("").str.slice(0, 100)
+    rows = [shown.columns.tolist(), *shown.to_numpy().tolist()]
+    widths = [max(len(row[x]) for row in rows) for x in range(len(rows[0]))]
+    sides = [str.ljust if name in ("execution", "limited by", "note") else str.rjust for name in shown.columns]
+    text = ["  ".join(s(x, w) for s, x, w in zip(sides, row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, "", *text])
+
+
+def _number(x, form: str = ",.0f") -> str:
+    return "?" if x is None or x != x else format(x, form)
+
+
+def _at(case: Case, card: cards.Card, budget_bytes: int) -> dict:
+    """What a case needs, and whether the budget has it."""
+    outcome = attempt(lambda: estimate.trace(case, card))
+    if outcome.status != "ok":
+        return {"fits": False, "device_bytes": None, "ms": None, "pairs_share": None, "note": outcome.error}
+    found = outcome.result
+    reserved = frontier.reserves(found, budget_bytes)
+    device = found.device_bytes if reserved is None else reserved + card.context_bytes
+    return {
+        "fits": reserved is not None, "device_bytes": device, "ms": found.milliseconds,
+        "pairs_share": case.pattern.pairs(case.n, case.heads) / (case.heads * case.n**2),
+    }  # fmt: skip
+
+
+def _check(backend: str) -> None:
+    known = ("auto", *dispatch.BACKENDS, *BASELINES)
+    if ":" not in backend and backend not in known:
+        raise ValueError(f"backend={backend!r}: want one of {', '.join(known)}, or your own as module:function")
+    if ":" in backend:
+        try:
+            imported(backend)
+        except ImportError as error:
+            raise ValueError(f"backend={backend!r}: {error}") from None
+
+
+def _maker(name: str) -> Callable[[int, bool], Pattern]:
+    if name in PATTERNS:
+        return PATTERNS[name]
+    if not name.startswith("{"):
+        raise ValueError(f"pattern={name!r}: want one of {', '.join(PATTERNS)}, or a pattern's spec as JSON")
+    try:
+        pattern = from_spec(json.loads(name))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"pattern={name!r}: not JSON: {error}") from None
+    return lambda n, causal: pattern

@@ -1,0 +1,362 @@
+"""The frontier: the longest sequence that runs on a budget of memory, predicted for any card, measured on this machine.
+
+A prediction looks for it in traces of the program (`probes.estimate`), a measurement in calls, each in a fresh process
+(`probes.server`); one way of looking, `largest`, serves both. What stands in the way at the next length has a name, the
+limiter: memory, time, validity (the call runs and computes wrongly), launch (the execution or the device refuses such a
+size) or search (nothing does, up to the longest length asked for).
+
+Dimensions: N keys, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+import pandas as pd
+import psutil
+import torch
+
+from workbench import cards, dispatch, records
+from workbench.probes import allocator, estimate
+from workbench.probes.case import Case
+from workbench.probes.largest import Stopped, Tried, largest
+from workbench.probes.outcome import Outcome, attempt, sentence, status_of
+from workbench.probes.server import Server
+
+GRAIN = 128  # lengths are multiples of it
+FIRST = 1024  # the length to begin with where nothing is known
+FIRST_TRACED = 1 << 16  # and where trying it costs milliseconds
+STEP = 0.005  # how far apart, as a share of N, a measurement leaves what works and what does not
+TIME_STEP = 0.1  # and where that is time: two runs of one call may differ by so much
+PAIRS = {"cpu": 1 << 26}  # of (query, key), for the check of dk and dv: on a CPU a second or two
+SLACK_BYTES = 1 << 30  # what a process on the CPU may take beside its tensors before it is ended
+COLD_S = 30.0  # what a first call on a card may take beyond the limit, to load or compile its kernels
+SETUP_S = 600.0  # what making the inputs and checking rows may take
+LAUNCH = ("invalid configuration argument", "invalid argument", "too many resources", "out of resource", "32-bit ind",
+          "32bit ind")  # fmt: skip
+
+Lengths = Callable[[int], Case]
+
+
+def search(
+    case: Case | Lengths, *, card=None, budget_bytes: int | None = None, seconds=60.0, limit_n=1 << 30, measure=False,
+    step=STEP, grain=GRAIN, check=True, recorder=None, server: Server | None = None, say: Callable | None = print,
+) -> dict:  # fmt: skip
+    """The largest N, a multiple of grain, whose call fits the budget and takes no more than `seconds`: a record's row.
+
+    case: at any N, or a function of N that gives it, for a pattern that depends on N.
+    card: a key of `cards.CARDS`, or a Card; for a case on CUDA by default the card in this machine. A case on the CPU
+        has none: its card is in software (`VirtualCard`).
+    budget_bytes: what the allocator may reserve, the CUDA context not in it; by default what the card has, less that.
+    measure: do the calls, each in a fresh process of `server` (default: one for this search), until what works and what
+        does not are `step` of N apart, or a tenth where that is time. A prediction is ten times as close.
+    check: compare sampled rows of the results with float64; not for a function that computes something else.
+    recorder: of records.start("frontier", ...); takes a row a probe ("stage": "probe"), as it is done, and the result
+        ("stage": "search"). What it has settled, of an interrupted search too, is not measured again.
+    say: takes the progress, a line a probe; None for silence.
+
+    The row: n, the longest that works, measured or else predicted: 0 where not even a grain does, None where that is
+    not known; predicted_n, measured_n; limiter, which is the measured one if there is one, and predicted_limiter;
+    predicted_bytes (reserved) and predicted_ms at predicted_n; peak_bytes (requested), reserved_bytes and median_ms at
+    n; probes: how many lengths were measured; error: what it is that limits or stopped it.
+    An execution that cannot be traced is measured only: predicted_n is None, and predicted_error says why.
+    Nothing but a limiter says that a length does not work: a probe that dies or times out is repeated once; where it
+    dies again, or is refused at every length, the search ends with that status.
+    ValueError for arguments that mean nothing, and for a case that a fresh process cannot be given.
+    """
+    if grain < 1 or limit_n < grain or not 0 < step < 1 or not seconds > 0:
+        asked = f"grain={grain}, limit_n={limit_n}, step={step}, seconds={seconds}"
+        raise ValueError(f"{asked}: want 1 <= grain <= limit_n, a step between 0 and 1, and seconds above 0")
+    at, example = (case, case(FIRST)) if callable(case) else (_lengths(case), case)
+    card, capped = _card(card, example.device), budget_bytes is not None
+    if not capped and card is not None:
+        budget_bytes = card.total_bytes - card.context_bytes
+    if budget_bytes is None or budget_bytes < 1:
+        raise ValueError(f"budget_bytes={budget_bytes}: want bytes, at least 1 (they have a default on a card only)")
+    asked = {"asked": example.fields()["backend"], "device": example.device, "card": card.key if card else "virtual"}
+    asked |= {"budget_bytes": budget_bytes, "capped": capped, "seconds": seconds}
+    space = {"limit_n": limit_n // grain * grain, "grain": grain}
+    first = FIRST if example.nq == example.n else max(FIRST, example.nq + grain)
+
+    row = dict.fromkeys(FOUND) | {"measured": measure, "measured_n": None, "probes": 0}
+    predicted = _predicted(at, card, asked, space | {"first": max(first, FIRST_TRACED), "step": step / 10})
+    row |= {f"predicted_{x}": predicted.get(y) for x, y in PREDICTED.items()}
+    if measure:
+        with Server() if server is None else contextlib.nullcontext(server) as running:
+            guess = {"first": predicted["n"] or first, "near": bool(predicted["n"])}
+            guess |= {"step": step, "time_step": max(step, TIME_STEP)}
+            row |= _measured(at, asked, space | guess, check, recorder, running, say)
+    else:
+        row |= {x: y for x, y in predicted.items() if x != "milliseconds"}
+    row["backend"] = row["backend"] or asked["asked"]
+    shown = at(row["n"] or first).fields()
+    shown |= {"n": row["n"]} | ({"nq": row["n"]} if shown["nq"] == shown["n"] else {})
+    row = shown | asked | space | {"stage": "search", "step": step, "check": check} | row
+    if say:
+        say(words(row))
+    if recorder is not None and not recorder.done(**row):
+        recorder.row(**row)
+    return {"probe": "frontier"} | row
+
+
+def sweep(
+    cases: Mapping[str, Case | Lengths], cards: Iterable = (None,), budgets: Iterable[int | None] = (None,), *,
+    profile="quick", folder=None, say: Callable | None = print, **options,
+) -> pd.DataFrame:  # fmt: skip
+    """`search` for every case, card and budget: its rows, with `label`, the case's name.
+
+    options: `search`'s. A measurement is recorded (see `records.start` for profile and folder); interrupted and started
+    again it goes on where it was, and gives the same table.
+    """
+    measured = options.get("measure", False)
+    recorder = records.start("frontier", profile, folder) if measured else None
+    wanted, rows = list(itertools.product(cases.items(), cards, budgets)), []
+    with Server() as server:
+        for number, ((label, case), card, budget) in enumerate(wanted, 1):
+            if say:
+                say(f"{number}/{len(wanted)}: {label}")
+            row = search(case, card=card, budget_bytes=budget, recorder=recorder, server=server, say=say, **options)
+            rows.append(row | {"label": label})
+    return pd.DataFrame(rows)
+
+
+def words(row: dict) -> str:
+    """A search's row in a line."""
+    if row["status"] != "ok":
+        return f"  {row['status']}: {row['error']}"
+    how = f"measured at {row['probes']} lengths" if row["measured"] else "predicted"
+    limit = f"{row['budget_bytes'] / 2**30:.2f} GiB" if row["limiter"] == "memory" else f"{row['seconds']:g} s"
+    because = f"{row['limiter']} ({limit})" if row["limiter"] in ("memory", "time") else row["limiter"]
+    said = f": {row['error']}" if row["limiter"] in ("validity", "launch") else ""
+    return f"  N = {row['n']:,}, {how}; limited by {because}{said}"
+
+
+def _lengths(case: Case) -> Lengths:
+    """The case at any N; queries follow where there are as many as keys."""
+    nq = None if case.nq == case.n else case.nq
+    return lambda n: replace(case, n=n, nq=nq)
+
+
+def _card(card, device: str):
+    if isinstance(card, str):
+        return cards.find(card)
+    return cards.from_device(device) if card is None and device.startswith("cuda") else card
+
+
+# --- predicted -------------------------------------------------------------------------------------------------------
+
+HIDDEN = ("scratch of", "cuBLAS workspace")  # how `probes.trace` names them
+FOUND = ("backend", "peak_bytes", "reserved_bytes", "extra_bytes", "median_ms", "valid")
+PREDICTED = {"n": "n", "limiter": "limiter", "error": "error", "bytes": "reserved_bytes", "ms": "milliseconds"}
+
+
+def _predicted(at: Lengths, card, asked: dict, where: dict) -> dict:
+    """A search's fields, from traces."""
+    works = set()
+
+    def tried(n: int) -> Tried:
+        try:
+            found = _trace(at(n), card)
+        except Exception as error:
+            outcome = Outcome(status_of(error), sentence(error))
+            if isinstance(error, estimate.CannotTrace) or outcome.status not in ("refused", "unsupported") or not works:
+                raise Stopped(outcome) from None
+            return Tried("launch", None, {"error": outcome.error})
+        reserved = reserves(found, asked["budget_bytes"])
+        lateness = (found.milliseconds or 0) / 1000 / asked["seconds"]
+        limiter = "memory" if reserved is None else "time" if lateness > 1 else None
+        if limiter is None:
+            works.add(n)
+        return Tried(limiter, max((reserved or found.reserved_bytes) / asked["budget_bytes"], lateness), {
+            "backend": found.backend, "peak_bytes": found.requested_bytes, "reserved_bytes": reserved,
+            "extra_bytes": found.requested_bytes - found.inputs_bytes, "milliseconds": found.milliseconds,
+        })  # fmt: skip
+
+    return largest(tried, time_step=where["step"], **where).fields()
+
+
+def reserves(found: estimate.Estimate, budget_bytes: int) -> int | None:
+    """Bytes that the allocator comes to reserve within a budget, giving back what it keeps where it must; None where
+    what was traced does not fit."""
+    if found.reserved_bytes <= budget_bytes:
+        return found.reserved_bytes
+    try:
+        return allocator.replay(found.events, limit=budget_bytes).peak_reserved
+    except allocator.OutOfMemory:
+        return None
+
+
+def _trace(case: Case, card) -> estimate.Estimate:
+    """The estimate of a case; on the CPU, with the backend that "auto" means there, and of tensors only: what a kernel
+    takes for itself is not on a `VirtualCard`, and how long it takes on a real one says nothing."""
+    if case.device.startswith("cuda"):
+        return estimate.trace(case, card)
+    if case.backend == "auto":
+        q, k = (torch.empty(1, 1, h, case.head_dim, dtype=case.dtype) for h in (case.heads, case.kv_heads))
+        case = replace(case, backend=dispatch.choose("auto", q, k, k, case.pattern)[0])
+    found = estimate.trace(case, *(() if card is None else (card,)))
+    hidden = {x.id for x in found.events if x.name.startswith(HIDDEN)}
+    events = [x for x in found.events if x.id not in hidden]
+    used = allocator.replay(events)
+    return replace(
+        found, events=events, requested_bytes=used.peak_requested, reserved_bytes=used.peak_reserved, milliseconds=None
+    )
+
+
+# --- measured --------------------------------------------------------------------------------------------------------
+
+
+def _measured(at: Lengths, asked: dict, where: dict, check: bool, recorder, server: Server, say) -> dict:
+    """A search's fields, from probes, each of which is a row of the journal."""
+    works = set()
+
+    def tried(n: int) -> Tried:
+        row = _probed(at(n), asked, check, recorder, server, say)
+        limiter = row["limiter"]
+        if row["status"] in ("refused", "unsupported") and works:
+            limiter = "launch"
+        elif limiter is None and row["status"] != "ok":
+            raise Stopped(Outcome(row["status"], row["error"]))
+        if limiter is None:
+            works.add(n)
+        return Tried(limiter, row["load"], {x: row.get(x) for x in (*FOUND, "error")})
+
+    found = largest(tried, **where)
+    return found.fields() | {"measured_n": found.fields()["n"], "probes": len(found.tried)}
+
+
+def _probed(case: Case, asked: dict, check: bool, recorder, server: Server, say) -> dict:
+    """The row of a length: from the journal if that settles it, else of a probe, or of two where one is not enough.
+
+    A time-out is settled by two, and so is a launch that failed; what dies is asked again by every search.
+    """
+    fields = case.fields() | asked | {"stage": "probe", "check": check}
+    key = {x: y for x, y in fields.items() if x != "backend" and y is not None}
+    known = _recorded(recorder, key) if recorder is not None else []
+    if settled := [row for row in known if row["status"] in records.SETTLED or row["limiter"] == "launch"]:
+        return settled[-1]
+    late = [row for row in known if row["status"] == "timeout"]
+    while len(late) < 2:
+        row = fields | _probe(case, asked, check, server)
+        if recorder is not None:
+            row = recorder.row(**row)
+        if say:
+            say(_probe_words(row))
+        late.append(row)
+        if row["status"] not in ("killed", "timeout") or row["limiter"] == "launch":
+            break
+    return late[-1]
+
+
+def _probe(case: Case, asked: dict, check: bool, server: Server) -> dict:
+    """What a row says about a call in a fresh process."""
+    cuda, seconds = case.device.startswith("cuda"), asked["seconds"]
+    cap = int(0.9 * psutil.virtual_memory().available)  # of this machine, whatever is asked of the card
+    if not cuda:
+        cap = min(cap, 5 * asked["budget_bytes"] // 4 + SLACK_BYTES)
+    budget = asked["budget_bytes"] if asked["capped"] or not cuda else None
+    arguments = (case, budget, seconds, check)
+    outcome = server.run(f"{__name__}:call", arguments, seconds + COLD_S + SETUP_S, cap)
+    if outcome.status == "killed" and "SIGALRM" in outcome.error:
+        outcome = Outcome("timeout", f"the call took more than {seconds:g} s")
+    row = {"status": outcome.status, "error": outcome.error, "limiter": None, "load": None, "valid": None}
+    row |= dict.fromkeys(("median_ms", "samples_ms", "peak_bytes", "reserved_bytes", "extra_bytes"))
+    if outcome.status != "ok":
+        launch = outcome.status == "killed" and any(x in outcome.error.lower() for x in LAUNCH)
+        row["limiter"] = "launch" if launch else {"oom": "memory", "timeout": "time"}.get(outcome.status)
+        return row
+    row |= outcome.result
+    lateness = row["median_ms"] / 1000 / seconds
+    row["load"] = max(row["reserved_bytes"] / asked["budget_bytes"], lateness)
+    row["limiter"] = "validity" if row["valid"] is False else "time" if lateness > 1 else None
+    return row
+
+
+def _recorded(recorder, key: dict) -> list[dict]:
+    """The journal's rows with these fields, of the same code, device and torch."""
+    frame = records.load(recorder.path).astype(object)
+    frame = frame.where(frame.notna(), None)
+    same = {f"run_{x}": recorder.run.get(x) for x in ("source", "device", "torch")} | records.plain(key)
+    rows = [row for row in frame.to_dict("records") if all(row.get(x) == y for x, y in same.items())]
+    whole = ("peak_bytes", "reserved_bytes", "extra_bytes")  # pandas has made them floats where some are missing
+    return [row | {x: None if row[x] is None else int(row[x]) for x in whole} for row in rows]
+
+
+def _probe_words(row: dict) -> str:
+    if row["status"] != "ok":
+        return f"  N = {row['n']:,}: {row['status']}: {row['error'].partition('. ')[0]}"
+    what = f"{row['reserved_bytes'] / 2**30:.2f} GiB reserved, {row['median_ms']:.3g} ms"
+    return f"  N = {row['n']:,}: {row['limiter'] or 'works'}, {what}" + (f": {row['error']}" if row["error"] else "")
+
+
+def call(case: Case, budget_bytes: int | None, seconds: float, check: bool) -> dict:
+    """In a fresh process: the call on a card of so many bytes, and what it took; the process ends if that is too long.
+
+    Memory is read after the first call. On CUDA time is the second call's, which compiles nothing.
+    """
+    cuda, made = case.device.startswith("cuda"), []
+    random = torch.Generator(case.device).manual_seed(case.seed)
+
+    def make(shape):
+        made.append(torch.randn(shape, generator=random, device=case.device, dtype=case.dtype))
+        return made[-1]
+
+    def timed(limit: float):
+        signal.setitimer(signal.ITIMER_REAL, min(limit, 1e6))  # SIGALRM ends the process, also within a kernel
+        begin = time.perf_counter()
+        result = work()
+        if cuda:
+            torch.cuda.synchronize()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return result, 1000 * (time.perf_counter() - begin)
+
+    with _card_of(budget_bytes, cuda) as used:
+        work, backend = case.prepare_from(make)
+        inputs = used()["peak_bytes"]
+        result, milliseconds = timed(seconds + cuda * COLD_S)
+        found = used()
+        if cuda:
+            del result
+            result, milliseconds = timed(seconds)
+    found |= {"backend": backend, "extra_bytes": found["peak_bytes"] - inputs}
+    found |= {"median_ms": milliseconds, "samples_ms": [milliseconds]}
+    return found | (_valid(case, made, result) if check else {})
+
+
+@contextlib.contextmanager
+def _card_of(budget_bytes: int | None, cuda: bool):
+    """A card with so much memory for the allocator; yields what reads the peaks."""
+    if cuda:
+        if budget_bytes is not None:
+            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, (budget_bytes + 0.5) / total))  # not a byte less
+
+        def used():
+            stats = torch.cuda.memory_stats()
+            names = {"peak_bytes": "requested_bytes", "reserved_bytes": "reserved_bytes"}
+            return {x: stats[f"{y}.all.peak"] for x, y in names.items()}
+
+        yield used
+        torch.cuda.set_per_process_memory_fraction(1.0)  # the check of the rows is not on the budget
+        return
+    from workbench.virtual import VirtualCard
+
+    with VirtualCard(budget_bytes / 2**30) as card:
+        yield lambda: {"peak_bytes": card.peak_requested_bytes, "reserved_bytes": card.peak_reserved_bytes}
+
+
+def _valid(case: Case, made: list, result) -> dict:
+    """valid: whether sampled rows are right, None where there was no memory to tell; error: what is wrong."""
+    from workbench.probes import validity
+
+    q, k, v, *upstream = made
+    given = {"grads": result, "upstream": upstream[0], "pairs": PAIRS.get(case.device)} if upstream else {}
+    outcome = attempt(lambda: validity.check(case, None if upstream else result, q, k, v, **given))
+    if outcome.status == "ok":
+        return {"valid": outcome.result.ok, "error": None if outcome.result.ok else str(outcome.result)}
+    return {"valid": None if outcome.status == "oom" else False, "error": f"rows not checked: {outcome.error}"}
