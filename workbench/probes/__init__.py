@@ -7,7 +7,8 @@ from __future__ import annotations
 import importlib
 
 __all__ = [
-    "error", "estimate", "fit", "frontier", "layer", "memory", "peers", "roofline", "speed", "suite", "timing", "validity",
+    "error", "estimate", "fit", "frontier", "layer", "memory", "peers", "roofline", "speed", "suite", "timing",
+    "validity",
 ]  # fmt: skip
 
 
