@@ -1,0 +1,93 @@
+import numpy as np
+import pandas as pd
+import pytest
+
+from workbench import frontiers
+from workbench.plots import frontier as draw
+from workbench.probes import estimate, frontier
+
+SHAPE = {"segments": [256, 1024], "rates": [1, 4], "block_size": 512}
+SIZES = {"heads": 8, "head_dim": 64, "dtype": "float16", "mode": "fwdbwd"}
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def rows():
+    ways = frontiers.ways(["dense, eager", "dense, auto", "dilated, triton"], **SHAPE, **SIZES)
+    return frontier.sweep(ways, ["t4", "h100"], [GIB, 8 * GIB], step=0.05, say=None)
+
+
+@pytest.fixture
+def measured(rows):
+    rows = rows[rows["card"] == "h100"]
+    return rows.assign(measured_n=rows["predicted_n"], measured=True, run_device="NVIDIA H100 80GB HBM3")
+
+
+def test_a_line_is_predicted_and_a_marker_measured(rows, measured):
+    fig = draw.n_against_budget(rows[rows["card"] == "h100"])
+    assert {line.get_marker() for line in fig.axes[0].get_lines()} <= {"None", "x"}
+    fig = draw.n_against_budget(measured)
+    assert [x.get_marker() for x in fig.axes[0].get_lines() if x.get_linestyle() == "None"] == ["o", "o", "s", "x"]
+    assert fig.axes[0].get_xlabel().startswith("budget")
+
+
+def test_another_machines_frontiers_are_hollow_and_named(rows, measured):
+    fig = draw.n_against_budget(rows[rows["card"] == "h100"], measured)
+    named = [text.get_text() for text in fig.legends[0].get_texts()]
+    assert "dense, eager · H100" in named and not any("measured here" in text for text in named)
+    points = [x for x in fig.axes[0].get_lines() if x.get_marker() in "os"]
+    assert len(points) == 3 and all(x.get_markerfacecolor() == "white" for x in points)
+
+
+def test_the_share_is_of_what_inputs_and_results_take(measured):
+    line = measured[measured["label"] == "dilated, triton"]
+    bytes_a_token = 8 * 8 * 64 * 2  # q, k, v, out and their gradients
+    share = draw.n_against_budget(line).axes[1].get_lines()[0].get_ydata()
+    np.testing.assert_allclose(share, line["predicted_n"] * bytes_a_token / line["budget_bytes"])
+    assert (share < 1).all() and (share > 0.5).all()
+
+
+def test_a_cross_says_that_time_limits(rows):
+    late = rows.assign(predicted_limiter="time")
+    assert any("limited by time (60 s)" in x.get_text() for x in draw.n_against_budget(late).legends[0].get_texts())
+    never = draw.n_against_budget(rows.assign(predicted_limiter="memory"))
+    assert not any("limited by time" in x.get_text() for x in never.legends[0].get_texts())
+
+
+def test_the_map_names_each_cells_limiter(rows):
+    fig = draw.limiter_map(rows[rows["budget_bytes"] == 8 * GIB])
+    ax = fig.axes[0]
+    assert [x.get_text() for x in ax.get_xticklabels()] == ["t4", "h100"]
+    said = [x.get_text() for x in ax.texts]
+    assert len(said) == 6 and said.count("refused") == 1  # triton's kernels on a T4
+    assert "dilated, triton on t4: refused" in fig.get_label()
+    assert {x.get_text() for x in fig.legends[0].get_texts()} >= {"memory", "refused"}
+
+
+def test_the_layers_add_up_to_what_is_alive():
+    found = {}
+    for name in ("dense, auto", "dilated, torch"):
+        case = frontiers.ways([name], **SHAPE, **SIZES)[name](4096)
+        found[name] = estimate.trace(case, "h100")
+    fig = draw.bytes_over_run({name: frontiers.alive(one.events) for name, one in found.items()}, most=3)
+    for ax, one in zip(fig.axes, found.values(), strict=True):
+        top = max(path.vertices[:, 1].max() for layer in ax.collections for path in layer.get_paths())
+        assert top == pytest.approx(one.requested_bytes / GIB)
+    assert len(fig.legends[0].get_texts()) == 4 and "others" in fig.legends[0].get_texts()[-1].get_text()
+
+
+def test_claims_and_the_four_numbers_say_what_they_show():
+    claims = pd.DataFrame([{"report": "003", "what": "a rule", "card": "gtx1080", "heads": 2, "head_dim": 32,
+                            "dtype": "float16", "theirs": 1000, "dense_n": 5000, "dilated_n": 4000}])  # fmt: skip
+    fig = draw.claims(claims)
+    assert fig.axes[0].texts[0].get_text() == "5 times" and "1,000 in the report, 5,000 predicted" in fig.get_label()
+    numbers = pd.DataFrame(
+        [{"way": "dense", "requested": GIB, "allocated": GIB, "reserved": 2 * GIB, "device": 3 * GIB}]
+    )
+    fig = draw.four_numbers(numbers, 4096)
+    assert [bar.get_height() for bar in fig.axes[0].patches] == [1, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("n", "text"), [(900, "900"), (131_072, "131K"), (14_200_000, "14.2M")])
+def test_lengths_are_written_short(n, text):
+    assert draw.tokens(n) == text

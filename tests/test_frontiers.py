@@ -1,0 +1,103 @@
+import json
+import re
+
+import pytest
+import torch
+
+from workbench import Dense, cards, frontiers, reference
+from workbench.probes import estimate, frontier
+
+SHAPE = {"segments": [256, 1024], "rates": [1, 4], "block_size": 512}
+SIZES = {"heads": 8, "head_dim": 64, "dtype": "float16", "mode": "fwd"}
+MIB = 1 << 20
+
+
+def test_eager_is_dense_attention():
+    q, k, v = torch.randn(3, 2, 17, 3, 8, dtype=torch.float64).unbind()
+    torch.testing.assert_close(frontiers.eager(q, k, v), reference(q, k, v, Dense())[0])
+
+
+def test_a_way_is_a_case_at_any_length():
+    ways = frontiers.ways(["dense, eager", "window, triton", "dense, mine:attention"], **SHAPE, **SIZES)
+    assert ways["dense, eager"](100).backend == "workbench.frontiers:eager"
+    assert ways["dense, mine:attention"](100).backend == "mine:attention"
+    assert ways["window, triton"](640).pattern.shape == (640,) and ways["window, triton"](640).n == 640
+    for name in ("dense", "sparse, triton"):
+        with pytest.raises(ValueError, match="want 'pattern, backend'"):
+            frontiers.ways([name], **SHAPE, **SIZES)
+
+
+def test_the_ledger_follows_the_allocator():
+    ledger = frontiers.ledger([("a", 1000), ("b", 30 * MIB), ("b", None), ("c", 31 * MIB)])
+    assert ledger["requested"].tolist() == [1000, 1000 + 30 * MIB, 1000, 1000 + 31 * MIB]
+    assert ledger["allocated"].tolist()[0] == 1024
+    assert ledger["reserved"].tolist() == [2 * MIB, 32 * MIB, 32 * MIB, 64 * MIB]
+
+
+def test_what_is_alive_peaks_at_what_is_requested():
+    found = estimate.trace(frontiers.ways(["dilated, triton"], **SHAPE, **SIZES)["dilated, triton"](4096), "h100")
+    alive = frontiers.alive(found.events)
+    assert alive.sum(axis=1).max() == found.requested_bytes and (alive >= 0).all().all()
+    assert list(alive.columns[:3]) == ["q", "k", "v"]
+
+
+def test_scores_are_most_of_what_eager_attention_takes():
+    at = frontiers.ways(["dense, eager", "dense, auto"], **SHAPE, **SIZES)
+    share = {name: frontiers.scores_share(estimate.trace(case(4096), "h100"), 4096, 8) for name, case in at.items()}
+    assert share["dense, eager"] > 0.8 and share["dense, auto"] == 0
+
+
+def test_allocated_promises_more_than_runs():
+    """allocated_n is the longest whose allocated bytes are no more than the card's, and the next is more."""
+    at = frontiers.ways(["dense, auto", "dilated, triton"], **SHAPE, **SIZES)
+    card = cards.find("rtx3060")
+    for row in frontiers.promised(at, "rtx3060").to_dict("records"):
+        seen, case = row["allocated_n"], at[row["way"]]
+        assert estimate.trace(case(seen), card).allocated_bytes <= card.total_bytes
+        assert estimate.trace(case(seen + frontiers.GRAIN), card).allocated_bytes > card.total_bytes
+        assert row["real_n"] < seen and 0.02 < row["too_much"] < 0.2
+
+
+def test_records_are_found_by_machine_with_their_labels(tmp_path, monkeypatch):
+    monkeypatch.setattr(frontiers.records, "default_folder", lambda: tmp_path)
+    assert frontiers.recorded("h100x1").empty
+    at = frontiers.ways(["dense, eager"], **SHAPE, **SIZES)["dense, eager"]
+    recorder = frontiers.records.start("frontier", "gpu", tmp_path / "h100x1")
+    row = frontier.search(at, card="h100", budget_bytes=1 << 30, say=None) | {"measured": True}
+    for n, more in ((1024, {}), (2048, {}), (4096, {"heads": 4}), (None, {}), (512, {"stage": "probe"})):
+        recorder.row(**row | {"measured_n": n, "n": n} | more)
+    found = frontiers.recorded("h100x1")
+    assert found["label"].tolist() == ["dense, eager"] and found["measured_n"].item() in (2048, 4096)
+    assert "run_device" in found
+
+
+CHOICES = {"card": ["gtx1080", "h100"], "heads": [8], "head_dim": [64], "dtype": ["float16"], "mode": ["fwd"],
+           "way": ["dense, auto", "dilated, triton"]}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def chooser():
+    return frontiers.Chooser(10**6, **SHAPE, **CHOICES)
+
+
+def test_the_chooser_answers_as_a_search_does(chooser):
+    way = frontiers.ways(["dilated, triton"], **SHAPE, **SIZES)["dilated, triton"]
+    most = frontier.search(way, card="h100", step=frontiers.STEP, say=None)["n"]
+    chosen = ("h100", 8, 64, "float16", "fwd", "dilated, triton")
+    assert chooser.answer(most, *chosen).startswith(f"N = {most:,} fits")
+    assert "does not fit" in chooser.answer(most + 1, *chosen)
+    assert "takes too long" in chooser.answer(10**8, "h100", 8, 64, "float16", "fwd", "dense, auto")
+    assert chooser.answer(1, "gtx1080", *chosen[1:]).startswith("Does not run there: the kernels need")
+
+
+def test_the_choosers_page_holds_every_answer_in_the_order_of_its_menus(chooser):
+    page = chooser._repr_html_()
+    data = json.loads(re.search(r'<script type="application/json">(.*?)</script>', page)[1])
+    assert data["sizes"] == [2, 1, 1, 1, 1, 2] and len(data["found"]) == 4
+    assert data["found"][3][0] == chooser.rows["n"].iloc[3] and data["found"][1][0] is None
+    assert "@" not in page and "http" not in page and page.count("<select>") == 6
+
+
+def test_a_chooser_wants_every_choice():
+    with pytest.raises(ValueError, match="want card, heads"):
+        frontiers.Chooser(1, **SHAPE, **{**CHOICES, "mode": []})

@@ -1,0 +1,241 @@
+"""What the notebook on frontiers asks: ways to run attention by name, the worked examples, a chooser for any page.
+
+Dimensions: B batch, N tokens, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from workbench import cards, records
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, layouts
+from workbench.probes import allocator, estimate, frontier
+from workbench.probes.case import Case
+from workbench.probes.trace import Event
+
+KINDS = {"Dense": "dense", "Dilated": "dilated", "BlockSparse": "blocks", "Neighborhood": "window"}
+GRAIN = 128  # lengths are multiples of it
+STEP = 0.02  # 0.2 % for a prediction, see `frontier.search`
+
+# What the reports say fits on 8 GB (and, by 35 KB a token and linear scaling, on other cards): report, what, sizes, N.
+CLAIMS = (
+    ("003", "block-sparse base", "gtx1080", 2, 32, "float16", 131_072),
+    ("003", "ring variant", "gtx1080", 2, 32, "float16", 65_536),
+    ("004", "one segment", "gtx1080", 8, 64, "float32", 237_568),
+    ("004", "three segments", "gtx1080", 8, 64, "float32", 212_992),
+    ("003", "scaled by 35 KB a token", "rtx3090", 2, 32, "float16", 196_000),
+    ("003", "scaled by 35 KB a token", "a100-40gb", 2, 32, "float16", 327_000),
+    ("003", "scaled by 35 KB a token", "a100-80gb", 2, 32, "float16", 655_000),
+)
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Dense attention as it is written on a blackboard, with all N x N scores: q, k, v (B, N, H, D) -> (B, N, H, D)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5  # (B, H, N, N)
+    return (torch.softmax(scores, -1) @ v).transpose(1, 2)
+
+
+def ways(
+    names: Iterable[str], *, segments: Sequence[int], rates: Sequence[int], block_size: int, device="cuda", **sizes
+) -> dict[str, frontier.Lengths]:
+    """{"pattern, backend": the Case of that at N}, for `frontier.search`, `frontier.sweep` and `fit.table`.
+
+    names: dense (all pairs), dilated (LongNet with these segments and rates), blocks (each block of block_size tokens,
+        its neighbours and the first one) or window (at most block_size tokens away), and a backend of `Case`'s, or
+        "eager": all the scores of dense attention at once
+    sizes: `Case`'s heads, head_dim, dtype and mode
+    """
+    fixed = {
+        "dense": Dense(), "dilated": Dilated(segments, rates),
+        "blocks": BlockSparse(layouts.local(1) | layouts.global_(1), block_size),
+    }  # fmt: skip
+    found = {}
+    for name in names:
+        kind, _, backend = name.partition(", ")
+        if kind not in (*fixed, "window") or not backend:
+            raise ValueError(f"way={name!r}: want 'pattern, backend', the pattern one of {', '.join(fixed)}, window")
+        backend = f"{__name__}:eager" if backend == "eager" else backend
+
+        def at(n: int, kind=kind, backend=backend) -> Case:
+            pattern = fixed[kind] if kind in fixed else Neighborhood((n,), block_size)
+            return Case(pattern, n, backend=backend, device=device, **sizes)
+
+        found[name] = at
+    return found
+
+
+def recorded(kind: str) -> pd.DataFrame:
+    """The frontiers that were measured on a machine kind and committed, with `label`, a row each; empty if none were.
+
+    Of the sizes (heads, head_dim, dtype and mode) that the most of them have.
+    """
+    folder = records.default_folder() / kind
+    journals = sorted(folder.glob("*-frontier-*.jsonl"))
+    if not journals:
+        return pd.DataFrame()
+    rows = records.load(*journals)
+    rows = rows[(rows["stage"] == "search") & (rows["status"] == "ok") & rows["measured_n"].notna()]
+    labels = [f"{KINDS.get(spec['pattern'], spec['pattern'])}, {str(asked).split(':')[-1]}"
+              for spec, asked in zip(rows["pattern_spec"], rows["asked"], strict=True)]  # fmt: skip
+    sizes = ["heads", "head_dim", "dtype", "mode"]
+    rows = rows.assign(label=labels).drop_duplicates(["label", "budget_bytes", *sizes], keep="last")
+    largest_first = sorted(rows.groupby(sizes), key=lambda group: -len(group[1]))
+    return largest_first[0][1].reset_index(drop=True) if largest_first else rows
+
+
+def claims() -> pd.DataFrame:
+    """CLAIMS beside what is predicted on the same card, forward, one sequence: dense_n, and dilated_n for LongNet.
+
+    Memory alone: no limit in time. All of the card's memory, less its CUDA context. *_ms: modelled time at that length.
+    """
+    lines, known = [], {}
+    for report, what, card, heads, head_dim, dtype, theirs in CLAIMS:
+        line = {"report": report, "what": what, "card": card, "heads": heads, "head_dim": head_dim, "dtype": dtype}
+        line["theirs"] = theirs
+        for kind, pattern in (("dense", Dense()), ("dilated", Dilated([4096, 16384], [1, 2]))):
+            key = kind, card, heads, head_dim, dtype
+            if key not in known:
+                case = Case(pattern, frontier.FIRST, heads, head_dim, dtype, device="cuda")
+                known[key] = frontier.search(case, card=card, seconds=math.inf, step=STEP, say=None)
+            line |= {f"{kind}_n": known[key]["n"], f"{kind}_ms": known[key]["predicted_ms"]}
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def at_their_length(claim: dict) -> estimate.Estimate:
+    """What dense attention needs at the length of a line of `claims`."""
+    sizes = (claim[x] for x in ("theirs", "heads", "head_dim", "dtype"))
+    return estimate.trace(Case(Dense(), *sizes, device="cuda"), claim["card"])
+
+
+def scores_share(found: estimate.Estimate, n: int, heads: int) -> float:
+    """The share of the peak that tensors of at least heads x n x n bytes have: the scores, and what is like them."""
+    return sum(x for _, x in found.at_peak if x >= heads * n * n) / found.requested_bytes
+
+
+def ledger(steps: Iterable[tuple[str, int | None]]) -> pd.DataFrame:
+    """The allocator's three numbers after each step, in bytes. steps: (name, bytes) to allocate, (name, None): free."""
+    lines, ids, used = [], {}, allocator.Allocator()
+    for name, nbytes in steps:
+        if nbytes is None:
+            used.free(ids.pop(name))
+        else:
+            ids[name] = used.malloc(nbytes)
+        said = f"free {name}" if nbytes is None else f"{name}: {nbytes:,} bytes"
+        lines.append({"step": said, "requested": used.requested, "allocated": used.allocated,
+                      "reserved": used.reserved})  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+def promised(found: Mapping[str, frontier.Lengths], card: str, limit_n: int = 1 << 26) -> pd.DataFrame:
+    """A line a way: allocated_n, the longest whose max_memory_allocated is within the card's memory, and real_n.
+
+    real_n has room for the CUDA context and for what the allocator reserves; too_much is allocated_n / real_n - 1.
+    """
+    of = cards.find(card)
+    lines = []
+    for name, at in found.items():
+        real = frontier.search(at, card=of, seconds=math.inf, limit_n=limit_n, say=None)["n"]
+        if not real:
+            continue
+
+        def allocated(grains: int, at=at) -> int:
+            return estimate.trace(at(grains * GRAIN), of).allocated_bytes
+
+        fits = range(real // GRAIN, 2 * real // GRAIN)  # the first one does
+        seen = GRAIN * (fits[0] - 1 + bisect_right(fits, of.total_bytes, key=allocated))
+        lines.append({"way": name, "allocated_n": seen, "real_n": real, "too_much": seen / real - 1})
+    return pd.DataFrame(lines)
+
+
+def numbers(found: Mapping[str, frontier.Lengths], n: int, card: str) -> pd.DataFrame:
+    """A line a way: requested, allocated, reserved and device, bytes at the peak of a call at n."""
+    lines = []
+    for name, at in found.items():
+        one = estimate.trace(at(n), card)
+        lines.append({"way": name} | {x: getattr(one, f"{x}_bytes") for x in
+                                      ("requested", "allocated", "reserved", "device")})  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+def alive(events: Sequence[Event]) -> pd.DataFrame:
+    """Bytes alive after each event, a column a name of tensor (those of one name added up), in order of birth."""
+    born, now, lines = {}, {}, []
+    for event in events:
+        if event.nbytes >= 0:
+            born[event.id] = event
+            now[event.name] = now.get(event.name, 0) + event.nbytes
+        else:
+            dead = born.pop(event.id)
+            now[dead.name] -= dead.nbytes
+        lines.append(dict(now))
+    return pd.DataFrame(lines).fillna(0).astype("int64")
+
+
+# --- a chooser that needs no kernel ----------------------------------------------------------------------------------
+
+
+class Chooser:
+    """Menus for card, heads, head_dim, dtype, mode and way, and a length: does it fit? Shown as HTML, here or exported.
+
+    Every combination is searched now. rows: what was found, a line each.
+    """
+
+    NAMES = ("card", "heads", "head_dim", "dtype", "mode", "way")
+
+    def __init__(self, n: int, *, segments, rates, block_size: int, seconds: float = 60.0, **choices: list):
+        if set(choices) != set(self.NAMES) or not all(choices.values()):
+            raise ValueError(f"choices {', '.join(choices)}: want {', '.join(self.NAMES)}, each with a value or more")
+        self.n, self.seconds = n, seconds
+        self.choices = {name: list(choices[name]) for name in self.NAMES}
+        shape = {"segments": segments, "rates": rates, "block_size": block_size}
+        lines = []
+        for card, heads, head_dim, dtype, mode, way in itertools.product(*self.choices.values()):
+            sizes = {"heads": heads, "head_dim": head_dim, "dtype": dtype, "mode": mode}
+            row = frontier.search(ways([way], **shape, **sizes)[way], card=card, seconds=seconds, step=STEP, say=None)
+            found = {"n": row["n"], "limiter": row["limiter"], "by": row["backend"].split(":")[-1]}
+            found |= {"bytes": row["predicted_bytes"], "ms": row["predicted_ms"], "why": row["error"]}
+            lines.append({"card": card, **sizes, "way": way} | found)
+        self.rows = pd.DataFrame(lines)
+
+    def __repr__(self) -> str:
+        return f"a chooser of {len(self.rows)} combinations of {', '.join(self.NAMES)}"
+
+    def _repr_html_(self) -> str:
+        kept = ("n", "limiter", "by", "bytes", "ms", "why")
+        found = [[records.plain(row[x]) for x in kept] for row in self.rows.astype(object).to_dict("records")]
+        data = {"sizes": [len(x) for x in self.choices.values()], "found": found, "seconds": self.seconds}
+        data |= {"room": [cards.find(x).total_bytes - cards.find(x).context_bytes for x in self.choices["card"]]}
+        menus = "".join(
+            f"<label><span>{escape(name.replace('_', ' '))}</span><select>"
+            + "".join(f"<option>{escape(str(x))}</option>" for x in options)
+            + "</select></label>"
+            for name, options in self.choices.items()
+        )
+        length = f'<label><span>N</span><input type="number" min="1" step="1" value="{self.n}"></label>'
+        page = files("workbench").joinpath("reporting", "templates", "chooser.html").read_text(encoding="utf-8")
+        page = page.replace("@MENUS@", menus + length)
+        page = page.replace("@NOW@", escape(self.answer(self.n, *(x[0] for x in self.choices.values()))))
+        return page.replace("@DATA@", json.dumps(data, ensure_ascii=False).replace("<", "\\u003c"))
+
+    def answer(self, n: int, *chosen) -> str:
+        """The sentence that the page shows for a length and a value of each choice, in order."""
+        row = self.rows.set_index(list(self.NAMES)).loc[chosen]
+        if pd.isna(row["n"]):
+            return f"Does not run there: {row['why']}."
+        return f"N = {n:,} {verdict(n, row)}: the longest is {int(row['n']):,}, limited by {row['limiter']}."
+
+
+def verdict(n: int, row) -> str:
+    return "fits" if n <= row["n"] else "takes too long" if row["limiter"] == "time" else "does not fit"

@@ -1,0 +1,244 @@
+"""Pictures of what fits: the longest sequence against the budget, what limits it, and where the bytes go.
+
+Each function draws from DataFrames or events alone (see `probes.frontier.search` for the columns) and returns a Figure
+with its alternative text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import seaborn as sns
+import torch
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+
+from workbench.plots import style
+from workbench.plots.patterns import family_color
+
+GIB = 1 << 30
+MODES = {"fwd": "forward", "fwdbwd": "forward + backward"}
+LINES = {"eager": ":", "flash": "--", "flex": "--", "efficient": "-."}  # of a backend; the others are solid
+MARKERS = {"Dense": "o", "Dilated": "s", "BlockSparse": "^", "Neighborhood": "D"}
+PALETTE = ("#0072B2", "#56B4E9", "#A6CEE3", "#E69F00", "#F0E442", "#009E73", "#7FC97F", "#B2DF8A", "#D55E00", "#CC79A7",
+           "#6A3D9A")  # of tensors, in order of birth  # fmt: skip
+LIMITS = {
+    "memory": "#9ecae1", "time": style.COLORS["accent"], "validity": "#e7a5c6", "launch": "#c7b299",
+    "search": "#dddddd", "refused": "white",
+}  # fmt: skip
+
+
+def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
+    """The longest N against the budget, and beside it N's share of what the bytes of inputs and results alone allow.
+
+    rows: of `frontier.sweep`, with `label`. A line is predicted, a filled marker was measured here, a cross says that
+    time limits there, not memory. recorded: measured rows of another machine, drawn pale and hollow, with its name.
+    """
+    style.use()
+    fig, (left, right) = plt.subplots(1, 2, figsize=(9.6, 5), width_ratios=(3, 2))
+    handles, words, budgets = {}, [], set()
+    for frame, pale in ((recorded, True), (rows, False)):
+        if frame is None or frame.empty:
+            continue
+        for label, line in frame.groupby("label", sort=False):
+            line = line[line["predicted_n"].fillna(0).gt(0) | line["measured_n"].notna()].sort_values("budget_bytes")
+            if line.empty:
+                continue
+            name = f"{label} · {_device(line)}" if pale else label
+            handles[name] = _line(left, line, 1, pale)
+            _line(right, line, _bytes_a_token(line) / line["budget_bytes"], pale)
+            last = line.iloc[-1]
+            budgets |= set(line["budget_bytes"])
+            words.append(f"{name}: {int(last['n']):,} on {_budget(last['budget_bytes'])}")
+    late = rows[rows["predicted_limiter"].eq("time")]
+    for ax, scale in ((left, 1), (right, _bytes_a_token(late) / late["budget_bytes"])):
+        ax.plot(late["budget_bytes"], late["predicted_n"] * scale, "x", color="black", markersize=8)
+        ax.set(xscale="log", xlabel="budget: what the allocator may reserve")
+        ax.xaxis.set_major_formatter(FuncFormatter(_budget))
+        ax.xaxis.set_minor_formatter(NullFormatter())
+        budgets = sorted(
+            {*rows["budget_bytes"], *([] if recorded is None or recorded.empty else recorded["budget_bytes"])}
+        )
+        ax.set_xticks(_apart(budgets), minor=False)
+        ax.tick_params(axis="x", labelsize=9)
+    if len(late):
+        handles[f"limited by time ({late['seconds'].iloc[0]:g} s)"] = Line2D([], [], marker="x", color="black",
+                                                                             linestyle="")  # fmt: skip
+    if rows["measured_n"].notna().any():
+        handles["line: predicted, filled marker: measured here"] = Line2D([], [], color="#777777", marker="o")
+    left.set(yscale="log", title="longest N (tokens)")
+    left.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=12))
+    left.yaxis.set_major_formatter(FuncFormatter(tokens))
+    left.yaxis.set_minor_formatter(NullFormatter())
+    right.set(title="of what inputs and results\nalone would allow", ylim=(0, 1.05))
+    right.yaxis.set_major_formatter(PercentFormatter(1))
+    fig.legend(handles.values(), handles, loc="outside lower center", ncols=min(3, len(handles)), fontsize=9)
+    return style.finish(fig, f"Longest N against budget, logarithmic. At the largest budget: {'; '.join(words)}.")
+
+
+def limiter_map(rows: pd.DataFrame):
+    """A cell a card and way: the longest N, coloured and named by what stands in the way of more.
+
+    rows: of `frontier.sweep` with `label`, in the order in which cards and ways are to stand.
+    """
+    style.use()
+    names, on = list(dict.fromkeys(rows["label"])), list(dict.fromkeys(rows["card"]))
+    fig, ax = plt.subplots(figsize=(1.5 + 1.15 * len(on), 0.8 + 0.55 * len(names)))
+    words, seen = [], {}
+    for row in rows.to_dict("records"):
+        x, y = on.index(row["card"]), names.index(row["label"])
+        limiter = "refused" if row["status"] != "ok" else row["limiter"]
+        seen[limiter] = LIMITS[limiter]
+        ax.add_patch(plt.Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=LIMITS[limiter], edgecolor="white", linewidth=2))
+        said = limiter if limiter == "refused" else f"{tokens(row['n'])}\n{limiter}"
+        ax.text(x, y, said, ha="center", va="center", fontsize=9, color="#777777" if limiter == "refused" else "black")
+        words.append(f"{row['label']} on {row['card']}: {said}".replace("\n", ", "))
+    ax.set(xlim=(-0.5, len(on) - 0.5), ylim=(len(names) - 0.5, -0.5))
+    ax.set(xticks=range(len(on)), xticklabels=on, yticks=range(len(names)), yticklabels=names)
+    ax.xaxis.tick_top()
+    ax.grid(False)
+    ax.tick_params(length=0)
+    for side in ax.spines.values():
+        side.set_visible(False)
+    known = [x for x in LIMITS if x in seen]
+    patches = [Patch(facecolor=LIMITS[x], edgecolor="#999999", label=x) for x in known]
+    fig.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=9, title="limited by",
+               title_fontsize=9)  # fmt: skip
+    return style.finish(fig, f"Longest N and its limiter: {'; '.join(words)}.")
+
+
+def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
+    """A panel a way: what is alive after each allocation and free, stacked, a colour a tensor's name.
+
+    lives: {title: `frontiers.alive`}. Names beyond the `most` largest are drawn as one, "others".
+    """
+    style.use()
+    lives = {title: life.rename(columns=_short).T.groupby(level=0, sort=False).sum().T for title, life in lives.items()}
+    size = pd.concat([life.max() for life in lives.values()]).groupby(level=0, sort=False).max()
+    kept = set(size.nlargest(most).index)
+    order = [name for name in size.index if name in kept]  # of birth
+    colors = dict(zip(order, sns.color_palette(PALETTE, len(order)), strict=True)) | {"others": "#d0d0d0"}
+    fig, axes = plt.subplots(1, len(lives), figsize=(3.3 * len(lives), 4.8), sharey=True, squeeze=False)
+    words = []
+    for ax, (title, life) in zip(axes[0], lives.items(), strict=True):
+        own = [name for name in order if name in life]
+        layers = [life[name].to_numpy() for name in own]
+        layers.append(life.drop(columns=own).sum(axis=1).to_numpy())
+        total = np.sum(layers, axis=0)
+        at = np.arange(1, len(life) + 1)
+        ax.stackplot(at, [x / GIB for x in layers], step="post", linewidth=0,
+                     colors=[colors[x] for x in [*own, "others"]])  # fmt: skip
+        peak = int(total.argmax())
+        ax.axhline(total[peak] / GIB, color="black", linewidth=1, linestyle="--")
+        ax.annotate(f"peak {style.number(total[peak] / GIB)} GiB", (at[0], total[peak] / GIB), xytext=(3, 4),
+                    textcoords="offset points", fontsize=9)  # fmt: skip
+        ax.set(title=title, xlabel="allocations and frees", xlim=(at[0], at[-1]))
+        parts = ", ".join(f"{x} {life[x].iloc[peak] / GIB:.2f}" for x in own if life[x].iloc[peak])
+        words.append(f"{title}: peak {total[peak] / GIB:.2f} GiB, of which {parts}")
+    axes[0, 0].set_ylabel("bytes of the tensors alive (GiB)")
+    top = max(life.sum(axis=1).max() for life in lives.values()) / GIB
+    axes[0, 0].set_ylim(0, 1.12 * top)
+    patches = [Patch(color=colors[name], label=name) for name in [*order, "others"]]
+    fig.legend(handles=patches, loc="outside lower center", ncols=min(4, len(patches)), fontsize=9)
+    return style.finish(fig, f"Bytes alive over the run, by tensor. {'; '.join(words)}.")
+
+
+def claims(rows: pd.DataFrame):
+    """Dots on a logarithmic axis: what the reports say is the longest, and what is predicted, a line a claim.
+
+    rows: of `frontiers.claims`.
+    """
+    style.use()
+    fig, ax = plt.subplots(figsize=(8, 0.55 * len(rows) + 1.9))
+    names = [f"{r.report}, {r.what}\n{r.card}, {r.heads} x {r.head_dim} {r.dtype}" for r in rows.itertuples()]
+    y = np.arange(len(rows))
+    best = rows[["dense_n", "dilated_n"]].max(axis=1)
+    ax.hlines(y, rows["theirs"], best, color="#cccccc", linewidth=2, zorder=1)
+    ax.scatter(rows["theirs"], y, color="#777777", marker="X", s=55, label="in the report")
+    ax.scatter(rows["dilated_n"], y, color=style.COLORS["dilated"], marker="s", s=42, label="dilated, predicted")
+    ax.scatter(rows["dense_n"], y, facecolor="none", edgecolor="black", marker="o", s=75, label="dense, predicted")
+    for place, (low, high) in enumerate(zip(rows["theirs"], best, strict=True)):
+        ax.annotate(f"{style.number(high / low)} times", (high, place), xytext=(10, 0), textcoords="offset points",
+                    va="center", fontsize=9)  # fmt: skip
+    ax.set(xscale="log", yticks=y, yticklabels=names, ylim=(len(rows) - 0.5, -0.5), xlabel="longest N (tokens)")
+    ax.set_xlim(rows["theirs"].min() / 1.5, best.max() * 4)
+    ax.xaxis.set_major_formatter(FuncFormatter(tokens))
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.tick_params(axis="y", labelsize=9)
+    fig.legend(loc="outside lower center", ncols=3, fontsize=9)
+    words = "; ".join(f"{name}: {r.theirs:,} in the report, {high:,.0f} predicted".replace("\n", ", ")
+                      for name, r, high in zip(names, rows.itertuples(), best, strict=True))  # fmt: skip
+    return style.finish(fig, f"Longest N in the reports and predicted: {words}.")
+
+
+def four_numbers(rows: pd.DataFrame, n: int, total_bytes: int | None = None):
+    """Bars: requested, allocated, reserved and device bytes at the peak, a group a way; rows: `frontiers.numbers`."""
+    style.use()
+    kinds = {"requested": "#c6dbef", "allocated": "#6baed6", "reserved": "#2171b5", "device": "#08306b"}
+    fig, ax = plt.subplots(figsize=(1.6 + 1.7 * len(rows), 4.2))
+    x = np.arange(len(rows))
+    for place, (kind, color) in enumerate(kinds.items()):
+        bars = ax.bar(x + 0.21 * (place - 1.5), rows[kind] / GIB, 0.2, color=color, label=kind)
+        ax.bar_label(bars, fmt=lambda value: f"{value:.3g}", padding=2, fontsize=8)
+    if total_bytes:
+        ax.axhline(total_bytes / GIB, color="black", linewidth=1, linestyle="--", label="all that the card has")
+    ax.set(xticks=x, xticklabels=rows["way"], ylabel="at the peak (GiB)", title=f"N = {n:,}")
+    ax.margins(y=0.12)
+    fig.legend(loc="outside lower center", ncols=5, fontsize=9)
+    words = "; ".join(", ".join([r["way"], *(f"{x} {r[x] / GIB:.2f}" for x in kinds)]) for r in rows.to_dict("records"))
+    return style.finish(fig, f"Bytes at the peak in GiB, N = {n:,}: {words}.")
+
+
+def tokens(n: float, _=None) -> str:
+    """A length in three digits: 131072 -> 131K, 14200000 -> 14.2M."""
+    for size, unit in ((1e6, "M"), (1e3, "K")):
+        if n >= size:
+            return f"{n / size:.3g}{unit}"
+    return f"{n:.3g}"
+
+
+def _line(ax, line: pd.DataFrame, scale, pale: bool) -> Line2D:
+    """Draw predicted and measured N times scale; returns a line that looks like them, for the legend."""
+    family, backend = line["pattern_spec"].iloc[0]["pattern"], str(line["label"].iloc[0]).split(", ")[-1]
+    look = {"color": family_color(family), "alpha": 0.45 if pale else 1}
+    stroke = {"linestyle": LINES.get(backend, "-"), "linewidth": 1 if pale else 1.8}
+    ax.plot(line["budget_bytes"], line["predicted_n"].astype(float) * scale, **stroke, **look)
+    if line["measured_n"].isna().all():
+        return Line2D([], [], **stroke, **look)
+    marks = {"marker": MARKERS.get(family, "v"), "markersize": 6, "markerfacecolor": "white" if pale else look["color"]}
+    ax.plot(line["budget_bytes"], line["measured_n"].astype(float) * scale, linestyle="", **marks, **look)
+    return Line2D([], [], **stroke, **marks, **look)
+
+
+def _bytes_a_token(rows: pd.DataFrame) -> pd.Series:
+    """Of q, k, v and out, and in mode fwdbwd their gradients."""
+    itemsize = rows["dtype"].map(lambda name: getattr(torch, name).itemsize)
+    once = rows["batch"] * 2 * (rows["heads"] + rows["kv_heads"]) * rows["head_dim"] * itemsize
+    return once * rows["mode"].map({"fwd": 1, "fwdbwd": 2})
+
+
+def _budget(nbytes: float, _=None) -> str:
+    return f"{nbytes / GIB:.3g} GiB" if nbytes >= GIB else f"{nbytes * 1024 / GIB:.3g} MiB"
+
+
+def _apart(budgets: set[int]) -> list[int]:
+    """Those of the budgets that leave room for a label each on a logarithmic axis."""
+    kept = []
+    for x in sorted(budgets):
+        if not kept or x >= kept[-1] * (max(budgets) / min(budgets)) ** 0.15:
+            kept.append(x)
+    return kept
+
+
+def _short(name: str) -> str:
+    """The name of a tensor without torch's long names of operators."""
+    return name.replace("_scaled_dot_product_", "").replace("_attention", "").strip("_")
+
+
+def _device(rows: pd.DataFrame) -> str:
+    name = str(rows["run_device"].iloc[0])
+    return next((word for word in name.split() if word[:1] in "HABLGT" and any(c.isdigit() for c in word)), name)
