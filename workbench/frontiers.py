@@ -206,6 +206,8 @@ class Chooser:
             row = frontier.search(ways([way], **shape, **sizes)[way], card=card, seconds=seconds, step=STEP, say=None)
             found = {"n": row["n"], "limiter": row["limiter"], "by": row["backend"].split(":")[-1]}
             found |= {"bytes": row["predicted_bytes"], "ms": row["predicted_ms"], "why": row["error"]}
+            found = {"n": row["n"], "limiter": row["limiter"], "by": row["backend"].split(":")[-1]}
+            found |= {"bytes": row["predicted_bytes"], "ms": row["predicted_ms"], "why": row["error"]}
             lines.append({"card": card, **sizes, "way": way} | found)
         self.rows = pd.DataFrame(lines)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-__all__ = ["exactness", "orderings", "patterns", "speed", "style"]
+__all__ = ["exactness", "frontier", "orderings", "patterns", "speed", "style"]
 
 
 def __getattr__(name: str):
