@@ -119,4 +119,4 @@ def _root(tried: dict[int, Tried], near: int, unknown: float) -> float:
     if power > 1.2:
         return n * (1 / a) ** (1 / power)
     slope = (a - b) / (n - m)
-    return n + (1 - a) / slope if slope > 0 else unknown
+    return n + (1 - a) / slope if slope > 0 else n / a  # a load that falls as N grows tells nothing of its slope
