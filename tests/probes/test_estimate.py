@@ -6,7 +6,7 @@ import torch
 import workbench as wb
 from workbench import cards
 from workbench.patterns.dilated import PAPER
-from workbench.probes import estimate, scratch
+from workbench.probes import estimate, frontier, scratch
 from workbench.probes.case import Case
 
 
@@ -25,9 +25,9 @@ def test_four_numbers_in_order():
 
 
 def test_a_card_that_is_smaller_than_the_peak_does_not_do():
-    case, need = longnet(), estimate.trace(longnet()).device_bytes
-    assert estimate.fits(case, "h100", need) and not estimate.fits(case, "h100", need // 2)
-    assert estimate.fits(case, "h100") and not estimate.fits(longnet(1 << 24), "gtx1080")
+    found = estimate.trace(longnet())
+    assert frontier.reserves(found, found.reserved_bytes) == found.reserved_bytes
+    assert frontier.reserves(found, found.reserved_bytes // 2) is None
 
 
 def test_cards_of_other_habits_are_traced_apart():

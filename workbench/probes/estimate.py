@@ -69,20 +69,6 @@ def trace(case: Case, card: str | cards.Card = "h100", expandable: bool = False)
     )  # fmt: skip
 
 
-def fits(case: Case, card: str | cards.Card, budget_bytes: int | None = None, expandable: bool = False) -> bool:
-    """Whether the call runs in so many bytes of the device, context included (default: all that the card has).
-
-    The replica frees what it keeps before it gives up, as torch does: this may be true where `trace` reserves more.
-    """
-    card = cards.find(card) if isinstance(card, str) else card
-    limit = (card.total_bytes if budget_bytes is None else budget_bytes) - card.context_bytes
-    try:
-        allocator.replay(life(case, card)[0], limit, expandable)
-    except allocator.OutOfMemory:
-        return False
-    return True
-
-
 def life(case: Case, card: cards.Card) -> tuple[list[Event], int, str]:
     """(events, how many of them make the inputs, backend) of a case; cards with the same habits share a trace."""
     habits = card.capability, card.workspace_bytes
@@ -242,4 +228,4 @@ def write_efficiency(kind: str = "h100x1") -> dict:
     return families
 
 
-__all__ = ["CannotTrace", "Estimate", "Event", "fits", "trace"]
+__all__ = ["CannotTrace", "Estimate", "Event", "check", "trace"]

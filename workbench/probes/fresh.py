@@ -57,7 +57,7 @@ def run(function: str, arguments: tuple, timeout_s: float = 600.0, environment: 
 
 
 def main() -> None:
-    _die_with(int(sys.argv[1]))
+    die_with(int(sys.argv[1]))
     answer = os.dup(1)
     os.dup2(2, 1)  # what the work prints must not be mistaken for its answer
     outcome = attempt(_job)
@@ -72,13 +72,13 @@ def _job():
     return imported(function)(*arguments)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Have the system kill this process when its parent ends, however that ends: it may hold a card."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before that
-            sys.exit("the parent is gone")
+            os._exit(1)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ do not survive a fork).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -26,6 +25,7 @@ from pathlib import Path
 import psutil
 
 from workbench.probes.case import imported
+from workbench.probes.fresh import die_with
 from workbench.probes.outcome import Outcome, attempt
 
 PRELOAD = ("workbench.dispatch", "workbench.execution.torch_backend")  # beside what this module imports
@@ -202,7 +202,7 @@ def _child(asker: Connection, work: bytes, path: list[str], folder: str, answer,
     """Do the job and end this process: it never returns."""
     try:
         os.setsid()  # a group of its own, which is killed with it
-        _die_with(os.getppid())
+        die_with(os.getppid())
         _prefer_to_be_killed()
         asker.close()  # else the one who asks would not see that the server has ended
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -227,15 +227,6 @@ def _child(asker: Connection, work: bytes, path: list[str], folder: str, answer,
 def _job(work: bytes):
     function, arguments = pickle.loads(work)
     return imported(function)(*arguments)
-
-
-def _die_with(parent: int) -> None:
-    """Have the system kill this process when its parent ends, however that ends: it may hold a card."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before that
-            os._exit(1)
 
 
 def _prefer_to_be_killed() -> None:
