@@ -153,16 +153,17 @@ def on_card(*shape, grad=True, dtype=torch.bfloat16):
 SEGMENTS = 4096, 8, 64  # 1,024 of these are 2^31 elements
 
 
-def test_explain_says_where_cudnn_is_left_out():
+def test_explain_says_where_cudnn_and_flash_are_left_out():
     with FakeTensorMode():
         past, before = on_card(1025, *SEGMENTS), on_card(1023, *SEGMENTS)
-        assert "; without cuDNN, whose gradients are wrong past 2^31 elements" in explain(past, past, past, Dense())
+        words = "; by memory-efficient attention, since cuDNN's gradients are wrong past 2^31"
+        assert words in explain(past, past, past, Dense())
         assert "cuDNN" not in explain(before, before, before, Dense())
         with torch.no_grad():
             assert "cuDNN" not in explain(past, past, past, Dense())
         quiet = past.detach()
         assert "cuDNN" not in explain(quiet, quiet, quiet, Dense())
-        assert "without cuDNN" in explain(quiet, quiet, past, Dense())
+        assert words in explain(quiet, quiet, past, Dense())
         wide = on_card(1025, *SEGMENTS, dtype=torch.float32)
         assert "cuDNN" not in explain(wide, wide, wide, Dilated([4096], [2]))
 
@@ -170,13 +171,13 @@ def test_explain_says_where_cudnn_is_left_out():
 def test_what_counts_is_the_last_offset():
     with FakeTensorMode():
         small, one = on_card(1, *SEGMENTS), on_card(1, *SEGMENTS, grad=False)
-        assert not dispatch.cudnn_is_wrong(small, one)
-        assert dispatch.cudnn_is_wrong(small, one.expand(1025, -1, -1, -1))  # its gradient is dense
+        assert not dispatch.gradients_past_2_31(small, one)
+        assert dispatch.gradients_past_2_31(small, one.expand(1025, -1, -1, -1))  # its gradient is dense
         half, packed = on_card(512, *SEGMENTS, grad=False), on_card(512, 4096, 3, 8, 64, grad=False)
-        assert not dispatch.cudnn_is_wrong(small, half)
-        assert dispatch.cudnn_is_wrong(small, packed.select(2, 1))  # as a projection to q, k and v gives it
-        assert not dispatch.cudnn_is_wrong(on_card(2**31 - 1)) and dispatch.cudnn_is_wrong(on_card(2**31))
-    assert not dispatch.cudnn_is_wrong(torch.empty(2**32, device="meta", requires_grad=True))
+        assert not dispatch.gradients_past_2_31(small, half)
+        assert dispatch.gradients_past_2_31(small, packed.select(2, 1))  # as a projection to q, k and v gives it
+        assert not dispatch.gradients_past_2_31(on_card(2**31 - 1)) and dispatch.gradients_past_2_31(on_card(2**31))
+    assert not dispatch.gradients_past_2_31(torch.empty(2**32, device="meta", requires_grad=True))
 
 
 @pytest.fixture
@@ -190,25 +191,25 @@ def wrong(monkeypatch):
         seen.append([name for name, on in allowed.items() if on])
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(dispatch, "cudnn_is_wrong", lambda *tensors: True)
+    monkeypatch.setattr(dispatch, "gradients_past_2_31", lambda *tensors: True)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     return seen
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_cudnn_is_not_taken_where_it_is_wrong(wrong, backend):
+def test_neither_cudnn_nor_flash_is_taken_where_they_are_wrong(wrong, backend):
     q, k, v = tensors(dtype=torch.float64)
     out = attention(q.requires_grad_(), k, v, Dense(True), backend=backend)
     assert tools.relative(out.detach(), reference(q, k, v, Dense(True))[0].detach()) < 1e-10
-    assert wrong == [["flash", "efficient", "unfused"]]
+    assert wrong == [["efficient", "unfused"]]
     assert torch.backends.cuda.cudnn_sdp_enabled()  # again
 
 
-def test_flash_is_asked_first(wrong, monkeypatch):
+def test_memory_efficient_is_asked_first(wrong, monkeypatch):
     asked = []
     monkeypatch.setattr(dispatch, "sdpa_kernel", lambda *x, **y: (asked.append((x, y)), sdpa_kernel(*x, **y))[1])
     attention(*tensors(), Dense())
-    first = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    first = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     assert asked == [((first,), {"set_priority": True})]
 
 
@@ -216,12 +217,12 @@ def test_a_kernel_that_the_user_switched_off_stays_off(wrong):
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
         attention(*tensors(), Dense())
     assert wrong == [["unfused"]]
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(ValueError, match="allows cuDNN's attention alone"):
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(ValueError, match="allows none but cuDNN's and flash"):
         attention(*tensors(), Dense())
 
 
-def test_a_call_without_cudnn_compiles_in_one_graph(monkeypatch):
-    monkeypatch.setattr(dispatch, "cudnn_is_wrong", lambda *tensors: True)
+def test_a_call_past_2_31_compiles_in_one_graph(monkeypatch):
+    monkeypatch.setattr(dispatch, "gradients_past_2_31", lambda *tensors: True)
     (q, k, v), pattern = tensors(), Dense()
     fast = torch.compile(lambda *x: attention(*x, pattern), backend="eager", fullgraph=True)
     torch.testing.assert_close(fast(q.requires_grad_(), k, v), reference(q, k, v, pattern)[0].float())

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from workbench.execution.fused import OFFSETS
 from workbench.oracle import reference
 from workbench.patterns import Dense, Pattern
 
 BACKENDS = ("reference", "torch", "flex", "triton")
 AUTOCAST = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-OFFSETS = 2**31 - 1  # past so many elements cuDNN's backward is silently wrong (torch 2.11, cuDNN 9.19, H100)
 GRID = 65_535  # sequences of one call: fused kernels fold them into a grid dimension that ends here
 
 
@@ -53,8 +53,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str:
     chosen, why = choose("auto", q, k, v, pattern)
     if chosen == "triton":
         why += f"; {kernel_words(q, k, v, pattern)}"
-    elif isinstance(pattern, Dense) and cudnn_is_wrong(q, k, v):
-        why += "; without cuDNN, whose gradients are wrong past 2^31 elements: flash or memory-efficient attention"
+    elif isinstance(pattern, Dense) and gradients_past_2_31(q, k, v):
+        why += "; by memory-efficient attention, since cuDNN's gradients are wrong past 2^31 elements and flash's fail"
     return f"{chosen}: {why}"
 
 
@@ -110,10 +110,12 @@ def kernel_words(q: Tensor, k: Tensor, v: Tensor, pattern) -> str:
     return words
 
 
-def cudnn_is_wrong(*tensors: Tensor) -> bool:
-    """Whether torch's attention must not take cuDNN: a gradient may be wanted that cuDNN would get wrong (OFFSETS).
+def gradients_past_2_31(*tensors: Tensor) -> bool:
+    """Whether gradients may be wanted of more elements than torch's fast kernels count.
 
-    What counts is the last offset from a tensor's first element, in its own strides and in those of its gradient.
+    Past 2^31 the gradients of cuDNN are silently wrong and FlashAttention accesses memory that is not its own, both in
+    torch 2.11 on an H100 (tests/gpu/sdpa_backward_past_2_31.py); the memory-efficient kernel is right. What counts is
+    the last offset from a tensor's first element, in its own strides and in those of its gradient.
     """
     if tensors[0].device.type != "cuda" or not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return False
@@ -121,25 +123,22 @@ def cudnn_is_wrong(*tensors: Tensor) -> bool:
     return max(*spans, *(x.numel() for x in tensors)) > OFFSETS
 
 
-def without_cudnn():
-    """A context in which torch's attention takes flash, else memory-efficient, else unfused: those that are allowed."""
-    allowed = allowed_kernels()
+def right_past_2_31():
+    """A context in which torch's attention takes the memory-efficient kernel, else the unfused one, if allowed."""
+    allowed = kernels_right_past_2_31()
     if not allowed:
         raise ValueError(
-            "torch.nn.attention.sdpa_kernel allows cuDNN's attention alone, whose gradients are wrong past 2^31 "
-            "elements: allow flash or memory-efficient attention too"
+            "torch.nn.attention.sdpa_kernel allows none but cuDNN's and flash attention, whose gradients are wrong "
+            "past 2^31 elements: allow memory-efficient attention too"
         )
     return sdpa_kernel([getattr(SDPBackend, name) for name in allowed], set_priority=True)
 
 
 @torch.compiler.assume_constant_result
-def allowed_kernels() -> tuple[str, ...]:
-    """The kernels of torch's attention that are not switched off, cuDNN aside, the fastest first."""
+def kernels_right_past_2_31() -> tuple[str, ...]:
+    """Those kernels of torch's attention, in order of preference, that are not switched off."""
     cuda = torch.backends.cuda
-    switches = {
-        "FLASH_ATTENTION": cuda.flash_sdp_enabled, "EFFICIENT_ATTENTION": cuda.mem_efficient_sdp_enabled,
-        "MATH": cuda.math_sdp_enabled,
-    }  # fmt: skip
+    switches = {"EFFICIENT_ATTENTION": cuda.mem_efficient_sdp_enabled, "MATH": cuda.math_sdp_enabled}
     return tuple(name for name, enabled in switches.items() if enabled())
 
 
@@ -193,7 +192,7 @@ def _run_torch(q, k, v, pattern, scale, return_lse):
 
     square = not pattern.causal or q.shape[1] == k.shape[1]  # torch aligns its causal mask at the first query
     if isinstance(pattern, Dense) and square and not return_lse and q.numel():
-        with without_cudnn() if cudnn_is_wrong(q, k, v) else contextlib.nullcontext():
+        with right_past_2_31() if gradients_past_2_31(q, k, v) else contextlib.nullcontext():
             if q.shape[0] <= GRID:
                 return _dense(q, k, v, pattern.causal, scale), None
             some = zip(*(x.split(GRID) for x in (q, k, v)), strict=True)

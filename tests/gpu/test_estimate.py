@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests import tools
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, layouts, orderings
-from workbench.probes import estimate
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, cards, layouts, orderings
+from workbench.probes import estimate, scratch
 from workbench.probes.case import Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
@@ -53,3 +53,13 @@ def test_the_peak_is_predicted(name, mode):
         if abs(row["off"]) > 0.005:
             off[shape] = f"{row['off']:+.2%}"
     assert not off
+
+
+def test_the_rules_for_scratch_are_what_is_taken():
+    card, wrong = cards.from_device(), []
+    for row in scratch.measure():
+        if row["operator"] in scratch.RULES:
+            tensors = [torch.empty(row["shape"], dtype=getattr(torch, row["dtype"]), device="meta")] * 4
+            rule = scratch.of(row["operator"], tensors, card)
+            wrong += [row | {"rule": rule}] if rule != row["scratch_bytes"] else []
+    assert not wrong

@@ -45,11 +45,31 @@ def test_a_kernel_that_an_old_card_lacks_is_not_taken():
         estimate.trace(Case(wb.Dense(), 1024, 2, 32, "float16", "flash"), "gtx1080")
 
 
+H100 = cards.find("h100")
+
+
 @pytest.mark.parametrize("heads, n, parts", [(2, 3001, 5), (12, 8192, 0)])
 def test_flash_splits_its_keys_where_there_are_few_queries(heads, n, parts):
     """Measured on an H100: 2 heads x 3001 x 80 hold five parts, of 96 columns and an lse each."""
     q = torch.empty(1, heads, n, 80, device="meta")
-    assert scratch.split(q, q, 132) == parts * 4 * heads * n * 97
+    assert scratch.flash(q, q, card=H100) == parts * 4 * heads * n * 97
+
+
+@pytest.mark.parametrize("n, heads, head_dim, measured", [
+    (65_536, 12, 64, 1_821_376_512), (16_384, 16, 128, 1_211_105_280), (131_072, 2, 32, 337_707_008),
+    (4096, 12, 64, 113_836_032), (32_768, 4, 128, 605_552_640), (3001, 2, 80, 18_560_456),
+])  # fmt: skip
+def test_the_memory_efficient_backward_takes_what_was_measured(n, heads, head_dim, measured):
+    """On an H100, float32: q, k, v, the gradient of out, out, lse, three gradients and scratch."""
+    found = estimate.trace(Case(wb.Dense(), n, heads, head_dim, "float32", "auto", "fwdbwd"), "h100")
+    assert found.requested_bytes == measured
+
+
+def test_eager_attention_takes_what_was_measured():
+    """On an H100: a copy of the scores in softmax's backward, and a cuBLAS workspace for each of two threads."""
+    sizes = {"batch": 8, "heads": 32, "head_dim": 128, "dtype": "bfloat16", "mode": "fwdbwd"}
+    found = estimate.trace(Case(wb.Dense(), 816, backend="workbench.frontiers:eager", **sizes), "h100")
+    assert found.requested_bytes == 1_858_600_960
 
 
 def test_the_fit_finds_what_a_kernel_does():

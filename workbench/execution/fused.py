@@ -16,6 +16,7 @@ from torch import Tensor
 
 aten = torch.ops.aten
 MAX_BATCH = 65_535 // 2  # CUDA kernels fold X and H into grid dimensions of at most 65,535
+OFFSETS = 2**31 - 1  # flash's backward fails past so many elements (`dispatch.gradients_past_2_31`)
 SCORES = 1 << 25  # scores that the unfused fallback holds at once
 
 
@@ -36,10 +37,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: T
 
 def backward(grad: Tensor, q, k, v, out: Tensor, lse: Tensor, causal: bool, scale: float, mask: Tensor | None = None):
     """(dq, dk, dv) of one part, from the merged out and lse; lse +inf for a row gives it exact zeros."""
-    kind = kernel(q, mask)
+    kind, most = kernel(q, mask), MAX_BATCH
+    if kind == "flash":
+        each = max(max(x.stride(0), x[0].numel()) for x in (q, k, v, grad, out))
+        kind, most = ("efficient", most) if each > OFFSETS else (kind, min(most, OFFSETS // each))
     parts = [
-        _BACKWARD[kind](g, *part, o, s.contiguous(), causal, scale)
-        for part, g, o, s in zip(_split(q, k, v, mask), *(_chunks(t) for t in (grad, out, lse)), strict=True)
+        _BACKWARD[kind](g, *part, o, s, causal, scale)
+        for part, g, o, s in zip(
+            _split(q, k, v, mask, most), *(_chunks(t, most) for t in (grad, out, lse)), strict=True
+        )
     ]
     return parts[0] if len(parts) == 1 else tuple(torch.cat(p) for p in zip(*parts, strict=True))
 
@@ -58,13 +64,13 @@ def kernel(q: Tensor, mask: Tensor | None = None) -> str:
     return "unfused"
 
 
-def _chunks(t: Tensor | None):
-    return t.split(MAX_BATCH)
+def _chunks(t: Tensor, most: int = MAX_BATCH):
+    return t.split(most)
 
 
-def _split(q, k, v, mask):
-    masks = [None] * len(_chunks(q)) if mask is None else _chunks(mask)
-    return list(zip(_chunks(q), _chunks(k), _chunks(v), masks, strict=True))
+def _split(q, k, v, mask, most: int = MAX_BATCH):
+    masks = [None] * len(_chunks(q, most)) if mask is None else _chunks(mask, most)
+    return list(zip(*(_chunks(x, most) for x in (q, k, v)), masks, strict=True))
 
 
 # --- CPU -------------------------------------------------------------------------------------------------------------
@@ -76,7 +82,7 @@ def _cpu_forward(q, k, v, mask, causal, scale):
 
 def _cpu_backward(grad, q, k, v, mask, out, lse, causal, scale):
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+        grad, q, k, v, out, lse.contiguous(), 0.0, causal, attn_mask=mask, scale=scale
     )
 
 
@@ -92,12 +98,12 @@ def _flash_backward(grad, q, k, v, _mask, out, lse, causal, scale):
     k, v = expand_heads(k, q), expand_heads(v, q)
     seed = torch.zeros((), dtype=torch.int64)  # dropout is off: the generator's state is never read
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed, scale=scale
+        grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed, scale=scale
     )
     return dq, dk, dv
 
 
-# --- CUDA, float32: the memory-efficient kernel ----------------------------------------------------------------------
+# --- CUDA, float32, and what flash has too few offsets for: the memory-efficient kernel ------------------------------
 
 
 def _efficient_forward(q, k, v, _mask, causal, scale):
@@ -109,7 +115,9 @@ def _efficient_forward(q, k, v, _mask, causal, scale):
 
 def _efficient_backward(grad, q, k, v, _mask, out, lse, causal, scale):
     seed = torch.zeros((), dtype=torch.int64)
-    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+    lse = lse.contiguous()
+    if lse.shape[-1] % 32:
+        lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad, q, expand_heads(k, q), expand_heads(v, q), None, out, lse, seed, seed, 0.0,
         [True, True, True, False], causal, scale=scale,

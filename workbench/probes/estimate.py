@@ -14,6 +14,7 @@ import functools
 import gc
 import json
 import math
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -139,6 +140,7 @@ def check(case: Case, card: str | cards.Card | None = None) -> dict:
 def peaks(case: Case) -> dict[str, int]:
     """measured_requested_bytes, measured_allocated_bytes and measured_reserved_bytes on CUDA, in this process."""
     for last in (False, True):
+        time.sleep(0.1)  # the thread of the backward may still hold the last of its tensors
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -2,8 +2,8 @@
 
 The scratch of a kernel is a constant, so much a row (B x H x N queries) and so much an element (rows x D), where N and
 D are rounded up to the kernel's tiles. `measure` runs each operator on the card of this machine, `fit` finds roundings
-and bytes, and `scratch.json` holds them with the card and the versions they are from. FlashAttention's forward also
-splits the keys where there are too few queries to fill the card, and keeps each part's result: `split` has its rule.
+and bytes, and `scratch.json` holds them with the card and the versions they are from. Where that is not how an operator
+takes its scratch, its own rule stands here (RULES), as torch's sources have it, and is measured against, too.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ import torch
 
 TABLE = Path(__file__).with_name("scratch.json")
 MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}  # which take cuBLAS's workspace
-FLASH = "_scaled_dot_product_flash_attention"
 aten = torch.ops.aten
 
 
 def of(name: str, args: tuple, card) -> int:
-    """Bytes of scratch of the operator `name`, called with these arguments on a card; 0 for those not in the table."""
+    """Bytes of scratch of the operator `name`, called with these arguments on a card; 0 for those that take none."""
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
-    if name == FLASH:
-        return split(*tensors[:2], card.multiprocessors)
+    if name in RULES:
+        return RULES[name](*tensors, card=card)
     line = table().get(name)
     if line is None or not tensors:
         return 0
@@ -52,14 +51,18 @@ def sizes(shape, round_n: int, round_d: int) -> tuple[int, int]:
     return rows, rows * -(-d // round_d) * round_d
 
 
-def split(q: torch.Tensor, k: torch.Tensor, multiprocessors: int) -> int:
+# --- operators with a rule of their own ------------------------------------------------------------------------------
+
+
+def flash(q: torch.Tensor, k: torch.Tensor, *_, card) -> int:
     """Bytes of the parts' float32 out and lse in FlashAttention-2's forward: the rule of its num_splits_heuristic.
 
-    As few parts as give 85 % of the best use of the card's multiprocessors, twice their number counted; none where the
-    blocks of 64 queries fill 80 % of them already (flash_api.cpp of torch 2.11).
+    Where there are too few queries to fill the card it splits the keys: into as few parts as give 85 % of the best use
+    of the card's multiprocessors, twice their number counted; none where the blocks of 64 queries fill 80 % of them
+    already (flash_api.cpp of torch 2.11).
     """
     b, h, n, d = q.shape
-    units, filled = b * h * -(-n // 64), 2 * multiprocessors
+    units, filled = b * h * -(-n // 64), 2 * card.multiprocessors
     blocks = -(-k.shape[2] // (256 if d <= 64 else 128 if d <= 128 else 64))
     if units >= 0.8 * filled:
         return 0
@@ -70,11 +73,58 @@ def split(q: torch.Tensor, k: torch.Tensor, multiprocessors: int) -> int:
     return 0 if best == 1 else best * 4 * (rows + elements)
 
 
+def efficient(q: torch.Tensor, *_, card) -> int:
+    """Bytes of the float32 out that the memory-efficient forward sums in, where 16 bits do not stay in registers."""
+    return 4 * q.numel() if q.element_size() == 2 and q.shape[3] > 128 else 0
+
+
+def efficient_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *__, card) -> int:
+    """Bytes of the memory-efficient backward's workspace and of delta, a float32 a row.
+
+    The workspace sums dq in tiles of queries x columns with a lock each, and dk and dv of each split of the keys where
+    they do not stay in registers (kernel_backward.h, workspace_size; the tiles are generate_kernels.py's). In float32
+    delta is made outside the kernel, from the product of out and its gradient, before there is a workspace. The
+    gradient of out is copied where it is strided (attention_backward.cu). All of torch 2.11.
+    """
+    b, h, n, d = q.shape
+    half, columns = q.element_size() == 2, next(x for x in (32, 64, 128, 1 << 16) if d <= x)
+    wide = columns > 64 and card.capability in LARGE_SHARED
+    tile = 128 if wide else 64
+    stays = half and columns <= tile  # dk and dv, in registers
+    keys = 128 if wide and stays else 64
+    used = 0
+    if half or card.capability >= (7, 0):
+        used += -(-n // tile) * -(-d // keys) * (16 + 4 * tile * keys)
+    if half and not stays:
+        splits = -(-k.shape[2] // keys)
+        if b * h < 256:
+            splits = max(1, min(splits, 200 // (b * h)))
+        elif splits <= 2:
+            splits = 1
+        used += 2 * 4 * splits * keys * -(-d // tile) * tile
+    workspace, delta = b * h * -(-used // 16) * 16, 4 * b * h * n
+    copy = 0 if grad.transpose(1, 2).is_contiguous() else grad.numel() * grad.element_size()
+    return copy + (delta + workspace if half else max(4 * b * h * n * d + 2 * delta, delta + workspace))
+
+
+def softmax_backward(grad: torch.Tensor, *_, card) -> int:
+    """Bytes of grad * output, which the kernel is given (SoftMax.cu of torch 2.11)."""
+    return grad.numel() * grad.element_size()
+
+
+LARGE_SHARED = ((8, 0), (9, 0), (10, 0))  # whose blocks may have enough shared memory for tiles of 128 queries
+RULES = {
+    "_scaled_dot_product_flash_attention": flash, "_scaled_dot_product_efficient_attention": efficient,
+    "_scaled_dot_product_efficient_attention_backward": efficient_backward, "_softmax_backward_data": softmax_backward,
+}  # fmt: skip
+
+
 # --- measuring, on a card --------------------------------------------------------------------------------------------
 
 SHAPES = (
     (1, 2048, 4, 64), (1, 8192, 12, 64), (2, 4096, 8, 64), (3, 1000, 4, 64), (1, 5000, 6, 64), (1, 4096, 8, 128),
     (2, 3000, 4, 128), (1, 8192, 16, 128), (1, 4096, 2, 32), (1, 16384, 8, 32), (1, 3001, 2, 80), (2, 2048, 4, 80),
+    (1, 3000, 4, 160), (2, 2048, 4, 256),
 )  # B, N, H, D  # fmt: skip
 
 
@@ -104,7 +154,7 @@ def beyond_results(call: Callable) -> int:
 
 def operators():
     """(name, dtypes, make), where make(shape (B, N, H, D), dtype) gives a call without arguments."""
-    half, single = (torch.bfloat16, torch.float16), (torch.float32,)
+    half, all_ = (torch.bfloat16, torch.float16), (torch.bfloat16, torch.float32)
 
     def random(shape, dtype, count):
         b, n, h, d = shape
@@ -146,11 +196,11 @@ def operators():
     return [
         ("_scaled_dot_product_cudnn_attention", half, forward(cudnn, None, True)),
         ("_scaled_dot_product_flash_attention", half, forward(flash)),
-        ("_scaled_dot_product_efficient_attention", single, forward(efficient, None, True)),
+        ("_scaled_dot_product_efficient_attention", all_, forward(efficient, None, True)),
         ("_scaled_dot_product_cudnn_attention_backward", half,
          backward(cudnn_backward, lambda q, k, v: cudnn(q, k, v, None, True))),
         ("_scaled_dot_product_flash_attention_backward", half, backward(flash_backward, flash)),
-        ("_scaled_dot_product_efficient_attention_backward", single,
+        ("_scaled_dot_product_efficient_attention_backward", all_,
          backward(efficient_backward, lambda q, k, v: efficient(q, k, v, None, True))),
     ]  # fmt: skip
 
@@ -164,7 +214,7 @@ def fit(rows: list[dict]) -> dict:
     for name, dtype in dict.fromkeys((row["operator"], row["dtype"]) for row in rows):
         some = [row for row in rows if (row["operator"], row["dtype"]) == (name, dtype)]
         y = np.array([row["scratch_bytes"] for row in some], dtype=float)
-        if name == FLASH or not y.any():
+        if name in RULES or not y.any():
             continue
         q_bytes = np.array([np.prod(row["shape"]) for row in some]) * getattr(torch, dtype).itemsize
         best = None

@@ -102,7 +102,7 @@ class Births(TorchDispatchMode):
         self.words = iter(())  # names for what comes next
         self.mirrored = False  # whether the CPU stands for the card just now
         self.ids = itertools.count(1)
-        self.workspace = False
+        self.workspaces: set[bool] = set()  # of which of the two threads, see `hidden`
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
@@ -117,6 +117,8 @@ class Births(TorchDispatchMode):
         words = ATTENTION.get(name, ())
         if name in ASKED_FOR_LSE and not args[4]:
             results = (results[0], None, *results[2:])  # the card's kernel makes no lse then, meta's does
+        if name == EFFICIENT:
+            results = results[:2]  # its seed and offset are on the CPU where there is no dropout
         for x, word in itertools.zip_longest(results, words[: len(results)], fillvalue=name):
             if isinstance(x, Tensor):
                 self.born(x, word)
@@ -151,8 +153,9 @@ class Births(TorchDispatchMode):
 
     def hidden(self, name: str, args) -> None:
         """What the kernel of an operator takes beside its results."""
-        if name in scratch.MATRIX_PRODUCTS and not self.workspace and self.card.workspace_bytes:
-            self.workspace = True  # once a handle and stream, and kept
+        backward = torch._C._current_graph_task_id() != -1  # which on a card has a thread and so a handle of its own
+        if name in scratch.MATRIX_PRODUCTS and backward not in self.workspaces and self.card.workspace_bytes:
+            self.workspaces.add(backward)  # once a handle and stream, and kept
             self.add(self.card.workspace_bytes, "cuBLAS workspace")
         nbytes = scratch.of(name, args, self.card)
         if nbytes:
@@ -208,7 +211,8 @@ ATTENTION = {
 }  # of each operator, what it returns
 
 
-ASKED_FOR_LSE = {f"_scaled_dot_product_{kernel}_attention" for kernel in ("cudnn", "efficient")}
+EFFICIENT = "_scaled_dot_product_efficient_attention"
+ASKED_FOR_LSE = {"_scaled_dot_product_cudnn_attention", EFFICIENT}
 
 
 class _Flex(torch.autograd.Function):
