@@ -54,7 +54,7 @@ def ways(
     names: dense (all pairs), dilated (LongNet with these segments and rates), blocks (each block of block_size tokens,
         its neighbours and the first one) or window (at most block_size tokens away), and a backend of `Case`'s, or
         "eager": all the scores of dense attention at once
-    sizes: `Case`'s heads, head_dim, dtype and mode
+    sizes: `Case`'s batch, heads, head_dim, dtype and mode
     """
     fixed = {
         "dense": Dense(), "dilated": Dilated(segments, rates),
@@ -78,7 +78,7 @@ def ways(
 def recorded(kind: str) -> pd.DataFrame:
     """The frontiers that were measured on a machine kind and committed, with `label`, a row each; empty if none were.
 
-    Of the sizes (heads, head_dim, dtype and mode) that the most of them have.
+    Of the sizes (batch, heads, head_dim, dtype and mode) that the most of them have.
     """
     folder = records.default_folder() / kind
     journals = sorted(folder.glob("*-frontier-*.jsonl"))
@@ -88,7 +88,7 @@ def recorded(kind: str) -> pd.DataFrame:
     rows = rows[(rows["stage"] == "search") & (rows["status"] == "ok") & rows["measured_n"].notna()]
     labels = [f"{KINDS.get(spec['pattern'], spec['pattern'])}, {str(asked).split(':')[-1]}"
               for spec, asked in zip(rows["pattern_spec"], rows["asked"], strict=True)]  # fmt: skip
-    sizes = ["heads", "head_dim", "dtype", "mode"]
+    sizes = ["batch", "heads", "head_dim", "dtype", "mode"]
     rows = rows.assign(label=labels).drop_duplicates(["label", "budget_bytes", *sizes], keep="last")
     largest_first = sorted(rows.groupby(sizes), key=lambda group: -len(group[1]))
     return largest_first[0][1].reset_index(drop=True) if largest_first else rows

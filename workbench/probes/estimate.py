@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from workbench import cards
-from workbench.patterns import Dense
+from workbench.patterns import Dense, Neighborhood
 from workbench.probes import allocator
 from workbench.probes import trace as tracer
 from workbench.probes.case import Case
@@ -162,25 +162,50 @@ def peaks(case: Case) -> dict[str, int]:
 
 
 def milliseconds(case: Case, card: cards.Card, backend: str) -> float | None:
-    """Modelled time of the call; None where this execution was not measured at this dtype's ceiling."""
+    """Modelled time of the call; None where this execution was not measured, or for a dtype that the card has no
+    figure for."""
     dtype = str(case.dtype).removeprefix("torch.")
     lines = efficiency().get(family(case, backend, card))
-    if not lines or dtype not in ("bfloat16", "float16") or dtype not in card.matmul_tflops:
+    if not lines or dtype not in card.matmul_tflops:
         return None
     d = min({x["head_dim"] for x in lines}, key=lambda x: abs(math.log(x / case.head_dim)))
     points = sorted((x["n"], x["share"]) for x in lines if x["head_dim"] == d)
-    share = between(points, case.n)
-    flops = 4 * case.head_dim * case.batch * case.pattern.pairs(case.n, case.heads, case.nq)
-    flops *= 3.5 if case.mode == "fwdbwd" else 1
-    return flops / (share * card.matmul_tflops[dtype] * 1e9)
+    return operations(case) / (between(points, case.n) * card.matmul_tflops[dtype] * 1e9)
+
+
+def operations(case: Case) -> float:
+    """Floating-point operations of the products: 4 D a pair that is computed, and 10 D more with gradients.
+
+    Computed are the pairs that attend; of a neighborhood all pairs of the blocks that have one.
+    """
+    pairs = block_pairs(case) if isinstance(case.pattern, Neighborhood) else None
+    pairs = case.pattern.pairs(case.n, case.heads, case.nq) if pairs is None else pairs
+    return 4 * case.head_dim * case.batch * pairs * (3.5 if case.mode == "fwdbwd" else 1)
+
+
+def block_pairs(case: Case) -> int:
+    """(head, query, key) in the blocks that the kernels visit."""
+    from workbench.execution.triton_backend import block_size_of
+
+    key = repr((case.pattern.spec(), case.n, case.nq))
+    if key not in _block_pairs:
+        blocks = case.pattern.blocks(case.n, case.heads, case.nq, block_size_of(case.pattern))
+        _block_pairs[key] = len(blocks.columns) * math.prod(blocks.block_size)
+    return _block_pairs[key] * case.heads
+
+
+_block_pairs: dict[str, int] = {}
 
 
 def family(case: Case, backend: str, card: cards.Card) -> str:
     """What is taken to run at one rate: "Dilated triton causal fwd", say."""
-    mask = "causal" if case.pattern.causal else "full"
-    if isinstance(case.pattern, Dense) and backend in ("torch", "sdpa"):
-        backend = "cudnn" if card.capability >= (9, 0) else "flash"  # which is what torch takes
-    return f"{type(case.pattern).__name__} {backend} {mask} {case.mode}"
+    name, mask = type(case.pattern).__name__, "causal" if case.pattern.causal else "full"
+    if isinstance(case.pattern, Neighborhood):
+        name += f" {len(case.pattern.shape)}-D"
+    if isinstance(case.pattern, Dense) and backend in ("torch", "sdpa"):  # which is what torch takes
+        fused = "cudnn" if card.capability >= (9, 0) else "flash"
+        backend = fused if case.dtype in (torch.bfloat16, torch.float16) else "efficient"
+    return f"{name} {backend} {mask} {case.mode}" + (" float32" if case.dtype == torch.float32 else "")
 
 
 def between(points: list[tuple[int, float]], n: int) -> float:
@@ -201,19 +226,18 @@ def efficiency() -> dict[str, list[dict]]:
 
 
 def write_efficiency(kind: str = "h100x1") -> dict:
-    """Make the efficiency table from the records that are committed for a machine kind: medians of 16-bit timings."""
+    """Make the efficiency table from the records that are committed for a machine kind: medians of timings."""
     from workbench import patterns, records
 
-    rows = records.load(*sorted((records.default_folder() / kind).glob("*-timing-*.jsonl")))
-    rows = rows[(rows["status"] == "ok") & rows["dtype"].isin(["bfloat16", "float16"]) & rows["median_ms"].notna()]
     card, found = cards.find(kind.partition("x")[0]), {}
+    rows = records.load(*sorted((records.default_folder() / kind).glob("*-timing-*.jsonl")))
+    rows = rows[(rows["status"] == "ok") & rows["dtype"].isin(card.matmul_tflops) & rows["median_ms"].notna()]
     for _, row in rows.iterrows():
         if row.get("label") == "A/A" or row.get("graph") is True:
             continue
         case = Case(patterns.from_spec(row["pattern_spec"]), int(row["n"]), int(row["heads"]), int(row["head_dim"]),
-                    row["dtype"], row["backend"], row["mode"])  # fmt: skip
-        flops = 4 * row["head_dim"] * row["pairs"] * (3.5 if row["mode"] == "fwdbwd" else 1)
-        share = flops / (row["median_ms"] * 1e9 * card.matmul_tflops[row["dtype"]])
+                    row["dtype"], row["backend"], row["mode"], batch=int(row["batch"]))  # fmt: skip
+        share = operations(case) / (row["median_ms"] * 1e9 * card.matmul_tflops[row["dtype"]])
         key = int(row["head_dim"]), int(row["n"])
         latest = found.setdefault(family(case, row["backend"], card), {}).setdefault(key, [])
         latest.append((row["run_utc"], share))

@@ -33,7 +33,7 @@ FIRST = 1024  # the length to begin with where nothing is known
 FIRST_TRACED = 1 << 16  # and where trying it costs milliseconds
 STEP = 0.005  # how far apart, as a share of N, a measurement leaves what works and what does not
 TIME_STEP = 0.1  # and where that is time: two runs of one call may differ by so much
-PAIRS = {"cpu": 1 << 26}  # of (query, key), for the check of dk and dv: on a CPU a second or two
+PAIRS = {"cpu": 1 << 26, "cuda": 1 << 32}  # of (query, key), for the check of dk and dv: a second or two
 SLACK_BYTES = 1 << 30  # what a process on the CPU may take beside its tensors before it is ended
 COLD_S = 30.0  # what a first call on a card may take beyond the limit, to load or compile its kernels
 SETUP_S = 600.0  # what making the inputs and checking rows may take
@@ -352,12 +352,28 @@ def _card_of(budget_bytes: int | None, cuda: bool):
 
 
 def _valid(case: Case, made: list, result) -> dict:
-    """valid: whether sampled rows are right, None where there was no memory to tell; error: what is wrong."""
-    from workbench.probes import validity
+    """valid: whether sampled rows are right, None where there was no memory to tell; error: what is wrong.
 
-    q, k, v, *upstream = made
-    given = {"grads": result, "upstream": upstream[0], "pairs": PAIRS.get(case.device)} if upstream else {}
-    outcome = attempt(lambda: validity.check(case, None if upstream else result, q, k, v, **given))
+    Where the call has left no room for that on the card, its tensors move to the host's memory, if they fit there.
+    """
+    outcome = attempt(lambda: _checked(case, made, result))
+    if outcome.status == "oom" and case.device.startswith("cuda"):
+        results = list(result) if case.mode == "fwdbwd" else [result]
+        size = sum(x.numel() * x.element_size() for x in (*made, *results))
+        if size < 0.8 * psutil.virtual_memory().available:
+            del result
+            for tensors in (results, made):
+                for i, x in enumerate(tensors):
+                    tensors[i] = x.detach().cpu()
+            outcome = attempt(lambda: _checked(case, made, results if case.mode == "fwdbwd" else results[0]))
     if outcome.status == "ok":
         return {"valid": outcome.result.ok, "error": None if outcome.result.ok else str(outcome.result)}
     return {"valid": None if outcome.status == "oom" else False, "error": f"rows not checked: {outcome.error}"}
+
+
+def _checked(case: Case, made: list, result):
+    from workbench.probes import validity
+
+    q, k, v, *upstream = made
+    given = {"grads": result, "upstream": upstream[0], "pairs": PAIRS.get(q.device.type)} if upstream else {}
+    return validity.check(case, None if upstream else result, q, k, v, **given)

@@ -160,7 +160,35 @@ def groups() -> dict[str, Callable[[], dict]]:
         return dense | ours | {"flex, hilbert": flex}
 
     found["neighborhood"] = neighborhoods
+    for mode in MODES:
+        found[f"others {mode}"] = lambda mode=mode: others(mode)
     return found
+
+
+def others(mode: str) -> dict[str, Case]:
+    """What "auto" does not take for 16 bits, and what float32 runs on: how far behind, and for the model of time."""
+    longnet, window = Dilated(PAPER, (1, 2, 4, 6, 12)), Neighborhood((65_536,), 1024)
+
+    def case(pattern, n, h, d, backend, dtype="bfloat16"):
+        return Case(pattern, n, h, d, dtype, backend, mode, "cuda")
+
+    return {
+        "dense cudnn 16K": case(Dense(), 16_384, 12, 64, "cudnn"),
+        "dense flash x128": case(Dense(), 32_768, 8, 128, "flash"),
+        "dense efficient": case(Dense(), 32_768, 8, 64, "efficient"),
+        "dense efficient x128": case(Dense(), 32_768, 8, 128, "efficient"),
+        "dense eager": case(Dense(), 16_384, 8, 64, "workbench.frontiers:eager"),
+        "dense float32": case(Dense(), 16_384, 8, 64, "efficient", "float32"),
+        "dense float32 x128": case(Dense(), 16_384, 8, 128, "efficient", "float32"),
+        "longnet torch x128": case(longnet, 131_072, 8, 128, "torch"),
+        "longnet torch 1M": case(longnet, 1_048_576, 12, 64, "torch"),
+        "longnet float32": case(longnet, 131_072, 12, 64, "torch", "float32"),
+        "random torch": case(BlockSparse(layouts.random(0.1)), 65_536, 8, 64, "torch"),
+        "window x64": case(window, 65_536, 12, 64, "triton"),
+        "window torch": case(window, 65_536, 8, 64, "torch"),
+        "window flex float32": case(window, 65_536, 8, 64, "flex", "float32"),
+        "random flex float32": case(BlockSparse(layouts.random(0.1)), 32_768, 8, 64, "flex", "float32"),
+    }
 
 
 def block_mask(n: int = 1_048_576, device="cuda") -> dict:
