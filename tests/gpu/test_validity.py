@@ -102,7 +102,7 @@ def test_torchs_fast_backwards_fail_past_2_31_elements(kernel):
         pytest.skip(f"known of torch 2.11, this is {torch.__version__}: see sdpa_backward_past_2_31.py")
     outcome = attempted(Dense(), SEGMENTS, kernel, "fwdbwd")
     if kernel == "cudnn":
-        assert not outcome.result[1].ok and outcome.result[1].errors["dq"] > 0.2, outcome
+        assert not outcome.result[1].ok and outcome.result[1].errors["dq"] > 0.05, outcome
     else:
         assert outcome.status == "killed", outcome  # by an illegal memory access
     _, found = alone(Dense(), SEGMENTS | {"batch": 1024}, kernel, "fwdbwd")

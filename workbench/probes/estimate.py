@@ -168,9 +168,20 @@ def milliseconds(case: Case, card: cards.Card, backend: str) -> float | None:
     lines = efficiency().get(family(case, backend, card))
     if not lines or dtype not in card.matmul_tflops:
         return None
-    d = min({x["head_dim"] for x in lines}, key=lambda x: abs(math.log(x / case.head_dim)))
-    points = sorted((x["n"], x["share"]) for x in lines if x["head_dim"] == d)
-    return operations(case) / (between(points, case.n) * card.matmul_tflops[dtype] * 1e9)
+    return operations(case) / (share(lines, case.head_dim, case.n) * card.matmul_tflops[dtype] * 1e9)
+
+
+def share(lines: list[dict], head_dim: int, n: int) -> float:
+    """The share of the card's matmul peak at a head_dim and a length, from those measured.
+
+    The time of a pair is a line in head_dim: its products grow with it, its exponential does not. Through the two
+    nearest measured; where only one was, half of its time is the products' for a smaller head_dim, all for a larger.
+    """
+    near = sorted({x["head_dim"] for x in lines}, key=lambda d: abs(math.log(d / head_dim)))[:2]
+    times = [(d, d / between(sorted((x["n"], x["share"]) for x in lines if x["head_dim"] == d), n)) for d in near]
+    (d, time), (other, its) = times[0], times[-1]
+    slope = (its - time) / (other - d) if other != d else time / d / (2 if head_dim < d else 1)
+    return head_dim / max(time + slope * (head_dim - d), time * min(1, head_dim / d))
 
 
 def operations(case: Case) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from workbench.probes.outcome import Outcome
 
+OTHER = ("validity", "launch")  # limiters of which the load, bytes and time, tells nothing
 GROWTH = 16  # the next length is at most so many times the last, whose cost may tell little
 
 
@@ -89,6 +90,8 @@ def _above(tried: dict[int, Tried], low: int, apart: float, near: bool) -> float
 
 def _below(tried: dict[int, Tried], high: int, step: float) -> float:
     """Where to look next when nothing that was tried works."""
+    if tried[high].limiter in OTHER:
+        return high / 2
     if tried[high].load:
         return max(min(_root(tried, high, high), high * (1 - step)), high / GROWTH)
     if tried[high].limiter == "memory":  # a prediction may have missed by little
@@ -98,6 +101,8 @@ def _below(tried: dict[int, Tried], high: int, step: float) -> float:
 
 def _between(tried: dict[int, Tried], low: int, high: int, apart: float) -> float:
     """Where to look next between what works and what does not: where the load is 1, which may be just below `high`."""
+    if tried[high].limiter in OTHER:
+        return (low + high) / 2
     if not tried[high].load:  # it is the further below, the more such tries have failed
         apart *= 4 ** (sum(x.limiter is not None and not x.load for x in tried.values()) - 1)
     if 2 * apart >= high - low:
