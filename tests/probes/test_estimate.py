@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench import cards
+from workbench import cards, patterns, records
 from workbench.patterns.dilated import PAPER
 from workbench.probes import estimate, frontier, scratch
 from workbench.probes.case import Case
@@ -91,7 +91,29 @@ def test_time_is_modelled_where_the_execution_was_measured():
     dense = Case(wb.Dense(), 65_536, 12, 64, "bfloat16", "cudnn")
     here, faster = (estimate.trace(dense, card).milliseconds for card in ("h100", "b200"))
     assert 20 < here < 40 and faster < here
-    assert estimate.trace(longnet(dtype="float32")).milliseconds is None
+    assert estimate.trace(longnet(dtype="float64")).milliseconds is None
+
+
+def test_time_is_within_15_percent_of_what_frontiers_measured():
+    """The committed calls of an H100 that the efficiency table does not know, from 32K up."""
+    rows = records.load(records.default_folder() / "h100x1")
+    rows = rows[(rows["probe"] == "frontier") & (rows["stage"] == "probe") & (rows["status"] == "ok")]
+    rows, off = rows[rows["n"] >= 32_768], {}
+    for _, row in rows.iterrows():
+        sizes = {x: int(row[x]) for x in ("n", "heads", "head_dim", "batch")}
+        options = {x: row[x] for x in ("dtype", "backend", "mode", "device")}
+        case = Case(patterns.from_spec(row["pattern_spec"]), **sizes, **options)
+        modelled = estimate.milliseconds(case, cards.find("h100"), row["backend"])
+        off[row["pattern"], row["mode"], int(row["n"])] = modelled / row["median_ms"] - 1
+    assert len(off) > 5 and max(map(abs, off.values())) < 0.15, off
+
+
+def test_a_share_between_head_dims():
+    lines = [{"head_dim": d, "n": 4096, "share": share} for d, share in ((64, 0.4), (128, 0.5))]
+    assert estimate.share(lines, 64, 9999) == pytest.approx(0.4)
+    assert estimate.share(lines, 96, 9999) == pytest.approx(96 / ((64 / 0.4 + 128 / 0.5) / 2))
+    assert 0.2 < estimate.share(lines, 32, 9999) < 0.4 and 0.5 < estimate.share(lines, 256, 9999) < 0.6
+    assert estimate.share(lines[:1], 128, 9999) == pytest.approx(0.4)
 
 
 def test_between_points_and_beyond():

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, attention, layouts, records
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, attention, layouts, patterns, records
 from workbench.probes import layer, peers
 
 TINY = {"n": 256, "embed_dim": 32, "heads": 4, "dtype": "float32", "device": "cpu", "samples": 3, "seconds": 2.0}
@@ -105,3 +105,14 @@ def test_a_card_says_how_much_memory_a_layer_takes(tmp_path):
     given = 2 * (2 * 8192 * 768 + 4 * (768 * 768 + 768))  # x, upstream gradient and parameters, of 2 bytes each
     ran = rows.drop("A/A")
     assert (ran["peak_bytes"] - ran["extra_bytes"]).tolist() == [given] * 2 and (ran["extra_bytes"] > given / 2).all()
+
+
+def test_a_layers_peak_is_predicted_as_it_was_measured():
+    """From the committed records of an H100, whose extra bytes leave out the cuBLAS workspaces of earlier calls."""
+    rows = layer.recorded("h100x1")
+    rows = rows[rows["backend"].isin(["cudnn", "triton"]) & (rows["label"] != "A/A")]
+    assert set(rows["backend"]) == {"cudnn", "triton"}
+    for _, row in rows.iterrows():
+        found = layer.predict(patterns.from_spec(row["pattern_spec"]), "h100", n=int(row["n"]))
+        workspaces = sum(nbytes for name, nbytes in found.at_peak if name == "cuBLAS workspace")
+        assert found.requested_bytes - workspaces == pytest.approx(row["peak_bytes"], rel=1e-5)

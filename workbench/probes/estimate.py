@@ -15,6 +15,7 @@ import gc
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -62,11 +63,29 @@ def trace(case: Case, card: str | cards.Card = "h100", expandable: bool = False)
     """
     card = cards.find(card) if isinstance(card, str) else card
     events, before, backend = life(case, card)
+    return _estimate(card, events, before, backend, milliseconds(case, card, backend), expandable)
+
+
+def program(
+    prepare: Callable[[Callable], tuple], card: str | cards.Card = "h100", names: tuple[str, ...] = (),
+    expandable: bool = False,
+) -> Estimate:  # fmt: skip
+    """The estimate of any program, a module's pass, say; its time is not modelled.
+
+    prepare(make) takes its inputs from make(shape, dtype), tensors on the card named by `names`, makes what else it
+    wants on device "cuda", and returns (call, the name of what executes it); call() is traced, its result held.
+    """
+    card = cards.find(card) if isinstance(card, str) else card
+    events, before, (_, backend) = tracer.run(prepare, card, names)
+    return _estimate(card, events, before, backend, None, expandable)
+
+
+def _estimate(card, events, before, backend, time_ms, expandable) -> Estimate:
     used = allocator.replay(events, expandable=expandable)
     peak, inputs = largest(events, before)
     return Estimate(
         card.key, backend, inputs, used.peak_requested, used.peak_allocated, used.peak_reserved,
-        used.peak_reserved + card.context_bytes, milliseconds(case, card, backend), peak, events,
+        used.peak_reserved + card.context_bytes, time_ms, peak, events,
     )  # fmt: skip
 
 
@@ -265,4 +284,4 @@ def write_efficiency(kind: str = "h100x1") -> dict:
     return families
 
 
-__all__ = ["CannotTrace", "Estimate", "Event", "check", "trace"]
+__all__ = ["CannotTrace", "Estimate", "Event", "check", "program", "trace"]

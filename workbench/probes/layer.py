@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from workbench import dispatch, records
 from workbench.modules import MultiheadAttention
 from workbench.patterns import Dense, Dilated, Pattern
-from workbench.probes import memory, timing
+from workbench.probes import estimate, memory, timing
 from workbench.probes import peers as others
 from workbench.probes.case import FUSED, Case
 from workbench.probes.outcome import Outcome, attempt
@@ -68,6 +68,17 @@ def measure(
     return pd.DataFrame([rows[label] for label in (*cases, "A/A") if label in rows])
 
 
+def predict(pattern: Pattern, card="h100", *, n: int, embed_dim=768, heads=12, dtype="bfloat16") -> estimate.Estimate:
+    """What `measure` would find on a card that need not be there: bytes of a layer's pass, x and parameters too."""
+    case = _cases({"layer": pattern}, (), n, embed_dim, heads, dtype, "cuda")["layer"]
+
+    def prepare(make):
+        x, upstream = (make((1, n, embed_dim), case.dtype) for _ in range(2))
+        return _pass(case, embed_dim, x.requires_grad_(), upstream)[:2]
+
+    return estimate.program(prepare, card, ("x", "gradient of the output"))
+
+
 class Around(MultiheadAttention):
     """The projections of MultiheadAttention around a function of q, k and v (B, N, H, D)."""
 
@@ -115,6 +126,14 @@ def _inputs(embed_dim: int, case: Case) -> tuple[Tensor, Tensor]:
 
 def _prepare(case: Case, embed_dim: int, x: Tensor, upstream: Tensor) -> tuple[Callable[[], tuple], dict]:
     """(one forward and backward pass, its backend, pairs and how many bytes it is given); it ran once."""
+    call, backend, wanted = _pass(case, embed_dim, x, upstream)
+    call()
+    given = sum(t.nbytes for t in (*wanted, upstream))
+    return call, {"backend": backend, "pairs": case.pattern.pairs(case.n, case.heads), "given_bytes": given}
+
+
+def _pass(case: Case, embed_dim: int, x: Tensor, upstream: Tensor) -> tuple[Callable[[], tuple], str, tuple]:
+    """(one forward and backward pass, its backend, the tensors whose gradients it gives)."""
     pattern, backend = case.pattern, case.backend
     make, kernel = MultiheadAttention, contextlib.nullcontext
     if backend in others.LONGNET:
@@ -138,9 +157,7 @@ def _prepare(case: Case, embed_dim: int, x: Tensor, upstream: Tensor) -> tuple[C
             y = layer(x)
         return torch.autograd.grad(y, wanted, upstream)
 
-    call()
-    given = sum(t.nbytes for t in (*wanted, upstream))
-    return call, {"backend": backend, "pairs": pattern.pairs(case.n, case.heads), "given_bytes": given}
+    return call, backend, wanted
 
 
 def _compare(calls: Mapping[str, Callable], samples: int, seconds: float) -> tuple[dict, dict[str, Outcome]]:

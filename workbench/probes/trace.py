@@ -324,6 +324,8 @@ def impersonate(card: Card):
         (torch.cuda, "device", lambda *_: contextlib.nullcontext()),
         (torch.cuda, "get_device_capability", lambda *_: card.capability),
         (torch.cuda, "get_device_properties", lambda *_: properties),
+        (torch.cuda, "get_rng_state", lambda *_: torch.zeros(16, dtype=torch.uint8)),
+        (torch.cuda, "set_rng_state", lambda *_: None),
         (torch.backends.cudnn, "is_available", lambda: True),
     ]
     with contextlib.suppress(ImportError):
