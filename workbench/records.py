@@ -89,15 +89,17 @@ class Recorder:
 
         Only rows of the same code (`source`), device and torch count, whoever wrote them.
         """
+        return any(row.get("status") in SETTLED for row in self.rows(**key))
+
+    def rows(self, **key) -> list[dict]:
+        """The journal's rows with these fields, in order, of the same code (`source`), device and torch."""
         self._refresh()
         same = {name for name, run in self._runs.items() if all(run.get(x) == self.run.get(x) for x in _SAME)}
         key = plain(key)
-        return any(
-            row.get("run") in same
-            and row.get("status") in SETTLED
-            and all(x in row and row[x] == value for x, value in key.items())
-            for row in self._rows
-        )
+        return [
+            row for row in self._rows
+            if row.get("run") in same and all(x in row and row[x] == value for x, value in key.items())
+        ]  # fmt: skip
 
     def _refresh(self) -> None:
         with open(self.path, "rb") as journal:

@@ -1,14 +1,10 @@
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import workbench as wb
-from workbench.probes import fresh, memory
+from workbench.probes import memory
 
 MB = 1 << 20
 ROOT = Path(wb.__file__).parents[1]
@@ -22,21 +18,6 @@ def array():
 
 def mean_of_values(q, k, v):
     return q + v.mean(1, keepdim=True)
-
-def dies(how):
-    if how == "kill":
-        os.kill(os.getpid(), 9)
-    if how == "exit":
-        print("went away", file=sys.stderr, flush=True)
-        os._exit(1)
-    if how == "sleep":
-        time.sleep(600)
-    if how == "hungry":
-        return torch.empty(1 << 60)
-
-def leaves_a_child():
-    import subprocess
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 """
 
 
@@ -96,31 +77,6 @@ def test_fresh_process_sees_memory_that_torch_does_not(mine):
     assert (row["status"], row["error"], row["backend"]) == ("ok", None, "mine:mean_of_values")
 
 
-@pytest.mark.parametrize(
-    "how, status, error",
-    [
-        ("kill", "killed", "SIGKILL"),
-        ("exit", "killed", "exit code 1: went away"),
-        ("sleep", "timeout", "within 5 s"),
-        ("hungry", "oom", "memory"),
-    ],
-)
-def test_a_fresh_process_that_dies_is_data(mine, how, status, error):
-    begin = time.monotonic()
-    outcome = fresh.run("mine:dies", (how,), timeout_s=5 if how == "sleep" else 120)
-    assert outcome.status == status and error in outcome.error and outcome.result is None
-    assert how != "sleep" or time.monotonic() - begin < 60
-
-
-def test_a_child_left_behind_does_not_hold_up_the_answer_and_ends(mine):
-    outcome = fresh.run("mine:leaves_a_child", (), timeout_s=60)
-    assert outcome.status == "ok", outcome
-    end = time.monotonic() + 10
-    while _alive(outcome.result) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not _alive(outcome.result)
-
-
 def test_refusals():
     row = memory.measure_attention(wb.Dense(), n=64, heads=2, head_dim=8, backend="nonsense", in_process=True)
     assert row["status"] == "refused" and "nonsense" in row["error"] and row["peak_bytes"] is None
@@ -128,29 +84,3 @@ def test_refusals():
         memory.measure_attention(wb.Predicate(lambda h, i, j: i == j), n=8, heads=1, head_dim=8)
     with pytest.raises(RuntimeError, match="killed: ModuleNotFoundError"):
         memory.measure("no_such_module:fn")
-
-
-def test_a_fresh_process_does_not_outlive_its_parent(mine, tmp_path):
-    (tmp_path / "tells.py").write_text(
-        "import os, pathlib, time\n"
-        "def pid(path):\n    pathlib.Path(path).write_text(str(os.getpid()))\n    time.sleep(600)\n"
-    )
-    code = f"from workbench.probes import fresh; fresh.run('tells:pid', ({str(tmp_path / 'pid')!r},))"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
-    parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
-    end = time.monotonic() + 120
-    while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()) and time.monotonic() < end:
-        time.sleep(0.1)
-    child = int((tmp_path / "pid").read_text())
-    parent.kill()
-    parent.wait()
-    while _alive(child) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not _alive(child)
-
-
-def _alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

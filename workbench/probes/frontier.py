@@ -237,7 +237,7 @@ def _probed(case: Case, asked: dict, check: bool, recorder, server: Server, say)
     """
     fields = case.fields() | asked | {"stage": "probe", "check": check}
     key = {x: y for x, y in fields.items() if x != "backend" and y is not None}
-    known = _recorded(recorder, key) if recorder is not None else []
+    known = recorder.rows(**key) if recorder is not None else []
     if settled := [row for row in known if row["status"] in records.SETTLED or row["limiter"] == "launch"]:
         return settled[-1]
     late = [row for row in known if row["status"] == "timeout"]
@@ -275,16 +275,6 @@ def _probe(case: Case, asked: dict, check: bool, server: Server) -> dict:
     row["load"] = max(row["reserved_bytes"] / asked["budget_bytes"], lateness)
     row["limiter"] = "validity" if row["valid"] is False else "time" if lateness > 1 else None
     return row
-
-
-def _recorded(recorder, key: dict) -> list[dict]:
-    """The journal's rows with these fields, of the same code, device and torch."""
-    frame = records.load(recorder.path).astype(object)
-    frame = frame.where(frame.notna(), None)
-    same = {f"run_{x}": recorder.run.get(x) for x in ("source", "device", "torch")} | records.plain(key)
-    rows = [row for row in frame.to_dict("records") if all(row.get(x) == y for x, y in same.items())]
-    whole = ("peak_bytes", "reserved_bytes", "extra_bytes")  # pandas has made them floats where some are missing
-    return [row | {x: None if row[x] is None else int(row[x]) for x in whole} for row in rows]
 
 
 def _probe_words(row: dict) -> str:

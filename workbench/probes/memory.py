@@ -13,13 +13,14 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from workbench.probes import fresh
 from workbench.probes.case import Case, imported
-from workbench.probes.outcome import attempt
+from workbench.probes.outcome import Outcome, attempt
+from workbench.probes.server import Server
 
 STATUS = Path("/proc/self/status")
 
@@ -61,7 +62,7 @@ def measure(fn: Callable[[], object] | str, device: str = "cpu", timeout_s: floa
     RuntimeError where the fresh process fails, with its status; what fn raises here is raised.
     """
     if isinstance(fn, str):
-        outcome = fresh.run("workbench.probes.memory:_alone", (fn, str(device)), timeout_s, MALLOC)
+        outcome = _fresh("_alone", (fn, str(device)), timeout_s)
         if outcome.status != "ok":
             raise RuntimeError(f"{fn}: {outcome.status}: {outcome.error}")
         return outcome.result
@@ -79,16 +80,19 @@ def measure_attention(
     extra_bytes what is above them.
     """
     case = Case(pattern, n, heads, head_dim, dtype, backend, mode, device, batch, kv_heads, nq, seed)
-    if in_process:
-        outcome = attempt(lambda: _of_case(case, resident=False))
-    else:
-        outcome = fresh.run("workbench.probes.memory:_of_case", (case,), timeout_s, MALLOC)
+    here = partial(_of_case, case, resident=False)
+    outcome = attempt(here) if in_process else _fresh("_of_case", (case,), timeout_s)
     row = {"probe": "memory"} | case.fields() | {"status": outcome.status, "error": outcome.error, "measured": True}
     row |= {"pairs": None, "peak_bytes": None, "extra_bytes": None}
     if outcome.status == "ok":
         row["pairs"], row["backend"], memory = outcome.result
         row |= {"peak_bytes": memory.peak_allocated_bytes, "extra_bytes": memory.extra_bytes} | asdict(memory)
     return row
+
+
+def _fresh(function: str, arguments: tuple, timeout_s: float) -> Outcome:
+    with Server(MALLOC) as server:
+        return server.run(f"{__name__}:{function}", arguments, timeout_s)
 
 
 def _of_case(case: Case, resident: bool = True) -> tuple[int, str, Memory]:

@@ -8,6 +8,7 @@ do not survive a fork).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -25,7 +26,6 @@ from pathlib import Path
 import psutil
 
 from workbench.probes.case import imported
-from workbench.probes.fresh import die_with
 from workbench.probes.outcome import Outcome, attempt
 
 PRELOAD = ("workbench.dispatch", "workbench.execution.torch_backend")  # beside what this module imports
@@ -227,6 +227,15 @@ def _child(asker: Connection, work: bytes, path: list[str], folder: str, answer,
 def _job(work: bytes):
     function, arguments = pickle.loads(work)
     return imported(function)(*arguments)
+
+
+def die_with(parent: int) -> None:
+    """Have the system kill this process when its parent ends, however that ends: it may hold a card."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before that
+            os._exit(1)
 
 
 def _prefer_to_be_killed() -> None:

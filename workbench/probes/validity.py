@@ -59,7 +59,9 @@ class Validity:
         return not self.wrong
 
     def __str__(self) -> str:
-        of = f"{self.rows} rows and {self.keys} keys" + (f" ({self.note})" if self.note else "")
+        counts = ((self.rows, "row"), (self.keys, "key"))
+        of = " and ".join(f"{count} {what}{'s' * (count != 1)}" for count, what in counts if count) or "nothing"
+        of += f" ({self.note})" if self.note else ""
         if self.ok:
             return f"right at {of}"
         more = f", and {len(self.wrong) - 1} more" if len(self.wrong) > 1 else ""
