@@ -64,9 +64,14 @@ def stacks(blocks: Blocks, row_elements: int) -> Iterator[Strips]:
         height = max(1, limit // s.columns.shape[1])
         if not s.full:
             height = max(1, min(height, SCORES // (a * c * s.columns.shape[1])))
-        parts = (t.split(height) for t in (s.layout, s.rows, s.columns))
-        for layout, rows, columns in zip(*parts, strict=True):
-            yield Strips(layout, rows, columns, s.full)
+        yield from split(s, height)
+
+
+def split(s: Strips, height: int) -> Iterator[Strips]:
+    """The strips in stacks of `height`."""
+    parts = (t.split(height) for t in (s.layout, s.rows, s.columns))
+    for layout, rows, columns in zip(*parts, strict=True):
+        yield Strips(layout, rows, columns, s.full)
 
 
 class Grid:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,18 @@ class Blocks:
     def to(self, device) -> Blocks:
         moved = (t.to(device) for t in (self.starts, self.columns, self.full))
         return Blocks(self.block_size, self.n, self.nq, self.layouts, *moved)
+
+    def row_counts(self) -> Tensor:
+        """int64 (2, layouts, rows): how many blocks each row has, and how many of them are full.
+
+        A last key block that is cut off by the end counts as not full.
+        """
+        full, lines = self.full, len(self.starts) - 1
+        if self.n % self.block_size[1]:
+            full = full & (self.columns < self.cols - 1)
+        line = torch.arange(lines).repeat_interleave(self.starts.diff())
+        counts = torch.stack([self.starts.diff(), torch.bincount(line[full], minlength=lines)])
+        return counts.view(2, self.layouts, self.rows)
 
     @classmethod
     def from_dense(cls, block_size, n, nq, visible: Tensor, full: Tensor) -> Blocks:
@@ -160,6 +173,10 @@ class Pattern:
         """The blocks that hold a visible pair; one layout where `count` does not depend on the head."""
         raise NotImplementedError(f"{self} has no block form")
 
+    def row_counts(self, n: int, heads: int, nq: int | None = None, block_size=None) -> Tensor:
+        """`Blocks.row_counts` of `blocks`; without the list where there is a rule."""
+        return self.blocks(n, heads, nq, *(() if block_size is None else (block_size,))).row_counts()
+
     def _uncovered(self, n: int, heads: int, nq: int) -> Tensor:
         """int64 (heads,): rows that no key reaches."""
         out = torch.zeros(heads, dtype=torch.int64)
@@ -188,6 +205,25 @@ class Pattern:
     def __repr__(self) -> str:
         args = ", ".join(f"{k}={json.dumps(v)}" for k, v in self.spec().items() if k != "pattern")
         return f"{type(self).__name__}({args})"
+
+
+def repeated(counts: Callable[[int], Tensor], n: int, block: int, period: int, reach: int) -> Tensor:
+    """counts(n) (..., rows of `block` tokens) of a pattern that looks the same `period` rows on, from short lengths.
+
+    Which blocks a row has depends on where rows and columns are in their period and, up to `reach` blocks, on how far
+    they are from each other and from the ends. A period more of columns on one side of a row, beyond the reach, then
+    adds so many blocks each time.
+    """
+    reach, step = reach + 1, period * block
+    turns = (n - (2 * reach + period + 1) * block) // step  # periods that can be taken out
+    if turns < 1:
+        return counts(n)
+    short, longer = counts(n - turns * step), counts(n - (turns - 1) * step)
+    row = torch.arange(-(-n // block))
+    before = ((row - reach) // period).clamp(0, turns)  # of these periods, so many lie before the row
+    row = row - before * period
+    here = short[..., row]
+    return here + before * (longer[..., row + period] - here) + (turns - before) * (longer[..., row] - here)
 
 
 def pair_of(block_size) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from workbench.patterns import layouts
 from workbench.patterns.arguments import describe, flag, wholes
-from workbench.patterns.base import TILE, Blocks, Pattern, pair_of
+from workbench.patterns.base import TILE, Blocks, Pattern, pair_of, repeated
 from workbench.patterns.predicate import evaluate, source_of
 
 CHUNK = 1 << 20  # cells of the block grid that are looked at at once: a few MB
@@ -114,6 +114,20 @@ class BlockSparse(Pattern):
         starts = torch.cat(widths).cumsum(0)
         return Blocks(self.block_size, n, nq, layouts, starts, torch.cat(columns), torch.cat(full))
 
+    def row_counts(self, n, heads, nq=None, block_size=None):
+        nq = self.check(n, heads, nq)
+        (bq, bk), layout = self.block_size, self.layout
+        plain = self.predicate is None and self.causal_rank is None
+        if not plain or not nq or (n - nq) % bq or block_size not in (None, self.block_size):
+            return super().row_counts(n, heads, nq, block_size)
+        first = (n - nq) // bq
+        if layout.row_counts and not self.causal and n % bk == 0:
+            return layout.row_counts(self._grid(n))[first:].expand(2, heads if layout.per_head else 1, -1)
+        if layout.repeats is None or bq != bk:
+            return super().row_counts(n, heads, nq, block_size)
+        whole = super().row_counts  # of all positions
+        return repeated(lambda m: whole(m, heads), n, bq, *layout.repeats)[..., first:]
+
     def block_density(self, n, heads, nq=None, block_size=None):
         blocks = self.blocks(n, heads, nq, block_size)
         return len(blocks.columns) / max(1, blocks.layouts * blocks.rows * blocks.cols)
@@ -187,11 +201,28 @@ class BlockSparse(Pattern):
 
     def pairs(self, n, heads, nq=None):
         nq = self.check(n, heads, nq)
+        (bq, bk), layout = self.block_size, self.layout
+        if self.predicate is None and self.causal_rank is None and nq == n:
+            if layout.row_counts and not self.causal and n % bq == n % bk == 0:
+                return heads * bq * bk * int(layout.row_counts(self._grid(n)).sum())
+            if layout.repeats and bq == bk:
+                return heads * self._pairs_repeated(n, *layout.repeats)
         total = sum(self._pairs(part, n, nq) for part in self._parts(n, heads, nq))
         return total if self._by_head(n, heads) else heads * total
 
     def distinct(self, n, heads, nq=None):
         return self.pairs(n, heads, nq)
+
+    def _pairs_repeated(self, n, period, reach) -> int:
+        """The pairs of a head: a period more of rows and columns adds more each time, and always by as much more."""
+        step = period * self.block_size[0]
+        turns = (n - 2 * (reach + 1) * self.block_size[0]) // step - 1
+        lengths = [n] if turns < 2 else [n - (turns - x) * step for x in range(3)]
+        found = [sum(self._pairs(part, m, m) for part in self._parts(m, 1, m)) for m in lengths]
+        if turns < 2:
+            return found[0]
+        more = found[1] - found[0]
+        return found[0] + turns * more + turns * (turns - 1) // 2 * (found[2] - found[1] - more)
 
     def _pairs(self, part: Part, n, nq) -> int:
         (q0, q1), (k0, k1) = self._spans(part, n, nq)

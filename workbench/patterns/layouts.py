@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import operator
 import zlib
 from collections.abc import Callable
@@ -32,6 +33,8 @@ class Layout:
     visible(h, i, j, grid): broadcastable integer tensors and grid = (rows, columns) of blocks -> bool
     per_head: whether it depends on the head
     of: what a combination combines; tensor: the blocks of an explicit layout
+    repeats: (period, reach) where visible depends on i and j modulo the period and, up to the reach, on i - j, i and j
+    row_counts: grid -> int64 (rows,), how many blocks each row has, where this is known without looking
     """
 
     kind: str
@@ -40,6 +43,8 @@ class Layout:
     per_head: bool = False
     of: tuple[Layout, ...] = ()
     tensor: Tensor | None = None
+    repeats: tuple[int, int] | None = None
+    row_counts: Callable[[tuple[int, int]], Tensor] | None = None
 
     def __or__(self, other):
         return _combine("|", self, other, lambda *x: self.visible(*x) | other.visible(*x))
@@ -51,7 +56,7 @@ class Layout:
         return _combine("-", self, other, lambda *x: self.visible(*x) & ~other.visible(*x))
 
     def __invert__(self):
-        return Layout("~", {}, lambda *x: ~self.visible(*x), self.per_head, (self,))
+        return Layout("~", {}, lambda *x: ~self.visible(*x), self.per_head, (self,), repeats=self.repeats)
 
     @property
     def batch(self) -> int | None:
@@ -125,7 +130,10 @@ def _combine(kind, left, right, visible) -> Layout:
         return NotImplemented
     if left.batch is not None and right.batch is not None and left.batch != right.batch:
         raise ValueError(f"layouts of batch {left.batch} and {right.batch}: want one batch size")
-    return Layout(kind, {}, visible, left.per_head or right.per_head, (left, right))
+    repeats = None
+    if left.repeats and right.repeats:
+        repeats = math.lcm(left.repeats[0], right.repeats[0]), max(left.repeats[1], right.repeats[1])
+    return Layout(kind, {}, visible, left.per_head or right.per_head, (left, right), repeats=repeats)
 
 
 def from_spec(spec: dict) -> Layout:
@@ -150,21 +158,21 @@ def local(k: int) -> Layout:
     """|i - j| <= k"""
     k = whole("k", k, 0)
     reach = min(k, FAR)
-    return Layout("local", {"k": k}, lambda h, i, j, grid: (i - j).abs() <= reach)
+    return Layout("local", {"k": k}, lambda h, i, j, grid: (i - j).abs() <= reach, repeats=(1, reach))
 
 
 def global_(k: int) -> Layout:
     """i < k or j < k"""
     k = whole("k", k, 0)
     first = min(k, FAR)
-    return Layout("global_", {"k": k}, lambda h, i, j, grid: (i < first) | (j < first))
+    return Layout("global_", {"k": k}, lambda h, i, j, grid: (i < first) | (j < first), repeats=(1, first))
 
 
 def strided(s: int) -> Layout:
     """i = j (mod s)"""
     s = whole("s", s, 1)
     step = min(s, FAR)
-    return Layout("strided", {"s": s}, lambda h, i, j, grid: i % step == j % step)
+    return Layout("strided", {"s": s}, lambda h, i, j, grid: i % step == j % step, repeats=(step, 0))
 
 
 def dilated(offsets=(1, 2, 4)) -> Layout:
@@ -178,7 +186,7 @@ def dilated(offsets=(1, 2, 4)) -> Layout:
             seen |= distance == min(offset, FAR)
         return seen
 
-    return Layout("dilated", {"offsets": list(offsets)}, visible)
+    return Layout("dilated", {"offsets": list(offsets)}, visible, repeats=(1, min(max(offsets, default=0), FAR)))
 
 
 def hierarchical(window: int = 1, levels: int = 4) -> Layout:
@@ -198,7 +206,9 @@ def hierarchical(window: int = 1, levels: int = 4) -> Layout:
         divisor = torch.where(j % divisor == 0, divisor, j & -j)
         return ((i - j).abs() + reach - 1) // reach <= divisor  # no product: int32 could overflow
 
-    return Layout("hierarchical", {"window": window, "levels": levels}, visible)
+    longest = 1 << (levels - 1)
+    repeats = longest, reach * longest
+    return Layout("hierarchical", {"window": window, "levels": levels}, visible, repeats=repeats)
 
 
 def random(density: float, seed: int = 0, per_head: bool = False) -> Layout:
@@ -210,6 +220,10 @@ def random(density: float, seed: int = 0, per_head: bool = False) -> Layout:
     if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0 < density <= 1:
         raise ValueError(f"density={density!r}: want a number in (0, 1], the share of blocks that is visible")
     seed, per_head = whole("seed", seed, 0), flag("per_head", per_head)
+
+    def row_counts(grid):
+        total = max(grid[0], round(density * grid[0] * grid[1]))
+        return (torch.arange(grid[0] + 1) * total // grid[0]).diff()
 
     def visible(h, i, j, grid):
         rows, cols = grid
@@ -225,7 +239,7 @@ def random(density: float, seed: int = 0, per_head: bool = False) -> Layout:
         return table.to(i.device)[head.long(), line, j.long()]
 
     arguments = {"density": float(density), "seed": seed, "per_head": per_head}
-    return Layout("random", arguments, visible, per_head)
+    return Layout("random", arguments, visible, per_head, row_counts=row_counts)
 
 
 def explicit(blocks: Tensor, name: str = "explicit") -> Layout:

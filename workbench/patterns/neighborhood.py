@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.patterns.arguments import whole, wholes
-from workbench.patterns.base import Blocks, Pattern, pair_of
+from workbench.patterns.base import Blocks, Pattern, pair_of, repeated
 
 CHUNK = 1 << 22  # cells of windows that are looked at at once: a few hundred MB at the very most
 
@@ -73,6 +73,9 @@ class Neighborhood(Pattern):
 
     def pairs(self, n, heads, nq=None):
         nq = self.check(n, heads, nq)
+        if self.ordering is None and nq == n:  # windows are boxes: one axis times the other
+            reaches = [(side, min(r, side - 1)) for side, r in zip(self.shape, self.radius, strict=True)]
+            return heads * math.prod(side * (2 * r + 1) - r * (r + 1) for side, r in reaches)
         window = (self.rank >= 0).long().view(self.shape)  # becomes: how many tokens are in each cell's window
         for axis, (side, radius) in enumerate(zip(self.shape, self.radius, strict=True)):
             below = torch.cat([torch.zeros_like(window.narrow(axis, 0, 1)), window.cumsum(axis)], axis)
@@ -125,6 +128,21 @@ class Neighborhood(Pattern):
         starts = torch.cat(widths).cumsum(0)
         full = torch.cat([torch.zeros(0, dtype=torch.bool), *full])
         return Blocks(block_size, n, nq, 1, starts, torch.cat(columns), full)
+
+    def row_counts(self, n, heads, nq=None, block_size=128):
+        nq = self.check(n, heads, nq)
+        bq, bk = pair_of(block_size)
+        if self.ordering is not None or not nq or (n - nq) % bq:
+            return super().row_counts(n, heads, nq, block_size)
+        line = math.prod(self.shape[1:])
+        period = math.lcm(bq, bk, line)
+        reach = (min(self.radius[0], self.shape[0]) + 1) * line + max(bq, bk)
+
+        def whole(m):
+            shorter = Neighborhood((m // line, *self.shape[1:]), self.radius)
+            return Pattern.row_counts(shorter, m, heads, m, block_size)
+
+        return repeated(whole, n, bq, period // bq, -(-reach // bq))[..., (n - nq) // bq :]
 
     def _run_starts(self, label: Tensor) -> Tensor:
         """bool (cells,): where a run of equal labels along the last axis begins."""

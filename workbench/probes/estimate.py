@@ -219,8 +219,8 @@ def block_pairs(case: Case) -> int:
 
     key = repr((case.pattern.spec(), case.n, case.nq))
     if key not in _block_pairs:
-        blocks = case.pattern.blocks(case.n, case.heads, case.nq, block_size_of(case.pattern))
-        _block_pairs[key] = len(blocks.columns) * math.prod(blocks.block_size)
+        size = block_size_of(case.pattern)
+        _block_pairs[key] = int(case.pattern.row_counts(case.n, 1, case.nq, size)[0].sum()) * math.prod(size)
     return _block_pairs[key] * case.heads
 
 
