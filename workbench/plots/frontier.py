@@ -55,8 +55,10 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
             budgets |= set(line["budget_bytes"])
             words.append(f"{name}: {int(last['n']):,} on {_budget(last['budget_bytes'])}")
     late = rows[rows["predicted_limiter"].eq("time")]
-    for ax, scale in ((left, 1), (right, _bytes_a_token(late) / late["budget_bytes"])):
-        ax.plot(late["budget_bytes"], late["predicted_n"] * scale, "x", color="black", markersize=8)
+    for ax in (left, right):
+        if len(late):
+            scale = 1 if ax is left else _bytes_a_token(late) / late["budget_bytes"]
+            ax.plot(late["budget_bytes"], late["predicted_n"] * scale, "x", color="black", markersize=8)
         ax.set(xscale="log", xlabel="budget: what the allocator may reserve")
         ax.xaxis.set_major_formatter(FuncFormatter(_budget))
         ax.xaxis.set_minor_formatter(NullFormatter())

@@ -187,17 +187,22 @@ def milliseconds(case: Case, card: cards.Card, backend: str) -> float | None:
     lines = efficiency().get(family(case, backend, card))
     if not lines or dtype not in card.matmul_tflops:
         return None
-    return operations(case) / (share(lines, case.head_dim, case.n) * card.matmul_tflops[dtype] * 1e9)
+    return operations(case) / (share(lines, case.head_dim, rows(case)) * card.matmul_tflops[dtype] * 1e9)
 
 
-def share(lines: list[dict], head_dim: int, n: int) -> float:
-    """The share of the card's matmul peak at a head_dim and a length, from those measured.
+def rows(case: Case) -> int:
+    """(sequence, query, head): what a card has to share out among its multiprocessors."""
+    return case.batch * case.nq * case.heads
+
+
+def share(lines: list[dict], head_dim: int, rows: int) -> float:
+    """The share of the card's matmul peak at a head_dim and a number of rows, from those measured.
 
     The time of a pair is a line in head_dim: its products grow with it, its exponential does not. Through the two
     nearest measured; where only one was, half of its time is the products' for a smaller head_dim, all for a larger.
     """
     near = sorted({x["head_dim"] for x in lines}, key=lambda d: abs(math.log(d / head_dim)))[:2]
-    times = [(d, d / between(sorted((x["n"], x["share"]) for x in lines if x["head_dim"] == d), n)) for d in near]
+    times = [(d, d / between(sorted((x["rows"], x["share"]) for x in lines if x["head_dim"] == d), rows)) for d in near]
     (d, time), (other, its) = times[0], times[-1]
     slope = (its - time) / (other - d) if other != d else time / d / (2 if head_dim < d else 1)
     return head_dim / max(time + slope * (head_dim - d), time * min(1, head_dim / d))
@@ -238,20 +243,20 @@ def family(case: Case, backend: str, card: cards.Card) -> str:
     return f"{name} {backend} {mask} {case.mode}" + (" float32" if case.dtype == torch.float32 else "")
 
 
-def between(points: list[tuple[int, float]], n: int) -> float:
-    """The share at n, on straight lines over log n between the points, and level beyond the last."""
-    if n >= points[-1][0]:
+def between(points: list[tuple[int, float]], rows: int) -> float:
+    """The share at so many rows, on straight lines over log rows between the points, and level beyond the last."""
+    if rows >= points[-1][0]:
         return points[-1][1]
-    if n <= points[0][0]:
-        return points[0][1] * n / points[0][0]  # launches take over: the time stays
-    x = next(i for i, (m, _) in enumerate(points) if m >= n)
+    if rows <= points[0][0]:
+        return points[0][1] * rows / points[0][0]  # launches take over: the time stays
+    x = next(i for i, (m, _) in enumerate(points) if m >= rows)
     (a, low), (b, high) = points[x - 1 : x + 1]
-    return low + (high - low) * math.log(n / a) / math.log(b / a)
+    return low + (high - low) * math.log(rows / a) / math.log(b / a)
 
 
 @functools.cache
 def efficiency() -> dict[str, list[dict]]:
-    """{family: [{head_dim, n, share of the card's matmul peak}]}, from an H100's records (`write_efficiency`)."""
+    """{family: [{head_dim, rows, share of the card's matmul peak}]}, from an H100's records (`write_efficiency`)."""
     return json.loads(EFFICIENCY.read_text())["families"] if EFFICIENCY.exists() else {}
 
 
@@ -260,25 +265,26 @@ def write_efficiency(kind: str = "h100x1") -> dict:
     from workbench import patterns, records
 
     card, found = cards.find(kind.partition("x")[0]), {}
-    rows = records.load(*sorted((records.default_folder() / kind).glob("*-timing-*.jsonl")))
-    rows = rows[(rows["status"] == "ok") & rows["dtype"].isin(card.matmul_tflops) & rows["median_ms"].notna()]
-    for _, row in rows.iterrows():
+    timed = records.load(*sorted((records.default_folder() / kind).glob("*-timing-*.jsonl")))
+    usual = timed["dtype"].isin(card.matmul_tflops) & timed["median_ms"].notna()
+    timed = timed[(timed["status"] == "ok") & usual]
+    for _, row in timed.iterrows():
         if row.get("label") == "A/A" or row.get("graph") is True:
             continue
         case = Case(patterns.from_spec(row["pattern_spec"]), int(row["n"]), int(row["heads"]), int(row["head_dim"]),
                     row["dtype"], row["backend"], row["mode"], batch=int(row["batch"]))  # fmt: skip
         share = operations(case) / (row["median_ms"] * 1e9 * card.matmul_tflops[row["dtype"]])
-        key = int(row["head_dim"]), int(row["n"])
+        key = int(row["head_dim"]), rows(case)
         latest = found.setdefault(family(case, row["backend"], card), {}).setdefault(key, [])
         latest.append((row["run_utc"], share))
     families = {}
     for name, lines in sorted(found.items()):
         families[name] = []
-        for (d, n), shares in sorted(lines.items()):
+        for (d, count), shares in sorted(lines.items()):
             last = max(x for x, _ in shares)
             some = sorted(share for x, share in shares if x == last)
-            families[name].append({"head_dim": d, "n": n, "share": round(some[len(some) // 2], 4)})
-    table = {"card": card.key, "from": f"outputs/records/{kind}", "torch": str(rows["run_torch"].iloc[-1])}
+            families[name].append({"head_dim": d, "rows": count, "share": round(some[len(some) // 2], 4)})
+    table = {"card": card.key, "from": f"outputs/records/{kind}", "torch": str(timed["run_torch"].iloc[-1])}
     EFFICIENCY.write_text(json.dumps(table | {"families": families}, indent=1) + "\n")
     efficiency.cache_clear()
     return families
