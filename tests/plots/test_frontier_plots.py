@@ -27,16 +27,21 @@ def test_a_line_is_predicted_and_a_marker_measured(rows, measured):
     fig = draw.n_against_budget(rows[rows["card"] == "h100"])
     assert {line.get_marker() for line in fig.axes[0].get_lines()} <= {"None", "x"}
     fig = draw.n_against_budget(measured)
-    assert [x.get_marker() for x in fig.axes[0].get_lines() if x.get_linestyle() == "None"] == ["o", "o", "s", "x"]
+    assert points(fig) == ["o", "o", "s"]
     assert fig.axes[0].get_xlabel().startswith("budget")
+    assert points(draw.n_against_budget(measured.assign(predicted_limiter="time"))) == ["o", "o", "s", "x"]
+
+
+def points(fig):
+    return [x.get_marker() for x in fig.axes[0].get_lines() if x.get_linestyle() == "None"]
 
 
 def test_another_machines_frontiers_are_hollow_and_named(rows, measured):
     fig = draw.n_against_budget(rows[rows["card"] == "h100"], measured)
     named = [text.get_text() for text in fig.legends[0].get_texts()]
     assert "dense, eager · H100" in named and not any("measured here" in text for text in named)
-    points = [x for x in fig.axes[0].get_lines() if x.get_marker() in "os"]
-    assert len(points) == 3 and all(x.get_markerfacecolor() == "white" for x in points)
+    marked = [x for x in fig.axes[0].get_lines() if x.get_marker() in "os"]
+    assert len(marked) == 3 and all(x.get_markerfacecolor() == "white" for x in marked)
 
 
 def test_the_share_is_of_what_inputs_and_results_take(measured):
