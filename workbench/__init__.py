@@ -18,7 +18,9 @@ _HOMES = {
     "virtual": ("VirtualCard",),
 }
 _FROM = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("orderings", "patterns", "probes", "records", "plots", "explore", "report", "machine", "cards")
+_MODULES = (
+    "orderings", "patterns", "probes", "records", "plots", "explore", "report", "machine", "cards", "distributed"
+)  # fmt: skip
 
 __all__ = [*_FROM, *_MODULES]
 

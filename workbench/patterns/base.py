@@ -105,7 +105,7 @@ class Pattern:
         return self
 
     def __getstate__(self):  # a copy is a pattern of its own
-        return {k: v for k, v in self.__dict__.items() if k not in ("handle", "_blocks", "_flex", "_plan")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("handle", "_blocks", "_flex", "_plan", "_shared")}
 
     def count(self, h: Tensor, i: Tensor, j: Tensor, n: int, heads: int) -> Tensor:
         """How often query i of head h sees key j, causality included: broadcastable int64 tensors -> bool or int."""

@@ -76,6 +76,10 @@ class Neighborhood(Pattern):
         if self.ordering is None and nq == n:  # windows are boxes: one axis times the other
             reaches = [(side, min(r, side - 1)) for side, r in zip(self.shape, self.radius, strict=True)]
             return heads * math.prod(side * (2 * r + 1) - r * (r + 1) for side, r in reaches)
+        return heads * int(self.keys()[n - nq :].sum())
+
+    def keys(self) -> Tensor:
+        """int64 (N,): how many keys each token sees."""
         window = (self.rank >= 0).long().view(self.shape)  # becomes: how many tokens are in each cell's window
         for axis, (side, radius) in enumerate(zip(self.shape, self.radius, strict=True)):
             below = torch.cat([torch.zeros_like(window.narrow(axis, 0, 1)), window.cumsum(axis)], axis)
@@ -83,7 +87,7 @@ class Neighborhood(Pattern):
             radius = min(radius, side)
             upto, since = (x + radius + 1).clamp(max=side), (x - radius).clamp(min=0)
             window = below.index_select(axis, upto) - below.index_select(axis, since)
-        return heads * int(window.flatten()[self.curve[n - nq :]].sum())
+        return window.flatten()[self.curve]
 
     def distinct(self, n, heads, nq=None):
         return self.pairs(n, heads, nq)

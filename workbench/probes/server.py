@@ -126,7 +126,7 @@ def main() -> None:
 
 def _serve(asker: Connection, work: bytes, path, folder, timeout_s: float, memory_bytes: int | None) -> bytes:
     """Do a job in a child; its outcome, pickled."""
-    kills = _kills()
+    before = kills()
     with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as said:
         sys.stdout.flush()
         child = os.fork()
@@ -142,7 +142,7 @@ def _serve(asker: Connection, work: bytes, path, folder, timeout_s: float, memor
             found = answer.read()
             if outcome == 0 and found:
                 return found
-            if outcome == -signal.SIGKILL and _kills() > kills:
+            if outcome == -signal.SIGKILL and kills() > before:
                 outcome = Outcome("oom", "killed by the system, which was out of memory")
             else:
                 outcome = _ended(outcome, said)
@@ -177,7 +177,7 @@ def _resident(process: psutil.Process) -> int:
         return 0
 
 
-def _kills() -> int:
+def kills() -> int:
     """How many processes this system has killed for want of memory; 0 where it does not tell."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
@@ -203,7 +203,7 @@ def _child(asker: Connection, work: bytes, path: list[str], folder: str, answer,
     try:
         os.setsid()  # a group of its own, which is killed with it
         die_with(os.getppid())
-        _prefer_to_be_killed()
+        prefer_to_be_killed()
         asker.close()  # else the one who asks would not see that the server has ended
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(said.fileno(), 1)
@@ -238,7 +238,7 @@ def die_with(parent: int) -> None:
             os._exit(1)
 
 
-def _prefer_to_be_killed() -> None:
+def prefer_to_be_killed() -> None:
     """If the system runs out of memory, let it take this process, before the notebook that asked for it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -1,0 +1,88 @@
+"""The table of cases over shards: shapes where ranks, segments and blocks do not agree, odd ones first.
+
+Beside it all of `tests.tools.TABLE`, over shards drawn at random.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from tests import tools
+from tests.tools import TABLE, Case
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, layouts, orderings
+
+EDGE, FEW = layouts.local(1) | layouts.global_(1), layouts.local(1) | layouts.strided(3)
+BY_HEAD, MIXED = layouts.random(0.2, 3, per_head=True), layouts.global_(1) | layouts.random(0.3, 5)
+EVEN = (32, 32), (16, 16, 16, 16)  # 64 positions on two ranks and on four
+
+
+def geometric(n, causal=False):
+    return lambda: Dilated([n // 8, n // 4, n // 2, n], [1, 2, 3, 4], causal=causal)
+
+
+def _odd(c):
+    """(id, pattern, sizes, (lengths of the shards of two ranks, of four))."""
+    return [
+        ("segment-shorter-than-shard", lambda: Dilated([8], [2], c), {"n": 64}, EVEN),
+        ("segment-is-shard", lambda: Dilated([32, 16], [2, 3], c), {"n": 64}, EVEN),
+        ("segment-longer-than-shard", lambda: Dilated([64, 40], [4, 1], c), {"n": 64}, EVEN),
+        ("rate-does-not-divide-start", lambda: Dilated([60], [7], c), {"n": 60, "heads": 9},
+         ((31, 29), (5, 13, 21, 21))),
+        ("geometric", geometric(96, c), {"n": 96, "heads": 8, "kv_heads": 4, "batch": 2},
+         ((48, 48), (24, 24, 24, 24))),
+        ("rates-that-share-no-divisor", lambda: Dilated([90, 50, 33], [5, 3, 4], c),
+         {"n": 90, "heads": 6, "kv_heads": 2}, ((41, 49), (3, 40, 0, 47))),
+        ("same-rows-for-two-branches", lambda: Dilated([64, 64], [2, 4], c), {"n": 64, "heads": 4},
+         ((32, 32), (9, 23, 30, 2))),
+        ("last-queries", lambda: Dilated([64, 20], [2, 3], c), {"n": 64, "nq": 37, "heads": 4},
+         ((32, 32), (20, 20, 20, 4))),
+        ("partition", lambda: Dilated([8, 40, 64], [1, 2, 4], c, heads="partition"),
+         {"n": 64, "heads": 6, "kv_heads": 3}, ((30, 34), (16, 16, 16, 16))),
+        ("blocked", lambda: Dilated([40, 64], [3, 4], c, offsets="blocked"), {"n": 64, "heads": 8},
+         ((30, 34), (1, 2, 60, 1))),
+        ("dense", lambda: Dense(c), {"n": 64, "heads": 4, "kv_heads": 2}, EVEN),
+        ("dense-one-holds-all", lambda: Dense(c), {"n": 23, "heads": 3}, ((0, 23), (0, 23, 0, 0))),
+        ("dense-two-queries", lambda: Dense(c), {"n": 23, "nq": 2}, ((11, 12), (20, 1, 1, 1))),
+        ("dense-empty", lambda: Dense(c), {"n": 0}, ((0, 0), (0, 0, 0, 0))),
+        ("blocks-cut", lambda: BlockSparse(FEW, 8, c), {"n": 77, "heads": 4, "kv_heads": 2},
+         ((37, 40), (3, 30, 1, 43))),
+        ("blocks-whole", lambda: BlockSparse(EDGE, 8, c), {"n": 64}, EVEN),
+        ("blocks-wide-and-ragged", lambda: BlockSparse(MIXED, (4, 6), c), {"n": 64},
+         ((25, 39), (10, 20, 30, 4))),
+        ("blocks-by-head", lambda: BlockSparse(BY_HEAD, 8, c), {"n": 93, "heads": 6, "kv_heads": 3},
+         ((48, 45), (24, 24, 24, 21))),
+        ("blocks-by-sequence", lambda: BlockSparse(tools.batch_layout(2, 4, 9, 9), 8, c),
+         {"n": 69, "heads": 4, "kv_heads": 2, "batch": 2}, ((40, 29), (8, 30, 0, 31))),
+    ]  # fmt: skip
+
+
+def _cases():
+    for c in (False, True):
+        for id, pattern, sizes, (two, four) in _odd(c):
+            yield Case(id + "-causal" * c, pattern, **sizes), {2: two, 4: four}
+    curve = torch.randperm(69, generator=torch.Generator().manual_seed(2))
+    mixed = BlockSparse(layouts.local(1) | layouts.strided(4), 8, True, None, curve)
+    yield Case("causal-in-a-random-order", lambda: mixed, 69, heads=3), {2: (33, 36), 4: (20, 20, 20, 9)}
+    orders = {"rows": None, "hilbert": orderings.hilbert((8, 9)), "random": orderings.random((8, 9), 1)}
+    for name, order in orders.items():
+        grid = Case(f"grid-{name}", lambda o=order: Neighborhood((8, 9), (1, 2), o), 72, heads=4, kv_heads=2)
+        yield grid, {2: (36, 36), 4: (18, 17, 0, 37)}
+    part = orderings.hilbert((8, 8)).restrict((torch.arange(64) % 5 > 0).view(8, 8))
+    yield Case("grid-of-some-cells", lambda: Neighborhood((8, 8), 2, part), 51, 40), {2: (26, 25), 4: (1, 9, 20, 21)}
+    solid = Case("grid-3d", lambda: Neighborhood((4, 5, 3), (1, 0, 2)), 60, batch=2)
+    yield solid, {2: (30, 30), 4: (15, 15, 15, 15)}
+    for case in TABLE.values():
+        if not isinstance(case.pattern(), Predicate):
+            yield case, {world: drawn(case.n, world, case.id) for world in (2, 4)}
+
+
+def drawn(n: int, world: int, seed) -> tuple[int, ...]:
+    """Lengths of shards, some of them 0."""
+    rng = random.Random(str(seed))
+    cuts = [0, *sorted(rng.randint(0, n) for _ in range(world - 1)), n]
+    return tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))
+
+
+CASES = {case.id: (case, shards) for case, shards in _cases()}

@@ -1,0 +1,73 @@
+"""Ranks for tests: processes that stay, joined by gloo, in which functions run; each returns or raises by itself."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch.multiprocessing as mp
+
+DEADLINE = 60  # seconds for one function
+
+
+class Ranks:
+    """`world` spawned processes. run(function, *args) -> what function(rank, world, *args) returned on each."""
+
+    def __init__(self, world: int):
+        self.world = world
+        self.folder = tempfile.TemporaryDirectory()
+        context, store = mp.get_context("spawn"), str(Path(self.folder.name) / "store")
+        self.pipes, self.processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, store, theirs), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function, *args) -> list:
+        """AssertionError with the traces of all ranks that raised, or that gave no answer in time."""
+        for pipe in self.pipes:
+            pipe.send_bytes(pickle.dumps((function, args)))
+        results, errors = [], []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(DEADLINE):
+                self.close()
+                raise AssertionError(f"rank {rank} gave no answer within {DEADLINE} s")
+            result, error = pickle.loads(pipe.recv_bytes())
+            results.append(result)
+            errors += [f"rank {rank} of {self.world}:\n{error}"] if error else []
+        assert not errors, "\n".join(errors)
+        return results
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+
+
+def _serve(rank: int, world: int, store: str, pipe) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    # a rank that hangs on a peer gives up before the test does
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=DEADLINE // 2)
+    )
+    while True:
+        try:
+            function, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = function(rank, world, *args), None
+        except Exception:
+            answer = None, traceback.format_exc()
+        pipe.send_bytes(pickle.dumps(answer))

@@ -1,0 +1,102 @@
+"""What ranks are told before data moves, and what is around the call: compile, checkpoints, a world of one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.distributed import work
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("pattern", "pattern of rank 1 is not that of rank 0"),
+        ("ordering", "pattern of rank 1"),
+        ("dtype", "dtype of rank 1"),
+        ("shape", "shape of rank 1"),
+        ("scale", "scale of rank 1"),
+        ("requires_grad", "requires_grad of rank 1"),
+        ("queries", "rank 0 has 32 queries on 32 keys: the last 63 of 64 positions"),
+        ("v", "k (1, 32, 4, 8), v (1, 31, 4, 8)"),
+        ("strategy", "strategy='ring': want one of"),
+        ("backend", "backend='flex': want one of"),
+        ("heads", "3 heads on 3 key heads, want multiples of 2"),
+        ("predicate", "want Dense, Dilated, BlockSparse or Neighborhood"),
+        ("tokens", "n=64 on a neighborhood of shape (9, 9)"),
+    ],
+)
+def test_refused_on_every_rank_before_data_moves(ranks, what, words):
+    for kind, text in ranks(2).run(work.refused, what):
+        assert kind == "ValueError" and words in text
+
+
+def test_an_error_on_one_rank_of_four_is_raised_on_all_with_its_reason(ranks):
+    *others, last = ranks(4).run(work.refused, "v")
+    assert last[0] == "ValueError" and not last[1].startswith("rank")
+    assert set(others) == {("ValueError", f"rank 3: {last[1]}")}
+
+
+@pytest.mark.parametrize(("what", "kind"), [("out of memory", "OutOfMemoryError"), ("bug", "RuntimeError")])
+def test_what_goes_wrong_while_preparing_on_one_rank_is_raised_on_all_and_the_group_goes_on(ranks, what, kind):
+    first, last = ranks(2).run(work.refused, what)
+    assert first == (kind, f"rank 1: {last[1]}")
+    assert last[0] == {"bug": "KeyError"}.get(what, kind)
+
+
+def test_an_out_of_memory_in_the_backward_is_raised_on_all_and_the_group_goes_on(ranks):
+    assert ranks(2).run(work.out_of_memory_backward) == [
+        ("OutOfMemoryError", "rank 1: no room"),
+        ("OutOfMemoryError", "no room"),
+    ]
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "compile"])
+def test_checkpointing_and_compile_change_nothing(ranks, how):
+    assert ranks(2).run(work.checkpointed, how) == [0.0, 0.0]
+
+
+def test_auto_says_what_it_moves_and_moves_that(ranks):
+    found = ranks(4).run(work.explained)
+    for pattern, strategy in enumerate(("sequence", "heads")):
+        sentences = {one[pattern][0] for one in found}
+        assert len(sentences) == 1 and (sentence := sentences.pop()).startswith(strategy)
+        assert f"forward moves {sum(one[pattern][1] for one in found):,} bytes" in sentence
+
+
+def test_a_call_like_the_last_one_agrees_once(ranks):
+    assert ranks(2).run(work.once_again) == [[2, 1], [2, 1]]
+
+
+def test_autocast_is_that_of_one_device(ranks):
+    assert ranks(2).run(work.autocast) == [("torch.bfloat16", 0.0)] * 2
+
+
+def test_a_group_of_one_is_one_device(ranks):
+    assert ranks(2).run(work.alone) == [True, True]
+
+
+def test_one_rank_needs_no_process_group():
+    assert not torch.distributed.is_initialized()
+    q = torch.randn(1, 40, 2, 8, requires_grad=True)
+    pattern = wb.Dilated([8, 40], [1, 2])
+    out, lse = wb.distributed.attention(q, q, q, pattern, return_lse=True)
+    want = wb.attention(q, q, q, pattern, return_lse=True)
+    assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
+    assert wb.distributed.explain(q, q, q, pattern).startswith("one rank: torch")
+    with pytest.raises(ValueError, match="strategy='ring'"):
+        wb.distributed.attention(q, q, q, pattern, strategy="ring")
+
+
+def test_a_plan_loads_neither_the_exchange_nor_the_plots():
+    code = (
+        "import sys, workbench as wb; d = wb.distributed\n"
+        "print(d.plan(wb.Dense(), d.Shards.even(10, 3), 2).balance)\n"
+        "assert not {'workbench.distributed.exchange', 'matplotlib'} & set(sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(found.stdout) > 1

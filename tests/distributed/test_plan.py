@@ -1,0 +1,265 @@
+"""Plans: exactly the rows that queries see, counted without listing them, for any number of ranks in one process."""
+
+from __future__ import annotations
+
+import time
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import numpy as np
+import pytest
+import torch
+
+import workbench as wb
+from tests.distributed.cases import CASES, drawn
+from tests.distributed.work import plan_of
+from workbench import layouts, orderings
+from workbench.distributed import Plan, Shards, plan
+from workbench.distributed.combs import Comb
+from workbench.distributed.plans import Stage
+from workbench.distributed.shards import Rows, clip
+from workbench.plots import distributed as draw
+
+WORLDS = (1, 2, 3, 4, 7)
+MINIMAL = [id for id, (case, _) in CASES.items() if not getattr(case.pattern(), "predicate", None)]
+
+
+def seen(case, pattern) -> torch.Tensor:
+    """bool (key heads, Nq, N): which rows a query sees under one of the heads of a key head, in any of the batch."""
+    each = (
+        [pattern] if getattr(pattern, "batch", None) is None else [pattern.for_batch(b) for b in range(pattern.batch)]
+    )
+    heads, key_heads = case.heads, case.kv_heads or case.heads
+    total = sum(x.multiplicity(case.n, heads, case.nq) for x in each) > 0
+    return total.view(key_heads, heads // key_heads, *total.shape[1:]).any(1)
+
+
+@pytest.mark.parametrize("id", MINIMAL)
+def test_needs_are_exactly_what_is_seen(id):
+    case = CASES[id][0]
+    count = seen(case, case.pattern())
+    for world in WORLDS:
+        found = plan_of(case, drawn(case.n, world, id), "sequence")
+        first, want = case.n - found.nq, torch.zeros(world, world, dtype=torch.int64)
+        for target in range(world):
+            rows = [x - first for part in found.work(target) for x in part]
+            visible = count[:, rows].any(1)  # (key heads, N)
+            for source in range(world):
+                if source != target:
+                    own = found.shards[source]
+                    want[source, target] = visible[:, own.start : own.stop].sum()
+        assert torch.equal(found.units, want), world
+        listed = torch.zeros_like(want)
+        for target in range(world):
+            for need in found.needs(target):
+                listed[:, target] += len(need.heads) * need.rows.counts(found.shards)
+                assert bool((need.rows.positions.diff() > 0).all())
+        assert torch.equal(listed, want)
+
+
+@pytest.mark.parametrize("id", CASES)
+def test_pairs_of_the_ranks_are_those_of_the_pattern(id):
+    case = CASES[id][0]
+    pattern = case.pattern()
+    found = plan_of(case, drawn(case.n, 3, id), "sequence")
+    if isinstance(pattern, wb.BlockSparse):  # visible blocks count as a whole
+        each = [pattern] if pattern.batch is None else [pattern.for_batch(b) for b in range(pattern.batch)]
+        assert found.pairs.sum() >= sum(x.pairs(case.n, case.heads, case.nq) for x in each)
+        return
+    count = pattern.multiplicity(case.n, case.heads, case.nq)
+    first = case.n - found.nq
+    want = [int(count[:, [x - first for part in found.work(p) for x in part]].sum()) for p in range(3)]
+    assert found.pairs.tolist() == want
+
+
+@pytest.mark.parametrize("id", ["geometric", "blocks-by-head", "dense-causal", "grid-hilbert"])
+def test_parcels_of_all_stages_are_the_needs(id):
+    case, shards = CASES[id]
+    found = plan_of(case, shards[4], "sequence")
+    sent = torch.zeros_like(found.units)
+    for stage in found.stages:
+        for source in range(4):
+            for target in range(4):
+                for heads, rows in found.parcels(source, target, stage):
+                    sent[source, target] += len(heads) * len(rows)
+                    assert set(heads) <= set(stage.heads)
+    assert torch.equal(sent, found.units) and bool(sent.any())
+
+
+def test_local_branches_move_nothing_and_a_branch_across_shards_moves_what_it_keeps():
+    n, heads = 1 << 16, 4
+    inside = plan(wb.Dilated([1024, 4096], [1, 4]), Shards.even(n, 8), heads)
+    assert int(inside.units.sum()) == 0 and inside.balance == 1
+    across = plan(wb.Dilated([1024, n], [1, 4]), Shards.even(n, 2), heads)
+    assert across.units.tolist() == [[0, heads * n // 8], [heads * n // 8, 0]]
+    causal = plan(wb.Dilated([1024, n], [1, 4], causal=True), Shards.even(n, 2), heads)
+    assert causal.units.tolist() == [[0, heads * n // 8], [0, 0]]
+
+
+def test_what_two_branches_keep_moves_once():
+    one, two = (plan(wb.Dilated([512] * len(r), r), Shards.even(512, 2), 2) for r in ([2], [2, 4]))
+    assert torch.equal(one.units, two.units)
+
+
+def test_zigzag_is_even_and_says_what_travels():
+    found = plan(wb.Dense(causal=True), Shards.even(1 << 20, 8), 4)
+    assert found.balance < 1.0001
+    one = found.bytes(2, 64)
+    assert torch.equal(one, found.units * 256 + (found.moved + found.moved.T) * 4 * 128)
+    assert int(found.moved.sum()) == (1 << 20) * 7 // 8
+
+
+def test_hilbert_shards_have_short_borders():
+    shape = (256, 256)
+    rows, curve = (
+        plan(wb.Neighborhood(shape, 8, o), Shards.even(1 << 16, 64), 2) for o in (None, orderings.hilbert(shape))
+    )
+    assert int(rows.units.sum()) > 2 * int(curve.units.sum())
+
+
+SCALES = [
+    lambda n: wb.Dilated([4096, 16384, 65536, 262144, n], [1, 2, 4, 8, 16]),
+    lambda n: wb.Dilated([2048, 5000, n], [1, 3, 7], causal=True),
+    lambda n: wb.Dense(causal=True),
+    lambda n: wb.BlockSparse(layouts.local(2) | layouts.global_(1), 512),
+    lambda n: wb.Neighborhood((1024, n // 1024), 4),
+]
+
+
+@pytest.fixture
+def one_thread():
+    """Many small operations: threads that wait for a busy machine would be what is timed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("make", SCALES)
+def test_a_thousand_ranks_and_two_million_positions_in_seconds(make, one_thread):
+    n, start = 1 << 21, time.perf_counter()
+    found = plan(make(n), Shards.even(n, 1024), 12, 4)
+    assert int(found.bytes(2, 64).sum()) > 0 and found.balance >= 1
+    assert time.perf_counter() - start < 20
+    assert "1024 ranks" in str(found)
+
+
+def test_a_plan_says_who_sends_what():
+    text = str(plan(wb.Dilated([1024], [4]), Shards.even(1024, 2), 4))
+    assert (
+        "rank 0 sends 131,072 to 1" in text and "max over mean 1.000" in text
+    )  # 512 rows x 4 heads / 4 x 2 x 128 bytes
+    assert "nothing" in str(plan(wb.Dilated([512], [4]), Shards.even(1024, 2), 4))
+
+
+def test_seconds_are_those_of_the_slower_of_computing_and_moving():
+    found = plan(wb.Dense(), Shards.even(1000, 2), 2)
+    pairs, moved = 2 * 500 * 1000, 2 * 500 * 2 * 64 * 2
+    assert found.seconds(1e6, 1e12, 2, 64) == pytest.approx(pairs / 1e6)
+    assert found.seconds(1e18, 1e6, 2, 64) == pytest.approx(moved / 1e6)
+    assert found.seconds(1e6, 1e6, 2, 64, overlap=False) == pytest.approx((pairs + moved) / 1e6)
+
+
+def test_plans_are_told_apart():
+    even = Shards.even(64, 2)
+    kinds = [wb.Dense(), wb.Dense(True), wb.Dilated([64], [2]), wb.Neighborhood((8, 8), 1),
+             wb.Neighborhood((8, 8), 1, orderings.hilbert((8, 8)))]  # fmt: skip
+    found = [plan(x, even, 2) for x in kinds] + [plan(wb.Dense(), Shards((1, 63)), 2), plan(wb.Dense(), even, 4)]
+    assert len({x.digest for x in found}) == len(found)
+    assert plan(wb.Dilated([64], [2]), even, 2).digest == found[2].digest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((wb.Predicate(lambda h, i, j: i == j), Shards((4, 4)), 2), "want Dense, Dilated"),
+        ((wb.Dense(), Shards((4, 4)), 4, 3), "kv_heads=3 on heads=4"),
+        ((wb.Dense(), Shards((4, 4)), 4, 4, 9), "nq=9 queries on n=8 keys"),
+        ((wb.Neighborhood((3, 3), 1), Shards((4, 4)), 4), "n=8 on a neighborhood"),
+    ],
+)
+def test_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        plan(*arguments)
+
+
+@pytest.mark.parametrize("lengths", [(), (1, -1), (1.0,), (True, 2)])
+def test_lengths_are_ints(lengths):
+    with pytest.raises(ValueError, match="want an int"):
+        Shards(lengths)
+
+
+def test_bytes_wants_a_mode_that_there_is():
+    with pytest.raises(ValueError, match="mode='both'"):
+        plan(wb.Dense(), Shards((4, 4)), 2).bytes(2, 64, mode="both")
+
+
+# --- sets of positions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("teeth", [{(0, 1)}, {(1, 3)}, {(1, 3), (4, 6)}, {(1, 2), (0, 3)}, {(2, 5), (3, 7), (0, 4)}])
+@pytest.mark.parametrize("period", [None, 1])
+def test_combs_count_what_they_list(teeth, period, monkeypatch):
+    if period:
+        monkeypatch.setattr("workbench.distributed.combs.PERIOD", period)
+    comb = Comb(frozenset(teeth))
+    kept = [x for x in range(200) if any(x % r == o for o, r in teeth)]
+    for start, stop in ((0, 200), (13, 14), (50, 143), (9, 9)):
+        want = [x for x in kept if start <= x < stop]
+        assert [int(t) for x in comb.rows(start, stop) for t in x] == want
+    below = comb.below(np.arange(201))
+    assert below.tolist() == [sum(x < y for x in kept) for y in range(201)]
+
+
+def test_owners_skip_the_ranks_that_hold_nothing_at_the_ends():
+    shards = Shards((0, 3, 0, 4, 0))
+    assert [list(shards.owners(*x)) for x in ((0, 7), (0, 3), (3, 4), (2, 4), (5, 5))] == [
+        [1, 2, 3], [1], [3], [1, 2, 3], [],
+    ]  # fmt: skip
+
+
+def test_rows_find_within_and_without():
+    rows = Rows.of([range(1, 20, 3), torch.tensor([21, 22, 30]), range(0)])
+    assert len(rows) == 10
+    assert rows.within(4, 22).positions.tolist() == [4, 7, 10, 13, 16, 19, 21]
+    assert rows.without(range(7, 22)).positions.tolist() == [1, 4, 22, 30]
+    assert rows.find(range(21, 23)).tolist() == [7, 8]
+    assert Rows.of([range(1, 20, 3)]).find(range(4, 17, 6)) == slice(1, 6, 2)
+    assert rows.counts(Shards((5, 0, 15, 11))).tolist() == [2, 0, 5, 3]
+    assert clip(range(2, 30, 7), 3, 20) == range(9, 20, 7)
+
+
+def test_a_stage_brings_at_most_a_sixteenth_or_one_key_head():
+    few = plan(wb.Dilated([1 << 12], [16]), Shards.even(1 << 12, 2), 16)
+    assert few.stages == [Stage(range(16))]
+    assert [len(x.heads) for x in plan(wb.Dense(), Shards.even(1 << 12, 2), 12).stages] == [1] * 12
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def test_traffic_draws_the_bytes_and_the_shares():
+    plans = {
+        "dilated": plan(wb.Dilated([256], [4]), Shards.even(1024, 8), 4),
+        "causal": plan(wb.Dense(True), Shards((9, 90, 1)), 2),
+    }
+    fig = draw.traffic(plans)
+    images = [ax.images[0].get_array() for ax in fig.axes if ax.images]
+    for image, found in zip(images, plans.values(), strict=True):
+        assert np.array_equal(np.asarray(image.filled(0)), found.bytes(2, 64).numpy())
+        assert f"{int(found.bytes(2, 64).sum()):,} bytes" in fig.get_label()
+    alone = draw.traffic({"nothing moves": plan(wb.Dilated([128], [4]), Shards.even(1024, 8), 4)})
+    assert "moves 0 bytes" in alone.get_label()
+
+
+def test_many_ranks_are_drawn_in_groups_that_keep_the_sum():
+    sent = torch.randint(0, 9, (300, 300)).numpy()
+    found = draw.grouped(sent)
+    assert found.shape == (100, 100) and found.sum() == sent.sum() and found[0, 0] == sent[:3, :3].sum()
+
+
+def test_the_simulation_of_one_rank_moves_nothing():
+    assert isinstance(found := plan(wb.Dense(), Shards.even(64, 1), 2), Plan)
+    assert int(found.bytes(2, 64, mode="fwdbwd").sum()) == 0 and found.balance == 1

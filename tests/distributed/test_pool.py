@@ -1,0 +1,388 @@
+"""Every way in which a rank can fail, for real: two ranks over gloo, one of which waits for the other."""
+
+import _thread
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import workbench as wb
+from workbench.distributed import pool as pools
+from workbench.distributed import worker
+from workbench.distributed.pool import Pool, RankError
+
+ROOT = Path(wb.__file__).parents[1]
+TOLD_S = 15.0  # within which the caller is told
+WORKER = "workbench.distributed.worker"
+HERE = """
+import ctypes, os, subprocess, sys, time
+import torch
+import torch.distributed as dist
+
+def whoami(scale=1.0):
+    print("not an answer")
+    total = torch.tensor([scale * (dist.get_rank() + 1)])
+    dist.all_reduce(total)
+    return {"rank": dist.get_rank(), "world": dist.get_world_size(), "sum": total.item(), "pid": os.getpid(),
+            "local": os.environ.get("LOCAL_RANK"), "threads": torch.get_num_threads()}
+
+def leaves_a_child():
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+def raises(culprit):
+    raise LookupError("nothing\\nthere")
+
+def raises_at_once(culprit):
+    raises(culprit)
+
+def refuses(culprit):
+    raise ValueError("n=-1: want a positive length")
+
+def is_killed_and_missed(culprit):
+    is_killed(culprit)
+
+def runs_out(culprit):
+    return torch.empty(1 << 60)
+
+def is_killed(culprit):
+    os.kill(os.getpid(), 9)
+
+def segfaults(culprit):
+    ctypes.string_at(0)
+
+def exits(culprit):
+    sys.exit(0)
+
+def ends(culprit):
+    print("going", file=sys.stderr, flush=True)
+    os._exit(0)
+
+def sleeps(culprit):
+    time.sleep(600)
+
+def returns_a_tensor(culprit):
+    return torch.ones(1)
+
+def fails(culprit, how):
+    if dist.get_rank() == culprit:
+        if how != "raises_at_once":
+            time.sleep(0.2)  # the others wait for it by now
+        return globals()[how](culprit)
+    if how == "raises_at_once":
+        time.sleep(600)  # the others do not notice
+    try:
+        return whoami()
+    except RuntimeError as lost:
+        if how == "is_killed_and_missed":
+            raise KeyError("said by another rank") from lost
+        raise
+
+def pid(folder):
+    with open(os.path.join(folder, str(dist.get_rank())), "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(600)
+"""
+CALLER = """
+import sys
+from workbench.distributed.pool import Pool
+if __name__ == "__main__":
+    with Pool(2, "gloo") as pool:
+        pool.run("faults:pid", [sys.argv[1]])
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("modules")
+        (folder / "faults.py").write_text(HERE)
+        patch.syspath_prepend(folder)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def pair(folder):
+    with Pool(2, "gloo") as pool:
+        yield pool
+
+
+def gone(pids, seconds=5.0) -> bool:
+    end = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not any(map(alive, pids))
+
+
+def alive(pid: int) -> bool:
+    """Whether this process, or a thread of it, runs."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
+    except OSError:
+        return False
+
+
+def when_told(folder: Path) -> list[int]:
+    """The process ids that two ranks have written into this folder."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError, ValueError):
+            return [int((folder / str(rank)).read_text()) for rank in range(2)]
+        time.sleep(0.02)
+    raise AssertionError("the ranks did not start")
+
+
+def test_the_ranks_are_a_group_and_stay_for_the_next_job(pair):
+    first = pair.run("faults:whoami", {"scale": 2})
+    assert [x["rank"] for x in first] == [0, 1] and [x["local"] for x in first] == ["0", "1"]
+    assert all((x["world"], x["sum"], x["threads"]) == (2, 6.0, 1) for x in first)
+    again = pair.run("faults:whoami", [3])
+    assert [x["pid"] for x in again] == [x["pid"] for x in first] and again[0]["sum"] == 9.0
+    assert not {x["pid"] for x in again} & {os.getpid()}
+    assert pair.attempt("faults:whoami").result[1]["sum"] == 3.0
+
+
+FAULTS = {  # how rank 1 fails: status, what the error says, what the stack says
+    "raises": ("killed", "LookupError: nothing", "in raises\n"),
+    "raises_at_once": ("killed", "LookupError: nothing", "in raises_at_once\n"),
+    "refuses": ("refused", "n=-1: want a positive length", "in refuses\n"),
+    "runs_out": ("oom", "memory", "in runs_out\n"),
+    "is_killed": ("killed", "ended by signal 9 (SIGKILL)", "without a word"),
+    "is_killed_and_missed": ("killed", "ended by signal 9 (SIGKILL)", "without a word"),
+    "segfaults": ("killed", "ended by signal 11 (SIGSEGV)", "in segfaults\n"),
+    "exits": ("killed", "SystemExit: 0", "in exits\n"),
+    "ends": ("killed", "ended with exit code 0", "going"),
+    "sleeps": ("timeout", "no answer within 1 s, nor from rank 0", "in sleeps\n"),
+    "returns_a_tensor": ("refused", "Tensor", "not JSON serializable"),
+}
+
+
+@pytest.mark.parametrize("how", FAULTS)
+def test_a_rank_that_fails_is_named_with_the_reason_and_the_stack_and_nothing_is_left(pair, how):
+    status, reason, stack = FAULTS[how]
+    before = [x["pid"] for x in pair.run("faults:whoami")]  # the next job after the fault before
+    children = pair.run("faults:leaves_a_child")
+    begin = time.monotonic()
+    outcome = pair.attempt("faults:fails", {"culprit": 1, "how": how}, timeout_s=1 if how == "sleeps" else 60)
+    assert time.monotonic() - begin < TOLD_S
+    assert (outcome.status, outcome.rank, outcome.result) == (status, 1, None), outcome
+    assert outcome.error.startswith("rank 1 of 2: ") and reason in outcome.error
+    assert stack in outcome.stacks[1], outcome.stacks
+    if how != "returns_a_tensor":  # where rank 0 has what it waits for
+        assert ("in fails\n" if how == "raises_at_once" else "all_reduce") in outcome.stacks[0]
+    assert gone(before + children)
+
+
+def test_the_system_killing_for_memory_is_out_of_memory(pair, monkeypatch):
+    pair.run("faults:whoami")
+    kills = iter([3, 3, 3, 3])  # for either rank, when it is asked to find and to call the function
+    monkeypatch.setattr(pools, "kills", lambda: next(kills, 4))
+    with pytest.raises(RankError, match="rank 1 of 2: killed by the system, which was out of memory\nno stack") as told:
+        pair.run("faults:fails", [1, "is_killed"])
+    assert (told.value.outcome.status, told.value.outcome.rank) == ("oom", 1)
+
+
+@pytest.mark.parametrize(
+    "function, reason",
+    [
+        (lambda: 0, "module of its own"),
+        ("__main__:cell", "module of its own"),
+        ("whoami", "module of its own"),
+        ("nowhere_to_be_found:fn", "no module 'nowhere_to_be_found'"),
+        ("nowhere.to_be_found:fn", "No module named 'nowhere'"),
+        ("faults:nothing", "rank 0 cannot import it.*has no function 'nothing'"),
+        ("broken:fn", "rank 0 cannot import it: ZeroDivisionError"),
+    ],
+)
+def test_a_function_that_cannot_be_imported_is_refused_and_the_ranks_live(pair, folder, function, reason):
+    before = pair.run("faults:whoami")
+    (folder / "broken.py").write_text("1 / 0\n")
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=reason):
+        pair.run(function)
+    assert time.monotonic() - begin < TOLD_S
+    assert [x["pid"] for x in pair.run("faults:whoami")] == [x["pid"] for x in before]
+
+
+def test_what_makes_no_sense_is_refused():
+    for arguments in ({1, 2}, [object()], "text", 3):
+        with pytest.raises(ValueError, match="arguments="):
+            Pool(2, "gloo").run("os:getpid", arguments)
+    for nproc in (0, -1, 1.5, "2"):
+        with pytest.raises(ValueError, match="nproc="):
+            Pool(nproc, "gloo")
+    with pytest.raises(ValueError, match="backend='mpi'"):
+        Pool(2, "mpi")
+    with pytest.raises(ValueError, match="nproc=4096, backend='nccl': want at most the"):
+        Pool(4096, "nccl")
+
+
+def test_a_module_written_a_moment_ago_is_found(pair, folder, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="no module 'written_late'"):
+        pair.run("written_late:fn")
+    pair.run("faults:whoami")  # now the folder has been looked at by all
+    looked_at = folder.stat()
+    (folder / "written_late.py").write_text("def fn():\n    return [float('nan'), 'é']\n")
+    os.utime(folder, ns=(looked_at.st_atime_ns, looked_at.st_mtime_ns))  # its clock may not have ticked since
+    assert [x[1] for x in pair.run("written_late:fn")] == ["é", "é"]
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "elsewhere.py").write_text("def fn():\n    return 7\n")
+    assert pair.run("elsewhere:fn") == [7, 7]
+
+
+def test_large_arguments_and_results_pass(pair):
+    text = "x" * 3_000_000
+    assert pair.run("builtins:str", [text]) == [text, text]
+
+
+def test_an_interrupt_ends_the_job(pair, tmp_path):
+    found = []
+
+    def interrupt():
+        found.extend(when_told(tmp_path))
+        _thread.interrupt_main()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        pair.run("faults:pid", [str(tmp_path)])
+    thread.join()
+    assert found and gone(found)
+    assert pair.run("faults:whoami")[0]["sum"] == 3.0  # by new ranks: no answer is left of the old ones
+
+
+def test_ranks_that_died_between_jobs_are_replaced(pair):
+    first = pair.run("faults:whoami")
+    os.kill(first[1]["pid"], signal.SIGKILL)
+    assert gone([first[1]["pid"]])
+    second = pair.run("faults:whoami")
+    assert gone([first[0]["pid"]]) and not {x["pid"] for x in first} & {x["pid"] for x in second}
+
+
+def test_ranks_that_cannot_start_are_data(folder, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchcard")
+    with Pool(2, "gloo") as pool:
+        outcome = pool.attempt("faults:whoami")
+    assert outcome.status == "killed" and "nosuchcard" in outcome.error and "in join" in outcome.stacks[outcome.rank]
+
+
+def test_a_caller_that_is_killed_takes_its_ranks_along(folder, tmp_path):
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    with subprocess.Popen([sys.executable, "-c", CALLER, tmp_path], env=environment) as caller:
+        pids = when_told(tmp_path)
+        assert all(map(alive, pids))
+        caller.kill()
+    assert gone(pids)
+
+
+def test_eight_ranks(folder):
+    with Pool(8, "gloo") as pool:
+        pids = [x["pid"] for x in pool.run("faults:whoami")]
+        assert len(set(pids)) == 8
+        begin = time.monotonic()
+        outcome = pool.attempt("faults:fails", [5, "is_killed"])
+        assert time.monotonic() - begin < TOLD_S
+        assert (outcome.status, outcome.rank) == ("killed", 5) and len(outcome.stacks) == 8
+        assert gone(pids)
+
+
+def test_one_rank_is_a_group_of_one(folder):
+    with Pool(1, "gloo") as pool:
+        (only,) = pool.run("faults:whoami")
+        assert (only["world"], only["sum"]) == (1, 1.0)
+        pool.close()
+        assert gone([only["pid"]])
+
+
+# --- under other launchers -------------------------------------------------------------------------------------------
+
+
+def launch(command: list[str], folder: Path, **environment: str) -> subprocess.Popen:
+    launchers = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=mine | path | environment)
+
+
+def answers(text: str) -> list[dict]:
+    return sorted(map(json.loads, text.splitlines()), key=lambda answer: answer["rank"])
+
+
+def torchrun(*options: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *options, "-m", WORKER]
+
+
+def test_torchrun(folder):
+    with launch([*torchrun("--nproc_per_node", "2"), "faults:whoami", '{"scale": 2}'], folder) as run:
+        found = answers(run.communicate(timeout=60)[0])
+    assert run.returncode == 0
+    assert [(x["rank"], x["world"], x["status"], x["result"]["sum"]) for x in found] == [
+        (0, 2, "ok", 6.0),
+        (1, 2, "ok", 6.0),
+    ]
+
+
+def test_torchrun_on_two_nodes(folder):
+    options = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_id", "1"]
+    command = [*torchrun(*options, "--rdzv_endpoint", f"127.0.0.1:{free_port()}"), "faults:whoami"]
+    nodes = [launch(command, folder) for _ in range(2)]
+    found = answers("".join(node.communicate(timeout=60)[0] for node in nodes))
+    assert [x["result"]["rank"] for x in found] == [0, 1] and [x["result"]["local"] for x in found] == ["0", "0"]
+    assert all(x["result"]["sum"] == 3.0 for x in found)
+
+
+def test_slurm(folder):
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_NTASKS": "2"}
+    tasks = [
+        launch([sys.executable, "-m", WORKER, "faults:whoami"], folder, SLURM_PROCID=rank, SLURM_LOCALID=rank, **meet)
+        for rank in "01"
+    ]
+    found = answers("".join(task.communicate(timeout=60)[0] for task in tasks))
+    assert [(x["rank"], x["world"], x["result"]["sum"]) for x in found] == [(0, 2, 3.0), (1, 2, 3.0)]
+
+
+def test_no_launcher_is_one_rank_and_a_failure_is_an_answer(folder):
+    with launch([sys.executable, "-m", WORKER, "faults:fails", '[0, "raises"]'], folder) as alone:
+        (found,) = answers(alone.communicate(timeout=60)[0])
+    assert alone.returncode == 1
+    assert (found["rank"], found["world"], found["status"], found["lost_peer"]) == (0, 1, "killed", False)
+    assert found["error"] == "LookupError: nothing" and "in raises\n" in found["stack"]
+
+
+def test_a_rank_is_placed_by_what_the_launcher_says():
+    slurm = {"SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}
+    assert worker.place({}) == (0, 1, 0)
+    assert worker.place(slurm) == (9, 16, 1)
+    assert worker.place(slurm | {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}) == (2, 4, 0)
+    for wrong in (
+        {"RANK": "0"},
+        {"RANK": "0", "WORLD_SIZE": "two", "LOCAL_RANK": "0"},
+        {"RANK": "4", "WORLD_SIZE": "4", "LOCAL_RANK": "0"},
+        {"SLURM_PROCID": "0"},
+    ):
+        with pytest.raises(ValueError, match="RANK|SLURM_PROCID"):
+            worker.place(wrong)
+
+
+def test_ranks_that_are_not_told_where_to_meet_refuse(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="MASTER_ADDR nor MASTER_PORT"):
+        worker.join("gloo")
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]

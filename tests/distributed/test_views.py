@@ -1,0 +1,109 @@
+"""Parts of patterns are patterns: each way of running them gives the same, and it is what the whole pattern gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import workbench as wb
+from tests import tools
+from tests.tools import Case
+from workbench import layouts, orderings
+from workbench.distributed import Shards, jobs, plan, views
+from workbench.distributed.plans import Stage
+from workbench.execution import triton_backend
+from workbench.execution.torch_backend import attend
+
+CURVE = torch.randperm(150, generator=torch.Generator().manual_seed(1))
+EDGE = layouts.local(1) | layouts.global_(1)
+PATTERNS = {
+    "blocks": lambda: wb.BlockSparse(EDGE, 16),
+    "blocks-causal": lambda: wb.BlockSparse(EDGE, 16, True),
+    "blocks-wide": lambda: wb.BlockSparse(EDGE, (16, 32)),
+    "blocks-tall-causal": lambda: wb.BlockSparse(EDGE, (32, 16), True),
+    "blocks-by-head": lambda: wb.BlockSparse(layouts.random(0.3, 2, per_head=True), 16),
+    "causal-in-another-order": lambda: wb.BlockSparse(layouts.strided(3), 16, True, None, CURVE),
+    "grid": lambda: wb.Neighborhood((10, 15), 2, orderings.hilbert((10, 15))),
+    "line": lambda: wb.Neighborhood((150,), 9),
+    "dilated": lambda: wb.Dilated([150, 60, 20], [3, 2, 1]),
+    "dilated-causal": lambda: wb.Dilated([150, 60, 20], [3, 2, 1], True),
+    "dilated-partition": lambda: wb.Dilated([20, 30, 50], [1, 2, 3], heads="partition"),
+}
+
+
+@pytest.mark.skipif(not triton_backend.INSTALLED, reason="Triton is not installed")
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_kernels_take_what_a_rank_attends_to_as_the_torch_backend_does(name, rank):
+    if not triton_backend.interpreted():
+        pytest.skip("the kernels run on this machine's card: tests/gpu")
+    pattern = PATTERNS[name]()
+    found = plan(pattern, Shards((43, 64, 43)), 4, 2)
+    q, k, v, *_ = Case("", None, 150, heads=4, kv_heads=2).inputs(torch.float32)
+    stage = Stage(range(1, 2))
+    for job in jobs.local(found, rank) + jobs.remote(found, rank, stage):
+        for strand in job.strands:
+            keys = strand.keys if isinstance(strand.keys, torch.Tensor) else torch.tensor(list(strand.keys))
+            k_, v_ = (x[:, keys.clamp(min=0), strand.key_heads] * (keys >= 0)[:, None, None] for x in (k, v))
+            q_ = torch.nn.functional.pad(q[:, list(strand.queries), strand.heads], (0, 0, 0, 0, 0, job.spare))
+            assert triton_backend.why_not(q_, k_, job.pattern) is None
+            by_torch, by_kernels = (x.attend(q_, k_, v_, job.pattern.handle, 0.3) for x in (_Torch, triton_backend))
+            length = len(strand.queries)
+            assert tools.relative(by_kernels[0][:, :length], by_torch[0][:, :length]) < 2e-6
+            assert tools.lse_error(by_kernels[1][..., :length], by_torch[1][..., :length].double()) < 2e-6
+
+
+class _Torch:
+    attend = staticmethod(attend)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("options", [{}, {"offsets": "blocked"}, {"heads": "partition"}])
+def test_some_heads_of_a_dilated_pattern_are_those_heads(causal, options):
+    whole = wb.Dilated([8, 20, 40], [1, 2, 4], causal, **options)
+    count = whole.multiplicity(40, 8)
+    for first, heads in ((0, 4), (4, 4), (0, 2)) if options.get("offsets") else ((0, 4), (4, 4), (5, 2)):
+        part = views.some_heads(whole, first, heads, 8)
+        assert torch.equal(part.multiplicity(40, heads), count[first : first + heads])
+        assert part.pairs(40, heads) == int(count[first : first + heads].sum())
+        assert part.divisor(heads) == whole.divisor(8)
+
+
+def test_heads_inside_a_run_of_one_offset_are_no_pattern():
+    whole = wb.Dilated([40], [2], offsets="blocked")
+    with pytest.raises(ValueError, match="gives 4 heads in a row one offset"):
+        views.some_heads(whole, 2, 2, 8)
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        wb.BlockSparse(layouts.random(0.4, 1, per_head=True), 8),
+        wb.BlockSparse(layouts.local(1), 8, predicate=tools.some_rows_only),
+        wb.BlockSparse(layouts.local(1), 8, True),
+        wb.Dense(True),
+    ],
+)
+def test_some_heads_of_other_patterns(whole):
+    part = views.some_heads(whole, 2, 2, 6)
+    assert torch.equal(part.multiplicity(40, 2), whole.multiplicity(40, 6)[2:4])
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_jobs_of_all_ranks_make_up_the_pattern(name):
+    pattern, n, heads = PATTERNS[name](), 150, 4
+    found, total = plan(pattern, Shards((43, 0, 64, 43)), heads, 2), torch.zeros(heads, n, n, dtype=torch.int32)
+    for rank in range(4):
+        for job in jobs.local(found, rank) + jobs.remote(found, rank, Stage(range(2))):
+            first = 0
+            many = sum(len(range(heads)[s.heads]) for s in job.strands)
+            m, queries = len(job.strands[0].keys), len(job.strands[0].queries)
+            count = job.pattern.multiplicity(m, many, queries + job.spare)
+            for strand in job.strands:
+                rows, keys = torch.tensor(list(strand.queries)), torch.as_tensor(strand.keys)
+                for h in range(heads)[strand.heads]:
+                    one = count[first, :queries]
+                    assert not one[:, keys < 0].any()
+                    total[h, rows[:, None], keys[keys >= 0]] += one[:, keys >= 0]
+                    first += 1
+    assert torch.equal(total, pattern.multiplicity(n, heads))

@@ -1,0 +1,438 @@
+"""What the tests run on every rank. Each function gets (rank, world, ...) and returns plain data."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from tests import tools
+from tests.distributed.cases import CASES, drawn
+from tests.tools import Case
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, layouts, orderings
+from workbench.distributed import Plan, Shards, door, exchange
+from workbench.distributed.sequence import Sequence
+from workbench.distributed.shards import clip
+
+TOLERANCE = 1e-12
+
+# --- one case on one rank ---------------------------------------------------------------------------------------------
+
+
+def rows_of(case: Case, lengths, rank: int) -> tuple[slice, slice]:
+    """(rows of q, rows of k) of a rank."""
+    own = Shards(tuple(lengths))[rank]
+    first = case.n - (case.n if case.nq is None else case.nq)
+    queries = clip(range(first, case.n), own.start, max(own.stop, first))
+    return slice(queries.start - first, queries.stop - first), slice(own.start, own.stop)
+
+
+def shard(inputs, rows):
+    q, k, v, g, gl = inputs
+    of_q, of_k = rows
+    return q[:, of_q], k[:, of_k], v[:, of_k], g[:, of_q], gl[:, :, of_q]
+
+
+def part(name: str, x, rows):
+    of_q, of_k = rows
+    return x[:, :, of_q] if name == "lse" else x[:, of_q if name in ("out", "dq") else of_k]
+
+
+def run(pattern, strategy="sequence", **options):
+    return lambda q, k, v, p: door.attention(q, k, v, pattern, strategy=strategy, return_lse=True, **options)
+
+
+def compare(rank, case, lengths, strategy="sequence", dtype=torch.float64, **options) -> dict[str, float]:
+    """Of out, lse, dq, dk, dv: ||error|| over the larger of ||want|| and ||upstream|| of this rank's rows."""
+    pattern, inputs, rows = case.pattern(), case.inputs(dtype), rows_of(case, lengths, rank)
+    want = tools.oracle(inputs, pattern)
+    mine = shard(inputs, rows)
+    with tools.poisoned():
+        got = tools.differentiate(run(pattern, strategy, **options), mine, pattern)
+    found = {}
+    for name, x in got.items():
+        right = part(name, want[name], rows)
+        assert x.shape == right.shape, f"{name} is {tuple(x.shape)}, not {tuple(right.shape)}"
+        assert x.dtype == (mine[4].dtype if name == "lse" else dtype)
+        assert name == "lse" or bool(x.isfinite().all()), f"{name} is not finite"
+        if name == "lse":
+            found[name] = tools.lse_error(x, right) if x.numel() else 0.0
+        else:
+            found[name] = tools.relative(x, right, None if name == "out" else inputs[3])
+    return found
+
+
+class Counted:
+    """Bytes that this rank hands to torch's all-to-all for each of the others, while it is in use."""
+
+    def __init__(self, world: int):
+        self.sent = [0] * world
+
+    def __enter__(self):
+        real = dist.all_to_all_single
+
+        def count(target, source, into, out, **options):
+            assert source.numel() == sum(out) and target.numel() == sum(into)
+            assert not (set(range(source.numel())) and source.data_ptr() == target.data_ptr()), "one buffer for both"
+            self.sent = [a + b * source.element_size() for a, b in zip(self.sent, out, strict=True)]
+            return real(target, source, into, out, **options)
+
+        self.patch = patch.object(dist, "all_to_all_single", count)
+        self.patch.start()
+        return self
+
+    def __exit__(self, *error):
+        self.patch.stop()
+
+
+def exact(rank, world, id, strategy="sequence", cut="heads"):
+    """(errors, bytes sent to each rank, bytes planned) of forward and backward."""
+    case, shards = CASES[id]
+    with Counted(world) as counted, patch.object(Plan, "cut", cut):
+        found = compare(rank, case, shards[world], strategy)
+        plan = plan_of(case, shards[world], strategy)
+        planned = plan.bytes(8, case.head_dim, case.batch, "fwdbwd", lse=True)[rank].tolist()
+    return found, counted.sent, planned
+
+
+def plan_of(case, lengths, strategy="sequence") -> Plan:
+    sizes = (case.pattern(), Shards(tuple(lengths)), case.heads, case.kv_heads or case.heads)
+    nq = case.n if case.nq is None else case.nq
+    return door.choose(strategy, (*sizes, nq), 8, case.head_dim)[0]
+
+
+# --- mutants ----------------------------------------------------------------------------------------------------------
+
+
+def _swapped(patch_):
+    add = exchange.Exchange.add
+    patch_(exchange.Exchange, "add", lambda self, stage, arrived, dk, dv: add(self, stage, arrived, dv, dk))
+
+
+def _hop_dropped(patch_):
+    real = exchange.Exchange.fetch
+
+    def fetch(self, stage, k, v, sent, received):
+        pending = real(self, stage, k, v, sent, received)
+        pending.wait()
+        neighbour = self.slots[stage][1][(self.rank - 1) % self.plan.world]
+        for slot in neighbour:
+            self.parcel(received, slot).zero_()
+        return pending
+
+    patch_(exchange.Exchange, "fetch", fetch)
+
+
+def _return_dropped(patch_):
+    real = exchange.Exchange.add
+
+    def add(self, stage, arrived, dk, dv):
+        for slot in self.slots[stage][0][(self.rank + 1) % self.plan.world]:
+            self.parcel(arrived, slot).zero_()
+        real(self, stage, arrived, dk, dv)
+
+    patch_(exchange.Exchange, "add", add)
+
+
+def _stale_buffer(patch_):
+    patch_(torch.Tensor, "zero_", lambda self: self)
+
+
+def _keys_and_values_swapped(patch_):
+    real = exchange.Exchange.fetch
+    patch_(exchange.Exchange, "fetch", lambda self, stage, k, v, *buffers: real(self, stage, v, k, *buffers))
+
+
+MUTANTS = {
+    "dk-and-dv-swapped": _swapped,
+    "a-hop-dropped": _hop_dropped,
+    "a-returned-gradient-dropped": _return_dropped,
+    "gradients-added-to-what-was-there": _stale_buffer,
+    "keys-and-values-swapped": _keys_and_values_swapped,
+}
+
+
+def mutated(rank, world, name, id):
+    """The largest error of this rank; NaN and infinity count."""
+    case, shards = CASES[id]
+    with contextlib.ExitStack() as stack:
+        MUTANTS[name](lambda *where: stack.enter_context(patch.object(*where)))
+        try:
+            return max(compare(rank, case, shards[world]).values())
+        except AssertionError as error:
+            if "not finite" in str(error):
+                return torch.inf
+            raise
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def loud_keys(rank, world):
+    """Rank 1's keys times 10, an upstream gradient on rank 0 alone, twice: errors of every rank's gradients."""
+    worst = 0.0
+    for pattern in (Dilated([64, 16], [2, 1]), Dense(), Dense(True), BlockSparse(layouts.strided(2), 8)):
+        case = Case("", lambda p=pattern: p, 64, heads=2)
+        q, k, v, g, gl = case.inputs(torch.float64)
+        own = 64 // world
+        k[:, own : 2 * own] *= 10
+        g[:, own:], gl[:] = 0, 0
+        want = tools.oracle((q, k, v, g, gl), pattern)
+        rows = rows_of(case, [own] * world, rank)
+        for _ in range(2):
+            got = tools.differentiate(run(pattern), shard((q, k, v, g, gl), rows), pattern)
+            worst = max(worst, *(float((x - part(name, want[name], rows)).abs().max()) for name, x in got.items()))
+    return worst
+
+
+def blind_to_the_future(rank, world):
+    """Whether keys from t0 on change nothing before t0, by a bit, and something after."""
+    for pattern in (Dilated([64, 24, 8], [3, 2, 1], True), Dense(True), BlockSparse(layouts.local(2), 8, True)):
+        case = Case("", lambda p=pattern: p, 64, heads=2)
+        q, k, v, *_ = case.inputs(torch.float32)
+        rows = rows_of(case, drawn(64, world, 5), rank)[0]
+
+        def whole(k, v, rows=rows, q=q, pattern=pattern):
+            out, lse = run(pattern)(q[:, rows], k[:, rows], v[:, rows], pattern)
+            full, full_lse = torch.zeros_like(q), torch.zeros(1, 2, 64)
+            full[:, rows], full_lse[:, :, rows] = out, lse
+            dist.all_reduce(full)
+            dist.all_reduce(full_lse)
+            return full, full_lse
+
+        tools.check_past(whole, k, v, (1, 17, 32, 33, 63))
+
+
+def dtype_errors(rank, world, name, lengths):
+    """(error, budget) of each quantity, of this rank's rows, in a dtype, without a gradient of lse."""
+    dtype = getattr(torch, name)
+    found = []
+    for pattern in (Dilated([64, 24], [2, 1]), Dense(True), BlockSparse(layouts.strided(2), 8)):
+        case = Case("", lambda p=pattern: p, 64, heads=4, kv_heads=2, head_dim=16)
+        inputs = case.inputs(dtype)
+        inputs[4].zero_()
+        want = tools.oracle(inputs, pattern)
+        rows = rows_of(case, lengths, rank)
+        got = tools.differentiate(run(pattern), shard(inputs, rows), pattern)
+        budget = tools.budgets(pattern, inputs, want)
+        assert got["out"].dtype == dtype and got["dk"].dtype == dtype and got["lse"].dtype == torch.float32
+        whole = {name: torch.zeros(want[name].shape, dtype=torch.float64) for name in tools.NAMES}
+        for name, x in got.items():
+            part(name, whole[name], rows).copy_(x)
+            dist.all_reduce(whole[name])
+        each = {
+            n: tools.relative(x, want[n], None if n == "out" else inputs[3]) for n, x in whole.items() if n != "lse"
+        }
+        found.append({n: (each[n], budget[n]) for n in each})
+        assert tools.lse_error(whole["lse"], want["lse"]) < tools.LSE[dtype]
+    return found
+
+
+def strided(rank, world):
+    """The largest difference between strided inputs, also of the last dimension, and contiguous ones: 0."""
+    worst = 0.0
+    for pattern in (Dilated([64, 24], [2, 1], True), Dense(), Dense(True), BlockSparse(layouts.strided(2), 8)):
+        case = Case("", lambda p=pattern: p, 64, heads=4)
+        mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
+        plain = tools.differentiate(run(pattern), [x.contiguous() for x in mine], pattern)
+        for order in ((3, 1, 0, 2), (0, 2, 1, 3)):  # how the dimensions lie in memory
+            back = [order.index(x) for x in range(4)]
+            turned = [x.permute(order).contiguous().permute(back) for x in mine[:4]]
+            got = tools.differentiate(run(pattern), [*turned, mine[4]], pattern)
+            worst = max(worst, *(float((got[n] - plain[n]).abs().max()) for n in tools.NAMES))
+    return worst
+
+
+def living_bytes(rank, world, times):
+    """Bytes of the tensors that are alive after a first and `times` more iterations, and at most inside the last."""
+    patterns = [Dilated([64, 24], [2, 1]), Dense(True), BlockSparse(layouts.local(1), 8)]
+    case = Case("", None, 64, heads=2)
+    mine = shard(case.inputs(torch.float32), rows_of(case, [64 // world] * world, rank))
+    seen, real = [], exchange.Exchange.add
+
+    def add(*x):
+        seen.append(alive())
+        real(*x)
+
+    for time in range(times + 1):  # the first one also makes the plans
+        last = time == times
+        with patch.object(exchange.Exchange, "add", add) if last else contextlib.nullcontext():
+            for pattern in patterns:
+                tools.differentiate(run(pattern), mine, pattern)
+    gc.collect()
+    return alive(), max(seen)
+
+
+def alive() -> int:
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refused(rank, world, what):
+    """(kind of error, its text) that this rank got; afterwards a right call has to work."""
+    case = Case("", lambda: Dilated([64], [2]), 64, heads=4)
+    mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
+    last, (q, k, v, *_) = rank == world - 1, mine
+    pattern, options = case.pattern(), {}
+    stack = contextlib.ExitStack()
+    if what == "pattern" and last:
+        pattern = Dilated([64], [2], causal=True)
+    elif what == "ordering":
+        pattern = Neighborhood((8, 8), 1, orderings.random((8, 8), int(last)))
+    elif what == "dtype" and last:
+        q, k, v = q.float(), k.float(), v.float()
+    elif what == "shape" and last:
+        q, k, v = (x[..., :4] for x in (q, k, v))
+    elif what == "scale" and last:
+        options["scale"] = 0.5
+    elif what == "queries" and last:
+        q = q[:, 1:]
+    elif what == "v" and last:
+        v = v[:, 1:]
+    elif what == "requires_grad" and last:
+        q = q.clone().requires_grad_()
+    elif what == "strategy":
+        options["strategy"] = "ring"
+    elif what == "backend":
+        options["backend"] = "flex"
+    elif what == "heads":
+        options["strategy"], (q, k, v) = "heads", (x[:, :, :3] for x in (q, k, v))
+    elif what == "predicate":
+        pattern = Predicate(tools.every_third)
+    elif what == "tokens":
+        pattern = Neighborhood((9, 9), 1)
+    elif what in ("out of memory", "bug") and last:
+        error = torch.OutOfMemoryError("no room for 3 GB") if what == "out of memory" else KeyError("lost")
+        stack.enter_context(patch.object(Sequence, "prepare", side_effect=error))
+    with stack, Counted(world) as counted:
+        try:
+            door.attention(q, k, v, pattern, **options)
+            found = None
+        except Exception as error:
+            found = type(error).__name__, str(error)
+    assert sum(counted.sent) == 0, "data moved before the refusal"
+    case = CASES["geometric"]
+    assert max(compare(rank, case[0], case[1][world]).values()) < TOLERANCE
+    return found
+
+
+def out_of_memory_backward(rank, world):
+    """What each rank raises where the last one has no memory for the backward; then the same again, with memory."""
+    case = Case("", lambda: Dilated([64], [2]), 64, heads=4)
+    mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
+    leaves = [x.clone().requires_grad_() for x in mine[:3]]
+    out = door.attention(*leaves, case.pattern())
+    error = torch.OutOfMemoryError("no room") if rank == world - 1 else None
+    found = None
+    with patch.object(Sequence, "prepare", side_effect=error) if error else contextlib.nullcontext():
+        try:
+            out.backward(mine[3], retain_graph=True)
+        except Exception as raised:
+            found = type(raised).__name__, str(raised)
+    out.backward(mine[3])
+    assert all(x.grad is not None for x in leaves)
+    return found
+
+
+# --- around it --------------------------------------------------------------------------------------------------------
+
+
+def partly_used(rank, world):
+    """Gradients where one rank alone uses its lse, and where a rank uses nothing but lse."""
+    worst = 0.0
+    for pattern in (Dilated([64, 24], [2, 1]), Dense(True)):
+        case = Case("", lambda p=pattern: p, 64)
+        q, k, v, g, gl = case.inputs(torch.float64)
+        own = 64 // world
+        gl[..., own:] = 0
+        g[:, :own] = 0
+        want = tools.oracle((q, k, v, g, gl), pattern)
+        rows = rows_of(case, [own] * world, rank)
+        *mine, g, gl = shard((q, k, v, g, gl), rows)
+        leaves = [x.clone().requires_grad_() for x in mine]
+        out, lse = run(pattern)(*leaves, pattern)
+        ((lse * gl).sum() if rank == 0 else (out * g).sum()).backward()
+        for name, leaf in zip(("dq", "dk", "dv"), leaves, strict=True):
+            worst = max(worst, tools.relative(leaf.grad, part(name, want[name], rows), g))
+    return worst
+
+
+def checkpointed(rank, world, how):
+    """The largest difference that activation checkpointing, or torch.compile around the call, makes: 0."""
+    from torch.utils.checkpoint import checkpoint
+
+    pattern = Dilated([64, 24], [2, 1], True)
+    case = Case("", lambda: pattern, 64)
+    mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
+
+    def layer(q, k, v):
+        return door.attention(q * 2, k, v, pattern, strategy="sequence") + 1
+
+    wrapped = {
+        "checkpoint": lambda *x: checkpoint(layer, *x, use_reentrant=False),
+        "compile": torch.compile(layer, backend="aot_eager"),
+    }[how]
+    results = []
+    for function in (layer, wrapped):
+        leaves = [x.clone().requires_grad_() for x in mine[:3]]
+        out = function(*leaves)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, mine[3])])
+    return max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
+
+
+def explained(rank, world):
+    """(explain's sentence, bytes counted of a forward, strategy) of a call by "auto"."""
+    found = []
+    for pattern in (Dilated([64], [4]), Dense()):
+        case = Case("", lambda p=pattern: p, 64, heads=4)
+        q, k, v, *_ = shard(case.inputs(torch.float32), rows_of(case, [64 // world] * world, rank))
+        with Counted(world) as counted:
+            door.attention(q, k, v, pattern)
+        found.append((door.explain(q, k, v, pattern), sum(counted.sent)))
+    return found
+
+
+def once_again(rank, world):
+    """How many agreements the second call of the same sizes takes, and the first."""
+    pattern = Dilated([64], [2])
+    case = Case("", lambda: pattern, 64)
+    q, k, v, *_ = shard(case.inputs(torch.float32), rows_of(case, [64 // world] * world, rank))
+    counts, real = [], dist.all_gather
+    for _ in range(2):
+        with patch.object(dist, "all_gather", side_effect=real) as gathered:
+            door.attention(q, k, v, pattern)
+        counts.append(gathered.call_count)
+    return counts
+
+
+def autocast(rank, world):
+    pattern = Dense()
+    case = Case("", lambda: pattern, 64)
+    mine = shard(case.inputs(torch.float32), rows_of(case, [64 // world] * world, rank))
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = door.attention(*mine[:3], pattern)
+    outside = door.attention(*(x.bfloat16() for x in mine[:3]), pattern)
+    return str(inside.dtype), float((inside - outside).abs().max())
+
+
+def alone(rank, world):
+    """A group of one rank is `workbench.attention`, by a bit."""
+    groups = [dist.new_group([x]) for x in range(world)]
+    case = Case("", lambda: Dilated([8, 32], [1, 2]), 40)
+    q, k, v, *_ = case.inputs(torch.float32)
+    pattern = case.pattern()
+    return bool(torch.equal(door.attention(q, k, v, pattern, groups[rank]), attention(q, k, v, pattern)))
+
+
+def why_not_heads(rank, world, id):
+    try:
+        exact(rank, world, id, "heads")
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,21 @@
+"""Attention over several ranks, each with a contiguous shard of the sequence: plan, exchange, and the door to them.
+
+A plan is pure computation (`plan`, `Shards`): it needs neither torch.distributed nor the ranks it is about.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+_HOMES = {"plans": ("plan", "Plan"), "shards": ("Shards",), "door": ("attention", "explain")}
+_FROM = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = list(_FROM)
+
+
+def __getattr__(name: str):
+    if name in _FROM:
+        value = getattr(importlib.import_module(f"workbench.distributed.{_FROM[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'workbench.distributed' has no attribute {name!r}")

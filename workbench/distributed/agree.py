@@ -1,0 +1,53 @@
+"""Agreeing before data moves: every rank tells what it is about to do; an error on one is raised on all."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TEXT = 400  # bytes of an error's message that travel
+KINDS = (ValueError, torch.OutOfMemoryError, RuntimeError)
+
+
+def agree(group, device, error: Exception | None, numbers: list[int]) -> Tensor:
+    """int64 (world, len(numbers)): what every rank gave. One small all-gather.
+
+    Where a rank comes with an error, all raise: that rank its own, the others one of the same kind (ValueError, out of
+    memory, or RuntimeError) that names the rank and the reason. The group can be used on.
+    """
+    world = dist.get_world_size(group)
+    state = 0 if error is None else 1 + _kind(error)
+    told = _gather(torch.tensor([state, *numbers], device=device), world, group)
+    failed = told[:, 0].nonzero().flatten().tolist()
+    if not failed:
+        return told[:, 1:]
+    text = str(error or "").encode()[:TEXT]
+    message = torch.zeros(TEXT, dtype=torch.uint8, device=device)
+    message[: len(text)] = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)[: len(text)].to(device)
+    messages = _gather(message, world, group)
+    if error is not None:
+        raise error
+    first = failed[0]
+    why = bytes(messages[first].tolist()).rstrip(b"\0").decode(errors="replace")
+    raise KINDS[int(told[first, 0]) - 1](f"rank {first}: {why}")
+
+
+def _kind(error: Exception) -> int:
+    if isinstance(error, MemoryError):
+        return KINDS.index(torch.OutOfMemoryError)
+    return next((x for x, kind in enumerate(KINDS) if isinstance(error, kind)), len(KINDS) - 1)
+
+
+def _gather(row: Tensor, world: int, group) -> Tensor:
+    rows = [torch.empty_like(row) for _ in range(world)]
+    dist.all_gather(rows, row, group=group)
+    return torch.stack(rows).cpu()
+
+
+def same(told: Tensor, names: tuple[str, ...]) -> None:
+    """ValueError, on all ranks alike, that names what differs between ranks: told (world, len(names))."""
+    for x, name in enumerate(names):
+        other = (told[:, x] != told[0, x]).nonzero().flatten().tolist()
+        if other:
+            raise ValueError(f"{name} of rank {other[0]} is not that of rank 0: want one {name} on all ranks")

@@ -1,0 +1,50 @@
+"""Positions that at least one of several dilated branches keeps: unions of residue classes, counted in closed form."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from workbench.distributed.shards import clip
+
+PERIOD = 1 << 22  # above it the classes are not tabulated but counted position by position
+
+
+class Comb:
+    """Positions t with t = o (mod r) for some (o, r) of `teeth`, o < r."""
+
+    def __init__(self, teeth: frozenset[tuple[int, int]]):
+        # one that another holds adds nothing: o, 2r of o, r
+        held = {(o, r) for o, r in teeth for a, s in teeth if (a, s) != (o, r) and r % s == 0 and o % s == a}
+        self.teeth = sorted(teeth - held)
+
+    @cached_property
+    def table(self) -> np.ndarray:
+        """int64 (period + 1,): how many of 0 ... x - 1 are kept."""
+        period = math.lcm(*(r for _, r in self.teeth))
+        kept = np.zeros(period + 1, dtype=np.int64)
+        for o, r in self.teeth:
+            kept[1 + o :: r] = 1
+        return kept.cumsum()
+
+    def below(self, x: np.ndarray) -> np.ndarray:
+        """How many positions in [0, x) are kept, for each x."""
+        x = np.asarray(x, dtype=np.int64)
+        if len(self.teeth) == 1:
+            o, r = self.teeth[0]
+            return np.maximum(0, (x - o + r - 1) // r)
+        if math.lcm(*(r for _, r in self.teeth)) > PERIOD:
+            return np.searchsorted(self.rows(0, int(x.max(initial=0)))[0].numpy(), x)
+        whole, rest = np.divmod(x, len(self.table) - 1)
+        return whole * self.table[-1] + self.table[rest]
+
+    def rows(self, start: int, stop: int) -> list[range | torch.Tensor]:
+        """What is kept in [start, stop), ascending."""
+        pieces = [clip(range(o, stop, r), start, stop) for o, r in self.teeth]
+        if len(pieces) == 1:
+            return pieces
+        every = [torch.arange(x.start, x.stop, x.step) for x in pieces]
+        return [torch.cat([torch.zeros(0, dtype=torch.int64), *every]).unique()]

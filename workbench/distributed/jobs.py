@@ -1,0 +1,258 @@
+"""A rank's share of an attention as calls of single-device attention, and which keys each of them gathers.
+
+A job's queries are rows of the rank; its keys are the rank's own rows, or gathered ones: own and received rows side by
+side. Jobs on the same rows are merged by log-sum-exp: together they are one softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from workbench.distributed import views
+from workbench.distributed.plans import Plan, Stage
+from workbench.distributed.shards import as_index, clip
+from workbench.execution.dilated import offset_slices, share_heads
+from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern
+
+
+class Strand(NamedTuple):
+    """Heads of a job: which queries and which keys, as positions; keys -1: rows that no query sees."""
+
+    queries: range
+    heads: slice
+    keys: range | Tensor
+    key_heads: slice
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One call. Strands lie side by side along the heads, each with equally many queries and equally many keys.
+
+    spare: rows of queries to be added at the end, whose results nobody wants
+    batch: the one entry of the batch that this is for, or None for all
+    """
+
+    pattern: Pattern
+    strands: tuple[Strand, ...]
+    spare: int = 0
+    batch: int | None = None
+
+
+def local(plan: Plan, rank: int) -> list[Job]:
+    """The jobs that need no row of another rank: whole segments of dilated branches."""
+    if not isinstance(plan.pattern, views.Dilated) or not plan.heads or not plan.queries(rank):
+        return []
+    own, queries = plan.shards[rank], plan.queries(rank)
+    runs: dict[tuple[range, range], list[int]] = {}
+    for branch in range(len(plan.pattern.segment_lengths)):
+        head, run, _ = _segments(plan, own, queries, branch)
+        some = clip(queries, run.start, run.stop)
+        if run and some and plan.pattern.head_range(branch, plan.heads):
+            runs.setdefault((some, run), []).append(branch)
+    every, keys = slice(0, plan.heads), slice(0, plan.kv_heads)
+    return [
+        Job(views.Branches(plan.pattern, tuple(which), 0, plan.heads), (Strand(some, every, run, keys),))
+        for (some, run), which in runs.items()
+    ]
+
+
+def remote(plan: Plan, rank: int, stage: Stage) -> list[Job]:
+    """The jobs that can run once a stage of the exchange is there."""
+    if not any(plan.work(rank)) or not plan.heads:
+        return []
+    if isinstance(plan.pattern, Dense):
+        return _dense(plan, rank, stage)
+    if isinstance(plan.pattern, views.Dilated):
+        return _dilated(plan, rank, stage)
+    return _gathered(plan, rank, stage)
+
+
+def _heads_of(plan: Plan, stage: Stage) -> range:
+    group = plan.heads // plan.kv_heads
+    return range(stage.heads.start * group, stage.heads.stop * group)
+
+
+# --- dense ------------------------------------------------------------------------------------------------------------
+
+
+def own_rows(plan: Plan, rank: int) -> list[Job]:
+    """Dense attention among a rank's own rows, where stages bring one rank's rows at a time."""
+    if not plan.by_ranks or not plan.heads:
+        return []
+    return _dense(plan, rank, Stage(range(plan.kv_heads), 0))
+
+
+def _dense(plan: Plan, rank: int, stage: Stage) -> list[Job]:
+    heads = _heads_of(plan, stage)
+    keys = range(plan.n) if stage.distance is None else plan.shards[(rank - stage.distance) % plan.world]
+    return [
+        Job(Dense(causal), (Strand(q, slice(heads.start, heads.stop), k, slice(stage.heads.start, stage.heads.stop)),))
+        for part in plan.work(rank)
+        for q, k, causal in rectangles(part, keys, plan.pattern.causal)
+    ]
+
+
+def rectangles(queries: range, keys: range, causal: bool) -> Iterator[tuple[range, range, bool]]:
+    """(queries, keys, causal): no more queries than keys, and, where it is causal, the last of the keys' positions."""
+    if not keys:
+        return
+    if not causal:
+        for start in range(queries.start, queries.stop, len(keys)):
+            yield range(start, min(start + len(keys), queries.stop)), keys, False
+        return
+    before = range(max(queries.start, keys.start), min(queries.stop, keys.stop))  # queries among the keys
+    if before:
+        yield before, range(keys.start, before.stop), True
+    after = range(max(queries.start, keys.stop), queries.stop)
+    yield from rectangles(after, keys, False)
+
+
+# --- dilated ----------------------------------------------------------------------------------------------------------
+
+
+def _segments(plan: Plan, own: range, queries: range, branch: int) -> tuple[range, range, range]:
+    """(a first segment that begins before the shard, the positions whose segments are the rank's own, a last segment
+    that ends behind it), each empty where there is none. Behind a causal query nothing counts."""
+    w, causal = plan.pattern.segment_lengths[branch], plan.pattern.causal
+    start = queries.start // w * w
+    head = range(0)
+    if start < own.start:
+        head = range(start, min(start + w, plan.n))
+        start = head.stop
+    stop, tail = own.stop, range(0)
+    if not causal and stop % w and stop < plan.n:
+        stop = max(start, stop // w * w)
+        if stop < own.stop:
+            tail = range(stop, min(stop + w, plan.n))
+    return head, range(start, stop) if start < stop else range(0), tail
+
+
+def _dilated(plan: Plan, rank: int, stage: Stage) -> list[Job]:
+    """A segment across shards: a head's kept queries here, and all of the segment's kept keys. Dense attention."""
+    own, queries, pattern = plan.shards[rank], plan.queries(rank), plan.pattern
+    group, heads = plan.heads // plan.kv_heads, _heads_of(plan, stage)
+    together: dict[tuple, list[Strand]] = {}
+    for branch, r in enumerate(pattern.dilation_rates):
+        head, _, tail = _segments(plan, own, queries, branch)
+        for segment in (head, tail):
+            here = clip(queries, segment.start, segment.stop)
+            for offset, members in offset_slices(pattern, branch, plan.heads):
+                members = clip(range(members.start, members.stop, members.step), heads.start, heads.stop)
+                kept = range(segment.start + offset, segment.stop, r)
+                q = clip(kept, here.start, here.stop)
+                k = clip(kept, segment.start, here.stop) if pattern.causal else kept
+                if not q or not members:
+                    continue
+                for q_heads, k_heads in share_heads(slice(members.start, members.stop, members.step), group):
+                    many = len(range(plan.heads)[q_heads]) // len(range(plan.kv_heads)[k_heads])
+                    key = (branch, segment.start, len(q), len(k), many)
+                    together.setdefault(key, []).append(Strand(q, q_heads, k, k_heads))
+    return [Job(Dense(pattern.causal), tuple(strands)) for strands in together.values()]
+
+
+# --- block-sparse and neighborhood ------------------------------------------------------------------------------------
+
+
+def _gathered(plan: Plan, rank: int, stage: Stage) -> list[Job]:
+    own, queries, pattern = plan.shards[rank], plan.queries(rank), plan.pattern
+    heads = _heads_of(plan, stage)
+    rows = [need.rows.positions for need in plan.needs(rank) if set(need.heads) & set(stage.heads)]
+    needed = torch.cat([torch.zeros(0, dtype=torch.int64), *rows]).unique()
+    # one view for all stages whose heads see the same: executions keep their lists of blocks with it
+    by_head = isinstance(pattern, BlockSparse) and (pattern.layout.per_head or pattern.predicate is not None)
+    kept = plan.views.setdefault((rank, heads if by_head else None), {})
+    spot = slice(heads.start, heads.stop), slice(stage.heads.start, stage.heads.stop)
+
+    def job(batch: int | None = None) -> Job:
+        if batch not in kept:
+            one = pattern if batch is None else pattern.for_batch(batch)
+            if isinstance(pattern, Neighborhood):
+                kept[batch] = views.neighborhood(one, queries, own, needed)
+            else:
+                sizes = (plan.n, heads.start, len(heads), plan.heads)
+                kept[batch] = views.block_sparse(one, queries, own, needed, *sizes)
+        gathered = kept[batch]
+        strand = Strand(queries, spot[0], gathered.position, spot[1])
+        return Job(gathered.pattern, (strand,), gathered.spare, batch)
+
+    batch = getattr(pattern, "batch", None)
+    return [job()] if batch is None else [job(b) for b in range(batch)]
+
+
+# --- what a job gathers -----------------------------------------------------------------------------------------------
+
+
+class Fill(NamedTuple):
+    """Rows of a job's keys, for some of its key heads, and where they come from.
+
+    to, to_heads: where in the job's keys. source, parcel: the rank and which of its parcels (None: one's own rows).
+    rows, heads: where in the parcel, or among one's own rows. Rows are slices or int64 tensors, heads slices.
+    """
+
+    to: slice | Tensor
+    to_heads: slice
+    source: int
+    parcel: int | None
+    rows: slice | Tensor
+    heads: slice
+
+
+def fills(plan: Plan, rank: int, stage: Stage | None, job: Job) -> list[Fill]:
+    """All rows of the job's keys that somebody holds; stage None: the rank's own rows alone."""
+    found, first = [], 0
+    for strand in job.strands:
+        heads = range(plan.kv_heads)[strand.key_heads]
+        at = {h: first + x for x, h in enumerate(heads)}
+        place = _places(strand.keys)
+        own = plan.shards[rank]
+        to, rows = place(own.start, own.stop)
+        if len(rows):
+            ours = slice(rows[0] - own.start, rows[-1] - own.start + 1, rows.step)
+            found.append(Fill(to, slice(first, first + len(heads)), rank, None, ours, strand.key_heads))
+        for source in range(plan.world) if stage is not None else ():
+            for x, parcel in enumerate(plan.parcels(source, rank, stage)):
+                pairs = [(at[h], y) for y, h in enumerate(parcel.heads) if h in at]
+                to, rows = place(plan.shards[source].start, plan.shards[source].stop, parcel)
+                if pairs and len(rows):
+                    where = parcel.rows.find(rows) if isinstance(rows, range) else slice(0, len(rows))
+                    for to_heads, from_heads in _even(pairs):
+                        found.append(Fill(to, to_heads, source, x, where, from_heads))
+        first += len(heads)
+    return found
+
+
+def _places(keys: range | Tensor):
+    """place(start, stop, parcel) -> (where in the keys, which positions): those in [start, stop), or a parcel's."""
+    if isinstance(keys, range):
+
+        def place(start, stop, parcel=None):
+            some = clip(keys, start, stop)
+            low = (some.start - keys.start) // keys.step
+            return slice(low, low + len(some)), some
+
+        return place
+    order = keys.argsort(stable=True)
+    ascending = keys[order]
+
+    def place(start, stop, parcel=None):
+        if parcel is not None:
+            rows = parcel.rows.positions
+            return as_index(order[torch.searchsorted(ascending, rows)]), rows
+        low = int((keys == start).nonzero()[0]) if start < stop else 0  # own rows lie in a row
+        return slice(low, low + stop - start), range(start, stop)
+
+    return place
+
+
+def _even(pairs: list[tuple[int, int]]) -> list[tuple[slice, slice]]:
+    """Pairs of heads as pairs of slices: one where both are evenly spaced, else one for each pair."""
+    sides = list(zip(*pairs, strict=True))
+    steps = [{b - a for a, b in zip(x, x[1:], strict=False)} or {1} for x in sides]
+    if all(len(x) == 1 and min(x) > 0 for x in steps):
+        return [tuple(slice(x[0], x[-1] + 1, min(step)) for x, step in zip(sides, steps, strict=True))]
+    return [(slice(a, a + 1), slice(b, b + 1)) for a, b in pairs]

@@ -1,0 +1,283 @@
+"""The plan of one attention over shards: who sends which rows of which key heads to whom. Pure computation.
+
+Every rank computes the same plan from the pattern and the lengths of all shards; nothing is communicated, and no
+process group is needed, so that a plan for any number of ranks is made, printed and drawn in one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.distributed import needs
+from workbench.distributed.needs import Need, queries_of
+from workbench.distributed.shards import Shards, clip
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
+
+SHARE = 16  # a stage of the exchange brings a rank at most a 16th of what its own keys and values take, or one key head
+
+
+class Stage(NamedTuple):
+    """One exchange: these key heads, from the rank `distance` before one's own (None: from all)."""
+
+    heads: range
+    distance: int | None = None
+
+
+def plan(pattern: Pattern, shards: Shards, heads: int, kv_heads: int | None = None, nq: int | None = None) -> Plan:
+    """The plan for `shards` of the keys; queries are the last nq of their positions, and lie where the keys do.
+
+    ValueError for a pattern, or sizes, that cannot be sharded.
+    """
+    return Plan(pattern, shards, heads, heads if kv_heads is None else kv_heads, shards.n if nq is None else nq)
+
+
+class Plan:
+    """What ranks need of each other (`needs`, `units`, `bytes`), and what they compute (`pairs`, `balance`)."""
+
+    strategy = "sequence"
+    cut = "heads"  # a stage of dense attention brings some key heads of all ranks; "ranks": all key heads of one
+
+    def __init__(self, pattern: Pattern, shards: Shards, heads: int, kv_heads: int, nq: int):
+        if not isinstance(pattern, (Dense, Dilated, BlockSparse, Neighborhood)):
+            raise ValueError(f"pattern={pattern}: want Dense, Dilated, BlockSparse or Neighborhood to shard a sequence")
+        if heads and (not kv_heads or heads % kv_heads):
+            raise ValueError(f"kv_heads={kv_heads} on heads={heads}: want a divisor")
+        one = pattern if getattr(pattern, "batch", None) is None else pattern.for_batch(0)
+        self.nq = one.check(shards.n, heads, nq)
+        self.pattern, self.shards, self.heads, self.kv_heads = pattern, shards, heads, kv_heads
+        self.zigzag = isinstance(pattern, Dense) and pattern.causal
+        self._parcels: dict[tuple, list[Need]] = {}
+        self.views: dict[tuple, dict] = {}  # what ranks gather (`jobs`)
+
+    @property
+    def n(self) -> int:
+        return self.shards.n
+
+    @property
+    def world(self) -> int:
+        return self.shards.world
+
+    def queries(self, rank: int) -> range:
+        """The queries that a rank holds."""
+        return queries_of(self.shards[rank], self.n, self.nq)
+
+    def work(self, rank: int) -> list[range]:
+        """The queries that a rank computes: its own; for causal dense attention an early and a late part of them all,
+        since a late query sees more."""
+        if not self.zigzag:
+            return [self.queries(rank)]
+        parts, first = Shards.even(self.nq, 2 * self.world), self.n - self.nq
+        pair = (parts[rank], parts[2 * self.world - 1 - rank])
+        return [range(x.start + first, x.stop + first) for x in pair]
+
+    @property
+    def by_ranks(self) -> bool:
+        return self.cut == "ranks" and isinstance(self.pattern, Dense)
+
+    # --- what moves ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _finder(self):
+        sizes = (self.n, self.nq, self.heads, self.kv_heads)
+        kinds = {Dilated: needs.DilatedNeeds, BlockSparse: needs.BlockNeeds, Neighborhood: needs.NeighborhoodNeeds}
+        for kind, finder in kinds.items():
+            if isinstance(self.pattern, kind):
+                return finder(self.pattern, *sizes)
+        return None
+
+    def needs(self, rank: int) -> list[Need]:
+        """What a rank needs of the others' rows. Key heads that need the same rows are together."""
+        if ("needs", rank) not in self._parcels:
+            self._parcels["needs", rank] = self._find(rank)
+        return self._parcels["needs", rank]
+
+    def parcels(self, source: int, target: int, stage: Stage) -> list[Need]:
+        """What `source` sends to `target` in a stage, in the order in which it is packed."""
+        if source == target or stage.distance not in (None, (target - source) % self.world):
+            return []
+        key = (source, target, stage.heads)
+        if key not in self._parcels:
+            own, parcels = self.shards[source], []
+            for heads, rows in self.needs(target):
+                heads, rows = tuple(h for h in heads if h in stage.heads), rows.within(own.start, own.stop)
+                if heads and len(rows):
+                    parcels.append(Need(heads, rows))
+            self._parcels[key] = parcels
+        return self._parcels[key]
+
+    @cached_property
+    def units(self) -> Tensor:
+        """int64 (world, world): key rows, counted once a key head, that rank [s, .] sends to rank [., t]."""
+        if isinstance(self._finder, needs.DilatedNeeds):
+            return self._finder.units(self.shards).T.contiguous()
+        total = torch.zeros(self.world, self.world, dtype=torch.int64)
+        for rank in range(self.world):
+            for heads, rows in self._find(rank):
+                total[:, rank] += len(heads) * rows.counts(self.shards)
+        return total
+
+    def _find(self, rank: int) -> list[Need]:
+        if self._finder is not None:
+            return self._finder.needs(self.shards[rank])
+        return needs.dense(self.pattern.causal, self.n, self.kv_heads, self.shards[rank], self.work(rank))
+
+    @cached_property
+    def moved(self) -> Tensor:
+        """int64 (world, world): query rows that rank [s, .] holds and rank [., t] computes; zero on the diagonal."""
+        total = torch.zeros(self.world, self.world, dtype=torch.int64)
+        if self.zigzag:
+            for target in range(self.world):
+                for part in self.work(target):
+                    for source in self.shards.owners(part.start, part.stop):
+                        total[source, target] += len(clip(part, *_ends(self.queries(source))))
+            total.fill_diagonal_(0)
+        return total
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The exchanges, in order, the same on all ranks; at least one, in which nothing may move."""
+        if self.by_ranks:
+            return [Stage(range(self.kv_heads), x) for x in range(1, self.world)]
+        own = max(1, self.n * self.kv_heads // self.world)
+        many = max(1, min(self.kv_heads, -(-int(self.units.sum(0).max()) * SHARE // own)))
+        parts = Shards.even(self.kv_heads, many)
+        return [Stage(parts[x]) for x in range(many)]
+
+    def bytes(self, itemsize: int, head_dim: int, batch: int = 1, mode: str = "fwd", lse: bool = False) -> Tensor:
+        """int64 (world, world): bytes that rank [s, .] sends to rank [., t].
+
+        mode: "fwd"; "bwd", in which keys and values come again and their gradients go back in float32 (float64 for
+        float64); or "fwdbwd". For causal dense attention queries, outputs and their gradients travel too.
+        lse: it is returned, and a gradient comes through it.
+        """
+        wide, unit, query = max(4, itemsize), batch * head_dim, batch * self.heads
+        fetched = self.units * (2 * unit * itemsize)
+        there, back = self.moved * query, self.moved.T * query
+        forward = fetched + (there + back) * head_dim * itemsize + back * wide * lse
+        backward = (
+            fetched + self.units.T * (2 * unit * wide) + (there + back) * head_dim * itemsize + there * wide * lse
+        )
+        return of_mode(mode, forward, backward)
+
+    # --- what is computed ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def pairs(self) -> np.ndarray:
+        """(world,): (head, query, key) pairs that each rank computes; for block-sparse those of its visible blocks."""
+        return load(self)
+
+    @property
+    def balance(self) -> float:
+        """The largest number of pairs of a rank over their mean: 1 is even."""
+        return float(self.pairs.max() / max(1, self.pairs.mean()))
+
+    def seconds(
+        self, pairs_per_second: float, bytes_per_second: float, itemsize: int, head_dim: int, batch: int = 1,
+        overlap: bool = True,
+    ) -> float:  # fmt: skip
+        """The forward's predicted time, of the slowest rank, from rates that were measured: modelled, not measured.
+
+        overlap: the exchange is hidden behind the computation, so that the longer of the two counts; else their sum.
+        """
+        moved = self.bytes(itemsize, head_dim, batch)
+        busiest = torch.maximum(moved.sum(0), moved.sum(1)).numpy() / bytes_per_second
+        computed = batch * self.pairs.astype(float) / pairs_per_second
+        return float((np.maximum(computed, busiest) if overlap else computed + busiest).max())
+
+    # --- identity -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def digest(self) -> int:
+        """The same on ranks whose plans are: 62 bits."""
+        what = [self.strategy, self.shards.lengths, self.heads, self.kv_heads, self.nq, [str(x) for x in self.stages]]
+        return digest(describe(self.pattern), json.dumps(what), self.units.numpy().tobytes())
+
+    def __str__(self):
+        sent = self.bytes(2, 64).sum(1)
+        lengths = f"{min(self.shards.lengths):,} to {max(self.shards.lengths):,}"
+        lines = [
+            f"{self.pattern.name}, {self.n:,} positions on {self.world} ranks of {lengths}, {self.heads} heads on "
+            f"{self.kv_heads} key heads, by {self.strategy}",
+            f"pairs: {self.pairs.sum():.4g}, max over mean {self.balance:.3f}",
+            f"moved forward, at head_dim 64 in 16 bits: {int(sent.sum()):,} bytes, {int(sent.max()):,} from one rank "
+            f"at most, in {len(self.stages)} exchanges",
+        ]
+        if self.world <= 8:
+            lines += [
+                f"  rank {s} sends " + (", ".join(f"{int(x):,} to {t}" for t, x in enumerate(row) if x) or "nothing")
+                for s, row in enumerate(self.bytes(2, 64))
+            ]
+        return "\n".join(lines)
+
+
+def of_mode(mode: str, forward: Tensor, backward: Tensor) -> Tensor:
+    modes = {"fwd": forward, "bwd": backward, "fwdbwd": forward + backward}
+    if mode not in modes:
+        raise ValueError(f"mode={mode!r}: want one of {', '.join(modes)}")
+    return modes[mode]
+
+
+def digest(*parts: str | bytes) -> int:
+    joined = hashlib.sha256()
+    for part in parts:
+        joined.update(part.encode() if isinstance(part, str) else part)
+    return int.from_bytes(joined.digest()[:8], "little") >> 2
+
+
+def describe(pattern: Pattern) -> str:
+    """What tells patterns apart: the constructor call, and a curve where an ordering was made by hand."""
+    try:
+        spec = json.dumps(pattern.spec(), default=str)
+    except ValueError:  # a function whose source is not to be had
+        spec = repr(type(pattern))
+    if isinstance(pattern, Neighborhood):
+        spec += hashlib.sha256(pattern.curve.numpy().tobytes()).hexdigest()
+    return spec
+
+
+def _ends(x: range) -> tuple[int, int]:
+    return x.start, x.stop
+
+
+# --- pairs a rank -----------------------------------------------------------------------------------------------------
+
+
+def load(plan: Plan) -> np.ndarray:
+    """(world,) pairs that each rank computes, exactly for all but block-sparse patterns (see `Plan.pairs`)."""
+    pattern, ranks = plan.pattern, range(plan.world)
+    if isinstance(pattern, Dense):
+        return np.array([sum(_dense_pairs(plan, x) for x in plan.work(rank)) for rank in ranks], dtype=object)
+    if isinstance(pattern, BlockSparse):
+        return np.array([int(plan._finder.visible(plan.shards[rank])[1]) for rank in ranks], dtype=object)
+    bounds = [min(max(x, plan.n - plan.nq), plan.n) for x in plan.shards.starts]
+    if isinstance(pattern, Neighborhood):
+        total = torch.cat([torch.zeros(1, dtype=torch.int64), pattern.keys().cumsum(0)])[bounds]
+        return plan.heads * total.diff().numpy().astype(object)
+    return np.diff(sum(_dilated_pairs(pattern, plan.n, plan.heads, np.array(bounds, dtype=object))))
+
+
+def _dense_pairs(plan: Plan, x: range) -> int:
+    return plan.heads * (sum((x.start + 1, x.stop)) * len(x) // 2 if plan.pattern.causal else len(x) * plan.n)
+
+
+def _dilated_pairs(pattern: Dilated, n: int, heads: int, x: np.ndarray):
+    """For each branch and offset, the pairs of the queries below x (Python ints: no overflow)."""
+    for branch, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
+        offsets = [pattern.offset(branch, h, heads) for h in pattern.head_range(branch, heads)]
+        segments, inside = x // w, x % w
+        length = np.minimum(w, n - segments * w)
+        for o in set(offsets):
+            whole, part, last = (np.maximum(0, -((o - y) // r)) for y in (np.array(w, dtype=object), inside, length))
+            if pattern.causal:
+                pairs = segments * (whole * (whole + 1) // 2) + part * (part + 1) // 2
+            else:
+                pairs = segments * whole * whole + part * last
+            yield pairs * offsets.count(o)
+    yield np.zeros(len(x), dtype=object) * 1

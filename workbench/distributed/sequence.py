@@ -1,0 +1,215 @@
+"""Attention over contiguous shards, from one rank's side: exchange, single-device attention, merge; and the way back.
+
+Stages of the exchange are two deep: while one stage's rows are attended to, the next ones travel. The backward brings
+the keys and values again rather than keep what others hold, and takes their gradients back in float32 (float64).
+
+Dimensions: B batch, L rows of this rank, Q queries that it computes, H query heads, G key heads, D head_dim, M keys of
+a job.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from workbench.distributed import jobs, local
+from workbench.distributed.exchange import Exchange, Regroup
+from workbench.distributed.jobs import Fill, Job
+from workbench.distributed.plans import Plan, Stage
+from workbench.execution.merge import merge_
+from workbench.patterns import Dilated
+
+
+class Buffers(NamedTuple):
+    """All that a forward or a backward allocates on every rank alike, before anything is sent."""
+
+    sent: list[Tensor]
+    received: list[Tensor]
+    results: tuple[Tensor, ...]
+    returned: list[Tensor]
+    arrived: Tensor | None
+
+
+class Sequence:
+    """A plan made ready for one rank and device: jobs, what they gather, and where it lies in the buffers."""
+
+    def __init__(self, plan: Plan, rank: int, group, batch: int, head_dim: int, device):
+        self.plan, self.rank, self.group = plan, rank, group
+        self.exchange = Exchange(plan, rank, group, batch, head_dim, device)
+        self.regroup = Regroup(plan, rank, group) if plan.zigzag else None
+        work = plan.work(rank)
+        ends = list(itertools.accumulate(map(len, work), initial=0))
+        self.work, self.queries = list(zip(work, ends[:-1], strict=True)), ends[-1]  # (queries, where they begin)
+        self.several = isinstance(plan.pattern, Dilated) or plan.by_ranks
+        first = [*jobs.local(plan, rank), *jobs.own_rows(plan, rank)]
+        self.first = [(job, jobs.fills(plan, rank, None, job)) for job in first]
+        self.later = {
+            stage: [(job, [_on(x, device) for x in jobs.fills(plan, rank, stage, job)]) for job in found]
+            for stage in plan.stages
+            for found in [jobs.remote(plan, rank, stage)]
+        }
+
+    # --- rows of a job ------------------------------------------------------------------------------------------------
+
+    def _rows(self, queries: range) -> slice:
+        """Where a strand's queries are among those that this rank computes."""
+        for part, start in self.work:
+            if part and part.start <= queries.start < part.stop:
+                by = start - part.start
+                return slice(queries[0] + by, queries[-1] + 1 + by, queries.step)
+        raise AssertionError(f"{queries} is not among {self.work}")
+
+    def _views(self, job: Job, x: Tensor) -> list[Tensor]:
+        """x (B, Q, H, ...) -> the job's rows of it, a view a strand."""
+        x = x if job.batch is None else x[job.batch : job.batch + 1]
+        return [x[:, self._rows(s.queries), s.heads] for s in job.strands]
+
+    def _take(self, job: Job, x: Tensor, value: float = 0) -> Tensor:
+        """x (B, Q, H, ...) -> (B, queries of the job, its heads, ...), with the job's spare rows."""
+        parts = self._views(job, x)
+        x = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        return pad(x, (0, 0) * (x.dim() - 2) + (0, job.spare), value=value) if job.spare else x
+
+    def _keys(self, job: Job, fills: list[Fill], stage: Stage | None, k, v, received) -> list[Tensor]:
+        """The job's keys and values (B, M, its key heads, D): views of one's own, or gathered."""
+        batch = slice(None) if job.batch is None else slice(job.batch, job.batch + 1)
+        k, v, m = k[batch], v[batch], len(job.strands[0].keys)
+        if len(fills) == 1 and fills[0].parcel is None and _length(fills[0].to) == m:
+            return [x[:, fills[0].rows, fills[0].heads] for x in (k, v)]
+        heads = sum(len(range(self.plan.kv_heads)[s.key_heads]) for s in job.strands)
+        held = sum(_length(x.to) * _length(x.to_heads) for x in fills)
+        make = k.new_empty if held == m * heads else k.new_zeros  # rows that nobody sees have to be finite
+        gathered = make(m, 2, k.shape[0], heads, k.shape[3])
+        for x in fills:
+            if x.parcel is None:
+                for y, own in enumerate((k, v)):
+                    gathered[x.to, y, :, x.to_heads] = own[:, x.rows, x.heads].transpose(0, 1)
+            else:
+                gathered[x.to, :, :, x.to_heads] = self._parcel(stage, x, received)[x.rows, :, batch, x.heads]
+        return list(gathered.permute(1, 2, 0, 3, 4).unbind(0))
+
+    def _parcel(self, stage: Stage, fill: Fill, buffer: Tensor) -> Tensor:
+        return self.exchange.parcel(buffer, self.exchange.slots[stage][1][fill.source][fill.parcel])
+
+    # --- forward ------------------------------------------------------------------------------------------------------
+
+    def prepare(self, q: Tensor, k: Tensor, backward: bool) -> Buffers:
+        """Allocate. q (B, queries held, H, D), k (B, L, G, D)."""
+        b, _, h, d = q.shape
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        deep = min(2, len(self.plan.stages))
+        sent = [k.new_empty(self.exchange.room(0)) for _ in range(deep)]
+        received = [k.new_empty(self.exchange.room(1)) for _ in range(deep)]
+        if not backward:
+            out = q.new_zeros(b, self.queries, h, d, dtype=wide if self.several else q.dtype)
+            lse = q.new_full((b, h, self.queries), -torch.inf, dtype=wide)
+            return Buffers(sent, received, (out, lse), [], None)
+        gradients = q.new_zeros(b, self.queries, h, d, dtype=wide), *(k.new_zeros(k.shape, dtype=wide) for _ in "kv")
+        returned = [k.new_empty(self.exchange.room(1), dtype=wide) for _ in range(deep)]
+        return Buffers(sent, received, gradients, returned, k.new_empty(self.exchange.room(0), dtype=wide))
+
+    def forward(self, q, k, v, scale: float, backend: str, buffers: Buffers) -> tuple[Tensor, Tensor]:
+        """out (B, Q, H, D) and lse (B, H, Q) from q (B, Q, H, D), k and v (B, L, G, D)."""
+        out, lse = buffers.results
+        fresh = True
+        for stage, x, found in self._stages(k, v, buffers):
+            for job, fills in found:
+                keys = self._keys(job, fills, stage, k, v, buffers.received[x])
+                part = local.forward(self._take(job, q), *keys, job.pattern, scale, backend)
+                self._merge(job, out, lse, *part, alone=fresh or not self.several)
+                fresh = False
+        return out.to(q.dtype), lse
+
+    def _stages(self, k, v, buffers: Buffers) -> Iterator[tuple[Stage | None, int, list]]:
+        """(stage, in which buffer, its jobs), while the rows of the next stage travel; first what needs no rows."""
+        stages = self.plan.stages
+        pending = self.exchange.fetch(stages[0], k, v, buffers.sent[0], buffers.received[0])
+        yield None, 0, self.first
+        for x, stage in enumerate(stages):
+            pending.wait()
+            if x + 1 < len(stages):
+                y = (x + 1) % 2
+                pending = self.exchange.fetch(stages[x + 1], k, v, buffers.sent[y], buffers.received[y])
+            yield stage, x % 2, self.later[stage]
+
+    def _merge(self, job: Job, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, alone: bool) -> None:
+        """alone: nothing has been put yet where this job's results go."""
+        rows = zip(self._views(job, out), self._views(job, lse.transpose(1, 2)), strict=True)
+        each = zip(_strands(job, part), _strands(job, part_lse.transpose(1, 2)), strict=True)
+        for (to, to_lse), (one, one_lse) in zip(rows, each, strict=True):
+            if alone:
+                to.copy_(one)
+                to_lse.copy_(one_lse)
+            else:
+                merge_(to, to_lse, one, one_lse.to(to_lse.dtype))
+
+    # --- backward -----------------------------------------------------------------------------------------------------
+
+    def backward(self, grad, grad_lse, q, k, v, out, lse, scale: float, backend: str, buffers: Buffers):
+        """(dq (B, Q, H, D), dk, dv (B, L, G, D)) from the gradients of out and of lse (or None)."""
+        dq, dk, dv = buffers.results
+        returning = None
+        for stage, x, found in self._stages(k, v, buffers):
+            if stage is not None:
+                buffers.returned[x].zero_()
+            for job, fills in found:
+                keys = self._keys(job, fills, stage, k, v, buffers.received[x])
+                of_rows = [self._take(job, t) for t in (grad, q, out)]
+                its_lse, its_grad_lse = (
+                    t if t is None else self._take(job, t.transpose(1, 2), value).transpose(1, 2)
+                    for t, value in ((lse, torch.inf), (grad_lse, 0))  # lse inf: a row without gradients
+                )
+                parts = local.backward(
+                    of_rows[0], its_grad_lse, of_rows[1], *keys, of_rows[2], its_lse, job.pattern, scale, backend
+                )
+                for to, part in zip(self._views(job, dq), _strands(job, parts[0]), strict=True):
+                    to += part
+                self._scatter(job, fills, stage, parts[1:], (dk, dv), buffers.returned[x])
+            if stage is not None:
+                self._add(returning, buffers, dk, dv)
+                returning = stage, self.exchange.give(stage, buffers.returned[x], buffers.arrived)
+        self._add(returning, buffers, dk, dv)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _scatter(self, job: Job, fills: list[Fill], stage: Stage | None, parts, totals, returned) -> None:
+        """The gradients of a job's keys and values: to one's own rows, or to where received rows lie."""
+        batch = slice(None) if job.batch is None else slice(job.batch, job.batch + 1)
+        for x in fills:
+            for y, (part, total) in enumerate(zip(parts, totals, strict=True)):
+                part = part[:, x.to, x.to_heads]
+                if x.parcel is None:
+                    total[batch, x.rows, x.heads] += part
+                elif isinstance(x.rows, slice):
+                    self._parcel(stage, x, returned)[x.rows, y, batch, x.heads] += part.transpose(0, 1)
+                else:
+                    to = self._parcel(stage, x, returned)[:, y, batch, x.heads]
+                    to.index_add_(0, x.rows, part.transpose(0, 1).to(to.dtype))
+
+    def _add(self, returning, buffers: Buffers, dk: Tensor, dv: Tensor) -> None:
+        if returning is not None:
+            stage, pending = returning
+            pending.wait()
+            self.exchange.add(stage, buffers.arrived, dk, dv)
+
+
+def _strands(job: Job, x: Tensor) -> Iterator[Tensor]:
+    """x (B, queries of the job, its heads, ...) -> a view a strand, without the spare rows."""
+    start, length = 0, x.shape[1] - job.spare
+    for strand in job.strands:
+        heads = len(range(strand.heads.stop)[strand.heads])
+        yield x[:, :length, start : start + heads]
+        start += heads
+
+
+def _length(x: slice | Tensor) -> int:
+    return len(x) if isinstance(x, Tensor) else len(range(x.start, x.stop, x.step or 1))
+
+
+def _on(fill: Fill, device) -> Fill:
+    """The fill with its indices on a device."""
+    return Fill(*(x.to(device) if isinstance(x, Tensor) else x for x in fill))

@@ -1,0 +1,133 @@
+"""Who holds which positions: contiguous shards of a sequence, and sets of positions in ascending order."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Rank p holds the positions [starts[p], starts[p + 1]); shards may be unequal, and empty.
+
+    lengths: ints >= 0, one a rank; ValueError otherwise
+    """
+
+    lengths: tuple[int, ...]
+
+    def __post_init__(self):
+        object.__setattr__(self, "lengths", tuple(self.lengths))
+        if not self.lengths or any(type(x) is not int or x < 0 for x in self.lengths):
+            raise ValueError(f"lengths={self.lengths}: want an int >= 0 for each rank")
+
+    @classmethod
+    def even(cls, n: int, world: int) -> Shards:
+        """n positions over `world` ranks, lengths differing by at most one, larger first."""
+        if type(world) is not int or world < 1:
+            raise ValueError(f"world={world!r}: want an int >= 1")
+        size, larger = divmod(n, world)
+        return cls(tuple(size + (p < larger) for p in range(world)))
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each shard begins, and where the last one ends."""
+        return (0, *itertools.accumulate(self.lengths))
+
+    @property
+    def world(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def n(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, rank: int) -> range:
+        """The positions of a rank."""
+        return range(self.starts[rank], self.starts[rank + 1])
+
+    def owners(self, start: int, stop: int) -> range:
+        """The ranks from the one that holds `start` to the one that holds the position before `stop`."""
+        if start >= stop:
+            return range(0)
+        return range(bisect.bisect_right(self.starts, start) - 1, bisect.bisect_left(self.starts, stop))
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Positions in ascending order, as pieces that are ranges (a few numbers, however long) or int64 tensors."""
+
+    pieces: tuple[range | Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, pieces: Iterable[range | Tensor]) -> Rows:
+        return cls(tuple(x for x in pieces if len(x)))
+
+    def __len__(self) -> int:
+        return sum(map(len, self.pieces))
+
+    def within(self, start: int, stop: int) -> Rows:
+        """The positions in [start, stop)."""
+        return Rows.of(_clip(x, start, stop) for x in self.pieces)
+
+    def without(self, hole: range) -> Rows:
+        """The positions outside of a range of step 1."""
+        if not hole:
+            return self
+        ends = (int(self.pieces[0][0]), int(self.pieces[-1][-1]) + 1) if self.pieces else (0, 0)
+        return Rows(self.within(min(ends[0], hole.start), hole.start).pieces + self.within(hole.stop, ends[1]).pieces)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64, all of them."""
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *map(as_tensor, self.pieces)])
+
+    def counts(self, shards: Shards) -> Tensor:
+        """int64 (world,): how many each rank holds."""
+        bounds = torch.tensor(shards.starts)
+        total = torch.zeros_like(bounds)
+        for x in self.pieces:
+            if isinstance(x, range):
+                total += ((bounds - x.start + x.step - 1) // x.step).clamp(0, len(x))
+            else:
+                total += torch.searchsorted(x, bounds)
+        return total.diff()
+
+    def find(self, wanted: range) -> slice | Tensor:
+        """Where the wanted positions, each of which is there, are among these."""
+        if len(self.pieces) == 1 and isinstance(x := self.pieces[0], range):
+            if not wanted:
+                return slice(0, 0)
+            return slice(
+                (wanted[0] - x.start) // x.step, (wanted[-1] - x.start) // x.step + 1, wanted.step // x.step or 1
+            )
+        return torch.searchsorted(self.positions, as_tensor(wanted))
+
+
+def as_index(x: Tensor) -> slice | Tensor:
+    """A slice, where the positions follow one another: it indexes without a copy."""
+    if len(x) and int(x[-1]) - int(x[0]) == len(x) - 1 and bool((x.diff() == 1).all()):
+        return slice(int(x[0]), int(x[-1]) + 1)
+    return x
+
+
+def as_tensor(x: range | Tensor) -> Tensor:
+    return torch.arange(x.start, x.stop, x.step) if isinstance(x, range) else x
+
+
+def clip(x: range, start: int, stop: int) -> range:
+    """The members of an ascending range in [start, stop)."""
+    first = x.start + max(0, -(-(start - x.start) // x.step)) * x.step
+    return range(first, max(first, min(stop, x.stop)), x.step)
+
+
+def _clip(x: range | Tensor, start: int, stop: int) -> range | Tensor:
+    if isinstance(x, range):
+        return clip(x, start, stop)
+    low, high = torch.searchsorted(x, torch.tensor([start, max(start, stop)])).tolist()
+    return x[low:high]
