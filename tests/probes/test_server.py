@@ -156,7 +156,7 @@ def test_memory_is_capped(running, mine):
 
 def test_the_system_killing_for_memory_is_out_of_memory(mine, monkeypatch):
     kills = iter([3, 4])
-    monkeypatch.setattr(server, "_kills", lambda: next(kills))
+    monkeypatch.setattr(server, "kills", lambda: next(kills))
     monkeypatch.setattr(server, "_child", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     ours, _theirs = server.Pipe()
     outcome = server.pickle.loads(server._serve(ours, b"", [], ".", 60.0, None))

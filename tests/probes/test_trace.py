@@ -41,7 +41,7 @@ def life(case):
 
 @pytest.fixture(autouse=True)
 def nothing_hidden(monkeypatch):
-    monkeypatch.setattr(scratch, "of", lambda *_: 0)
+    monkeypatch.setattr(scratch, "of", lambda *_: [])
 
 
 def toy(q, k, v):

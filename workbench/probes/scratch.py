@@ -22,20 +22,34 @@ MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}  # which take cuBLAS's works
 aten = torch.ops.aten
 
 
-def of(name: str, args: tuple, card) -> int:
-    """Bytes of scratch of the operator `name`, called with these arguments on a card; 0 for those that take none."""
+def of(name: str, args: tuple, card) -> list[int]:
+    """The scratch of the operator `name`, called with these arguments on a card, step by step: the bytes of a block
+    that is taken, or ~i where the i-th block is given back; what is left is at the end. [] for those that take none."""
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     if name in RULES:
-        return RULES[name](*tensors, card=card)
+        steps = RULES[name](*tensors, card=card)
+        return steps if isinstance(steps, list) else [steps] if steps else []
     line = table().get(name)
     if line is None or not tensors:
-        return 0
+        return []
     found = line.get(str(tensors[0].dtype).removeprefix("torch."))
     if found is None:
-        return 0
+        return []
     shape = tensors[name.endswith("_backward")].shape  # the backward's first is the upstream gradient
     rows, elements = sizes(shape, found["round_n"], found["round_d"])
-    return max(0, round(found["constant_bytes"] + found["row_bytes"] * rows + found["element_bytes"] * elements))
+    total = round(found["constant_bytes"] + found["row_bytes"] * rows + found["element_bytes"] * elements)
+    return [total] if total > 0 else []
+
+
+def peak(steps: list[int]) -> int:
+    """The most bytes that are taken at once."""
+    blocks, now, most = [], 0, 0
+    for step in steps:
+        now += step if step >= 0 else -blocks[~step]
+        if step >= 0:
+            blocks.append(step)
+        most = max(most, now)
+    return most
 
 
 @functools.cache
@@ -73,13 +87,19 @@ def flash(q: torch.Tensor, k: torch.Tensor, *_, card) -> int:
     return 0 if best == 1 else best * 4 * (rows + elements)
 
 
+def flash_backward(_, q: torch.Tensor, *__, card) -> list[int]:
+    """The steps of FlashAttention-2's backward: delta, a float32 a row, and dq in float32 (flash_api.cpp)."""
+    rows, elements = sizes(q.shape, 128, 32)
+    return [4 * rows, 4 * elements]
+
+
 def efficient(q: torch.Tensor, *_, card) -> int:
     """Bytes of the float32 out that the memory-efficient forward sums in, where 16 bits do not stay in registers."""
     return 4 * q.numel() if q.element_size() == 2 and q.shape[3] > 128 else 0
 
 
-def efficient_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *__, card) -> int:
-    """Bytes of the memory-efficient backward's workspace and of delta, a float32 a row.
+def efficient_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *__, card) -> list[int]:
+    """The steps of the memory-efficient backward's workspace and of delta, a float32 a row.
 
     The workspace sums dq in tiles of queries x columns with a lock each, and dk and dv of each split of the keys where
     they do not stay in registers (kernel_backward.h, workspace_size; the tiles are generate_kernels.py's). In float32
@@ -103,8 +123,11 @@ def efficient_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *__
             splits = 1
         used += 2 * 4 * splits * keys * -(-d // tile) * tile
     workspace, delta = b * h * -(-used // 16) * 16, 4 * b * h * n
-    copy = 0 if grad.transpose(1, 2).is_contiguous() else grad.numel() * grad.element_size()
-    return copy + (delta + workspace if half else max(4 * b * h * n * d + 2 * delta, delta + workspace))
+    steps = [] if grad.transpose(1, 2).is_contiguous() else [grad.numel() * grad.element_size()]
+    if half:
+        return [*steps, delta, workspace]
+    first = len(steps)  # the product, its sum, and that in another order
+    return [*steps, 4 * b * h * n * d, delta, delta, ~first, ~(first + 1), workspace]
 
 
 def softmax_backward(grad: torch.Tensor, *_, card) -> int:
@@ -114,7 +137,8 @@ def softmax_backward(grad: torch.Tensor, *_, card) -> int:
 
 LARGE_SHARED = ((8, 0), (9, 0), (10, 0))  # whose blocks may have enough shared memory for tiles of 128 queries
 RULES = {
-    "_scaled_dot_product_flash_attention": flash, "_scaled_dot_product_efficient_attention": efficient,
+    "_scaled_dot_product_flash_attention": flash, "_scaled_dot_product_flash_attention_backward": flash_backward,
+    "_scaled_dot_product_efficient_attention": efficient,
     "_scaled_dot_product_efficient_attention_backward": efficient_backward, "_softmax_backward_data": softmax_backward,
 }  # fmt: skip
 

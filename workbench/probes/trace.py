@@ -201,9 +201,15 @@ class Births(TorchDispatchMode):
             if backward not in self.workspaces:
                 self.workspaces.add(backward)  # once a handle and stream, and kept
                 self.add(self.card.workspace_bytes, "cuBLAS workspace")
-        nbytes = scratch.of(name, args, self.card) if name in scratch.RULES or name in scratch.table() else 0
-        if nbytes:
-            self.events.append(Event(self.add(nbytes, f"scratch of {name}"), -1, ""))
+        if name in scratch.RULES or name in scratch.table():
+            taken = {}
+            for step in scratch.of(name, args, self.card):
+                if step >= 0:
+                    taken[len(taken)] = self.add(step, f"scratch of {name}")
+                else:
+                    self.events.append(Event(taken[~step], -1, ""))
+                    taken[~step] = None
+            self.events += [Event(id, -1, "") for id in taken.values() if id is not None]
 
     @contextlib.contextmanager
     def tables_on_card(self):
