@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 MIB, GIB = 1 << 20, 1 << 30
+VIRTUAL = "virtual"  # the key of a card in software (`VirtualCard`), where the CPU's kernels run
 SAME_CARD = 0.05  # what drivers say of one kind of card is about 1 % apart over the years
 
 

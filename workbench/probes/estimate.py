@@ -91,7 +91,7 @@ def _estimate(card, events, before, backend, time_ms, expandable) -> Estimate:
 
 def life(case: Case, card: cards.Card) -> tuple[list[Event], int, str]:
     """(events, how many of them make the inputs, backend) of a case; cards with the same habits share a trace."""
-    habits = card.capability, card.workspace_bytes
+    habits = card.capability, card.workspace_bytes, card.key == cards.VIRTUAL
     key = repr((case.fields(), habits)) if isinstance(case.backend, str) else None
     if key not in _lives:
         on_card = replace(case, device="cuda", pattern=copy.copy(case.pattern))  # which keeps what it finds on the card

@@ -78,7 +78,11 @@ def search(
         budget_bytes = card.total_bytes - card.context_bytes
     if budget_bytes is None or budget_bytes < 1:
         raise ValueError(f"budget_bytes={budget_bytes}: want bytes, at least 1 (they have a default on a card only)")
-    asked = {"asked": example.fields()["backend"], "device": example.device, "card": card.key if card else "virtual"}
+    asked = {
+        "asked": example.fields()["backend"],
+        "device": example.device,
+        "card": card.key if card else cards.VIRTUAL,
+    }
     asked |= {"budget_bytes": budget_bytes, "capped": capped, "seconds": seconds}
     space = {"limit_n": limit_n // grain * grain, "grain": grain}
     first = FIRST if example.nq == example.n else max(FIRST, example.nq + grain)
@@ -199,7 +203,8 @@ def _trace(case: Case, card) -> estimate.Estimate:
     if case.backend == "auto":
         q, k = (torch.empty(1, 1, h, case.head_dim, dtype=case.dtype) for h in (case.heads, case.kv_heads))
         case = replace(case, backend=dispatch.choose("auto", q, k, k, case.pattern)[0])
-    found = estimate.trace(case, *(() if card is None else (card,)))
+    card = replace(cards.find("h100") if card is None else card, key=cards.VIRTUAL)
+    found = estimate.trace(case, card)
     hidden = {x.id for x in found.events if x.name.startswith(HIDDEN)}
     events = [x for x in found.events if x.id not in hidden]
     used = allocator.replay(events)
