@@ -101,3 +101,10 @@ def test_the_choosers_page_holds_every_answer_in_the_order_of_its_menus(chooser)
 def test_a_chooser_wants_every_choice():
     with pytest.raises(ValueError, match="want card, heads"):
         frontiers.Chooser(1, **SHAPE, **{**CHOICES, "mode": []})
+
+
+def test_what_fitted_and_was_wrong_is_shown():
+    found = frontiers.wrong("h100x1")
+    assert "dense, cudnn" in set(found["way"]) and (found["elements"] > 2**31).all()
+    assert found["said"].str.startswith("wrong: dq").all()
+    assert frontiers.wrong("no such machine").empty

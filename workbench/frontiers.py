@@ -75,23 +75,45 @@ def ways(
     return found
 
 
+def wrong(kind: str) -> pd.DataFrame:
+    """Calls measured on a machine kind that fitted and computed something else, the shortest of each way.
+
+    elements: of q, of all its sequences; said: what the check found.
+    """
+    columns = ["way", "mode", "batch", "heads", "head_dim", "n", "elements"]
+    rows = _journals(kind)
+    if rows.empty:
+        return pd.DataFrame(columns=[*columns, "said"])
+    rows = rows[(rows["stage"] == "probe") & (rows["limiter"] == "validity")]
+    rows = rows.assign(way=_labels(rows), elements=rows[["batch", "n", "heads", "head_dim"]].prod(axis=1))
+    shortest = rows.sort_values("n").drop_duplicates(["way", "batch", "heads", "head_dim", "mode"])
+    said = shortest["error"].str.partition(";")[0]
+    return shortest[columns].assign(said=said)
+
+
 def recorded(kind: str) -> pd.DataFrame:
     """The frontiers that were measured on a machine kind and committed, with `label`, a row each; empty if none were.
 
     Of the sizes (batch, heads, head_dim, dtype and mode) that the most of them have.
     """
-    folder = records.default_folder() / kind
-    journals = sorted(folder.glob("*-frontier-*.jsonl"))
-    if not journals:
-        return pd.DataFrame()
-    rows = records.load(*journals)
+    rows = _journals(kind)
+    if rows.empty:
+        return rows
     rows = rows[(rows["stage"] == "search") & (rows["status"] == "ok") & rows["measured_n"].notna()]
-    labels = [f"{KINDS.get(spec['pattern'], spec['pattern'])}, {str(asked).split(':')[-1]}"
-              for spec, asked in zip(rows["pattern_spec"], rows["asked"], strict=True)]  # fmt: skip
     sizes = ["batch", "heads", "head_dim", "dtype", "mode"]
-    rows = rows.assign(label=labels).drop_duplicates(["label", "budget_bytes", *sizes], keep="last")
+    rows = rows.assign(label=_labels(rows)).drop_duplicates(["label", "budget_bytes", *sizes], keep="last")
     largest_first = sorted(rows.groupby(sizes), key=lambda group: -len(group[1]))
     return largest_first[0][1].reset_index(drop=True) if largest_first else rows
+
+
+def _journals(kind: str) -> pd.DataFrame:
+    journals = sorted((records.default_folder() / kind).glob("*-frontier-*.jsonl"))
+    return records.load(*journals) if journals else pd.DataFrame()
+
+
+def _labels(rows: pd.DataFrame) -> list[str]:
+    return [f"{KINDS.get(spec['pattern'], spec['pattern'])}, {str(asked).split(':')[-1]}"
+            for spec, asked in zip(rows["pattern_spec"], rows["asked"], strict=True)]  # fmt: skip
 
 
 def claims() -> pd.DataFrame:
