@@ -92,6 +92,8 @@ def words(frame: pd.DataFrame, card: cards.Card, sizes: dict, n, budget_bytes, s
         "predicted, nothing is measured",
     ]
     shown = pd.DataFrame({"execution": frame["way"], "longest N": frame["longest_n"].map(_number)})
+    searched = frame["limiter"].eq("search")  # nothing stands in the way as far as was looked
+    shown["longest N"] = shown["longest N"].where(~searched, "at least " + shown["longest N"])
     shown["limited by"] = frame["limiter"].fillna("")
     if n is not None:
         lines[-1] += f"; the right half is at N = {n:,}"
