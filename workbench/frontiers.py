@@ -228,8 +228,6 @@ class Chooser:
             row = frontier.search(ways([way], **shape, **sizes)[way], card=card, seconds=seconds, step=STEP, say=None)
             found = {"n": row["n"], "limiter": row["limiter"], "by": row["backend"].split(":")[-1]}
             found |= {"bytes": row["predicted_bytes"], "ms": row["predicted_ms"], "why": row["error"]}
-            found = {"n": row["n"], "limiter": row["limiter"], "by": row["backend"].split(":")[-1]}
-            found |= {"bytes": row["predicted_bytes"], "ms": row["predicted_ms"], "why": row["error"]}
             lines.append({"card": card, **sizes, "way": way} | found)
         self.rows = pd.DataFrame(lines)
 
