@@ -1,15 +1,25 @@
-"""One call of single-device attention as a part of a larger softmax: forward, and backward from the merged results."""
+"""One call of single-device attention as a part of a larger softmax: forward, and backward from the merged results.
+
+Dense calls, which are most of what ranks compute across shards, go to cuDNN where it is there: it takes any number of
+queries on any number of keys. What it has no name for, causal with fewer queries than keys, is two calls.
+
+Dimensions: B batch, L queries, M keys, H query heads, G key heads, D head_dim.
+"""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
+import torch
 from torch import Tensor
 
 from workbench.execution import torch_backend
-from workbench.patterns import Pattern
+from workbench.execution.fused import unit_stride
+from workbench.execution.merge import merge_
+from workbench.patterns import Dense, Pattern
 
 BACKENDS = ("auto", "torch", "triton")
+ROWS = 1024  # of queries and of keys: from here on cuDNN is the faster way (`strided.FROM`)
 
 
 def why_not(backend: str, q: Tensor, k: Tensor, pattern: Pattern) -> str | None:
@@ -24,21 +34,96 @@ def why_not(backend: str, q: Tensor, k: Tensor, pattern: Pattern) -> str | None:
     return None
 
 
+def kernels(backend: str, q: Tensor, k: Tensor, pattern: Pattern) -> bool:
+    """Whether our kernels run this; they also merge and add 16-bit results in place, as on a single device."""
+    if q.device.type != "cuda" and backend != "triton":
+        return False
+    from workbench.execution import triton_backend
+
+    return backend == "triton" or backend == "auto" and triton_backend.why_not(q, k, pattern) is None
+
+
 def _operators(backend: str, q: Tensor, k: Tensor, pattern: Pattern):
-    if q.device.type == "cuda" or backend == "triton":
+    if kernels(backend, q, k, pattern):
         from workbench.execution import triton_backend
 
-        if backend == "triton" or backend == "auto" and triton_backend.why_not(q, k, pattern) is None:
-            return triton_backend
+        return triton_backend
     return torch_backend
 
 
+def _cudnn(direction: str, backend: str, pattern: Pattern, q: Tensor, k: Tensor, *others: Tensor):
+    """What calls cuDNN, if it takes this; else None."""
+    if not isinstance(pattern, Dense) or backend != "auto" or min(q.shape[1], k.shape[1]) < ROWS:
+        return None
+    if not kernels(backend, q, k, pattern):
+        return None
+    from workbench.execution.kernels import strided
+
+    all_of = (q, k, *others)
+    if not strided.usable(direction, *all_of) or max(x.shape[0] * x.stride(0) for x in all_of) >= strided.INT32:
+        return None
+    return strided
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, backend: str) -> tuple[Tensor, Tensor]:
-    """out (B, Nq, H, D) like q and lse (B, H, Nq) of the pairs of this call."""
-    return _operators(backend, q, k, pattern).attend(q, k, v, pattern.handle, scale)
+    """out (B, L, H, D) like q and lse (B, H, L) of the pairs of this call; q (B, L, H, D), k and v (B, M, G, D)."""
+    q, k, v = map(unit_stride, (q, k, v))
+    cudnn = _cudnn("forward", backend, pattern, q, k, v)
+    if cudnn is None:
+        return _operators(backend, q, k, pattern).attend(q, k, v, pattern.handle, scale)
+    before = k.shape[1] - q.shape[1] if pattern.causal else 0
+    out, lse = cudnn.attend(*(_inner(x) for x in (q, k[:, before:], v[:, before:])), pattern.causal, scale)
+    if before:
+        some, its_lse = cudnn.attend(*(_inner(x) for x in (q, k[:, :before], v[:, :before])), False, scale)
+        cudnn.merge(some, its_lse, out, lse, False)
+    return _inner(out), lse
 
 
 def backward(grad, grad_lse, q, k, v, out, lse, pattern: Pattern, scale: float, backend: str):
     """(dq, dk, dv) of this call's pairs, where out and lse (and their gradients) may be of more pairs than these."""
-    saved = SimpleNamespace(saved_tensors=(q, k, v, out, lse), handle=pattern.handle, scale=scale)
-    return _operators(backend, q, k, pattern)._autograd(saved, grad, grad_lse)[:3]
+    grad, q, k, v, out = map(unit_stride, (grad, q, k, v, out))
+    cudnn = _cudnn("backward", backend, pattern, q, k, v, grad, out) if grad_lse is None else None
+    if cudnn is None:
+        saved = SimpleNamespace(saved_tensors=(q, k, v, out, lse), handle=pattern.handle, scale=scale)
+        return _operators(backend, q, k, pattern)._autograd(saved, grad, grad_lse)[:3]
+    before = k.shape[1] - q.shape[1] if pattern.causal else 0
+    parts = (
+        [(slice(0, before), False), (slice(before, None), pattern.causal)]
+        if before
+        else [(slice(None), pattern.causal)]
+    )
+    found = [
+        [
+            _inner(x)
+            for x in cudnn.attend_backward(*map(_inner, (grad, q, k[:, rows], v[:, rows], out)), lse, causal, scale)
+        ]
+        for rows, causal in parts
+    ]
+    if not before:
+        return found[0]
+    (dq, *first), (more, *last) = found
+    return dq.float() + more, *(torch.cat(x, 1) for x in zip(first, last, strict=True))
+
+
+def _inner(x: Tensor) -> Tensor:
+    """(B, L, H, D) <-> (B, H, L, D)."""
+    return x.transpose(1, 2)
+
+
+def narrow(q: Tensor) -> bool:
+    """Whether 16-bit results are merged where they lie, by a kernel that rounds once a call, as on a single device."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    from workbench.execution import triton_backend
+
+    return triton_backend.why_not(q, q, Dense()) is None
+
+
+def merge(out: Tensor, lse: Tensor, some: Tensor, its_lse: Tensor) -> None:
+    """some (B, L, H, D) and its_lse (B, L, H), merged into views of out and lse in place."""
+    if narrow(out):
+        from workbench.execution.kernels import strided
+
+        strided.merge(*(_inner(x) for x in (some, its_lse, out, lse)), False)
+    else:
+        merge_(out, lse, some, its_lse.to(lse.dtype))

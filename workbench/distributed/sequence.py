@@ -19,18 +19,20 @@ from torch.nn.functional import pad
 
 from workbench.distributed import jobs, local
 from workbench.distributed.exchange import Exchange, Regroup
-from workbench.distributed.jobs import Fill, Job
+from workbench.distributed.jobs import Fill, Job, Strand
 from workbench.distributed.plans import Plan, Stage
-from workbench.execution.merge import merge_
 from workbench.patterns import Dilated
 
 
 class Buffers(NamedTuple):
-    """All that a forward or a backward allocates on every rank alike, before anything is sent."""
+    """All that a forward or a backward allocates on every rank alike, before anything is sent.
+
+    results: (out, lse) or (dq, dk, dv), each None where the first job's own is taken
+    """
 
     sent: list[Tensor]
     received: list[Tensor]
-    results: tuple[Tensor, ...]
+    results: tuple[Tensor | None, ...]
     returned: list[Tensor]
     arrived: Tensor | None
 
@@ -53,6 +55,14 @@ class Sequence:
             for stage in plan.stages
             for found in [jobs.remote(plan, rank, stage)]
         }
+        each = [*self.first, *itertools.chain(*self.later.values())]
+        self.once = len(each) == 1 and not self.exchange.moves  # nothing is ever added to what the one job gives
+        whole = Strand(work[0], slice(0, plan.heads), plan.shards[rank], slice(0, plan.kv_heads))
+        first = each[0][0] if each else None
+        # whether the first job gives every row of out and dq, and of dk and dv
+        self.all_queries = bool(first) and len(work) == 1 and not first.spare and first.batch is None
+        self.all_queries = self.all_queries and [(x.queries, x.heads) for x in first.strands] == [whole[:2]]
+        self.all_keys = bool(first) and first.batch is None and [x[2:] for x in first.strands] == [whole[2:]]
 
     # --- rows of a job ------------------------------------------------------------------------------------------------
 
@@ -105,11 +115,15 @@ class Sequence:
         deep = min(2, len(self.plan.stages))
         sent = [k.new_empty(self.exchange.room(0)) for _ in range(deep)]
         received = [k.new_empty(self.exchange.room(1)) for _ in range(deep)]
+        of_q = wide if self.several and not local.narrow(q) else q.dtype
         if not backward:
-            out = q.new_zeros(b, self.queries, h, d, dtype=wide if self.several else q.dtype)
+            if self.all_queries:
+                return Buffers(sent, received, (None, None), [], None)
+            out = q.new_zeros(b, self.queries, h, d, dtype=of_q)
             lse = q.new_full((b, h, self.queries), -torch.inf, dtype=wide)
             return Buffers(sent, received, (out, lse), [], None)
-        gradients = q.new_zeros(b, self.queries, h, d, dtype=wide), *(k.new_zeros(k.shape, dtype=wide) for _ in "kv")
+        dq = None if self.all_queries else q.new_zeros(b, self.queries, h, d, dtype=of_q)
+        gradients = dq, *(None if self.all_keys else k.new_zeros(k.shape, dtype=wide) for _ in "kv")
         returned = [k.new_empty(self.exchange.room(1), dtype=wide) for _ in range(deep)]
         return Buffers(sent, received, gradients, returned, k.new_empty(self.exchange.room(0), dtype=wide))
 
@@ -121,7 +135,10 @@ class Sequence:
             for job, fills in found:
                 keys = self._keys(job, fills, stage, k, v, buffers.received[x])
                 part = local.forward(self._take(job, q), *keys, job.pattern, scale, backend)
-                self._merge(job, out, lse, *part, alone=fresh or not self.several)
+                if out is None:
+                    out, lse = part[0] if local.narrow(q) or not self.several else part[0].to(part[1].dtype), part[1]
+                else:
+                    self._merge(job, out, lse, *part, alone=fresh or not self.several)
                 fresh = False
         return out.to(q.dtype), lse
 
@@ -146,7 +163,7 @@ class Sequence:
                 to.copy_(one)
                 to_lse.copy_(one_lse)
             else:
-                merge_(to, to_lse, one, one_lse.to(to_lse.dtype))
+                local.merge(to, to_lse, one, one_lse)
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
@@ -167,9 +184,15 @@ class Sequence:
                 parts = local.backward(
                     of_rows[0], its_grad_lse, of_rows[1], *keys, of_rows[2], its_lse, job.pattern, scale, backend
                 )
-                for to, part in zip(self._views(job, dq), _strands(job, parts[0]), strict=True):
-                    to += part
-                self._scatter(job, fills, stage, parts[1:], (dk, dv), buffers.returned[x])
+                if dq is None:
+                    dq = parts[0] if local.narrow(q) or not self.several else parts[0].to(lse.dtype)
+                else:
+                    for to, part in zip(self._views(job, dq), _strands(job, parts[0]), strict=True):
+                        to += part
+                if dk is None:
+                    dk, dv = (part if self.once else part.to(lse.dtype) for part in parts[1:])
+                else:
+                    self._scatter(job, fills, stage, parts[1:], (dk, dv), buffers.returned[x])
             if stage is not None:
                 self._add(returning, buffers, dk, dv)
                 returning = stage, self.exchange.give(stage, buffers.returned[x], buffers.arrived)
