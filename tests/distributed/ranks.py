@@ -15,7 +15,7 @@ DEADLINE = 60  # seconds for one function
 
 
 class Ranks:
-    """`world` spawned processes. run(function, *args, **options) -> what function(rank, world, ...) returned on each."""
+    """`world` spawned processes. run(function, ...) -> what function(rank, world, ...) returned on each."""
 
     def __init__(self, world: int):
         self.world = world

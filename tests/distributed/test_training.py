@@ -53,20 +53,17 @@ def test_checkpoints_change_no_bit_and_all_ranks_exchange_again_in_the_same_orde
         assert names == found[0][2]
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("wrap", train.WRAPS)
-@pytest.mark.parametrize("mesh", ["1x2-uneven", "2x2"])
-def test_compiled_steps_are_those_of_one_device(ranks, mesh, wrap, checkpointed):
-    options = {"backend": "aot_eager", "checkpointed": checkpointed}
-    for parameter, loss, graphs in ranks(world_of(mesh)).run(train.compiled, *MESHES[mesh], "dilated", wrap, **options):
-        assert parameter < TOLERANCE and loss < TOLERANCE and graphs > 0
+def test_compiled_steps_are_those_of_one_device(ranks, wrap):
+    for parameter, loss, graphs in ranks(4).run(train.compiled, *MESHES["2x2-uneven"], "dilated", wrap, "aot_eager"):
+        assert parameter < TOLERANCE and loss < TOLERANCE and graphs > 1, graphs
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler, which TorchInductor needs on a CPU")
-def test_steps_compiled_to_machine_code_are_those_of_one_device(ranks):
-    options = {"backend": "inductor", "wrap": "compiled-inside"}
-    for parameter, loss, graphs in ranks(2).run(train.compiled, *MESHES["1x2-uneven"], "dilated", **options):
-        assert parameter < TOLERANCE and loss < TOLERANCE and graphs > 0
+@pytest.mark.parametrize("wrap", ["inside-ddp", "inside-checkpoints"])
+def test_steps_compiled_to_machine_code_are_those_of_one_device(ranks, wrap):
+    for parameter, loss, graphs in ranks(2).run(train.compiled, *MESHES["1x2-uneven"], "dilated", wrap, "inductor"):
+        assert parameter < TOLERANCE and loss < TOLERANCE and graphs > 1, graphs
 
 
 def test_bfloat16_gradients_are_half_of_what_the_all_reduce_carries(ranks):
@@ -88,11 +85,11 @@ def test_a_copy_stays_on_its_group_and_a_state_dict_fits_both_layers(ranks):
 
 
 def test_refusals_say_what_is_wanted(ranks):
-    for (uneven, none, many, dtype), shape in ranks(2).run(train.refused):
+    for (uneven, none, many, dtype), shape, again in ranks(2).run(train.refused):
         assert "data=3, sequence=1: want integers whose product is the 2 ranks" in uneven
         assert "data=0" in none and "data=2, sequence=3" in many
         assert dtype == "dtype=torch.int8: want one of torch.bfloat16, torch.float16"
-        assert shape == [1, 2]
+        assert shape == [1, 2] and again
 
 
 def test_without_a_process_group():
@@ -107,7 +104,7 @@ def test_the_demo_learns_alike_on_any_mesh_and_says_its_bytes(ranks):
     )
     for found in (*one, *two):
         torch.testing.assert_close(found["losses"], one[0]["losses"], rtol=1e-4, atol=1e-4)
-        assert found["losses"][-1] < 0.7 * found["losses"][0]
+        assert max(found["losses"][-3:]) < 0.9 * min(found["losses"][:2])
     for rough in four:
         torch.testing.assert_close(rough["losses"], one[0]["losses"], rtol=0.05, atol=0.05)
         assert rough["bytes"]["allreduce"] - 8 == (one[0]["bytes"]["allreduce"] - 8) / 2

@@ -119,7 +119,9 @@ def only_over_data(rank, world, parts, lengths, name):
     """The mutant that reduces gradients over the data axis, and forgets the sequence's."""
     mesh = training.mesh(len(parts), len(lengths))
     group = mesh.get_group("data")
-    return errors(rank, world, parts, lengths, name, wrap=lambda net: DistributedDataParallel(net, process_group=group))[0]
+    return errors(
+        rank, world, parts, lengths, name, wrap=lambda net: DistributedDataParallel(net, process_group=group)
+    )[0]
 
 
 def checkpointed(rank, world, parts, lengths, name, strategy):
@@ -134,26 +136,36 @@ def checkpointed(rank, world, parts, lengths, name, strategy):
     return float((found[0] - found[1]).abs().max()), exchanges, names
 
 
+def layers_in_checkpoints(net, compile):
+    layers = [Checkpointed(compile(x)) if isinstance(x, training.Layer) else x for x in net]
+    return DistributedDataParallel(nn.Sequential(*layers))
+
+
 WRAPS = {
-    "compiled-inside": lambda net, how: DistributedDataParallel(torch.compile(net, **how)),
-    "compiled-around": lambda net, how: torch.compile(DistributedDataParallel(net), **how),
+    "inside-ddp": lambda net, compile: DistributedDataParallel(compile(net)),
+    "around-ddp": lambda net, compile: compile(DistributedDataParallel(net)),
+    "inside-checkpoints": layers_in_checkpoints,
 }
 
 
-def compiled(rank, world, parts, lengths, name, wrap, backend, **options):
+def compiled(rank, world, parts, lengths, name, wrap, backend):
     """(errors against one device, graphs that were compiled)"""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+
+    def compiling(net):
+        return WRAPS[wrap](net, lambda x: torch.compile(x, backend=backend))
+
     try:
-        found = errors(rank, world, parts, lengths, name, wrap=lambda net: WRAPS[wrap](net, {"backend": backend}), **options)
+        found = errors(rank, world, parts, lengths, name, wrap=compiling)
         return *found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
     finally:
         torch._dynamo.reset()
 
 
 def compression(rank, world, parts, lengths):
-    """By dtype that travels: bytes that DDP's all-reduces were given in a step, of how many parameters, and the error of
-    the parameters after the steps."""
+    """By dtype that travels: bytes that DDP's all-reduces were given in a step, the number of parameters, and their
+    largest error after the steps."""
     want, found = alone("dilated", torch.float32)[0], {}
     for dtype in (None, torch.bfloat16, torch.float16):
 
@@ -207,7 +219,8 @@ def refused(rank, world):
             call()
         except ValueError as error:
             found.append(str(error))
-    return found, list(training.mesh().shape)
+    again = training.mesh() is training.mesh()
+    return found, list(training.mesh().shape), again
 
 
 def demo(rank, world, **options):

@@ -11,14 +11,17 @@
 Why this is the gradient of one device. A rank's backward sends the gradients of keys and values home, so that its
 parameters get the gradient of all losses of its sequences by the use that its own rows made of them. Summed over the W
 ranks of the mesh that is the gradient of the sum of all losses, and DDP gives the sum divided by W. For a mean over T
-tokens, a rank's loss has to be W / T times the sum over its own tokens, which is `mean`. It is the plain mean over one's
-own where all ranks have as many, and only there.
+tokens, a rank's loss has to be W / T times the sum over its own tokens: that is `mean`. Where all ranks have as many
+tokens, and only there, it is the plain mean over one's own.
 
-Activation checkpointing (`use_reentrant=False`) changes nothing, and torch.compile breaks its graph at the attention; both
-go inside DDP or around it. All ranks recompute alike, so that they meet in the exchange again.
+Activation checkpointing (`use_reentrant=False`) changes no bit: all ranks recompute alike, and so exchange again
+together. torch.compile, of the model or of DDP around it, breaks its graph at each attention. Around a checkpoint it
+compiles nothing, since the graph breaks inside: compile the layer, and checkpoint that.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import torch.distributed as dist
@@ -38,7 +41,8 @@ HOOKS = {torch.bfloat16: bf16_compress_hook, torch.float16: fp16_compress_hook}
 def mesh(data: int = 1, sequence: int | None = None) -> DeviceMesh:
     """All ranks as a mesh of dimensions ("data", "sequence"); ranks of one sequence are neighbours.
 
-    sequence: ranks that share a sequence (default: all that there are for each of `data`).
+    sequence: ranks that share a sequence (default: all that there are for each of `data`). The same sizes give the same
+    mesh again, since a group takes memory (with NCCL about half a GB).
     ValueError where there is no process group, or data * sequence is not its size.
     """
     if not dist.is_initialized():
@@ -47,7 +51,12 @@ def mesh(data: int = 1, sequence: int | None = None) -> DeviceMesh:
     sequence = max(1, world // data) if sequence is None and data > 0 else sequence
     if data < 1 or data * sequence != world:
         raise ValueError(f"data={data}, sequence={sequence}: want integers whose product is the {world} ranks")
-    kind = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+    return _mesh(dist.group.WORLD, data, sequence)
+
+
+@functools.lru_cache(8)
+def _mesh(world: dist.ProcessGroup, data: int, sequence: int) -> DeviceMesh:
+    kind = "cuda" if "nccl" in dist.get_backend_config(world) else "cpu"
     return init_device_mesh(kind, (data, sequence), mesh_dim_names=("data", "sequence"))
 
 
@@ -113,9 +122,9 @@ def demo(steps: int = 40, n: int = 512, data: int = 1, compressed: bool = False)
     rows = Shards.even(n, dist.get_world_size(group))[dist.get_rank(group)]
     losses = []
     for _ in range(steps):
-        levels = torch.randn(8, 1, 1)
-        x = levels + 2 * torch.randn(8, n, 1)
-        x, levels = (t[some.start : some.stop].to(ranks.device_type) for t in (x[:, rows.start : rows.stop], levels))
+        levels = torch.linspace(-1.5, 1.5, 8)[:, None, None]
+        x = (levels + 2 * torch.randn(8, n, 1))[:, rows.start : rows.stop]
+        x, levels = (t[some.start : some.stop].to(ranks.device_type) for t in (x, levels))
         optimizer.zero_grad()
         with Traffic() as traffic:
             loss = mean((model(x) - levels).square())
