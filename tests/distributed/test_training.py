@@ -95,6 +95,11 @@ def test_refusals_say_what_is_wanted(ranks):
 def test_without_a_process_group():
     with pytest.raises(ValueError, match="want a process group: run under workbench.distributed.worker"):
         training.mesh()
+    x, layers = (
+        torch.randn(2, 20, 5, dtype=torch.float64),
+        [train.model("dilated", alone=alone) for alone in (True, False)],
+    )
+    assert torch.equal(layers[0](x), layers[1](x)) and "ranks=1" in repr(layers[1])
 
 
 def test_the_demo_learns_alike_on_any_mesh_and_says_its_bytes(ranks):

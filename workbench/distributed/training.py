@@ -17,6 +17,9 @@ tokens, and only there, it is the plain mean over one's own.
 Activation checkpointing (`use_reentrant=False`) changes no bit: all ranks recompute alike, and so exchange again
 together. torch.compile, of the model or of DDP around it, breaks its graph at each attention. Around a checkpoint it
 compiles nothing, since the graph breaks inside: compile the layer, and checkpoint that.
+
+An error that attention raises is raised on all ranks of that sequence, not on the rest of the mesh, which waits for
+their gradients: let it end the process, as `worker` does.
 """
 
 from __future__ import annotations
