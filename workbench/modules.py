@@ -48,8 +48,11 @@ class MultiheadAttention(nn.Module):
         heads = (-1, self.head_dim)
         q = self.q(x).unflatten(-1, heads)  # (B, Nq, H, D)
         k, v = (f(context).unflatten(-1, heads) for f in (self.k, self.v))  # (B, N, Hkv, D)
-        y = attention(q, k, v, self.pattern, backend=self.backend)
-        return self.dropout(self.out(y.flatten(-2)))
+        return self.dropout(self.out(self.attend(q, k, v).flatten(-2)))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The attention between the projections: q (B, Nq, H, D), k and v (B, N, Hkv, D) -> (B, Nq, H, D)."""
+        return attention(q, k, v, self.pattern, backend=self.backend)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, pattern={self.pattern!r}"

@@ -15,7 +15,7 @@ DEADLINE = 60  # seconds for one function
 
 
 class Ranks:
-    """`world` spawned processes. run(function, *args) -> what function(rank, world, *args) returned on each."""
+    """`world` spawned processes. run(function, ...) -> what function(rank, world, ...) returned on each."""
 
     def __init__(self, world: int):
         self.world = world
@@ -29,10 +29,10 @@ class Ranks:
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, function, *args) -> list:
+    def run(self, function, *args, **options) -> list:
         """AssertionError with the traces of all ranks that raised, or that gave no answer in time."""
         for pipe in self.pipes:
-            pipe.send_bytes(pickle.dumps((function, args)))
+            pipe.send_bytes(pickle.dumps((function, args, options)))
         results, errors = [], []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(DEADLINE):
@@ -63,11 +63,11 @@ def _serve(rank: int, world: int, store: str, pipe) -> None:
     )
     while True:
         try:
-            function, args = pickle.loads(pipe.recv_bytes())
+            function, args, options = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            answer = function(rank, world, *args), None
+            answer = function(rank, world, *args, **options), None
         except Exception:
             answer = None, traceback.format_exc()
         pipe.send_bytes(pickle.dumps(answer))

@@ -10,6 +10,7 @@ import torch
 
 import workbench as wb
 from tests.distributed import work
+from workbench.distributed import door
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,11 @@ def test_auto_says_what_it_moves_and_moves_that(ranks):
 
 def test_a_call_like_the_last_one_agrees_once(ranks):
     assert ranks(2).run(work.once_again) == [[2, 1], [2, 1]]
+
+
+def test_layers_that_share_a_pattern_and_differ_in_heads_groups_and_strategy_keep_their_plans(ranks):
+    for counts, worst, kept in ranks(4).run(work.alternating):
+        assert counts == [12, 6, 6] and worst < work.TOLERANCE and kept == door.PLANS
 
 
 def test_autocast_is_that_of_one_device(ranks):

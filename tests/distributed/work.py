@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests import tools
 from tests.distributed.cases import CASES, drawn
@@ -409,6 +410,28 @@ def once_again(rank, world):
             door.attention(q, k, v, pattern)
         counts.append(gathered.call_count)
     return counts
+
+
+def alternating(rank, world):
+    """By round, the agreements that calls of one pattern take which alternate heads, groups and strategies, the largest
+    error of them all, and how many plans are kept when there were more than that of them."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "sequence"))
+    pattern, counts, worst, real = Dilated([64, 20], [4, 1], causal=True), [], 0.0, dist.all_gather
+    for _ in range(3):
+        with patch.object(dist, "all_gather", side_effect=real) as gathered:
+            for heads, strategy in ((4, "sequence"), (8, "sequence"), (8, "heads")):
+                for group in (None, mesh["sequence"].get_group()):
+                    case, parts = Case("", lambda: pattern, 64, heads=heads), dist.get_world_size(group)
+                    rows = rows_of(case, [64 // parts] * parts, dist.get_rank(group))
+                    q, k, v, *_ = inputs = case.inputs(torch.float64)
+                    found = door.attention(*shard(inputs, rows)[:3], pattern, group, strategy)
+                    want = attention(q, k, v, pattern)[:, rows[0]]
+                    worst = max(worst, tools.relative(found, want))
+        counts.append(gathered.call_count)
+    for n in range(64, 64 + 2 * door.PLANS, 2):
+        q = torch.ones(1, n // world, 2, 8)
+        door.attention(q, q, q, pattern)
+    return counts, worst, len(pattern._shared["plans"])
 
 
 def autocast(rank, world):

@@ -7,15 +7,25 @@ from __future__ import annotations
 
 import importlib
 
-_HOMES = {"plans": ("plan", "Plan"), "shards": ("Shards",), "door": ("attention", "explain")}
+_HOMES = {
+    "plans": ("plan", "Plan"),
+    "shards": ("Shards",),
+    "door": ("attention", "explain"),
+    "modules": ("MultiheadAttention",),
+    "traffic": ("Traffic",),
+}
+_MODULES = ("training",)
 _FROM = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = list(_FROM)
+__all__ = [*_FROM, *_MODULES]
 
 
 def __getattr__(name: str):
     if name in _FROM:
         value = getattr(importlib.import_module(f"workbench.distributed.{_FROM[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'workbench.distributed' has no attribute {name!r}")
+    elif name in _MODULES:
+        value = importlib.import_module(f"workbench.distributed.{name}")
+    else:
+        raise AttributeError(f"module 'workbench.distributed' has no attribute {name!r}")
+    globals()[name] = value
+    return value

@@ -24,6 +24,7 @@ from workbench.execution.fused import unit_stride
 from workbench.patterns import Dense, Pattern
 
 STRATEGIES = ("auto", "sequence", "heads")
+PLANS = 8  # kept with a pattern: its layers may differ in heads, and be on several groups
 SAME = ("pattern", "shape", "dtype", "strategy", "scale", "backend", "return_lse", "requires_grad")  # on all ranks
 
 
@@ -85,12 +86,10 @@ class Call(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A plan as it was made for the last call, kept with the pattern."""
+    """A plan as it was made for a call, kept with the pattern for calls like it."""
 
-    key: tuple
     plan: Plan
     why: str
-    group: object
     ready: Sequence | None
 
 
@@ -109,12 +108,9 @@ def _agreed(
         _check_names(strategy)
         _check(q, k, v, pattern, scale, strategy, backend)
         q, k, v = dispatch.autocast(q, k, v)
-        key = (q.shape, k.shape, q.device, q.dtype, strategy)
-        made = _kept(pattern).get("made")
-        if made is not None and made.key == key and made.group is group:
-            buffers = _buffers(made, q, k)
-        else:
-            made = None
+        key = (group, q.shape, k.shape, q.device, q.dtype, strategy)
+        made = _recall(pattern, key)
+        buffers = _buffers(made, q, k) if made else None
         numbers = [q.shape[1], k.shape[1], made.plan.digest if made else 0]
         numbers += _numbers(q, k, v, pattern, strategy, scale, backend, return_lse)
     except Exception as found:
@@ -125,7 +121,7 @@ def _agreed(
         made = buffers = None
         try:
             made = _make(q, k, pattern, told, rank, group, strategy)
-            _kept(pattern)["made"] = made
+            _keep(pattern, key, made)
             buffers = _buffers(made, q, k)
         except Exception as found:
             error = found
@@ -161,7 +157,24 @@ def _device(group) -> torch.device:
 
 
 def _kept(pattern: Pattern) -> dict:
-    return pattern.__dict__.setdefault("_shared", {})
+    return pattern.__dict__.setdefault("_shared", {"plans": {}})
+
+
+def _recall(pattern: Pattern, key: tuple) -> Made | None:
+    """What was made for a call like this one; it is then the last to be forgotten."""
+    plans = _kept(pattern)["plans"]
+    if key in plans:
+        plans[key] = plans.pop(key)
+    return plans.get(key)
+
+
+def _keep(pattern: Pattern, key: tuple, made: Made) -> None:
+    """Ranks need not forget alike: where one has no plan, all make theirs anew."""
+    plans = _kept(pattern)["plans"]
+    plans.pop(key, None)
+    plans[key] = made
+    while len(plans) > PLANS:
+        del plans[next(iter(plans))]
 
 
 def _numbers(q, k, v, pattern, strategy, scale, backend, return_lse) -> list[int]:
@@ -188,7 +201,7 @@ def _make(q, k, pattern, told: Tensor, rank: int, group, strategy: str) -> Made:
             )
     plan, why = choose(strategy, (pattern, shards, h, k.shape[2], nq), q.element_size(), d)
     ready = None if isinstance(plan, HeadsPlan) else Sequence(plan, rank, group, b, d, q.device)
-    return Made((q.shape, k.shape, q.device, q.dtype, strategy), plan, why, group, ready)
+    return Made(plan, why, ready)
 
 
 def choose(strategy: str, sizes: tuple, itemsize: int, head_dim: int) -> tuple[Plan, str]:

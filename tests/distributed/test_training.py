@@ -1,0 +1,116 @@
+"""Training on a mesh of (data, sequence) is that of one device: parameters after several steps, and losses."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from tests.distributed import train
+from tests.distributed.train import EVEN, HOLE, PATTERNS, UNEVEN
+from workbench.distributed import training
+
+TOLERANCE = 1e-12
+MESHES = {  # parts of the batch of 3, lengths of the shards of the 40 positions
+    "1x2": ([3], EVEN[2]),
+    "1x2-uneven": ([3], UNEVEN[2]),
+    "1x2-one-holds-all": ([3], HOLE[2]),
+    "2x2": ([2, 1], EVEN[2]),
+    "2x2-uneven": ([1, 2], UNEVEN[2]),
+    "4x1": ([1, 1, 1, 0], EVEN[1]),
+    "1x4-uneven": ([3], UNEVEN[4]),
+}
+
+
+def world_of(mesh: str) -> int:
+    parts, lengths = MESHES[mesh]
+    return len(parts) * len(lengths)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_steps_are_those_of_one_device(ranks, mesh, name):
+    for parameter, loss in ranks(world_of(mesh)).run(train.errors, *MESHES[mesh], name):
+        assert parameter < TOLERANCE and loss < TOLERANCE
+
+
+@pytest.mark.parametrize("mutant", train.MUTANTS)
+def test_a_wrong_scaling_of_the_loss_is_seen(ranks, mutant):
+    assert min(ranks(4).run(train.mutated, *MESHES["2x2-uneven"], "dilated", mutant)) > 1e-3
+
+
+def test_gradients_that_are_reduced_over_one_axis_are_seen(ranks):
+    assert max(ranks(4).run(train.only_over_data, *MESHES["2x2"], "dilated")) > 1e-3
+
+
+@pytest.mark.parametrize("strategy", ["sequence", "heads"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_checkpoints_change_no_bit_and_all_ranks_exchange_again_in_the_same_order(ranks, name, strategy):
+    found = ranks(4).run(train.checkpointed, *MESHES["2x2-uneven"], name, strategy)
+    for difference, (without, within), names in found:
+        assert difference == 0 and within > without > 0
+        assert names == found[0][2]
+
+
+@pytest.mark.parametrize("wrap", train.WRAPS)
+def test_compiled_steps_are_those_of_one_device(ranks, wrap):
+    for parameter, loss, graphs in ranks(4).run(train.compiled, *MESHES["2x2-uneven"], "dilated", wrap, "aot_eager"):
+        assert parameter < TOLERANCE and loss < TOLERANCE and graphs > 1, graphs
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler, which TorchInductor needs on a CPU")
+@pytest.mark.parametrize("wrap", ["inside-ddp", "inside-checkpoints"])
+def test_steps_compiled_to_machine_code_are_those_of_one_device(ranks, wrap):
+    for parameter, loss, graphs in ranks(2).run(train.compiled, *MESHES["1x2-uneven"], "dilated", wrap, "inductor"):
+        assert parameter < TOLERANCE and loss < TOLERANCE and graphs > 1, graphs
+
+
+def test_bfloat16_gradients_are_half_of_what_the_all_reduce_carries(ranks):
+    for found in ranks(4).run(train.compression, *MESHES["2x2-uneven"]):
+        (full, parameters, exact), *halves = found.values()
+        assert full == 4 * parameters and exact < 1e-5
+        for size, _, error in halves:
+            assert size == 2 * parameters and 1e-5 < error < 0.02, "rounded, and not lost"
+
+
+def test_traffic_is_that_of_the_plan(ranks):
+    for counted, planned in ranks(4).run(train.plan_bytes):
+        assert counted == planned > 0
+
+
+def test_a_copy_stays_on_its_group_and_a_state_dict_fits_both_layers(ranks):
+    for same, text in ranks(4).run(train.copied):
+        assert same and "ranks=2, strategy='auto'" in text
+
+
+def test_refusals_say_what_is_wanted(ranks):
+    for (uneven, none, many, dtype), shape, again in ranks(2).run(train.refused):
+        assert "data=3, sequence=1: want integers whose product is the 2 ranks" in uneven
+        assert "data=0" in none and "data=2, sequence=3" in many
+        assert dtype == "dtype=torch.int8: want one of torch.bfloat16, torch.float16"
+        assert shape == [1, 2] and again
+
+
+def test_without_a_process_group():
+    with pytest.raises(ValueError, match="want a process group: run under workbench.distributed.worker"):
+        training.mesh()
+    x, layers = (
+        torch.randn(2, 20, 5, dtype=torch.float64),
+        [train.model("dilated", alone=alone) for alone in (True, False)],
+    )
+    assert torch.equal(layers[0](x), layers[1](x)) and "ranks=1" in repr(layers[1])
+
+
+def test_the_demo_learns_alike_on_any_mesh_and_says_its_bytes(ranks):
+    one, two, four = (
+        ranks(world).run(train.demo, steps=12, n=128, **options)
+        for world, options in ((2, {"data": 2}), (2, {}), (4, {"data": 2, "compressed": True}))
+    )
+    for found in (*one, *two):
+        torch.testing.assert_close(found["losses"], one[0]["losses"], rtol=1e-4, atol=1e-4)
+        assert max(found["losses"][-3:]) < 0.9 * min(found["losses"][:2])
+    for rough in four:
+        torch.testing.assert_close(rough["losses"], one[0]["losses"], rtol=0.05, atol=0.05)
+        assert rough["bytes"]["allreduce"] - 8 == (one[0]["bytes"]["allreduce"] - 8) / 2
+    assert "alltoall_base" not in one[0]["bytes"] and two[0]["bytes"]["alltoall_base"] > 0

@@ -1,0 +1,227 @@
+"""What the training tests run on every rank: a small model, trained on a mesh and on one device."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import workbench as wb
+from workbench import BlockSparse, Dense, Dilated, layouts
+from workbench.distributed import Shards, Traffic, training
+
+N, BATCH, STEPS = 40, 3, 4
+PATTERNS = {
+    "dense": lambda: Dense(causal=True),
+    "dilated": lambda: Dilated([8, 24, 40], [1, 2, 3], causal=True),
+    "block-sparse": lambda: BlockSparse(layouts.local(1) | layouts.global_(1), 4),
+}
+EVEN, UNEVEN, HOLE = {1: [40], 2: [20, 20], 4: [10] * 4}, {2: [29, 11], 4: [3, 20, 1, 16]}, {2: [0, 40]}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+def model(name, group=None, alone=False, checkpointed=False, dtype=torch.float64, strategy="auto"):
+    torch.manual_seed(0)
+    kind, options = (wb.MultiheadAttention, {}) if alone else (
+        wb.distributed.MultiheadAttention, {"group": group, "strategy": strategy})  # fmt: skip
+    pattern = PATTERNS[name]()  # one, for both layers
+    layers = [training.Layer(16, kind(16, 4, pattern, num_kv_heads=2, **options)) for _ in range(2)]
+    if checkpointed:
+        layers = [Checkpointed(layer) for layer in layers]
+    return nn.Sequential(nn.Linear(5, 16), *layers, nn.Linear(16, 3)).to(dtype)
+
+
+def data(dtype=torch.float64):
+    random = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(STEPS, BATCH, N, size, generator=random, dtype=dtype) for size in (5, 3))
+    return x, y
+
+
+def losses_of(net, x, y):
+    return (net(x) - y).square().mean(-1)
+
+
+def steps(net, batches, loss) -> list:
+    """SGD, and the loss by step; `loss` makes one of the losses (B, L)."""
+    optimizer, found = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), []
+    for x, y in batches:
+        optimizer.zero_grad()
+        now = loss(losses_of(net, x, y))
+        now.backward()
+        optimizer.step()
+        found.append(now.detach())
+    return found
+
+
+def parameters(net) -> torch.Tensor:
+    return torch.cat([x.detach().flatten() for x in net.parameters()])
+
+
+def on_mesh(parts, lengths, dtype=torch.float64, drawn=data):
+    """(mesh, this rank's part of the batches): `parts` of the batch, `lengths` of the sequence."""
+    mesh = training.mesh(len(parts), len(lengths))
+    some = Shards(tuple(parts))[mesh.get_local_rank("data")]
+    rows = Shards(tuple(lengths))[mesh.get_local_rank("sequence")]
+    mine = [t[:, some.start : some.stop, rows.start : rows.stop] for t in drawn(dtype)]
+    return mesh, list(zip(*mine, strict=True))
+
+
+def train(parts, lengths, name, wrap=DistributedDataParallel, loss=training.mean, dtype=torch.float64, **options):
+    """(parameters after the steps, losses by step, the model)"""
+    mesh, batches = on_mesh(parts, lengths, dtype)
+    net = wrap(model(name, mesh.get_group("sequence"), dtype=dtype, **options))
+    found = steps(net, batches, loss)
+    return parameters(net), torch.stack(found), net
+
+
+def alone(name, dtype=torch.float64):
+    net = model(name, alone=True, dtype=dtype)
+    before = parameters(net)
+    found = steps(net, zip(*data(dtype), strict=True), torch.mean)
+    assert (parameters(net) - before).abs().max() > 0.05, "nothing was learnt"
+    return parameters(net), torch.stack(found)
+
+
+# --- what is compared -------------------------------------------------------------------------------------------------
+
+
+def errors(rank, world, parts, lengths, name, **options):
+    """The largest differences from one device: of a parameter after the steps, of a step's loss."""
+    (want, losses), (got, mine, _) = alone(name), train(parts, lengths, name, **options)
+    dist.all_reduce(mine)
+    return float((got - want).abs().max()), float((mine / world - losses).abs().max())
+
+
+MUTANTS = {
+    "no-scaling": lambda losses: losses.mean(),
+    "sum-over-all-tokens": lambda losses: losses.sum() / (BATCH * N),
+    "count-of-a-sequence-group": lambda losses: losses.sum() / losses.shape[0] / N * dist.get_world_size(),
+}
+
+
+def mutated(rank, world, parts, lengths, name, mutant):
+    return errors(rank, world, parts, lengths, name, loss=MUTANTS[mutant])[0]
+
+
+def only_over_data(rank, world, parts, lengths, name):
+    """The mutant that reduces gradients over the data axis, and forgets the sequence's."""
+    mesh = training.mesh(len(parts), len(lengths))
+    group = mesh.get_group("data")
+    return errors(
+        rank, world, parts, lengths, name, wrap=lambda net: DistributedDataParallel(net, process_group=group)
+    )[0]
+
+
+def checkpointed(rank, world, parts, lengths, name, strategy):
+    """(the largest difference that checkpoints make, exchanges of a step without and with them, names of collectives
+    with them)"""
+    found, exchanges = [], []
+    for on in (False, True):
+        with Traffic() as traffic:
+            found.append(train(parts, lengths, name, checkpointed=on, strategy=strategy)[0])
+        names = [call for call, _ in traffic.calls]
+        exchanges.append(names.count("alltoall_base"))
+    return float((found[0] - found[1]).abs().max()), exchanges, names
+
+
+def layers_in_checkpoints(net, compile):
+    layers = [Checkpointed(compile(x)) if isinstance(x, training.Layer) else x for x in net]
+    return DistributedDataParallel(nn.Sequential(*layers))
+
+
+WRAPS = {
+    "inside-ddp": lambda net, compile: DistributedDataParallel(compile(net)),
+    "around-ddp": lambda net, compile: compile(DistributedDataParallel(net)),
+    "inside-checkpoints": layers_in_checkpoints,
+}
+
+
+def compiled(rank, world, parts, lengths, name, wrap, backend):
+    """(errors against one device, graphs that were compiled)"""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    def compiling(net):
+        return WRAPS[wrap](net, lambda x: torch.compile(x, backend=backend))
+
+    try:
+        found = errors(rank, world, parts, lengths, name, wrap=compiling)
+        return *found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    finally:
+        torch._dynamo.reset()
+
+
+def compression(rank, world, parts, lengths):
+    """By dtype that travels: bytes that DDP's all-reduces were given in a step, the number of parameters, and their
+    largest error after the steps."""
+    want, found = alone("dilated", torch.float32)[0], {}
+    for dtype in (None, torch.bfloat16, torch.float16):
+
+        def wrap(net, dtype=dtype):
+            net = DistributedDataParallel(net)
+            if dtype is not None:
+                training.compress(net, dtype)
+            return net
+
+        got, _, net = train(parts, lengths, "dilated", wrap, dtype=torch.float32)
+        _, batches = on_mesh(parts, lengths, torch.float32)
+        losses = losses_of(net, *batches[0])
+        with Traffic() as traffic:
+            losses.mean().backward()
+        found[str(dtype)] = traffic.bytes["allreduce"], got.numel(), float((got - want).abs().max())
+    return found
+
+
+def plan_bytes(rank, world):
+    """(bytes that attention's exchanges were given, bytes of the plan) of a forward and backward."""
+    q, k, v = (torch.randn(2, 16, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    pattern = Dilated([64], [2], causal=True)  # late ranks give less than they get
+    with Traffic() as traffic:
+        wb.distributed.attention(q, k, v, pattern, strategy="sequence").sum().backward()
+    plan = wb.distributed.plan(pattern, Shards.even(64, world), 4, 2)
+    return traffic.bytes["alltoall_base"], int(plan.bytes(4, 8, 2, "fwdbwd")[rank].sum())
+
+
+def copied(rank, world):
+    """Whether a deepcopy of a layer on a sub-group gives the same and has parameters of its own; a state_dict fits."""
+    mesh = training.mesh(world // 2)
+    one = model("dilated", mesh.get_group("sequence"))
+    other, single = copy.deepcopy(one), model("dilated", alone=True)
+    single.load_state_dict(one.state_dict())
+    x = torch.randn(1, 20, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    same = torch.equal(one(x), other(x)) and other[1].attention.group is one[1].attention.group
+    own = all(a is not b for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    return same and own and other[1].attention.pattern is not one[1].attention.pattern, repr(one[1].attention)
+
+
+def refused(rank, world):
+    found = []
+    net = DistributedDataParallel(nn.Linear(2, 2))
+    for call in (
+        lambda: training.mesh(3),
+        lambda: training.mesh(0),
+        lambda: training.mesh(2, 3),
+        lambda: training.compress(net, torch.int8),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            found.append(str(error))
+    again = training.mesh() is training.mesh()
+    return found, list(training.mesh().shape), again
+
+
+def demo(rank, world, **options):
+    return training.demo(**options)

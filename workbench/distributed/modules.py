@@ -1,0 +1,44 @@
+"""Layers over sharded attention."""
+
+from __future__ import annotations
+
+import copy
+
+import torch.distributed as dist
+from torch import Tensor
+
+from workbench import modules
+from workbench.distributed.door import attention
+
+
+class MultiheadAttention(modules.MultiheadAttention):
+    """`workbench.MultiheadAttention` whose sequence is spread over ranks: x (B, L, embed_dim) -> (B, L, embed_dim).
+
+    x: this rank's contiguous rows, in the order of ranks; L may differ between ranks and be 0. The projections are of
+    these rows, the attention is `workbench.distributed.attention` over `group`, and the result is what one device gives
+    for these rows. With `context`, x holds the queries that are among this rank's positions (see there).
+    group: a process group, e.g. `mesh.get_group("sequence")` of `training.mesh`. None: all ranks, or the one there is.
+    strategy: as in `workbench.distributed.attention`. Other arguments, parameters and their names are those of
+    `workbench.MultiheadAttention`: a state_dict fits both.
+
+    Parameters are a copy on each rank, and get the gradient of the rank's rows: `training` says how they are summed.
+    All ranks of the group call this, and its backward, together. Dropout draws on each rank: seed ranks differently.
+    A deepcopy is on the same group; a process group cannot be pickled, save the state_dict.
+    """
+
+    def __init__(self, embed_dim, num_heads, pattern, *, group=None, strategy="auto", **options):
+        super().__init__(embed_dim, num_heads, pattern, **options)
+        self.group, self.strategy = group, strategy
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, self.pattern, self.group, self.strategy, backend=self.backend)
+
+    def __deepcopy__(self, memo):
+        memo[id(self.group)] = self.group
+        twin = memo[id(self)] = self.__new__(type(self))
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return twin
+
+    def extra_repr(self) -> str:
+        ranks = dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
+        return f"{super().extra_repr()}, ranks={ranks}, strategy={self.strategy!r}"

@@ -1,0 +1,139 @@
+"""Training with each sequence spread over ranks, and the batch over others: one mesh, and torch's own DDP.
+
+    mesh = training.mesh(data=2, sequence=4)
+    rows = Shards.even(n, 4)[mesh.get_local_rank("sequence")]  # of the sequences that this rank's data index has
+    layer = wb.distributed.MultiheadAttention(512, 8, pattern, group=mesh.get_group("sequence"))  # in your model
+    model = DistributedDataParallel(model)  # over all ranks, both axes of the mesh
+    training.compress(model)  # if you like: gradients travel in bfloat16
+    losses = cross_entropy(model(x), y, reduction="none")  # x and y: this rank's rows
+    training.mean(losses).backward()  # now all ranks have the gradient of one device: clip it, and step, as there
+
+Why this is the gradient of one device. A rank's backward sends the gradients of keys and values home, so that its
+parameters get the gradient of all losses of its sequences by the use that its own rows made of them. Summed over the W
+ranks of the mesh that is the gradient of the sum of all losses, and DDP gives the sum divided by W. For a mean over T
+tokens, a rank's loss has to be W / T times the sum over its own tokens: that is `mean`. Where all ranks have as many
+tokens, and only there, it is the plain mean over one's own.
+
+Activation checkpointing (`use_reentrant=False`) changes no bit: all ranks recompute alike, and so exchange again
+together. torch.compile, of the model or of DDP around it, breaks its graph at each attention. Around a checkpoint it
+compiles nothing, since the graph breaks inside: compile the layer, and checkpoint that.
+
+An error that attention raises is raised on all ranks of that sequence, not on the rest of the mesh, which waits for
+their gradients: let it end the process, as `worker` does.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from workbench.distributed.modules import MultiheadAttention
+from workbench.distributed.shards import Shards
+from workbench.distributed.traffic import Traffic
+from workbench.patterns import Dilated
+
+HOOKS = {torch.bfloat16: bf16_compress_hook, torch.float16: fp16_compress_hook}
+
+
+def mesh(data: int = 1, sequence: int | None = None) -> DeviceMesh:
+    """All ranks as a mesh of dimensions ("data", "sequence"); ranks of one sequence are neighbours.
+
+    sequence: ranks that share a sequence (default: all that there are for each of `data`). The same sizes give the same
+    mesh again, since a group takes memory (with NCCL about half a GB).
+    ValueError where there is no process group, or data * sequence is not its size.
+    """
+    if not dist.is_initialized():
+        raise ValueError("want a process group: run under workbench.distributed.worker, or call init_process_group")
+    world = dist.get_world_size()
+    sequence = max(1, world // data) if sequence is None and data > 0 else sequence
+    if data < 1 or data * sequence != world:
+        raise ValueError(f"data={data}, sequence={sequence}: want integers whose product is the {world} ranks")
+    return _mesh(dist.group.WORLD, data, sequence)
+
+
+@functools.lru_cache(8)
+def _mesh(world: dist.ProcessGroup, data: int, sequence: int) -> DeviceMesh:
+    kind = "cuda" if "nccl" in dist.get_backend_config(world) else "cpu"
+    return init_device_mesh(kind, (data, sequence), mesh_dim_names=("data", "sequence"))
+
+
+def mean(losses: Tensor, group=None) -> Tensor:
+    """This rank's loss under DDP over `group` (None: all ranks) for the mean over the elements of all ranks.
+
+    losses: of this rank, one element for each token that counts; any shape, also none (its backward is still needed).
+    The result's mean over the ranks is that mean. All ranks call it together: the counts are added up.
+    """
+    count = torch.tensor(losses.numel(), device=losses.device)
+    dist.all_reduce(count, group=group)
+    return losses.sum() / count * dist.get_world_size(group)
+
+
+def compress(model: DistributedDataParallel, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Have DDP's all-reduce carry gradients in this dtype, by torch's own hook; parameters and steps stay as they are.
+
+    dtype: bfloat16, or float16 (whose small gradients are lost without a loss scale); ValueError for another.
+    """
+    if dtype not in HOOKS:
+        raise ValueError(f"dtype={dtype}: want one of {', '.join(map(str, HOOKS))}")
+
+    def hook(group, bucket):  # torch registers its bfloat16 hook for NCCL alone, by its name; gloo adds bfloat16 too
+        return HOOKS[dtype](group, bucket)
+
+    model.register_comm_hook(model.process_group, hook)
+
+
+# --- an example -------------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """A transformer's layer, x (B, L, width) -> the same."""
+
+    def __init__(self, width: int, attention: nn.Module):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.attention = attention
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.mlp(self.norms[1](x))
+
+
+def demo(steps: int = 40, n: int = 512, data: int = 1, compressed: bool = False) -> dict:
+    """Learn to tell the level of a noisy sequence from what came so far; each step has new sequences.
+
+        torchrun --nproc_per_node 2 -m workbench.distributed.worker workbench.distributed.training:demo '{"steps": 20}'
+
+    n: positions; data: how many parts the 8 sequences of a step are cut into; compressed: gradients in bfloat16.
+    Returns the loss by step, which does not depend on the ranks, and what this rank gave to a step's collectives.
+    """
+    ranks = mesh(data)
+    torch.manual_seed(0)  # the same weights and sequences everywhere
+    pattern, group = Dilated([n // 8, n], [1, 4], causal=True), ranks.get_group("sequence")
+    layers = (Layer(64, MultiheadAttention(64, 8, pattern, group=group)) for _ in range(2))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(1, 64), *layers, nn.Linear(64, 1)).to(ranks.device_type))
+    if compressed:
+        compress(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    some = Shards.even(8, data)[ranks.get_local_rank("data")]
+    rows = Shards.even(n, dist.get_world_size(group))[dist.get_rank(group)]
+    losses = []
+    for _ in range(steps):
+        levels = torch.linspace(-1.5, 1.5, 8)[:, None, None]
+        x = (levels + 2 * torch.randn(8, n, 1))[:, rows.start : rows.stop]
+        x, levels = (t[some.start : some.stop].to(ranks.device_type) for t in (x, levels))
+        optimizer.zero_grad()
+        with Traffic() as traffic:
+            loss = mean((model(x) - levels).square())
+            loss.backward()
+        optimizer.step()
+        total = loss.detach() / dist.get_world_size()
+        dist.all_reduce(total)
+        losses.append(float(total))
+    return {"losses": losses, "bytes": traffic.bytes}
