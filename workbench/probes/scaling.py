@@ -207,6 +207,11 @@ def table(rows: pd.DataFrame) -> str:
     return aligned(pd.DataFrame(lines), ("case", "strategy", "note"))
 
 
+def failed(rows: pd.DataFrame) -> bool:
+    """Whether a strategy is wrong, or has failed for another reason than that it is not for such a case or machine."""
+    return bool((~rows["status"].isin(["ok", "refused", "unsupported"]) | (rows["limiter"] == "validity")).any())
+
+
 def _number(x, form: str, unit: float = 1) -> str:
     return "" if x is None or x != x else format(x / unit, form)
 

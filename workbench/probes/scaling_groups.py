@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from workbench.patterns import BlockSparse, Dense, Dilated, layouts
 from workbench.patterns.dilated import geometric
@@ -38,3 +38,13 @@ def groups(device: str = "cuda", dtype: str = "bfloat16") -> dict[str, Callable[
         f"dilated r={r} fwd 131072": case(Dilated((32_768, 131_072), (r, r)), 131_072) for r in (1, 2)
     }
     return found
+
+
+def cases(names: Iterable[str], device: str = "cuda", dtype: str = "bfloat16") -> dict[str, Case]:
+    """{label: Case} of the groups whose name begins with one of `names`, of all for "all"; ValueError for none."""
+    found, names = groups(device, dtype), list(names)
+    for name in names:
+        if name != "all" and not any(x.startswith(name) for x in found):
+            raise ValueError(f"group={name!r}: want 'all', or what one of these begins with: {', '.join(found)}")
+    chosen = [make for x, make in found.items() if "all" in names or x.startswith(tuple(names))]
+    return {label: case for make in chosen for label, case in make().items()}
