@@ -86,6 +86,11 @@ def check(strategy: str, case: Case, world: int) -> None:
         raise ValueError(f"strategy={strategy!r}: want one of {', '.join(STRATEGIES)}, or your own as module:function")
     if case.backend not in BACKENDS:
         raise ValueError(f"backend={case.backend!r}: want one of {', '.join(BACKENDS)}, the same for all strategies")
+    if ":" in strategy:
+        try:
+            imported(strategy)
+        except ImportError as error:
+            raise ValueError(f"strategy={strategy!r}: {error}") from None
     cuda = case.device.startswith("cuda")
     if strategy == "data parallel" and not cuda:
         raise NotImplementedError("DataParallel copies between CUDA cards; here the call is on the CPU")
