@@ -6,10 +6,11 @@ pool that times nothing is asked for. Dimensions: B batch, N positions, H heads,
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,21 @@ def _place() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
+def _job(function: Callable) -> Callable:
+    """A job that leaves no memory reserved on its card: ranks of another pool may be next to use it."""
+
+    @wraps(function)
+    def job(*arguments, **named):
+        try:
+            return function(*arguments, **named)
+        finally:
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+
+    return job
+
+
 def _sync(device: str) -> None:
     if device.startswith("cuda"):
         torch.cuda.synchronize()
@@ -74,6 +90,7 @@ def _timed(device: str, work: Callable) -> float:
 # --- memory, bytes, exactness, busy share -----------------------------------------------------------------------------
 
 
+@_job
 def facts(case: dict, strategy: str, checked: bool = True) -> dict:
     """What a strategy takes, and whether it is right.
 
@@ -239,6 +256,7 @@ def _largest(x: Tensor) -> float:
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
+@_job
 def times(case: dict, names: list[str], samples: int, seconds: float, seed: int = 0) -> dict:
     """{strategy: milliseconds of each round on this rank}, interleaved in an order drawn anew each round, the same on
     all ranks; "A/A" is the first again. A sample begins behind a barrier and ends when this rank's work is done.
@@ -277,6 +295,7 @@ def _over(begin: float, seconds: float) -> bool:
     return bool(answer)
 
 
+@_job
 def link(sizes: list[int], samples: int, device: str) -> list[list[float]]:
     """For each size, milliseconds of all-to-alls in which this rank sends so many bytes, as many to each other rank."""
     rank, world = _place()
@@ -295,12 +314,12 @@ def link(sizes: list[int], samples: int, device: str) -> list[list[float]]:
 # --- length -----------------------------------------------------------------------------------------------------------
 
 
+@_job
 def fits(case: dict, strategy: str, budget_bytes: int | None) -> dict:
     """Peak bytes and milliseconds of a call on a card of so many bytes, its inputs made there; whatever it raises is
     raised, out of memory, too. The time is a second call's."""
     case, (rank, world) = read(case), _place()
     if case.device.startswith("cuda"):
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     with card_of(budget_bytes, case.device.startswith("cuda")) as used:
         work = strategies.prepare(strategy, case, rank, world)
