@@ -43,7 +43,7 @@ def sweep(
 
     samples, seconds: rounds of a case, and about how long no new one is begun; timeout_s: for any job of the ranks.
     check: compare with the one-device result. profile, folder: as in `records.start`.
-    Each row is a record when it is measured, and what is settled is not measured again. A strategy that fails, on
+    Each row is a record once its case is measured, and what is settled is not measured again. A strategy that fails, on
     whichever rank, is a row with its status. ValueError for a strategy that is none, cases on CPU and CUDA together,
     and more ranks than cards.
 
