@@ -49,7 +49,9 @@ def refusal(capsys, *arguments: str) -> str:
     return err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["report", "--help"], ["list"], ["fit", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["report", "--help"], ["list"], ["fit", "--help"], ["scale", "--help"]], ids=" ".join
+)
 def test_what_computes_nothing_answers_at_once(folder, arguments):
     def once() -> float:
         start = time.perf_counter()
@@ -68,7 +70,7 @@ def test_the_command_line_imports_nothing_heavy():
 
 def test_help_names_the_commands_and_their_options(folder):
     said = workbench("--help", cwd=folder).stdout
-    assert all(command in said for command in ("report", "list", "doctor", "fit"))
+    assert all(command in said for command in ("report", "list", "doctor", "fit", "scale"))
     said = workbench("report", "--help", cwd=folder).stdout
     assert all(
         option in said
@@ -208,3 +210,55 @@ def test_fit_takes_a_function_and_a_spec(folder, capsys):
 )
 def test_fit_refuses_what_it_does_not_know(capsys, arguments, message):
     assert message in refusal(capsys, "fit", *arguments)
+
+
+SCALE = ["scale", "--nproc", "2", "--n", "128", "--heads", "2", "--head-dim", "8", "--samples", "3", "--strategies"]
+
+
+@pytest.fixture
+def recorded(folder, monkeypatch):
+    from workbench import records
+
+    monkeypatch.setattr(records, "default_folder", lambda: folder / "records")
+    return folder
+
+
+def test_scale_measures_prints_a_table_and_then_what_is_recorded(recorded, capsys):
+    assert cli.main([*SCALE, "sequence"]) == 0
+    out, err = capsys.readouterr()
+    header, *lines = out.splitlines()
+    assert header.startswith("case") and "speed-up" in header and "sent MiB" in header
+    assert [line.split("  ")[1].strip() for line in lines] == ["one device", "sequence", "A/A"]
+    assert err.startswith("1/1: dense\n") and "  sequence: " in err
+    assert cli.main([*SCALE, "sequence", "--json"]) == 0
+    _, row, _ = json.loads(capsys.readouterr().out)
+    assert row["strategy"] == "sequence" and row["sent_bytes"] == row["planned_bytes"] == [2 * 64 * 2 * 8 * 4] * 2
+
+
+def test_a_strategy_that_is_wrong_is_the_exit_code_of_scale(recorded, capsys):
+    (recorded / "wrong_to_scale.py").write_text("def half(q, k, v, pattern):\n    return q / 2\n")
+    assert cli.main([*SCALE, "wrong_to_scale:half"]) == 1
+    assert "wrong: out is off one device's by up to" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--nproc", "0"], "--nproc 0: want at least 1"),
+        (["--n", "0"], "--n 0: want at least 1"),
+        (["--strategies", "ring"], "strategy='ring': want one of one device, data parallel"),
+        (["--pattern", "longnets"], "pattern='longnets': want one of dense, longnet"),
+        (["--groups", "rings"], "group='rings': want 'all', or what one of these begins with: dense"),
+        (["--groups", "all", "--pattern", "dense"], "--groups and --pattern: want one of them"),
+    ],
+)
+def test_scale_refuses_what_it_does_not_know(recorded, capsys, arguments, message):
+    assert message in refusal(capsys, "scale", *arguments)
+    assert not (recorded / "records").exists()
+
+
+def test_scale_wants_a_card_for_each_rank(recorded, capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert "--nproc 3: want at most 2, the cards of this machine" in refusal(capsys, "scale", "--nproc", "3")

@@ -1,4 +1,4 @@
-"""The command line: `workbench report`, `list`, `doctor`, `fit`. What a command needs is imported when it runs."""
+"""The command line: `workbench report`, `list`, `doctor`, `fit`, `scale`. What one needs is imported when it runs."""
 
 from __future__ import annotations
 
@@ -86,6 +86,44 @@ def parser() -> argparse.ArgumentParser:
     fit.add_argument("--seconds", type=float, default=60.0, metavar="S", help="a call may take (default: %(default)g)")
     fit.add_argument("--json", action="store_true", help="a list of objects, one an execution")
     fit.set_defaults(command=_fit)
+
+    scale = commands.add_parser(
+        "scale",
+        help="what several cards give: each way of using them against one card, measured",
+        description="Times each way of using several cards against one of them on the same sequence, interleaved; "
+        "checks that the result is the same; measures memory, bytes moved and busy share. Where there is no CUDA, the "
+        "ranks are processes on this CPU. Every row is a record, and what the records have is not measured again.",
+        epilog="example: workbench scale --nproc 2 --pattern longnet dense --n 131072 --mode fwdbwd",
+    )
+    scale.add_argument("--nproc", type=int, default=2, metavar="P", help="cards, or processes (default: %(default)s)")
+    scale.add_argument(
+        "--pattern", nargs="+", default=[], metavar="NAME", help="a name, or a pattern's spec as JSON (default: dense)"
+    )
+    scale.add_argument("--n", type=int, metavar="N", help="tokens of all cards together (default: 131072, CPU: 4096)")
+    scale.add_argument("--heads", type=int, default=12, metavar="H", help="query heads (default: %(default)s)")
+    scale.add_argument("--kv-heads", type=int, metavar="H", help="key heads (default: as many)")
+    scale.add_argument("--head-dim", type=int, default=64, metavar="D", help="(default: %(default)s)")
+    scale.add_argument("--batch", type=int, default=1, metavar="B", help="(default: %(default)s)")
+    scale.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32", "float64"), help="(default: bfloat16, on a CPU float32)"
+    )
+    scale.add_argument(
+        "--mode", choices=("fwd", "fwdbwd"), default="fwd", help="with gradients? (default: %(default)s)"
+    )
+    scale.add_argument("--causal", action="store_true", help="of the patterns that can be")
+    scale.add_argument(
+        "--strategies", nargs="+", default=[], metavar="NAME",
+        help="ways to use the cards, or your module:function of q, k, v and pattern (default: all)",
+    )  # fmt: skip
+    scale.add_argument(
+        "--groups", nargs="+", default=[], metavar="NAME", help="instead of --pattern: groups of cases, or all"
+    )
+    scale.add_argument("--samples", type=int, default=9, metavar="S", help="rounds of a case (default: %(default)s)")
+    scale.add_argument(
+        "--seconds", type=float, default=20.0, metavar="S", help="for a case's rounds (default: %(default)g)"
+    )
+    scale.add_argument("--json", action="store_true", help="a list of objects, one a strategy")
+    scale.set_defaults(command=_scale)
     return top
 
 
@@ -130,11 +168,7 @@ def _fit(arguments) -> int:
 
     sys.path.insert(0, os.getcwd())  # where module:function may be
     card = cards.find(arguments.card)
-    at_least = {"heads": 1, "kv_heads": 1, "head_dim": 1, "batch": 1, "n": 1, "budget_gib": 1e-3, "seconds": 1e-3}
-    for name, least in at_least.items():
-        value = getattr(arguments, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: want at least {least}")
+    _at_least(arguments, heads=1, kv_heads=1, head_dim=1, batch=1, n=1, budget_gib=1e-3, seconds=1e-3)
     sizes = {x: getattr(arguments, x) for x in ("heads", "kv_heads", "head_dim", "batch", "dtype", "mode")}
     ways = fit.executions(arguments.pattern, arguments.backend, arguments.causal, **sizes)
     budget = None if arguments.budget_gib is None else int(arguments.budget_gib * 2**30)
@@ -142,3 +176,40 @@ def _fit(arguments) -> int:
     frame = fit.table(ways, card, **options)
     print(frame.to_json(orient="records", indent=1) if arguments.json else fit.words(frame, card, sizes, **options))
     return 0
+
+
+def _scale(arguments) -> int:
+    import torch
+
+    from workbench.probes import fit, scaling, scaling_groups
+    from workbench.probes.case import Case
+
+    sys.path.insert(0, os.getcwd())  # where module:function may be
+    _at_least(arguments, nproc=1, heads=1, kv_heads=1, head_dim=1, batch=1, n=1, samples=1, seconds=1e-3)
+    cards = torch.cuda.device_count()
+    if cards and arguments.nproc > cards:
+        raise ValueError(f"--nproc {arguments.nproc}: want at most {cards}, the cards of this machine")
+    device = "cuda" if cards else "cpu"
+    dtype = arguments.dtype or ("bfloat16" if cards else "float32")
+    if arguments.groups:
+        if arguments.pattern:
+            raise ValueError("--groups and --pattern: want one of them, a group has its patterns")
+        cases = scaling_groups.cases(arguments.groups, device, dtype)
+    else:
+        n = arguments.n or (131_072 if cards else 4096)
+        sizes = (n, arguments.heads, arguments.head_dim, dtype, "auto", arguments.mode, device, arguments.batch)
+        patterns = {name: fit.maker(name)(n, arguments.causal) for name in arguments.pattern or ["dense"]}
+        cases = {name: Case(x, *sizes, kv_heads=arguments.kv_heads) for name, x in patterns.items()}
+    frame = scaling.sweep(
+        cases, arguments.nproc, arguments.strategies or scaling.STRATEGIES, samples=arguments.samples,
+        seconds=arguments.seconds, profile="gpu" if cards else "quick",
+        say=None if arguments.json else lambda *words, **_: print(*words, file=sys.stderr, flush=True),
+    )  # fmt: skip
+    print(frame.to_json(orient="records", indent=1) if arguments.json else scaling.table(frame))
+    return int(scaling.failed(frame))
+
+
+def _at_least(arguments, **least) -> None:
+    for name, value in ((name, getattr(arguments, name)) for name in least):
+        if value is not None and value < least[name]:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: want at least {least[name]}")

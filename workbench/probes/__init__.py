@@ -1,14 +1,14 @@
 """Probes: a module each, one verb: timing.measure, memory.measure, roofline.ceilings, error.measure, speed.sweep,
-suite.run, layer.measure, estimate.trace, frontier.search, validity.check; peers has other people's attention to measure
-beside."""
+suite.run, layer.measure, estimate.trace, frontier.search, validity.check, scaling.sweep, link.measure; peers has other
+people's attention to measure beside."""
 
 from __future__ import annotations
 
 import importlib
 
 __all__ = [
-    "error", "estimate", "fit", "frontier", "layer", "memory", "peers", "roofline", "speed", "suite", "timing",
-    "validity",
+    "error", "estimate", "fit", "frontier", "layer", "link", "memory", "peers", "roofline", "scaling", "speed", "suite",
+    "timing", "validity",
 ]  # fmt: skip
 
 

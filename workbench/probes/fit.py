@@ -12,7 +12,7 @@ import pandas as pd
 
 from workbench import cards, dispatch
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, from_spec, layouts
-from workbench.patterns.dilated import PAPER
+from workbench.patterns.dilated import PAPER, geometric
 from workbench.probes import estimate, frontier
 from workbench.probes.case import BASELINES, Case, imported
 from workbench.probes.outcome import attempt
@@ -21,6 +21,7 @@ PATTERNS: dict[str, Callable[[int, bool], Pattern]] = {  # name -> a function of
     "dense": lambda n, causal: Dense(causal),
     "longnet": lambda n, causal: Dilated(PAPER, (1, 2, 4, 6, 12), causal),
     "longnet-pow2": lambda n, causal: Dilated(PAPER, (1, 2, 4, 8, 16), causal),
+    "longnet-geometric": geometric,
     "window": lambda n, causal: BlockSparse(layouts.local(8), 128, causal),
     "strided": lambda n, causal: BlockSparse(layouts.local(4) | layouts.strided(64), 128, causal),
     "random": lambda n, causal: BlockSparse(layouts.random(0.1), 128, causal),
@@ -43,7 +44,7 @@ def executions(names: Iterable[str] = (), backends: Iterable[str] = (), causal=F
     for backend in backends:
         _check(backend)
     for name in names or USUAL:
-        make = _maker(name)
+        make = maker(name)
         family = type(make(frontier.FIRST, causal)).__name__
         for backend in backends or BACKENDS.get(family, OTHERS):
 
@@ -102,11 +103,15 @@ def words(frame: pd.DataFrame, card: cards.Card, sizes: dict, n, budget_bytes, s
         shown["ms"] = frame["ms"].astype(float).map(lambda x: _number(x, ",.3g" if x < 1000 else ",.0f"))
         shown["pairs"] = frame["pairs_share"].astype(float).map(lambda x: _number(x, ".3g" if x < 1 else ".0f"))
     shown["note"] = frame["note"].fillna("").str.slice(0, 100)
+    return "\n".join([*lines, "", aligned(shown, ("execution", "limited by", "note"))])
+
+
+def aligned(shown: pd.DataFrame, left: tuple[str, ...]) -> str:
+    """A table of strings as text, a line a row; the columns named in `left` begin where their header does."""
     rows = [shown.columns.tolist(), *shown.to_numpy().tolist()]
     widths = [max(len(row[x]) for row in rows) for x in range(len(rows[0]))]
-    sides = [str.ljust if name in ("execution", "limited by", "note") else str.rjust for name in shown.columns]
-    text = ["  ".join(s(x, w) for s, x, w in zip(sides, row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, "", *text])
+    sides = [str.ljust if name in left else str.rjust for name in shown.columns]
+    return "\n".join("  ".join(s(x, w) for s, x, w in zip(sides, row, widths, strict=True)).rstrip() for row in rows)
 
 
 def _number(x, form: str = ",.0f") -> str:
@@ -138,7 +143,8 @@ def _check(backend: str) -> None:
             raise ValueError(f"backend={backend!r}: {error}") from None
 
 
-def _maker(name: str) -> Callable[[int, bool], Pattern]:
+def maker(name: str) -> Callable[[int, bool], Pattern]:
+    """A name of PATTERNS, or a pattern's spec as JSON -> the pattern as a function of N and causal."""
     if name in PATTERNS:
         return PATTERNS[name]
     if not name.startswith("{"):

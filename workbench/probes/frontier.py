@@ -310,7 +310,7 @@ def call(case: Case, budget_bytes: int | None, seconds: float, check: bool) -> d
         signal.setitimer(signal.ITIMER_REAL, 0)
         return result, 1000 * (time.perf_counter() - begin)
 
-    with _card_of(budget_bytes, cuda) as used:
+    with card_of(budget_bytes, cuda) as used:
         work, backend = case.prepare_from(make)
         inputs = used()["peak_bytes"]
         result, milliseconds = timed(seconds + cuda * COLD_S)
@@ -326,8 +326,8 @@ def call(case: Case, budget_bytes: int | None, seconds: float, check: bool) -> d
 
 
 @contextlib.contextmanager
-def _card_of(budget_bytes: int | None, cuda: bool):
-    """A card with so much memory for the allocator; yields what reads the peaks."""
+def card_of(budget_bytes: int | None, cuda: bool):
+    """A card with so much memory for the allocator, in software on the CPU; yields what reads the peaks."""
     if cuda:
         if budget_bytes is not None:
             total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory

@@ -20,6 +20,7 @@ import torch
 from workbench.probes.case import Case
 from workbench.probes.outcome import attempt
 
+AA = "A/A"  # the first alternative measured against itself: what noise alone does
 THROTTLE = {  # the bits of NVML's clocks event reasons; 1, the card is idle, holds nothing down
     2: "applications clocks setting",
     4: "software power cap",
@@ -101,11 +102,11 @@ def compare(
     """
     import pandas as pd
 
-    if not alternatives or "A/A" in alternatives:
+    if not alternatives or AA in alternatives:
         raise ValueError(f"alternatives={list(alternatives)}: want at least one, and none named 'A/A'")
     _at_least_one(samples)
     first = next(iter(alternatives))
-    runs = {**alternatives, "A/A": alternatives[first]}
+    runs = {**alternatives, AA: alternatives[first]}
     clocks, begin = _Clocks(), time.perf_counter()
     for fn in alternatives.values():
         _warm(fn, warmup, seconds / len(alternatives))
@@ -124,10 +125,8 @@ def compare(
     timings = {name: Timing([read() for read in taken]) for name, taken in reads.items()}
     rows = []
     for name, timing in timings.items():
-        ratios = np.divide(timings[first].samples_ms, timing.samples_ms)
-        low, high = _interval(ratios, seed)
         row = {"median_ms": timing.median_ms, "q10_ms": timing.q10_ms, "q90_ms": timing.q90_ms}
-        row |= {"speedup": float(np.median(ratios)), "speedup_low": low, "speedup_high": high}
+        row |= speedup(timings[first].samples_ms, timing.samples_ms, seed)
         row |= {"samples_ms": timing.samples_ms, "places": places[name], "order_seed": seed}
         rows.append(row | {"sm_clock_mhz": clocks.sm_clock_mhz, "throttle": clocks.throttle})
     return pd.DataFrame(rows, index=pd.Index(timings, name="name"))
@@ -207,10 +206,13 @@ def _on_gpu() -> bool:
     return torch.cuda.is_initialized()
 
 
-def _interval(ratios: np.ndarray, seed: int) -> tuple[float, float]:
+def speedup(first_ms: list[float], samples_ms: list[float], seed: int = 0) -> dict[str, float]:
+    """speedup over the first, the median of the ratios in the same round, and the 95% bootstrap interval of that
+    median: speedup_low, speedup_high."""
+    ratios = np.divide(first_ms, samples_ms)
     drawn = np.random.default_rng(seed).choice(ratios, (2000, len(ratios)))
     low, high = np.quantile(np.median(drawn, axis=1), [0.025, 0.975])
-    return float(low), float(high)
+    return {"speedup": float(np.median(ratios)), "speedup_low": float(low), "speedup_high": float(high)}
 
 
 class _Clocks:

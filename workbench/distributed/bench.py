@@ -1,0 +1,328 @@
+"""What ranks do to measure a strategy: functions for a `Pool`, called on every rank alike; a case comes as JSON.
+
+A result is this rank's; who asked puts the ranks together. Time is measured in `times`, all else in `facts`, which a
+pool that times nothing is asked for. Dimensions: B batch, N positions, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable
+from functools import partial, wraps
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workbench.distributed import strategies
+from workbench.distributed.shards import Shards
+from workbench.distributed.strategies import ONE, Work
+from workbench.distributed.wire import Counted
+from workbench.patterns import from_spec
+from workbench.probes import memory
+from workbench.probes.case import Case
+from workbench.probes.error import RELATIVE
+from workbench.probes.frontier import card_of
+from workbench.probes.outcome import attempt
+from workbench.probes.timing import AA
+from workbench.probes.validity import edges
+
+SMALL = 1 << 20  # elements of a result up to which all of its rows are compared
+DRAWN = 32  # rows compared beside those at edges, where there are more
+CALLS = 3  # over which the busy share is taken
+FEWEST = 3  # samples, however long they take: fewer show no spread
+NO_WORK = ("nccl", "Memcpy", "Memset")  # of what a profile shows on a card: communication, and copies
+
+
+def described(case: Case) -> dict:
+    """A case as JSON, which `read` takes."""
+    names = ("n", "heads", "head_dim", "backend", "mode", "device", "batch", "kv_heads", "nq", "seed")
+    fields = {name: getattr(case, name) for name in names}
+    return fields | {"pattern": case.pattern.spec(), "dtype": str(case.dtype).removeprefix("torch.")}
+
+
+def read(case: dict) -> Case:
+    return Case(**case | {"pattern": from_spec(case["pattern"])})
+
+
+def _place() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _job(function: Callable) -> Callable:
+    """A job that leaves no memory reserved on its card: ranks of another pool may be next to use it."""
+
+    @wraps(function)
+    def job(*arguments, **named):
+        try:
+            return function(*arguments, **named)
+        finally:
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+
+    return job
+
+
+def _sync(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def _barrier(device: str) -> None:
+    """All ranks leave it together, nothing running on their cards."""
+    _sync(device)
+    dist.barrier(**({"device_ids": [torch.cuda.current_device()]} if device.startswith("cuda") else {}))
+    _sync(device)
+
+
+def _timed(device: str, work: Callable) -> float:
+    """Milliseconds from after a barrier to this rank's being done."""
+    _barrier(device)
+    begin = time.perf_counter()
+    work()
+    _sync(device)
+    return 1000 * (time.perf_counter() - begin)
+
+
+# --- memory, bytes, exactness, busy share -----------------------------------------------------------------------------
+
+
+@_job
+def facts(case: dict, strategy: str, checked: bool = True) -> dict:
+    """What a strategy takes, and whether it is right.
+
+    peak_bytes, extra_bytes: of the first call, with and above the inputs, a list by card (of "data parallel", whose
+    rank 0 uses all cards; else one). sent_bytes: floating-point data that this rank sent, control_bytes: the rest;
+    None where it is not torch.distributed that moves it. busy: a list by card, see `busy`.
+    errors: by result (largest absolute error, error over what is allowed) against the one-device call on rank 0;
+    compared: rows of out or dq; unchecked: why there is nothing to compare with.
+    """
+    case, (rank, world) = read(case), _place()
+    expected, why = _reference(case, rank, world) if checked else (None, None)
+    work = strategies.prepare(strategy, case, rank, world)
+    several = strategy == "data parallel"
+    with work.context():
+        _barrier(case.device)
+        extra = _extra(work, world if several and not work.idle else 1)
+        with Counted() as counted:
+            results = work(out=True)
+        _sync(case.device)
+        found = {"extra_bytes": extra, "peak_bytes": [extra[0] + work.inputs_bytes, *extra[1:]], "unchecked": why}
+        found |= {"sent_bytes": None if several else counted.rows, "control_bytes": counted.control}
+        found |= {"errors": {}, "compared": 0}
+        if expected is not None:
+            found |= _compare(work, results, expected, world)
+        del results
+        found["busy"] = busy(work, world if several and not work.idle else 1)
+    return found
+
+
+def _extra(work: Work, cards: int) -> list[int]:
+    """Peak bytes above what was there before, on each of so many cards."""
+    if cards == 1:
+        device = torch.cuda.current_device() if work.case.device.startswith("cuda") else None
+        return [memory.measure(work, "cpu" if device is None else f"cuda:{device}").extra_bytes]
+    before = []
+    for card in range(cards):
+        torch.cuda.reset_peak_memory_stats(card)
+        before.append(torch.cuda.memory_allocated(card))
+    work()
+    torch.cuda.synchronize()
+    return [torch.cuda.max_memory_allocated(card) - x for card, x in enumerate(before)]
+
+
+def busy(work: Work, cards: int = 1) -> list[float | None]:
+    """The share of the wall time of some calls, all ranks together, in which a card computes.
+
+    CUDA: the union of the intervals of all kernels that are not NCCL's, from torch's profiler; None where it shows
+    none of a rank that has work. CPU: the time that this process computed over the wall time of its threads, with
+    what gloo takes to pack and copy.
+    """
+    if not work.case.device.startswith("cuda"):
+        _barrier(work.case.device)
+        begin, before = time.perf_counter(), time.process_time()
+        for _ in range(CALLS):
+            work()
+        computed = time.process_time() - before
+        _barrier(work.case.device)
+        return [computed / (time.perf_counter() - begin) / torch.get_num_threads()]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        _barrier(work.case.device)
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            work()
+        _barrier(work.case.device)
+        wall = time.perf_counter() - begin
+    first = 0 if cards > 1 else torch.cuda.current_device()
+    spans: dict[int, list[tuple[int, int]]] = {first + x: [] for x in range(cards)}
+    for event in profile.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.name().startswith(NO_WORK):
+            start = event.start_ns()
+            spans.setdefault(event.device_index(), []).append((start, start + event.duration_ns()))
+    return [
+        None if cards == 1 and not spans[card] and not work.idle else covered(spans[card]) / 1e9 / wall
+        for card in range(first, first + cards)
+    ]
+
+
+def covered(spans: list[tuple[int, int]]) -> int:
+    """The length of the union of intervals."""
+    total, end = 0, None
+    for start, stop in sorted(spans):
+        if end is None or start > end:
+            total, end = total + stop - start, stop
+        elif stop > end:
+            total, end = total + stop - end, stop
+    return total
+
+
+def _places(case: Case, name: str, world: int) -> Tensor:
+    """int64, ascending: which rows of a result are compared: all, or those at edges of shards and of the pattern, the
+    first and the last, and some drawn."""
+    of_keys = name in ("dk", "dv")
+    length, heads, shift = (case.n, case.kv_heads, 0) if of_keys else (case.nq, case.heads, case.n - case.nq)
+    if case.batch * length * heads * case.head_dim <= SMALL:
+        return torch.arange(length)
+    borders = {x for parts in (world, 2 * world) for x in Shards.even(case.n, parts).starts}
+    found = {y for x in borders for y in (x - 1, x)} | {*edges(case.pattern, case.n)} | {shift, case.n - 1}
+    drawn = torch.randint(shift, case.n, (DRAWN,), generator=torch.Generator().manual_seed(case.seed))
+    found |= set(drawn.tolist())
+    return torch.tensor(sorted(x - shift for x in found if shift <= x < case.n))
+
+
+def _reference(case: Case, rank: int, world: int) -> tuple[dict[str, Tensor] | None, str | None]:
+    """({result: float64 (B, rows compared, heads, D)} of the one-device call, None), on all ranks; (None, why) where
+    rank 0 could not do it."""
+    names = ("dq", "dk", "dv", "out") if case.mode == "fwdbwd" else ("out",)
+    at = {name: _places(case, name, world) for name in names}
+
+    def work():
+        results = strategies.prepare(ONE, case, 0, world)(out=True)
+        return {x: results[x][:, at[x].to(results[x].device)].double().cpu().contiguous() for x in names}
+
+    outcome = attempt(work) if rank == 0 else None
+    why = [outcome and outcome.error]
+    dist.broadcast_object_list(why, src=0, device=torch.device("cpu"))
+    if why[0] is not None:
+        return None, f"no one-device result to compare with: {why[0]}"
+    found = outcome.result if rank == 0 else {}
+    for name in names:
+        heads = case.kv_heads if name in ("dk", "dv") else case.heads
+        shape = case.batch, len(at[name]), heads, case.head_dim
+        found.setdefault(name, torch.empty(shape, dtype=torch.float64))
+        dist.broadcast(found[name], 0)
+    return found, None
+
+
+def _compare(work: Work, results: dict[str, Tensor], expected: dict[str, Tensor], world: int) -> dict:
+    """errors and compared, see `facts`.
+
+    A row's error is ||got - want|| over its size, ||want||. The gradient of a query that sees few keys, or of a key
+    that few see, is a difference in which nearly all cancels: ||out||, and ||dv||, which have its scale for inputs
+    N(0, 1), are added to the size there. Allowed is four times what a single float32 (float64) result may be off, or
+    four roundings of a 16-bit one: both sides are rounded, weights and results.
+    """
+    case, errors, compared = work.case, {}, 0
+    allowed = 4 * RELATIVE.get(case.dtype, torch.finfo(case.dtype).eps)
+    batch = slice(work.share.batch.start, work.share.batch.stop)
+    for name, got in results.items():
+        at = _places(case, name, world)
+        rows = torch.cat([torch.zeros(0, dtype=torch.int64), *map(_arange, work.share.rows(name, case))])
+        here = torch.isin(rows, at).nonzero().flatten()
+        index = torch.searchsorted(at, rows[here])
+        want = expected[name][batch, index]
+        off = got[:, here.to(got.device)].double().cpu() - want
+        size = want.norm(dim=-1)
+        if beside := {"dq": "out", "dk": "dv"}.get(name):
+            size = size + expected[beside][batch, index].norm(dim=-1)
+        relative = off.norm(dim=-1) / size.clamp(min=torch.finfo(case.dtype).tiny)
+        errors[name] = [_largest(off.abs()), _largest(relative) / allowed]
+        compared = max(compared, len(here)) if name in ("out", "dq") else compared
+    return {"errors": errors, "compared": compared}
+
+
+def _arange(x: range) -> Tensor:
+    return torch.arange(x.start, x.stop)
+
+
+def _largest(x: Tensor) -> float:
+    """inf where there is a NaN."""
+    return float(x.nan_to_num(nan=torch.inf).max()) if x.numel() else 0.0
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+@_job
+def times(case: dict, names: list[str], samples: int, seconds: float, seed: int = 0) -> dict:
+    """{strategy: milliseconds of each round on this rank}, interleaved in an order drawn anew each round, the same on
+    all ranks; "A/A" is the first again. A sample begins behind a barrier and ends when this rank's work is done.
+
+    seconds: no round is begun after about this long, once three are done, and no second warm-up call.
+    """
+    case, (rank, world) = read(case), _place()
+    made: dict = {}
+    works = {name: strategies.prepare(name, case, rank, world, made) for name in names}
+    begin = time.perf_counter()
+    for work in works.values():
+        for _ in range(2):
+            _sample(work)
+            if _over(begin, seconds):
+                break
+    works[AA] = works[names[0]]
+    shuffled, taken = random.Random(seed), {name: [] for name in works}
+    begin = time.perf_counter()
+    for done in range(samples):
+        if done >= FEWEST and _over(begin, seconds):
+            break
+        for name in shuffled.sample(list(works), len(works)):
+            taken[name].append(_sample(works[name]))
+    return taken
+
+
+def _sample(work: Work) -> float:
+    with work.context():
+        return _timed(work.case.device, work)
+
+
+def _over(begin: float, seconds: float) -> bool:
+    """Whether rank 0's time is over: asked on all ranks alike."""
+    answer = torch.tensor([int(time.perf_counter() - begin > seconds)])
+    dist.broadcast(answer, 0)
+    return bool(answer)
+
+
+@_job
+def link(sizes: list[int], samples: int, device: str) -> list[list[float]]:
+    """For each size, milliseconds of all-to-alls in which this rank sends so many bytes, as many to each other rank."""
+    rank, world = _place()
+    found = []
+    for size in sizes:
+        splits = [0 if x == rank else size // (world - 1) for x in range(world)]
+        source, target = (torch.zeros(sum(splits), dtype=torch.uint8, device=device) for _ in range(2))
+        found.append([])
+        for _ in range(samples + 2):
+            work = partial(dist.all_to_all_single, target, source, splits, splits)
+            found[-1].append(_timed(device, work))
+        del found[-1][:2]  # which were for warming up
+    return found
+
+
+# --- length -----------------------------------------------------------------------------------------------------------
+
+
+@_job
+def fits(case: dict, strategy: str, budget_bytes: int | None) -> dict:
+    """Peak bytes and milliseconds of a call on a card of so many bytes, its inputs made there; whatever it raises is
+    raised, out of memory, too. The time is a second call's."""
+    case, (rank, world) = read(case), _place()
+    if case.device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+    with card_of(budget_bytes, case.device.startswith("cuda")) as used:
+        work = strategies.prepare(strategy, case, rank, world)
+        taken = [_sample(work) for _ in range(2)]
+        card = torch.cuda.mem_get_info()[1] if case.device.startswith("cuda") else budget_bytes
+        return used() | {"milliseconds": taken[1], "card_bytes": card}

@@ -1,0 +1,81 @@
+"""The link between ranks: how fast rows move over it, and what that lets many ranks do, predicted.
+
+Dimensions: N positions, B batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import torch
+
+from workbench import records
+from workbench.distributed import strategies as ways
+from workbench.distributed.pool import Pool
+from workbench.probes.case import Case
+from workbench.probes.frontier import Lengths
+from workbench.probes.outcome import attempt
+
+MESSAGES = tuple(1 << x for x in range(16, 29, 2))  # bytes: 64 KiB to 256 MiB
+WORLDS = tuple(1 << x for x in range(1, 13))
+
+
+def measure(
+    nproc: int = 2, sizes: Iterable[int] = MESSAGES, *, device: str | None = None, samples: int = 9, profile="quick",
+    folder=None,
+) -> pd.DataFrame:  # fmt: skip
+    """All-to-alls in which each rank sends `size` bytes, as many to each other rank: a row, and a record, a size.
+
+    device: "cpu" (gloo) or "cuda" (NCCL); by default "cuda" where there is one. A row: message_bytes (what a rank
+    sends), samples_ms and median_ms of the slowest rank, bytes_per_second that a rank sends at the median.
+    ValueError for fewer than two ranks, or bytes than they need.
+    """
+    device = device or ("cuda" if torch.cuda.device_count() else "cpu")
+    sizes = list(sizes)
+    if nproc < 2 or any(size < nproc for size in sizes):
+        raise ValueError(f"nproc={nproc}, sizes={sizes}: want two ranks or more, and a byte for each other one")
+    sizes = [size // (nproc - 1) * (nproc - 1) for size in sizes]
+    with Pool(nproc, "nccl" if device == "cuda" else "gloo") as pool:
+        recorder, rows = records.start("scaling", profile, folder), []
+        outcome = pool.attempt("workbench.distributed.bench:link", [sizes, samples, device])
+    for x, size in enumerate(sizes):
+        row = {"stage": "link", "world": nproc, "message_bytes": size, "status": outcome.status, "error": outcome.error}
+        row |= {"backend": pool.backend, "samples_ms": None, "median_ms": None, "bytes_per_second": None}
+        if outcome.status == "ok":
+            row["samples_ms"] = np.max([rank[x] for rank in outcome.result], axis=0).tolist()
+            row["median_ms"] = float(np.median(row["samples_ms"]))
+            row["bytes_per_second"] = 1000 * size / row["median_ms"]
+        rows.append(recorder.row(**row))
+    return pd.DataFrame(rows)
+
+
+def modelled(
+    case: Case, pairs_per_second: float, bytes_per_second: float, worlds: Iterable[int] = WORLDS, *,
+    at: Lengths | None = None, strategy: str = "sequence", scaling: str = "strong", overlap: bool = True,
+) -> pd.DataFrame:  # fmt: skip
+    """Predicted forwards on many ranks, from rates that were measured: a row a world, `measured` False.
+
+    scaling: "strong", the case's N on all ranks together, or "weak", its N for each of them; at: the case at any N,
+    where its pattern depends on that. pairs_per_second: what one card computes; bytes_per_second: what it sends.
+    A row: world, n, seconds (see `Plan.seconds`, which overlap is for), speedup over one card at the same N and
+    efficiency, that over the ranks; bytes_per_rank (the most that one sends) and balance (pairs, max over mean).
+    """
+    if scaling not in ("strong", "weak") or strategy not in ways.OURS:
+        raise ValueError(f"scaling={scaling!r}, strategy={strategy!r}: want 'strong' or 'weak', 'sequence' or 'heads'")
+    at, rows = at or (lambda n: replace(case, n=n, nq=None if case.nq == case.n else case.nq)), []
+    for world in worlds:
+        one = at(case.n * world) if scaling == "weak" else case
+        row = one.fields() | {"stage": "modelled", "strategy": strategy, "world": world, "scaling": scaling}
+        outcome = attempt(lambda one=one, world=world: ways.plan(strategy, one, world))
+        row |= {"mode": "fwd", "status": outcome.status, "error": outcome.error, "measured": False}
+        if outcome.status == "ok":
+            plan, sizes = outcome.result, (one.dtype.itemsize, one.head_dim, one.batch)
+            seconds = plan.seconds(pairs_per_second, bytes_per_second, *sizes, overlap=overlap)
+            alone = one.batch * float(sum(plan.pairs)) / pairs_per_second
+            row |= {"seconds": seconds, "speedup": alone / seconds, "efficiency": alone / seconds / world}
+            row |= {"bytes_per_rank": int(plan.bytes(*sizes).sum(1).max()), "balance": plan.balance}
+        rows.append(row)
+    return pd.DataFrame(rows)

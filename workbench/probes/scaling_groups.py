@@ -1,0 +1,50 @@
+"""What several cards are measured by: named groups of cases for `scaling.sweep`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from workbench.patterns import BlockSparse, Dense, Dilated, layouts
+from workbench.patterns.dilated import geometric
+from workbench.probes.case import Case
+
+SIZES = ((12, 64), (8, 128))  # heads, head_dim
+SPARSE = layouts.local(19) | layouts.strided(32)  # of the 2,048 blocks of 128 of 262,144: 5 %
+
+
+def groups(device: str = "cuda", dtype: str = "bfloat16") -> dict[str, Callable[[], dict[str, Case]]]:
+    """Name -> a function that makes {label: Case}."""
+
+    def case(pattern, n, heads=12, d=64, mode="fwd") -> Case:
+        return Case(pattern, n, heads, d, dtype, "auto", mode, device)
+
+    found = {}
+    for n in (32_768, 131_072):
+        for mode in ("fwd", "fwdbwd"):
+            found[f"dense {mode} {n}"] = lambda n=n, mode=mode: {
+                f"dense {h}x{d} {mode} {n}": case(Dense(), n, h, d, mode) for h, d in SIZES
+            }
+    found["dense causal 131072"] = lambda: {
+        f"dense causal {h}x{d} fwd 131072": case(Dense(causal=True), 131_072, h, d) for h, d in SIZES
+    }
+    for n in (131_072, 1_048_576):
+        found[f"longnet {n}"] = lambda n=n: {
+            f"longnet-geometric {mode} {n}": case(geometric(n), n, mode=mode) for mode in ("fwd", "fwdbwd")
+        }
+    found["block-sparse 262144"] = lambda: {
+        f"local and strided {mode} 262144": case(BlockSparse(SPARSE), 262_144, mode=mode) for mode in ("fwd", "fwdbwd")
+    }
+    found["dilation 131072"] = lambda: {
+        f"dilated r={r} fwd 131072": case(Dilated((32_768, 131_072), (r, r)), 131_072) for r in (1, 2)
+    }
+    return found
+
+
+def cases(names: Iterable[str], device: str = "cuda", dtype: str = "bfloat16") -> dict[str, Case]:
+    """{label: Case} of the groups whose name begins with one of `names`, of all for "all"; ValueError for none."""
+    found, names = groups(device, dtype), list(names)
+    for name in names:
+        if name != "all" and not any(x.startswith(name) for x in found):
+            raise ValueError(f"group={name!r}: want 'all', or what one of these begins with: {', '.join(found)}")
+    chosen = [make for x, make in found.items() if "all" in names or x.startswith(tuple(names))]
+    return {label: case for make in chosen for label, case in make().items()}
