@@ -1,0 +1,177 @@
+"""Attention over two cards, by NCCL: exact, and what is left of a job whose rank fails."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from tests import tools
+from tests.distributed import work
+from tests.distributed.cases import CASES as ODD
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, layouts, orderings
+from workbench.distributed.pool import Pool, RankError
+
+CARDS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(CARDS < 2, reason="needs two CUDA cards")]
+
+LOCAL = layouts.local(1) | layouts.strided(5)
+HILBERT = Neighborhood((48, 48), 3, orderings.hilbert((48, 48)))
+EVEN = (2048, 2048)
+LARGE = {  # what tiles, cuDNN and several exchanges take: (pattern, sizes, lengths of the shards)
+    "dense": (Dense(), {"heads": 4, "head_dim": 64}, EVEN),
+    "dense-head-dim-128": (Dense(), {"heads": 2, "head_dim": 128}, (1500, 2596)),
+    "dense-causal": (Dense(True), {"heads": 4, "head_dim": 64}, EVEN),
+    "dense-causal-uneven": (Dense(True), {"heads": 2, "head_dim": 128}, (1100, 2996)),
+    "dense-grouped": (Dense(True), {"heads": 4, "kv_heads": 2, "head_dim": 64}, EVEN),
+    "dense-two-sequences": (Dense(True), {"heads": 2, "head_dim": 64, "batch": 2}, EVEN),
+    "geometric": (Dilated([512, 1024, 4096], [1, 2, 4]), {"heads": 8, "head_dim": 64}, EVEN),
+    "geometric-causal": (Dilated([512, 1024, 4096], [1, 2, 4], True), {"heads": 8, "head_dim": 64}, EVEN),
+    "geometric-uneven": (Dilated([500, 1700, 4096], [1, 3, 5], True),
+                         {"heads": 6, "kv_heads": 2, "head_dim": 128}, (1777, 2319)),
+    "whole-and-sparse": (Dilated([4096, 4096], [1, 2]), {"heads": 2, "head_dim": 64}, EVEN),
+    "blocks": (BlockSparse(LOCAL, 128), {"heads": 4, "head_dim": 64}, EVEN),
+    "blocks-causal-by-head": (BlockSparse(layouts.random(0.3, 1, per_head=True) | layouts.local(1), 64, True),
+                              {"heads": 4, "kv_heads": 2, "head_dim": 64}, (2000, 2096)),
+    "window": (Neighborhood((4096,), 200), {"heads": 4, "head_dim": 64}, EVEN),
+    "grid": (HILBERT, {"heads": 4, "head_dim": 64}, (1152, 1152)),
+}  # fmt: skip
+SMALL = ("rates-that-share-no-divisor-causal", "last-queries", "partition", "dense-one-holds-all-causal",
+         "blocks-wide-and-ragged", "grid-of-some-cells", "same-rows-for-two-branches")  # fmt: skip
+HEADS = ("dense", "dense-causal-uneven", "geometric", "blocks", "grid")
+
+
+def found(name: str) -> tuple[tools.Case, tuple[int, ...]]:
+    if name in ODD:
+        case, lengths = ODD[name]
+        return case, lengths[2]
+    pattern, sizes, lengths = LARGE[name]
+    return tools.Case(name, lambda: pattern, sum(lengths), **sizes), lengths
+
+
+def errors(name: str, dtype: str, strategy: str) -> dict[str, tuple[float, float]]:
+    """On a rank: (error, what is allowed) of the whole of out, lse, dq, dk and dv, put together from all ranks."""
+    import torch.distributed as dist
+
+    rank, (case, lengths) = dist.get_rank(), found(name)
+    pattern, inputs = case.pattern(), case.inputs(getattr(torch, dtype), "cuda")
+    inputs[4].zero_()
+    want, rows = tools.oracle(inputs, pattern), work.rows_of(case, lengths, rank)
+    with tools.poisoned("cuda"):
+        got = tools.differentiate(tools.without_lse(work.run(pattern, strategy)), work.shard(inputs, rows), pattern)
+    budget, result = tools.budgets(pattern, inputs, want), {}
+    for quantity, x in got.items():
+        whole = torch.zeros(want[quantity].shape, dtype=torch.float64, device="cuda")
+        work.part(quantity, whole, rows).copy_(x)
+        dist.all_reduce(whole)
+        if quantity == "lse":
+            error = tools.lse_error(whole, want["lse"])
+        else:
+            error = tools.relative(whole, want[quantity], None if quantity == "out" else inputs[3])
+        result[quantity] = error, budget[quantity]
+    return result
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with Pool(2) as pool:
+        assert pool.backend == "nccl"
+        yield pool
+
+
+CALLS = [(name, dtype, "sequence") for name in (*LARGE, *SMALL) for dtype in ("float64", "float32", "bfloat16")]
+CALLS += [(name, "bfloat16", "heads") for name in HEADS]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=" ".join)
+def test_two_cards_are_as_exact_as_one(pair, call):
+    name, dtype, strategy = call
+    for of_rank in pair.run(f"{__name__}:errors", {"name": name, "dtype": dtype, "strategy": strategy}, 120):
+        wrong = {x: f"{error:.3g} > {most:.3g}" for x, (error, most) in of_rank.items() if not error <= most}
+        assert not wrong
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+HELD = 4 << 30  # bytes on each card when the fault comes
+
+
+def fails(how: str) -> None:
+    """On a rank: holds memory, has talked with the other one; then rank 1 fails while rank 0 waits for it."""
+    import torch.distributed as dist
+
+    held = torch.empty(HELD, dtype=torch.uint8, device="cuda")
+    dist.all_reduce(held[:1024].zero_())
+    torch.cuda.synchronize()
+    if dist.get_rank() == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "sleeps":
+            time.sleep(600)
+        elif how == "runs out":
+            torch.empty(1 << 41, dtype=torch.uint8, device="cuda")
+        raise KeyError("lost")
+    dist.all_reduce(held[:1024])
+    torch.cuda.synchronize()
+
+
+def runs_out_before(many: int) -> str:
+    """On a rank: what it raises where rank 1 has no memory for its buffers; then the same group computes."""
+    import torch.distributed as dist
+
+    import workbench as wb
+
+    q, k, v = torch.randn(3, 1, 4096, 4, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    free = torch.cuda.mem_get_info()[0]
+    held = torch.empty(free - (1 << 20), dtype=torch.uint8, device="cuda") if dist.get_rank() == 1 else None
+    wide = [x.expand(many, -1, -1, -1) for x in (q, k, v)]
+    try:
+        wb.distributed.attention(*wide, Dense(), strategy="sequence")
+        raised = ""
+    except torch.OutOfMemoryError as error:
+        raised = str(error)
+    del held
+    torch.cuda.empty_cache()
+    assert wb.distributed.attention(q, k, v, Dense(), strategy="sequence").isfinite().all()
+    return raised
+
+
+def used() -> list[int]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    return [pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(x)).used for x in range(2)]
+
+
+@pytest.mark.parametrize("how, status", [("killed", "killed"), ("raises", "refused"), ("runs out", "oom"),
+                                         ("sleeps", "timeout")])  # fmt: skip
+def test_a_rank_that_fails_is_named_and_the_cards_are_free(how, status):
+    before = used()
+    with Pool(2) as pool:
+        pool.run(f"{__name__}:card")  # they have started
+        begin = time.monotonic()
+        with pytest.raises(RankError, match="rank 1 of 2") as raised:
+            pool.run(f"{__name__}:fails", {"how": how}, timeout_s=10)
+        assert time.monotonic() - begin < 15 + 10 * (how == "sleeps")
+        assert raised.value.outcome.rank == 1
+        assert raised.value.outcome.status == status or how == "raises"
+        assert pool.run(f"{__name__}:card") == [0, 1]  # the next job
+    for _ in range(50):
+        if all(x < y + (256 << 20) for x, y in zip(used(), before, strict=True)):
+            break
+        time.sleep(0.1)
+    else:
+        raise AssertionError(f"{used()} bytes are taken, before it were {before}")
+
+
+def card() -> int:
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(1, device="cuda"))
+    return torch.cuda.current_device()
+
+
+def test_out_of_memory_on_one_rank_is_on_all_and_the_group_is_usable(pair):
+    of_0, of_1 = pair.run(f"{__name__}:runs_out_before", {"many": 64}, 120)
+    assert of_0.startswith("rank 1: ") and "memory" in of_0 and "memory" in of_1
