@@ -46,9 +46,10 @@ def test_by_heads_on_four(ranks, id):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("id", [id for id in CASES if id.startswith("dense")])
-def test_dense_one_rank_at_a_time(ranks, world, id):
-    check(ranks(world).run(work.exact, id, "sequence", "ranks"))
+def test_in_one_stage(ranks, world):
+    """As short sequences are exchanged; the other tests make many stages of them."""
+    for id in ("dense", "dense-causal", "geometric", "blocks-cut-causal"):
+        check(ranks(world).run(work.in_one_stage, id))
 
 
 SHOWN = {  # each mutant on a case in which what it breaks is used

@@ -14,7 +14,7 @@ from tests import tools
 from tests.distributed.cases import CASES, drawn
 from tests.tools import Case
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, layouts, orderings
-from workbench.distributed import Plan, Shards, door, exchange
+from workbench.distributed import Plan, Shards, door, exchange, plans
 from workbench.distributed.sequence import Sequence
 from workbench.distributed.shards import clip
 
@@ -89,14 +89,21 @@ class Counted:
         self.patch.stop()
 
 
-def exact(rank, world, id, strategy="sequence", cut="heads"):
+def exact(rank, world, id, strategy="sequence"):
     """(errors, bytes sent to each rank, bytes planned) of forward and backward."""
     case, shards = CASES[id]
-    with Counted(world) as counted, patch.object(Plan, "cut", cut):
+    with Counted(world) as counted:
         found = compare(rank, case, shards[world], strategy)
         plan = plan_of(case, shards[world], strategy)
         planned = plan.bytes(8, case.head_dim, case.batch, "fwdbwd", lse=True)[rank].tolist()
     return found, counted.sent, planned
+
+
+def in_one_stage(rank, world, id):
+    assert len(plan_of(CASES[id][0], CASES[id][1][world]).stages) > 1
+    with patch.object(plans, "LEAST", 1 << 16):
+        assert len(plan_of(CASES[id][0], CASES[id][1][world]).stages) == 1
+        return exact(rank, world, id)
 
 
 def plan_of(case, lengths, strategy="sequence") -> Plan:

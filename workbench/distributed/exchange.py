@@ -60,11 +60,14 @@ class Exchange:
         """Elements of the largest stage that this rank sends (0) or receives (1)."""
         return max((sum(splits[side]) for splits in self.splits.values()), default=0)
 
+    def elements(self, slot: Slot) -> int:
+        return slot.rows * len(slot.heads) * math.prod(self.shape)
+
     def parcel(self, buffer: Tensor, slot: Slot) -> Tensor:
         """(rows, 2, B, heads, D), a view of the buffer."""
         two, batch, d = self.shape
-        size = slot.rows * two * batch * len(slot.heads) * d
-        return buffer[slot.start : slot.start + size].view(slot.rows, two, batch, len(slot.heads), d)
+        part = buffer[slot.start : slot.start + self.elements(slot)]
+        return part.view(slot.rows, two, batch, len(slot.heads), d)
 
     def fetch(self, stage: Stage, k: Tensor, v: Tensor, sent: Tensor, received: Tensor):
         """Start bringing what this rank needs: packs k and v (B, N, G, D) into `sent`; `received` comes."""

@@ -1,7 +1,9 @@
 """Attention over contiguous shards, from one rank's side: exchange, single-device attention, merge; and the way back.
 
-Stages of the exchange are two deep: while one stage's rows are attended to, the next ones travel. The backward brings
-the keys and values again rather than keep what others hold, and takes their gradients back in float32 (float64).
+Stages of the exchange are three deep: while one stage's rows are attended to, those of the next two travel. (A card
+begins what travels when the attention before it leaves it room, which is near its end: the rows of the stage after
+have to be there by then.) The backward brings the keys and values again rather than keep what others hold, and takes
+their gradients back in float32 (float64).
 
 Dimensions: B batch, L rows of this rank, Q queries that it computes, H query heads, G key heads, D head_dim, M keys of
 a job.
@@ -18,10 +20,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from workbench.distributed import jobs, local
-from workbench.distributed.exchange import Exchange, Regroup
+from workbench.distributed.exchange import Exchange, Regroup, Slot
 from workbench.distributed.jobs import Fill, Job, Strand
 from workbench.distributed.plans import Plan, Stage
-from workbench.patterns import Dilated
+from workbench.patterns import Dense, Dilated
+
+AHEAD = 2  # stages that travel
 
 
 class Buffers(NamedTuple):
@@ -47,9 +51,8 @@ class Sequence:
         work = plan.work(rank)
         ends = list(itertools.accumulate(map(len, work), initial=0))
         self.work, self.queries = list(zip(work, ends[:-1], strict=True)), ends[-1]  # (queries, where they begin)
-        self.several = isinstance(plan.pattern, Dilated) or plan.by_ranks
-        first = [*jobs.local(plan, rank), *jobs.own_rows(plan, rank)]
-        self.first = [(job, jobs.fills(plan, rank, None, job)) for job in first]
+        self.several = isinstance(plan.pattern, (Dense, Dilated))
+        self.first = [(job, jobs.fills(plan, rank, None, job)) for job in jobs.local(plan, rank)]
         self.later = {
             stage: [(job, [_on(x, device) for x in jobs.fills(plan, rank, stage, job)]) for job in found]
             for stage in plan.stages
@@ -57,6 +60,7 @@ class Sequence:
         }
         each = [*self.first, *itertools.chain(*self.later.values())]
         self.once = len(each) == 1 and not self.exchange.moves  # nothing is ever added to what the one job gives
+        self.few = isinstance(plan.pattern, Dilated)  # a row of dq is a sum of few parts, whatever the number of ranks
         whole = Strand(work[0], slice(0, plan.heads), plan.shards[rank], slice(0, plan.kv_heads))
         first = each[0][0] if each else None
         # whether the first job gives every row of out and dq, and of dk and dv
@@ -86,11 +90,13 @@ class Sequence:
         return pad(x, (0, 0) * (x.dim() - 2) + (0, job.spare), value=value) if job.spare else x
 
     def _keys(self, job: Job, fills: list[Fill], stage: Stage | None, k, v, received) -> list[Tensor]:
-        """The job's keys and values (B, M, its key heads, D): views of one's own, or gathered."""
+        """The job's keys and values (B, M, its key heads, D): views of what there is, or gathered."""
         batch = slice(None) if job.batch is None else slice(job.batch, job.batch + 1)
         k, v, m = k[batch], v[batch], len(job.strands[0].keys)
         if len(fills) == 1 and fills[0].parcel is None and _length(fills[0].to) == m:
             return [x[:, fills[0].rows, fills[0].heads] for x in (k, v)]
+        if (lying := self._lying(stage, fills, m)) is not None:
+            return list(self.exchange.parcel(received, lying)[:, :, batch].permute(1, 2, 0, 3, 4).unbind(0))
         heads = sum(len(range(self.plan.kv_heads)[s.key_heads]) for s in job.strands)
         held = sum(_length(x.to) * _length(x.to_heads) for x in fills)
         make = k.new_empty if held == m * heads else k.new_zeros  # rows that nobody sees have to be finite
@@ -103,6 +109,26 @@ class Sequence:
                 gathered[x.to, :, :, x.to_heads] = self._parcel(stage, x, received)[x.rows, :, batch, x.heads]
         return list(gathered.permute(1, 2, 0, 3, 4).unbind(0))
 
+    def _lying(self, stage: Stage | None, fills: list[Fill], m: int) -> Slot | None:
+        """Where in a stage's buffer a job's keys lie one after another, as parcels arrive, if they do."""
+        if not fills or any(x.parcel is None or not isinstance(x.rows, slice) for x in fills):
+            return None
+        found = None
+        for x in sorted(fills, key=lambda x: x.source):
+            slot = self.exchange.slots[stage][1][x.source][x.parcel]
+            low, high, step = x.rows.indices(slot.rows)
+            each = self.exchange.elements(slot) // slot.rows
+            part = Slot(slot.start + low * each, high - low, slot.heads, None)
+            if step != 1 or (x.to_heads, x.heads) != (slice(0, len(slot.heads)),) * 2:
+                return None
+            if found is None:
+                found = part
+            elif found.heads == part.heads and found.start + found.rows * each == part.start:
+                found = found._replace(rows=found.rows + part.rows)
+            else:
+                return None
+        return found if found.rows == m else None
+
     def _parcel(self, stage: Stage, fill: Fill, buffer: Tensor) -> Tensor:
         return self.exchange.parcel(buffer, self.exchange.slots[stage][1][fill.source][fill.parcel])
 
@@ -112,17 +138,17 @@ class Sequence:
         """Allocate. q (B, queries held, H, D), k (B, L, G, D)."""
         b, _, h, d = q.shape
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        deep = min(2, len(self.plan.stages))
+        deep = min(AHEAD, len(self.plan.stages))
         sent = [k.new_empty(self.exchange.room(0)) for _ in range(deep)]
-        received = [k.new_empty(self.exchange.room(1)) for _ in range(deep)]
-        of_q = wide if self.several and not local.narrow(q) else q.dtype
+        received = [k.new_empty(self.exchange.room(1)) for _ in range(min(AHEAD + 1, len(self.plan.stages)))]
         if not backward:
+            of_q = wide if self.several and not local.narrow(q) else q.dtype
             if self.all_queries:
                 return Buffers(sent, received, (None, None), [], None)
             out = q.new_zeros(b, self.queries, h, d, dtype=of_q)
             lse = q.new_full((b, h, self.queries), -torch.inf, dtype=wide)
             return Buffers(sent, received, (out, lse), [], None)
-        dq = None if self.all_queries else q.new_zeros(b, self.queries, h, d, dtype=of_q)
+        dq = None if self.all_queries else q.new_zeros(b, self.queries, h, d, dtype=wide)
         gradients = dq, *(None if self.all_keys else k.new_zeros(k.shape, dtype=wide) for _ in "kv")
         returned = [k.new_empty(self.exchange.room(1), dtype=wide) for _ in range(deep)]
         return Buffers(sent, received, gradients, returned, k.new_empty(self.exchange.room(0), dtype=wide))
@@ -133,7 +159,7 @@ class Sequence:
         fresh = True
         for stage, x, found in self._stages(k, v, buffers):
             for job, fills in found:
-                keys = self._keys(job, fills, stage, k, v, buffers.received[x])
+                keys = self._keys(job, fills, stage, k, v, buffers.received[x % len(buffers.received)])
                 part = local.forward(self._take(job, q), *keys, job.pattern, scale, backend)
                 if out is None:
                     out, lse = part[0] if local.narrow(q) or not self.several else part[0].to(part[1].dtype), part[1]
@@ -143,16 +169,21 @@ class Sequence:
         return out.to(q.dtype), lse
 
     def _stages(self, k, v, buffers: Buffers) -> Iterator[tuple[Stage | None, int, list]]:
-        """(stage, in which buffer, its jobs), while the rows of the next stage travel; first what needs no rows."""
-        stages = self.plan.stages
-        pending = self.exchange.fetch(stages[0], k, v, buffers.sent[0], buffers.received[0])
+        """(stage, its number, its jobs), while the rows of the next stages travel; first what needs no rows."""
+        stages, pending = self.plan.stages, []
+
+        def fetch(x: int) -> None:
+            if x < len(stages):
+                sent, received = (side[x % len(side)] for side in (buffers.sent, buffers.received))
+                pending.append(self.exchange.fetch(stages[x], k, v, sent, received))
+
+        for x in range(AHEAD):
+            fetch(x)
         yield None, 0, self.first
         for x, stage in enumerate(stages):
-            pending.wait()
-            if x + 1 < len(stages):
-                y = (x + 1) % 2
-                pending = self.exchange.fetch(stages[x + 1], k, v, buffers.sent[y], buffers.received[y])
-            yield stage, x % 2, self.later[stage]
+            pending.pop(0).wait()
+            fetch(x + AHEAD)
+            yield stage, x, self.later[stage]
 
     def _merge(self, job: Job, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, alone: bool) -> None:
         """alone: nothing has been put yet where this job's results go."""
@@ -172,10 +203,11 @@ class Sequence:
         dq, dk, dv = buffers.results
         returning = None
         for stage, x, found in self._stages(k, v, buffers):
+            received, returned = (side[x % len(side)] for side in (buffers.received, buffers.returned))
             if stage is not None:
-                buffers.returned[x].zero_()
+                returned.zero_()
             for job, fills in found:
-                keys = self._keys(job, fills, stage, k, v, buffers.received[x])
+                keys = self._keys(job, fills, stage, k, v, received)
                 of_rows = [self._take(job, t) for t in (grad, q, out)]
                 its_lse, its_grad_lse = (
                     t if t is None else self._take(job, t.transpose(1, 2), value).transpose(1, 2)
@@ -185,17 +217,17 @@ class Sequence:
                     of_rows[0], its_grad_lse, of_rows[1], *keys, of_rows[2], its_lse, job.pattern, scale, backend
                 )
                 if dq is None:
-                    dq = parts[0] if local.narrow(q) or not self.several else parts[0].to(lse.dtype)
+                    dq = parts[0] if self.once or self.few and local.narrow(q) else parts[0].to(lse.dtype)
                 else:
                     for to, part in zip(self._views(job, dq), _strands(job, parts[0]), strict=True):
                         to += part
                 if dk is None:
                     dk, dv = (part if self.once else part.to(lse.dtype) for part in parts[1:])
                 else:
-                    self._scatter(job, fills, stage, parts[1:], (dk, dv), buffers.returned[x])
+                    self._scatter(job, fills, stage, parts[1:], (dk, dv), returned)
             if stage is not None:
                 self._add(returning, buffers, dk, dv)
-                returning = stage, self.exchange.give(stage, buffers.returned[x], buffers.arrived)
+                returning = stage, self.exchange.give(stage, returned, buffers.arrived)
         self._add(returning, buffers, dk, dv)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
