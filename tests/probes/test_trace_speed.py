@@ -10,10 +10,10 @@ import torch
 
 import workbench as wb
 from workbench import cards
-from workbench.execution import block_sparse, flex, torch_backend
+from workbench.execution import block_sparse, torch_backend
 from workbench.patterns.base import Pattern
 from workbench.patterns.dilated import PAPER
-from workbench.probes import allocator, scratch, trace
+from workbench.probes import absent, allocator, scratch, shortcuts, trace
 from workbench.probes.case import Case
 
 layouts = wb.layouts
@@ -52,21 +52,21 @@ def peaks(case, card):
 
 @contextlib.contextmanager
 def lists_made(self):
-    """`Births.tables_on_card` with all calls, and lists of blocks that are made on the CPU in the card's place."""
-    strips = block_sparse.strips
+    """`Shortcuts.taken` with all calls, and lists of blocks that are made on the CPU in the card's place."""
+    births, strips = self.births, block_sparse.strips
 
     def mirrored(call):
-        self.mirrored = True
+        births.mirrored = True
         try:
             return call()
         finally:
-            self.mirrored = False
+            births.mirrored = False
 
     def followed(blocks, limit):
         found = strips(blocks, limit)
         while (one := mirrored(lambda: next(found, None))) is not None:
             with torch.utils._python_dispatch._disable_current_modes():
-                twin = block_sparse.Strips(*(x.to(trace.META) for x in one[:3]), one.full)
+                twin = block_sparse.Strips(*(x.to(absent.META) for x in one[:3]), one.full)
             yield twin
             del one, twin
 
@@ -74,7 +74,7 @@ def lists_made(self):
         return mirrored(lambda: pattern.blocks(n, q.shape[2], q.shape[1]))
 
     replaced = [(block_sparse, "strips", followed), (torch_backend, "blocks_of", blocks_of)]
-    with trace._replaced([*replaced, (flex, "compiled", lambda: trace._flex)]):
+    with absent.replaced(replaced):
         yield
 
 
@@ -84,7 +84,7 @@ def test_few_calls_take_what_all_of_them_do(monkeypatch, pattern, backend, n, ca
         pytest.importorskip("triton")
     case = Case(pattern, n, backend=backend, **SIZES | {"dtype": "bfloat16", "mode": "fwdbwd"} | options)
     found = peaks(case, card)
-    monkeypatch.setattr(trace.Births, "tables_on_card", contextlib.contextmanager(lists_made.__wrapped__))
+    monkeypatch.setattr(shortcuts.Shortcuts, "taken", contextlib.contextmanager(lists_made.__wrapped__))
     monkeypatch.setattr(trace, "_kind", lambda func: None)
     assert peaks(case, card) == found
 
@@ -146,10 +146,11 @@ def test_blocks_of_a_neighborhood_are_counted_as_listed(shape, radius):
 
 def test_equal_calls_are_repeated_only_where_one_leaves_what_the_last_left():
     births = trace.Births(cards.find("h100"))
+    repeated = shortcuts.Shortcuts(births).repeated
 
     def calls(leave, times=50):
         kept = []
-        for x in births.repeated(range(times), lambda _: 0, 10):
+        for x in repeated(range(times), lambda _: 0, 10):
             id = births.add(100, str(x))
             if leave and kept:
                 births.events.append(trace.Event(kept.pop(), -1, ""))
