@@ -4,6 +4,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -50,28 +51,49 @@ def peaks(case, card):
     return used.peak_requested, used.peak_allocated, used.peak_reserved
 
 
+class InItsPlace(trace.Births):
+    """Follows what is on the card, and while `mirrored` what is on the CPU in its place."""
+
+    mirrored = False
+
+    def born(self, x, name):
+        if not self.mirrored or x.is_meta:
+            return super().born(x, name)
+        storage = x.untyped_storage()
+        address, nbytes = storage._cdata, storage.nbytes()
+        if address not in self.alive and nbytes:
+            self.alive[address] = self.add(nbytes, name)
+            self.watched[address] = weakref.ref(storage, lambda _: self.died(address))
+
+    def mirror(self, call):
+        self.mirrored = True
+        try:
+            return call()
+        finally:
+            self.mirrored = False
+
+
 @contextlib.contextmanager
 def lists_made(self):
     """`Shortcuts.taken` with all calls, and lists of blocks that are made on the CPU in the card's place."""
     births, strips = self.births, block_sparse.strips
 
-    def mirrored(call):
-        births.mirrored = True
-        try:
-            return call()
-        finally:
-            births.mirrored = False
-
     def followed(blocks, limit):
         found = strips(blocks, limit)
-        while (one := mirrored(lambda: next(found, None))) is not None:
+        while (one := births.mirror(lambda: next(found, None))) is not None:
             with torch.utils._python_dispatch._disable_current_modes():
                 twin = block_sparse.Strips(*(x.to(absent.META) for x in one[:3]), one.full)
+            for x in twin[:3]:  # whose places `one` has
+                births.alive[x.untyped_storage()._cdata] = 0
             yield twin
-            del one, twin
+            for x in twin[:3]:
+                del births.alive[x.untyped_storage()._cdata]
+            del one, twin, x
 
     def blocks_of(pattern, q, n):
-        return mirrored(lambda: pattern.blocks(n, q.shape[2], q.shape[1]))
+        made = pattern.blocks(n, q.shape[2], q.shape[1])  # on the host
+        lists = births.mirror(lambda: [x.clone() for x in (made.starts, made.columns, made.full)])
+        return dataclasses.replace(made, **dict(zip(("starts", "columns", "full"), lists, strict=True)))
 
     replaced = [(block_sparse, "strips", followed), (torch_backend, "blocks_of", blocks_of)]
     with absent.replaced(replaced):
@@ -84,6 +106,7 @@ def test_few_calls_take_what_all_of_them_do(monkeypatch, pattern, backend, n, ca
         pytest.importorskip("triton")
     case = Case(pattern, n, backend=backend, **SIZES | {"dtype": "bfloat16", "mode": "fwdbwd"} | options)
     found = peaks(case, card)
+    monkeypatch.setattr(trace, "Births", InItsPlace)
     monkeypatch.setattr(shortcuts.Shortcuts, "taken", contextlib.contextmanager(lists_made.__wrapped__))
     monkeypatch.setattr(trace, "_kind", lambda func: None)
     assert peaks(case, card) == found

@@ -102,7 +102,6 @@ class Births(TorchDispatchMode):
         self.functions = OnCard(card)
         self.bodies = _bodies()
         self.words = iter(())  # names for what comes next
-        self.mirrored = False  # whether the CPU stands for the card just now
         self.ids = itertools.count(1)
         self.workspaces: set[bool] = set()  # of which of the two threads, see `hidden`
 
@@ -147,7 +146,7 @@ class Births(TorchDispatchMode):
         return out
 
     def born(self, x: Tensor, name: str) -> None:
-        if not (x.is_meta or self.mirrored):
+        if not x.is_meta:
             return
         storage = x.untyped_storage()
         address, nbytes = storage._cdata, storage.nbytes()
