@@ -12,10 +12,11 @@ import torch.distributed as dist
 from tests import tools
 from tests.distributed.cases import CASES, drawn
 from tests.tools import Case
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, layouts, orderings
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, VirtualCard, attention, layouts, orderings
 from workbench.distributed import Plan, Shards, door, exchange
 from workbench.distributed.sequence import Sequence
 from workbench.distributed.shards import clip
+from workbench.execution import fused
 
 TOLERANCE = 1e-12
 
@@ -436,3 +437,31 @@ def why_not_heads(rank, world, id):
     except ValueError as error:
         return str(error)
     return ""
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def peak(rank, world, case, strategy) -> int:
+    """Requested bytes at the peak of this rank's share of a case, on a card in software where nothing is fused."""
+    rows, backward, found = len(Shards.even(case.n, world)[rank]), case.mode == "fwdbwd", []
+    for _ in range(5):  # the first time makes the plan, which is no tensor of a card
+        with VirtualCard(8) as card, patch.object(fused, "kernel", lambda q, mask=None: "unfused"):
+            indices = [x.view(-1) for x in on_card(case.pattern)]
+            q, k, v = (torch.randn(case.batch, rows, case.heads, case.head_dim, requires_grad=backward) for _ in "qkv")
+            upstream = torch.randn(q.shape) if backward else None
+            out = door.attention(q, k, v, case.pattern, strategy=strategy, backend="torch")
+            if backward:
+                out = torch.autograd.grad(out, (q, k, v), upstream)
+        del out, indices
+        found.append(card.peak_requested_bytes)
+    return min(found[1:])  # a thread of gloo's may hold what it has sent for a little longer
+
+
+def on_card(pattern):
+    """The indices that a plan that is ready has on the card."""
+    made = pattern.__dict__.get("_shared", {}).get("made")
+    if made is not None and made.ready is not None:
+        fills = [x for found in made.ready.later.values() for _, of_job in found for fill in of_job for x in fill]
+        slots = [slot.own for sides in made.ready.exchange.slots.values() for line in sides[0] for slot in line]
+        yield from (x for x in (*fills, *slots) if isinstance(x, torch.Tensor))

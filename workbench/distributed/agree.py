@@ -16,16 +16,12 @@ def agree(group, device, error: Exception | None, numbers: list[int]) -> Tensor:
     Where a rank comes with an error, all raise: that rank its own, the others one of the same kind (ValueError, out of
     memory, or RuntimeError) that names the rank and the reason. The group can be used on.
     """
-    world = dist.get_world_size(group)
     state = 0 if error is None else 1 + _kind(error)
-    told = _gather(torch.tensor([state, *numbers], device=device), world, group)
+    told = _gather([state, *numbers], torch.int64, group, device)
     failed = told[:, 0].nonzero().flatten().tolist()
     if not failed:
         return told[:, 1:]
-    text = str(error or "").encode()[:TEXT]
-    message = torch.zeros(TEXT, dtype=torch.uint8, device=device)
-    message[: len(text)] = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)[: len(text)].to(device)
-    messages = _gather(message, world, group)
+    messages = _gather(list(str(error or "").encode()[:TEXT].ljust(TEXT, b"\0")), torch.uint8, group, device)
     if error is not None:
         raise error
     first = failed[0]
@@ -39,9 +35,11 @@ def _kind(error: Exception) -> int:
     return next((x for x, kind in enumerate(KINDS) if isinstance(error, kind)), len(KINDS) - 1)
 
 
-def _gather(row: Tensor, world: int, group) -> Tensor:
-    rows = [torch.empty_like(row) for _ in range(world)]
-    dist.all_gather(rows, row, group=group)
+def _gather(row: list[int], dtype, group, device) -> Tensor:
+    """(world, len(row)) on the CPU: the row of every rank."""
+    mine = torch.tensor(row, dtype=dtype, device=device)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, mine, group=group)
     return torch.stack(rows).cpu()
 
 

@@ -98,12 +98,10 @@ def _agreed(
     q, k, v, pattern, group, strategy, scale, return_lse, backend
 ) -> tuple[Tensor, Tensor, Tensor, Call | None]:
     """(q, k, v as they are computed with, the call or None for a single rank); raises on all ranks or on none."""
-    world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    group, world, rank, device = _place(group)
     if world == 1:
         _check_names(strategy)
         return q, k, v, None
-    group = dist.group.WORLD if group is None else group
-    rank, device = dist.get_rank(group), _device(group)
     error, made, buffers, numbers = None, None, None, [0] * (3 + len(SAME))
     try:
         _check_names(strategy)
@@ -153,11 +151,13 @@ def _check(q, k, v, pattern, scale, strategy, backend) -> None:
         raise ValueError(reason)
 
 
-def _device(group) -> torch.device:
-    """Where what the group gathers has to be."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def _place(group) -> tuple[object, int, int, torch.device]:
+    """(the group, how many ranks it has, which of them this is, where what it gathers has to be)."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+        return group, 1, 0, torch.device("cpu")
+    group, nccl = dist.group.WORLD if group is None else group, dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    return group, dist.get_world_size(group), dist.get_rank(group), device
 
 
 def _kept(pattern: Pattern) -> dict:
