@@ -363,7 +363,8 @@ def _card_of(budget_bytes: int | None, cuda: bool):
 
 
 def _valid(case: Case, made: list, result) -> dict:
-    """valid: whether sampled rows are right, None where there was no memory to tell; error: what is wrong.
+    """valid: whether sampled rows are right, None where there was no memory to tell, or where dk and dv have too many
+    softmaxes behind them to be checked; error: what is wrong, or was not checked.
 
     Where the call has left no room for that on the card, its tensors move to the host's memory, if they fit there.
     """
@@ -378,7 +379,8 @@ def _valid(case: Case, made: list, result) -> dict:
                     tensors[i] = x.detach().cpu()
             outcome = attempt(lambda: _checked(case, made, results if case.mode == "fwdbwd" else results[0]))
     if outcome.status == "ok":
-        return {"valid": outcome.result.ok, "error": None if outcome.result.ok else str(outcome.result)}
+        found = outcome.result
+        return {"valid": False if found.wrong else found.ok or None, "error": None if found.ok else str(found)}
     return {"valid": None if outcome.status == "oom" else False, "error": f"rows not checked: {outcome.error}"}
 
 
