@@ -337,6 +337,14 @@ def test_a_sweep_is_a_table_and_is_not_measured_again(monkeypatch, tmp_path):
     assert frontier.sweep(cases, ["h100"], (BUDGET,), say=None).measured.tolist() == [False, False]
 
 
+def test_gradients_that_were_not_checked_do_not_count_as_valid(monkeypatch):
+    case = Case(wb.Dense(), 128, 1, 16, "float32", "torch", "fwdbwd")
+    assert frontier.call(case, 1 << 30, 60, True)["valid"] is True
+    monkeypatch.setitem(frontier.PAIRS, "cpu", 0)
+    row = frontier.call(case, 1 << 30, 60, True)
+    assert row["valid"] is None and row["error"].startswith("dk and dv not checked; right at")
+
+
 # --- for real --------------------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from workbench.distributed.shards import Shards, clip
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
 
 SHARE = 16  # a stage of the exchange brings a rank about a 16th of what its own keys and values take,
-LEAST = 1 << 16  # but not fewer rows of a key head than take longer to move than to ask for (16 MB at head_dim 64),
+LEAST = 3 << 14  # but not fewer rows of a key head than take longer to move than to ask for (12 MB at head_dim 64),
 PIECES = 4  # nor less than a quarter of what others hold of a key head: what arrives in pieces has to be merged
 
 

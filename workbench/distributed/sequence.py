@@ -12,7 +12,7 @@ a job.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -58,6 +58,10 @@ class Sequence:
             for stage in plan.stages
             for found in [jobs.remote(plan, rank, stage)]
         }
+        heads = max((len(stage.heads) for stage in plan.stages), default=0)
+        # elements behind what arrives: one's own rows, where a job has them beside those of others
+        beside = not self.several and any(self._lying(x, y) for x, found in self.later.items() for _, y in found)
+        self.behind = beside * len(plan.shards[rank]) * heads * 2 * batch * head_dim
         each = [*self.first, *itertools.chain(*self.later.values())]
         self.once = len(each) == 1 and not self.exchange.moves  # nothing is ever added to what the one job gives
         self.few = isinstance(plan.pattern, Dilated)  # a row of dq is a sum of few parts, whatever the number of ranks
@@ -93,41 +97,44 @@ class Sequence:
         """The job's keys and values (B, M, its key heads, D): views of what there is, or gathered."""
         batch = slice(None) if job.batch is None else slice(job.batch, job.batch + 1)
         k, v, m = k[batch], v[batch], len(job.strands[0].keys)
-        if len(fills) == 1 and fills[0].parcel is None and _length(fills[0].to) == m:
-            return [x[:, fills[0].rows, fills[0].heads] for x in (k, v)]
-        if (lying := self._lying(stage, fills, m)) is not None:
-            return list(self.exchange.parcel(received, lying)[:, :, batch].permute(1, 2, 0, 3, 4).unbind(0))
-        heads = sum(len(range(self.plan.kv_heads)[s.key_heads]) for s in job.strands)
-        held = sum(_length(x.to) * _length(x.to_heads) for x in fills)
-        make = k.new_empty if held == m * heads else k.new_zeros  # rows that nobody sees have to be finite
-        gathered = make(m, 2, k.shape[0], heads, k.shape[3])
+        own = [x for x in fills if x.parcel is None]
+        if own == fills and len(own) == 1 and _length(own[0].to) == m:
+            return [x[:, own[0].rows, own[0].heads] for x in (k, v)]
+        lying = self._lying(stage, fills)
+        if lying is not None and lying.rows + sum(_length(x.to) for x in own) == m:
+            gathered = self.exchange.parcel(received, lying._replace(rows=m))[:, :, batch]
+        else:
+            heads = sum(len(range(self.plan.kv_heads)[s.key_heads]) for s in job.strands)
+            held = sum(_length(x.to) * _length(x.to_heads) for x in fills)
+            make = k.new_empty if held == m * heads else k.new_zeros  # rows that nobody sees have to be finite
+            gathered, lying = make(m, 2, k.shape[0], heads, k.shape[3]), None
         for x in fills:
             if x.parcel is None:
-                for y, own in enumerate((k, v)):
-                    gathered[x.to, y, :, x.to_heads] = own[:, x.rows, x.heads].transpose(0, 1)
-            else:
+                for y, mine in enumerate((k, v)):
+                    gathered[x.to, y, :, x.to_heads] = mine[:, x.rows, x.heads].transpose(0, 1)
+            elif lying is None:
                 gathered[x.to, :, :, x.to_heads] = self._parcel(stage, x, received)[x.rows, :, batch, x.heads]
         return list(gathered.permute(1, 2, 0, 3, 4).unbind(0))
 
-    def _lying(self, stage: Stage | None, fills: list[Fill], m: int) -> Slot | None:
-        """Where in a stage's buffer a job's keys lie one after another, as parcels arrive, if they do."""
-        if not fills or any(x.parcel is None or not isinstance(x.rows, slice) for x in fills):
-            return None
-        found = None
-        for x in sorted(fills, key=lambda x: x.source):
+    def _lying(self, stage: Stage | None, fills: list[Fill]) -> Slot | None:
+        """Where in a stage's buffer the first of a job's keys lie as they arrive, if all of others do, and one's own
+        rows have room behind them."""
+        found, low = None, 0
+        for x in sorted((x for x in fills if x.parcel is not None), key=lambda x: x.source):
             slot = self.exchange.slots[stage][1][x.source][x.parcel]
-            low, high, step = x.rows.indices(slot.rows)
-            each = self.exchange.elements(slot) // slot.rows
-            part = Slot(slot.start + low * each, high - low, slot.heads, None)
-            if step != 1 or (x.to_heads, x.heads) != (slice(0, len(slot.heads)),) * 2:
+            if any(not isinstance(y, slice) or y.step not in (None, 1) for y in (x.to, x.rows)):
                 return None
-            if found is None:
-                found = part
-            elif found.heads == part.heads and found.start + found.rows * each == part.start:
-                found = found._replace(rows=found.rows + part.rows)
-            else:
+            if (x.to_heads, x.heads) != (slice(0, len(slot.heads)),) * 2 or x.to.start != low:
                 return None
-        return found if found.rows == m else None
+            each, many = self.exchange.elements(slot) // slot.rows, x.rows.stop - x.rows.start
+            start = slot.start + x.rows.start * each
+            if found is not None and (found.heads != slot.heads or found.start + low * each != start):
+                return None
+            found, low = Slot(start, many, slot.heads, None) if found is None else found, low + many
+        own = [x for x in fills if x.parcel is None]
+        if found is None or len(own) > 1 or any(x.to_heads != slice(0, len(found.heads)) for x in own):
+            return None
+        return found._replace(rows=low)
 
     def _parcel(self, stage: Stage, fill: Fill, buffer: Tensor) -> Tensor:
         return self.exchange.parcel(buffer, self.exchange.slots[stage][1][fill.source][fill.parcel])
@@ -140,7 +147,8 @@ class Sequence:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         deep = min(AHEAD, len(self.plan.stages))
         sent = [k.new_empty(self.exchange.room(0)) for _ in range(deep)]
-        received = [k.new_empty(self.exchange.room(1)) for _ in range(min(AHEAD + 1, len(self.plan.stages)))]
+        room = self.exchange.room(1) + self.behind
+        received = [k.new_empty(room) for _ in range(min(AHEAD + 1, len(self.plan.stages)))]
         if not backward:
             of_q = wide if self.several and not local.narrow(q) else q.dtype
             if self.all_queries:
@@ -153,11 +161,13 @@ class Sequence:
         returned = [k.new_empty(self.exchange.room(1), dtype=wide) for _ in range(deep)]
         return Buffers(sent, received, gradients, returned, k.new_empty(self.exchange.room(0), dtype=wide))
 
-    def forward(self, q, k, v, scale: float, backend: str, buffers: Buffers) -> tuple[Tensor, Tensor]:
-        """out (B, Q, H, D) and lse (B, H, Q) from q (B, Q, H, D), k and v (B, L, G, D)."""
+    def forward(
+        self, q, k, v, scale: float, backend: str, buffers: Buffers, settle: Callable | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """out (B, Q, H, D) and lse (B, H, Q) from q (B, Q, H, D), k and v (B, L, G, D). settle: see `_stages`."""
         out, lse = buffers.results
         fresh = True
-        for stage, x, found in self._stages(k, v, buffers):
+        for stage, x, found in self._stages(k, v, buffers, settle):
             for job, fills in found:
                 keys = self._keys(job, fills, stage, k, v, buffers.received[x % len(buffers.received)])
                 part = local.forward(self._take(job, q), *keys, job.pattern, scale, backend)
@@ -168,20 +178,45 @@ class Sequence:
                 fresh = False
         return out.to(q.dtype), lse
 
-    def _stages(self, k, v, buffers: Buffers) -> Iterator[tuple[Stage | None, int, list]]:
-        """(stage, its number, its jobs), while the rows of the next stages travel; first what needs no rows."""
+    def early(self, q: Tensor) -> bool:
+        """Whether what needs no rows of others is begun before the ranks have agreed: a card computes it meanwhile."""
+        return q.device.type == "cuda" and self.regroup is None
+
+    def _stages(self, k, v, buffers: Buffers, settle: Callable | None) -> Iterator[tuple[Stage | None, int, list]]:
+        """(stage, its number, its jobs), while the rows of the next stages travel; first what needs no rows.
+
+        settle: returns once the ranks have agreed that rows may travel.
+        """
         stages, pending = self.plan.stages, []
+
+        def pack(x: int) -> None:
+            if x < len(stages):
+                self.exchange.pack(stages[x], k, v, buffers.sent[x % len(buffers.sent)])
 
         def fetch(x: int) -> None:
             if x < len(stages):
                 sent, received = (side[x % len(side)] for side in (buffers.sent, buffers.received))
-                pending.append(self.exchange.fetch(stages[x], k, v, sent, received))
+                pending.append(self.exchange.fetch(stages[x], sent, received))
 
         for x in range(AHEAD):
-            fetch(x)
-        yield None, 0, self.first
+            pack(x)
+        if settle is not None and self.early(k):
+            packed = torch.cuda.Event()
+            packed.record()
+            yield None, 0, self.first
+            settle()
+            beside = torch.cuda.Stream(k.device)  # what travels waits for the packing, not for what is computed since
+            beside.wait_event(packed)
+            with torch.cuda.stream(beside):
+                for x in range(AHEAD):
+                    fetch(x)
+        else:
+            for x in range(AHEAD):
+                fetch(x)
+            yield None, 0, self.first
         for x, stage in enumerate(stages):
             pending.pop(0).wait()
+            pack(x + AHEAD)
             fetch(x + AHEAD)
             yield stage, x, self.later[stage]
 
@@ -198,11 +233,14 @@ class Sequence:
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    def backward(self, grad, grad_lse, q, k, v, out, lse, scale: float, backend: str, buffers: Buffers):
+    def backward(
+        self, grad, grad_lse, q, k, v, out, lse, scale: float, backend: str, buffers: Buffers,
+        settle: Callable | None = None,
+    ):  # fmt: skip
         """(dq (B, Q, H, D), dk, dv (B, L, G, D)) from the gradients of out and of lse (or None)."""
         dq, dk, dv = buffers.results
         returning = None
-        for stage, x, found in self._stages(k, v, buffers):
+        for stage, x, found in self._stages(k, v, buffers, settle):
             received, returned = (side[x % len(side)] for side in (buffers.received, buffers.returned))
             if stage is not None:
                 returned.zero_()
