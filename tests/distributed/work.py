@@ -47,6 +47,16 @@ def run(pattern, strategy="sequence", **options):
     return lambda q, k, v, p: door.attention(q, k, v, pattern, strategy=strategy, return_lse=True, **options)
 
 
+def by_kernels(rank, world, id, name):
+    """The largest error of this rank, by our kernels in Triton's interpreter."""
+    case, shards = CASES[id]
+    from workbench.execution import triton_backend
+    from workbench.execution.kernels import steps  # noqa: F401 (who tells that they are interpreted)
+
+    assert triton_backend.interpreted()
+    return max(compare(rank, case, shards[world], dtype=getattr(torch, name), backend="triton").values())
+
+
 def compare(rank, case, lengths, strategy="sequence", dtype=torch.float64, **options) -> dict[str, float]:
     """Of out, lse, dq, dk, dv: ||error|| over the larger of ||want|| and ||upstream|| of this rank's rows."""
     pattern, inputs, rows = case.pattern(), case.inputs(dtype), rows_of(case, lengths, rank)
