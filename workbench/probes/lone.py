@@ -22,7 +22,7 @@ from workbench.distributed import door, exchange, heads, jobs, local
 from workbench.distributed.needs import queries_of
 from workbench.distributed.plans import Plan
 from workbench.distributed.shards import Shards
-from workbench.probes.absent import CUDA, META, OnCard, replaced
+from workbench.probes.absent import CUDA, LOCK, META, OnCard, replaced
 from workbench.probes.case import Case
 from workbench.probes.shortcuts import unseen
 
@@ -93,7 +93,7 @@ class Rank:
             (exchange.Exchange, "fetch", _packed(exchange.Exchange.fetch)),
             (exchange.Exchange, "parcel", unseen(exchange.Exchange.parcel)),
         ]
-        with replaced(stand_ins):
+        with LOCK, replaced(stand_ins):
             yield lambda: door._kept(case.pattern)["made"].plan.strategy
 
 
