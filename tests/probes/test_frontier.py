@@ -66,7 +66,7 @@ def toy(monkeypatch, bytes_=1000.0, milliseconds=None, fails=None):
             fails(case.n)
         total, time = int(bytes_ * case.n), milliseconds and milliseconds(case.n)
         events = [estimate.Event(1, total, "x")]
-        return estimate.Estimate("h100", "toy", total // 2, total, total, total, total, time, [], events)
+        return estimate.Estimate("h100", "toy", total // 2, total, total, total, total, time, events)
 
     monkeypatch.setattr(estimate, "trace", trace)
     return asked
@@ -157,7 +157,7 @@ def test_memory_that_is_given_back_counts_as_free(monkeypatch):
     def trace(case, card):  # two tensors that are never there together, but of two sizes
         events = [estimate.Event(*x, "") for x in ((1, 300 * case.n), (1, -1), (2, 600 * case.n))]
         total = 900 * case.n
-        return estimate.Estimate("h100", "toy", 0, 600 * case.n, total, total, total, None, [], events)
+        return estimate.Estimate("h100", "toy", 0, 600 * case.n, total, total, total, None, events)
 
     monkeypatch.setattr(estimate, "trace", trace)
     assert BUDGET / 600 * 0.995 < search()["n"] <= BUDGET / 600

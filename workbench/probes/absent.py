@@ -136,7 +136,7 @@ def impersonate(card: Card):
 
         found += [(jit.JITFunction, "run", lambda *_, **__: None)]
         found += [(interpreter.GridExecutor, "__call__", lambda *_, **__: None)]
-    with _LOCK, replaced(found):
+    with LOCK, replaced(found):
         yield
 
 
@@ -156,4 +156,4 @@ def replaced(what: list[tuple]):
                 setattr(where, name, old)
 
 
-_LOCK = threading.RLock()
+LOCK = threading.RLock()

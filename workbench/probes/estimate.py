@@ -53,10 +53,13 @@ class Estimate:
     reserved_bytes: int
     device_bytes: int
     milliseconds: float | None
-    at_peak: list[tuple[str, int]] = field(repr=False)
     events: list[Event] = field(repr=False)
     strategy: str | None = None
     measured: bool = False
+
+    @functools.cached_property
+    def at_peak(self) -> list[tuple[str, int]]:
+        return largest(self.events)
 
 
 def trace(
@@ -97,10 +100,11 @@ def program(
 
 def _estimate(card, events, before, backend, time_ms, expandable) -> Estimate:
     used = allocator.replay(events, expandable=expandable)
-    peak, inputs = largest(events, before)
+    lives = {x.id: x.nbytes for x in events[:before] if x.nbytes >= 0}
+    inputs = sum(lives.values()) - sum(lives[x.id] for x in events[:before] if x.nbytes < 0)
     return Estimate(
         card.key, backend, inputs, used.peak_requested, used.peak_allocated, used.peak_reserved,
-        used.peak_reserved + card.context_bytes, time_ms, peak, events,
+        used.peak_reserved + card.context_bytes, time_ms, events,
     )  # fmt: skip
 
 
@@ -132,29 +136,24 @@ def life(case: Case, card: cards.Card, place: lone.Rank = ONE) -> tuple[list[Eve
 _lives: dict[str, tuple[list[Event], int, str, str | None]] = {}
 
 
-def largest(events: list[Event], before: int) -> tuple[list[tuple[str, int]], int]:
-    """(what is alive at the largest sum, the largest first; the sum after the first `before` events)."""
-    alive: dict[int, Event] = {}
-    now = most = inputs = 0
-    at = 0
-    for x, event in enumerate(events, 1):
-        if event.nbytes < 0:
-            now -= alive.pop(event.id).nbytes
+def largest(events: list[Event]) -> list[tuple[str, int]]:
+    """(name, bytes) of what is alive at the largest sum, the largest first."""
+    sizes, now, most, at = {}, 0, 0, 0
+    for x, (id, nbytes, _) in enumerate(events, 1):
+        if nbytes < 0:
+            now -= sizes[id]
         else:
-            alive[event.id] = event
-            now += event.nbytes
+            sizes[id] = nbytes
+            now += nbytes
             if now > most:
                 most, at = now, x
-        if x == before:
-            inputs = now
     alive = {}
     for event in events[:at]:
         if event.nbytes < 0:
             del alive[event.id]
         else:
             alive[event.id] = event
-    found = sorted(((x.name, x.nbytes) for x in alive.values()), key=lambda x: -x[1])
-    return found, inputs
+    return sorted(((x.name, x.nbytes) for x in alive.values()), key=lambda x: -x[1])
 
 
 def check(case: Case, card: str | cards.Card | None = None) -> dict:

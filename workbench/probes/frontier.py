@@ -27,6 +27,7 @@ from workbench.probes.case import Case
 from workbench.probes.largest import Stopped, Tried, largest
 from workbench.probes.outcome import Outcome, attempt, sentence, status_of
 from workbench.probes.server import Server
+from workbench.probes.trace import uncollected
 
 GRAIN = 128  # lengths are multiples of it
 FIRST = 1024  # the length to begin with where nothing is known
@@ -193,7 +194,8 @@ def _predicted(at: Lengths, card, asked: dict, place: dict, where: dict) -> dict
             "extra_bytes": found.requested_bytes - found.inputs_bytes, "milliseconds": found.milliseconds,
         } | (here and here | {"strategy": found.strategy}))  # fmt: skip
 
-    return largest(tried, time_step=where["step"], **where).fields()
+    with uncollected():
+        return largest(tried, time_step=where["step"], **where).fields()
 
 
 def reserves(found: estimate.Estimate, budget_bytes: int) -> int | None:

@@ -23,7 +23,7 @@ from workbench.distributed.needs import queries_of
 from workbench.distributed.plans import Plan
 from workbench.distributed.sequence import Sequence
 from workbench.distributed.shards import Shards
-from workbench.probes.absent import CUDA, META, OnCard, replaced
+from workbench.probes.absent import CUDA, LOCK, META, OnCard, replaced
 from workbench.probes.case import Case
 from workbench.probes.shortcuts import unseen
 
@@ -96,7 +96,7 @@ class Rank:
             (Sequence, "early", lambda self, q: False),
             (exchange.Exchange, "parcel", unseen(exchange.Exchange.parcel)),
         ]
-        with replaced(stand_ins):
+        with LOCK, replaced(stand_ins):
             yield lambda: list(door._kept(case.pattern)["plans"].values())[-1].plan.strategy
 
 

@@ -82,14 +82,16 @@ class Shortcuts:
             first = torch.cumsum(per_unit, 0) - per_unit
             if total:
                 per_unit.max()
-            for length in range(0, int(values.max(initial=0)), limit):
+            units = list(zip(values.tolist(), times.tolist(), strict=True))
+            lengths = range(0, int(values.max(initial=0)), limit)
+            for length in self.repeated(lengths, lambda length, units=units: _widths(units, length, limit), 6):
                 left = (per_unit - length).clamp(0, limit)
-                many = collections.Counter()
-                for value, time in zip((values - length).clip(0, limit).tolist(), times.tolist(), strict=True):
-                    many[value] += time
+                many = _widths(units, length, limit)
                 self.given(len(many), "unique")
-                for count in sorted(x for x in many if x):
-                    who = self.nonzero(left == count, many[count])
+                for count, lines_of_it in many:
+                    if not count:
+                        continue
+                    who = self.nonzero(left == count, lines_of_it)
                     at = (first[who] + length)[:, None] + torch.arange(count, device=CUDA)
                     yield block_sparse.Strips(
                         who // blocks.rows, who % blocks.rows, self.given((len(at), count), "index"), kind
@@ -151,7 +153,7 @@ class Shortcuts:
             ids, previous = [next(self.births.ids) for _ in ids], ids
             for x in segment:
                 id = ids[place[x.id]] if x.id in place else previous[earlier[x.id]]
-                self.births.events.append(x._replace(id=id))
+                self.births.events.append(type(x)(id, x.nbytes, x.name))
         for address, id in self.births.alive.items():
             if id in place:
                 self.births.alive[address] = ids[place[id]]
@@ -208,6 +210,14 @@ def plan_of(pattern, q: Tensor, n: int):
     plan = blocks.Plan(*lists, (bq, bk), (rows, cols), first, by_batch, int(layouts > 1), *mask)
     pattern._plan = (n, nq, heads), plan
     return plan
+
+
+def _widths(units: list[tuple[int, int]], length: int, limit: int) -> tuple[tuple[int, int], ...]:
+    """(blocks that a strip takes, of how many lines), from (blocks of a line, how many lines), `length` blocks on."""
+    many = collections.Counter()
+    for blocks, lines in units:
+        many[min(max(blocks - length, 0), limit)] += lines
+    return tuple(sorted(many.items()))
 
 
 def _blank(*shape: int, dtype=torch.int32) -> Tensor:

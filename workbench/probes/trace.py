@@ -46,7 +46,7 @@ def run(
     then call() is run once, and its result lives on until the last event. names: of the inputs, in order.
     """
     _settle()
-    with _uncollected(), impersonate(card), Births(card) as births, Shortcuts(births).taken():
+    with uncollected(), impersonate(card), Births(card) as births, Shortcuts(births).taken():
         try:
             with births.functions:
                 births.words = iter(names)
@@ -63,7 +63,7 @@ def run(
 
 
 @contextlib.contextmanager
-def _uncollected():
+def uncollected():
     """Python's search for garbage in circles, of which there is none here, takes as long as all the rest."""
     was = gc.isenabled()
     gc.disable()
@@ -219,7 +219,7 @@ def _run(func, args, kwargs):
     kind = _kind(func)
     if kind != "new" or not (isinstance(args[0], Tensor) and args[0].is_meta):
         return func(*args, **kwargs)
-    key = func, repr(kwargs), *(_like(x) if isinstance(x, Tensor) else repr(x) for x in args)
+    key = func, *map(_like, args), *((name, _like(x)) for name, x in kwargs.items())
     if key not in _results:
         if len(_results) >= KEPT:
             _results.clear()
@@ -233,10 +233,11 @@ def _run(func, args, kwargs):
     return made if several else made[0]
 
 
-def _like(x: Tensor) -> tuple:
-    """What results depend on: of the strides, which is the larger, and which are zero."""
-    strides = x.stride()
-    return x.shape, *sorted(range(len(strides)), key=strides.__getitem__), 0 in strides, x.dtype, x.device.type
+def _like(x) -> tuple:
+    """What results depend on."""
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype, x.is_meta
+    return x.__class__, x if x.__hash__ else repr(x)  # 1 is not 1.0
 
 
 KEPT = 4096
