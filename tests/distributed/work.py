@@ -89,7 +89,8 @@ class Counted:
         def count(target, source, into, out, **options):
             assert source.numel() == sum(out) and target.numel() == sum(into)
             assert not (set(range(source.numel())) and source.data_ptr() == target.data_ptr()), "one buffer for both"
-            self.sent = [a + b * source.element_size() for a, b in zip(self.sent, out, strict=True)]
+            for rank, elements in enumerate(out):
+                self.sent[rank] += elements * source.element_size() * (rank != dist.get_rank(options["group"]))
             return real(target, source, into, out, **options)
 
         self.patch = patch.object(dist, "all_to_all_single", count)

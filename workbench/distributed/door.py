@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workbench import dispatch
-from workbench.distributed import heads as by_heads
-from workbench.distributed import local
+from workbench.distributed import heads, local
 from workbench.distributed.agree import agree, ask, same
 from workbench.distributed.heads import HeadsPlan
 from workbench.distributed.plans import Plan, describe, digest
@@ -53,8 +52,10 @@ def attention(
     if call is None:
         return dispatch.attention(q, k, v, pattern, scale=scale, backend=backend, return_lse=return_lse)
     if isinstance(call.made.plan, HeadsPlan):
-        return by_heads.attention(q, k, v, call.made.plan, call.rank, call.group, call.scale, return_lse, backend)
-    found = _Attend.apply(q, k, v, call)
+        places = (call.made.plan, call.rank, call.group, call.device)
+        found = heads.Attend.apply(q, k, v, heads.Call(*places, call.scale, backend, return_lse))
+    else:
+        found = _Attend.apply(q, k, v, call)
     return (dispatch._divided(found[0], pattern), found[1]) if return_lse else dispatch._divided(found, pattern)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from workbench.execution import torch_backend
 from workbench.execution.fused import unit_stride
 from workbench.execution.merge import merge_
-from workbench.patterns import Dense, Pattern
+from workbench.patterns import Dense, Dilated, Pattern
 
 BACKENDS = ("auto", "torch", "triton")
 ROWS = 1024  # of queries and of keys: from here on cuDNN is the faster way (`strided.FROM`)
@@ -38,6 +38,8 @@ def kernels(backend: str, q: Tensor, k: Tensor, pattern: Pattern) -> bool:
     """Whether our kernels run this; they also merge and add 16-bit results in place, as on a single device."""
     if q.device.type != "cuda" and backend != "triton":
         return False
+    if backend == "auto" and q.dtype == torch.float32 and isinstance(pattern, (Dense, Dilated)):
+        return False  # as on a single device: torch's kernel for float32 is the faster one
     from workbench.execution import triton_backend
 
     return backend == "triton" or backend == "auto" and triton_backend.why_not(q, k, pattern) is None
