@@ -503,6 +503,6 @@ def on_card(pattern):
     """The indices that a plan that is ready has on the card."""
     kept = pattern.__dict__.get("_shared", {"plans": {}})["plans"]
     for made in (x for x in kept.values() if x.ready is not None):
-        fills = [x for found in made.ready.later.values() for _, of_job in found for fill in of_job for x in fill]
+        fills = [x for found in made.ready.later.values() for task in found for fill in task.fills for x in fill]
         slots = [slot.own for sides in made.ready.exchange.slots.values() for line in sides[0] for slot in line]
         yield from (x for x in (*fills, *slots) if isinstance(x, torch.Tensor))

@@ -1,8 +1,9 @@
 """Head parallelism: every rank attends to all positions for a part of the heads (DeepSpeed-Ulysses, arXiv 2309.14509).
 
 An all-to-all turns a rank's rows of all heads into all rows of its heads, another one turns the results back. They go
-by stages of a few heads: while those of one stage are attended to, the next ones travel, and the last ones go back. The
-attention of a stage is that of a single device.
+by stages of a few heads, which bounds what they take beside the rows. The attention of a stage is that of a single
+device. What travels and what is computed take turns: on two H200s at once was slower (131,072 x 12 x 64, 65 ms and not
+60), since what waits for a peer there, a kernel of NCCL's, keeps multiprocessors from the attention.
 
 Dimensions: B batch, L rows of a rank, N rows of all, H heads, h heads of a rank in a stage, D head_dim.
 """
@@ -11,8 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from workbench.distributed.shards import Shards
 from workbench.distributed.views import some_heads
 from workbench.patterns import Dilated, Pattern
 
-AHEAD = 1  # stages that travel while one is attended to
+STAGES = 4  # at most
 
 
 class HeadsPlan(Plan):
@@ -53,7 +53,7 @@ class HeadsPlan(Plan):
     def _cut(self) -> tuple[list[range], list[list[Pattern]]]:
         """(stages, by rank the pattern of each stage): as many as are worth it and as the pattern can be cut into."""
         most = int(self.units.sum(0).max())
-        for many in range(max(1, min(self.key_each, most // plans.LEAST)), 0, -1):
+        for many in range(max(1, min(STAGES, self.key_each, most // plans.LEAST)), 0, -1):
             parts = Shards.even(self.key_each, many)
             stages = [parts[x] for x in range(many)]
             try:
@@ -107,15 +107,15 @@ class HeadsPlan(Plan):
 class Turn(NamedTuple):
     """Between a rank's rows of all heads, (B, L, H, ...), and all rows of some of its heads, (B, N, h, ...).
 
-    lengths: of the rows of each rank. Both ways are begun, and what is returned waits for the end. One's own part goes
-    the same way, so that what arrives is whole; nothing of it leaves the rank.
+    lengths: of the rows of each rank. One's own part goes the same way, so that what arrives is whole; nothing of it
+    leaves the rank.
     """
 
     lengths: list[int]
     rank: int
     group: object
 
-    def to_heads(self, x: Tensor, some: slice) -> Callable[[], Tensor]:
+    def to_heads(self, x: Tensor, some: slice) -> Tensor:
         """some: which of every rank's share of the heads."""
         world, own = len(self.lengths), self.lengths[self.rank]
         shares = x.unflatten(2, (world, x.shape[2] // world))[:, :, :, some]
@@ -123,43 +123,19 @@ class Turn(NamedTuple):
         arrived = x.new_empty(sum(self.lengths), *sent.shape[2:])
         each = math.prod(sent.shape[2:])
         into, out = [rows * each for rows in self.lengths], [own * each] * world
-        work = all_to_all(arrived.flatten(), sent.flatten(), into, out, self.group, wait=False)
+        all_to_all(arrived.flatten(), sent.flatten(), into, out, self.group)
+        return arrived.transpose(0, 1)
 
-        def turned(sent=sent) -> Tensor:  # which has to live until it is sent
-            work.wait()
-            return arrived.transpose(0, 1)
-
-        return turned
-
-    def to_rows(self, x: Tensor, whole: Tensor, some: slice) -> Callable[[], None]:
+    def to_rows(self, x: Tensor, whole: Tensor, some: slice) -> None:
         """Into `whole` (B, L, H, ...), at those heads of every rank's share."""
         world, own = len(self.lengths), self.lengths[self.rank]
         sent = x.transpose(0, 1).contiguous()  # (N, B, h, ...)
         arrived = x.new_empty(world, own, *sent.shape[1:])
         each = math.prod(sent.shape[1:])
         into, out = [own * each] * world, [rows * each for rows in self.lengths]
-        work = all_to_all(arrived.flatten(), sent.flatten(), into, out, self.group, wait=False)
-
-        def turned(sent=sent) -> None:
-            work.wait()
-            shares = whole.unflatten(2, (world, whole.shape[2] // world))[:, :, :, some]
-            shares.copy_(arrived.permute(2, 1, 0, *range(3, arrived.dim())))
-
-        return turned
-
-
-def ahead(start: Callable[[int], Callable], many: int) -> Iterator:
-    """What the things that start(0), start(1), ... begin come to, each begun AHEAD of its turn."""
-    begun = deque(start(x) for x in range(min(AHEAD, many)))
-    for x in range(many):
-        if x + AHEAD < many:
-            begun.append(start(x + AHEAD))
-        yield begun.popleft()()
-
-
-def together(turns: Iterable[Callable]) -> Callable[[], list]:
-    turns = list(turns)
-    return lambda: [turned() for turned in turns]
+        all_to_all(arrived.flatten(), sent.flatten(), into, out, self.group)
+        shares = whole.unflatten(2, (world, whole.shape[2] // world))[:, :, :, some]
+        shares.copy_(arrived.permute(2, 1, 0, *range(3, arrived.dim())))
 
 
 class Call(NamedTuple):
@@ -178,6 +154,11 @@ class Call(NamedTuple):
         held = [len(self.plan.queries(p)) for p in range(self.plan.world)]
         return Turn(held, self.rank, self.group), Turn(list(self.plan.shards.lengths), self.rank, self.group)
 
+    def stages(self) -> Iterator[tuple[Pattern, slice, slice]]:
+        """(the pattern, the query heads, the key heads) of each, heads as parts of any rank's share."""
+        for part, keys in zip(self.plan.parts[self.rank], self.plan.stages, strict=True):
+            yield part, self.plan.of_queries(keys), slice(keys.start, keys.stop)
+
 
 class Attend(torch.autograd.Function):
     """(q (B, Lq, H, D), k and v (B, L, G, D), a `Call`) -> out, or (out, lse (B, H, Lq)), of this rank's rows."""
@@ -185,62 +166,38 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, call: Call):
         of_queries, of_keys = call.turns()
-        stages = [(call.plan.of_queries(x), slice(x.start, x.stop)) for x in call.plan.stages]
-        out, lse, back, kept = q.new_empty(q.shape), None, [], []
-
-        def bring(x: int):
-            some, keys = stages[x]
-            return together([of_queries.to_heads(q, some), of_keys.to_heads(k, keys), of_keys.to_heads(v, keys)])
-
-        for x, brought in enumerate(ahead(bring, len(stages))):
-            part, its_lse = local.forward(*brought, call.plan.parts[call.rank][x], call.scale, call.backend)
-            kept += [*brought, part, its_lse] if any(ctx.needs_input_grad) else []
-            going = [of_queries.to_rows(part, out, stages[x][0])]
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out, lse, kept = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=wide), []
+        for part, some, keys in call.stages():
+            brought = of_queries.to_heads(q, some), *(of_keys.to_heads(x, keys) for x in (k, v))
+            results = local.forward(*brought, part, call.scale, call.backend)
+            kept += [*brought, *results] if any(ctx.needs_input_grad) else []
+            of_queries.to_rows(results[0], out, some)
             if call.return_lse:
-                if lse is None:
-                    lse = its_lse.new_empty(*q.shape[:3])
-                going.append(of_queries.to_rows(its_lse.transpose(1, 2), lse, stages[x][0]))
-            back.append(together(going))
-            if x:
-                back.pop(0)()
-        for turned in back:
-            turned()
+                of_queries.to_rows(results[1].transpose(1, 2), lse, some)
         ctx.save_for_backward(*kept)
         ctx.set_materialize_grads(False)
-        ctx.call = call
+        ctx.call, ctx.sizes = call, (q.shape, k.shape)
         return (out, lse.transpose(1, 2)) if call.return_lse else out
 
     @staticmethod
     def backward(ctx, grad, grad_lse=None):
         call, saved = ctx.call, ctx.saved_tensors
-        kept = [saved[x : x + 5] for x in range(0, len(saved), 5)]  # of each stage: q, k, v, out, lse
-        (of_queries, of_keys), plan = call.turns(), call.plan
-        like, (b, held) = kept[0], (kept[0][0].shape[0], of_queries.lengths[call.rank])
+        of_queries, of_keys = call.turns()
         told = agree(call.group, call.device, None, [int(grad_lse is not None)])
         if grad is None:
-            grad = like[0].new_zeros(b, held, plan.heads, like[0].shape[3])
-        if bool(told.any()):
-            grad_lse = like[4].new_zeros(b, plan.heads, held) if grad_lse is None else grad_lse
-        stages = [(plan.of_queries(x), slice(x.start, x.stop)) for x in plan.stages]
-        dq = grad.new_empty(grad.shape)
-        dk, dv = (grad.new_empty(b, of_keys.lengths[call.rank], plan.kv_heads, grad.shape[3]) for _ in "kv")
-        back = []
-
-        def bring(x: int):
-            found = [of_queries.to_heads(grad, stages[x][0])]
+            grad = saved[0].new_zeros(ctx.sizes[0])
+        if bool(told.any()) and grad_lse is None:
+            grad_lse = saved[4].new_zeros(grad.shape[0], grad.shape[2], grad.shape[1])
+        dq, dk, dv = (grad.new_empty(ctx.sizes[x]) for x in (0, 1, 1))
+        for x, (part, some, keys) in enumerate(call.stages()):
+            its_grad, its_grad_lse = of_queries.to_heads(grad, some), None
             if grad_lse is not None:
-                found.append(of_queries.to_heads(grad_lse.transpose(1, 2), stages[x][0]))
-            return together(found)
-
-        for x, (its_grad, *its_grad_lse) in enumerate(ahead(bring, len(stages))):
-            its_grad_lse = its_grad_lse[0].transpose(1, 2) if its_grad_lse else None
-            of_part = its_grad, its_grad_lse, *kept[x], plan.parts[call.rank][x], call.scale, call.backend
-            parts = [part.to(grad.dtype) for part in local.backward(*of_part)]
-            some, keys = stages[x]
-            going = [of_queries.to_rows(parts[0], dq, some), of_keys.to_rows(parts[1], dk, keys)]
-            back.append(together([*going, of_keys.to_rows(parts[2], dv, keys)]))
-            if x:
-                back.pop(0)()
-        for turned in back:
-            turned()
+                its_grad_lse = of_queries.to_heads(grad_lse.transpose(1, 2), some).transpose(1, 2)
+            kept = saved[5 * x : 5 * x + 5]  # q, k, v, out, lse
+            found = local.backward(its_grad, its_grad_lse, *kept, part, call.scale, call.backend)
+            for result, whole, turn, its in zip(
+                found, (dq, dk, dv), (of_queries, of_keys, of_keys), (some, keys, keys), strict=True
+            ):
+                turn.to_rows(result.to(whole.dtype), whole, its)
         return dq, dk, dv, None

@@ -51,6 +51,8 @@ def some_heads(pattern: Pattern, first: int, heads: int, all_heads: int) -> Patt
     """
     if heads == all_heads or isinstance(pattern, (Dense, Neighborhood)):
         return pattern
+    if isinstance(pattern, BlockSparse) and not pattern.layout.per_head and pattern.predicate is None:
+        return pattern  # whose lists of blocks are then made once
     if isinstance(pattern, Dilated):
         part = Branches(pattern, tuple(range(len(pattern.segment_lengths))), first, all_heads)
         for branch in range(len(part.segment_lengths)):
