@@ -135,7 +135,7 @@ class DilatedNeeds:
 
         A zone's rows of each rank are counted once for all ranks that need them, and then taken in part at its ends.
         """
-        total, bounds = np.zeros((shards.world, shards.world), dtype=np.int64), np.array(shards.starts)
+        total, bounds = np.zeros((shards.world, shards.world), dtype=np.int64), shards.bounds.numpy()
         alike: dict[tuple, list[tuple[int, int, int]]] = {}
         for p in range(shards.world):
             for z in self.zones(shards[p]):
