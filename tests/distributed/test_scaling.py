@@ -317,3 +317,4 @@ def test_geometric_segments_grow_by_four_until_one_is_all(n, lengths):
     pattern = geometric(n, causal=True)
     assert list(pattern.segment_lengths) == lengths and pattern.causal
     assert list(pattern.dilation_rates) == [2**x for x in range(len(lengths))]
+    assert geometric(n, first=n).segment_lengths == (n,) and geometric(3, first=1).segment_lengths == (1, 3)
