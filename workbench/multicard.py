@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 
 import pandas as pd
 import torch
@@ -123,19 +124,27 @@ def ok(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["status"].eq("ok") & rows["median_ms"].notna() & ~valid.eq(False)]
 
 
-def summary(rows: pd.DataFrame) -> pd.DataFrame:
-    """A row a case, number of ranks and strategy that ran, for reading: of bytes, those of the card that has most."""
-    lines = []
-    for row in ok(rows[rows["strategy"] != AA]).to_dict("records"):
-        sent = row.get("sent_bytes")
-        lines.append({
-            "pattern": row["kind"], "mode": row["mode"], "N": row["n"], "ranks": row["nproc"],
-            "strategy": row["strategy"], "ms": row["median_ms"], "speed-up": row["speedup"],
-            "from": row["speedup_low"], "to": row["speedup_high"], "peak MiB": row["peak_bytes"] / 2**20,
-            "sent MiB": max(sent) / 2**20 if isinstance(sent, list) else None,
-            "busy": " ".join("?" if x is None else f"{x:.0%}" for x in row["busy"]),
-        })  # fmt: skip
-    return pd.DataFrame(lines)
+def summary(rows: pd.DataFrame, cell: Callable[[dict], str]) -> pd.DataFrame:
+    """A line a case and number of ranks, a column a strategy that ran, in each place what `cell` says of the row."""
+    done = ok(rows[rows["strategy"] != AA])
+    cells = [cell(row) for row in done.to_dict("records")]
+    names = {"kind": "pattern", "mode": "mode", "n": "N", "nproc": "ranks"}
+    frame = done[[*names, "strategy"]].rename(columns=names).assign(cell=cells)
+    table = frame.pivot_table("cell", list(names.values()), "strategy", aggfunc="last", sort=False)
+    return table.reset_index().rename_axis(columns=None)
+
+
+def time_and_speedup(row: dict) -> str:
+    """For `summary`: the median, and times faster than one device."""
+    faster = "" if row["strategy"] == ONE else f", {row['speedup']:.2f}x"
+    return f"{row['median_ms']:,.3g} ms{faster}"
+
+
+def peak_and_sent(row: dict) -> str:
+    """For `summary`: MiB of the card that has most, at the peak and sent."""
+    sent = row.get("sent_bytes")
+    sends = f", {max(sent) / 2**20:,.3g}" if isinstance(sent, list) else ""
+    return f"{row['peak_bytes'] / 2**20:,.4g}{sends}"
 
 
 def missing(rows: pd.DataFrame) -> list[str]:
@@ -197,6 +206,18 @@ def _shares(ratio: dict, of: float) -> dict:
     return {x: ratio[y] / of for x, y in names.items()}
 
 
+@contextmanager
+def one_thread():
+    """For many small operations: threads that wait for a busy machine would take most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@one_thread()
 def curves(rows: pd.DataFrame, bytes_per_second: float, worlds: Iterable[int], first: int) -> pd.DataFrame:
     """`link.modelled` of the longest forward of each kind, strong, and of the shortest, weak, from the rate that one
     device had there and a link's: rows with `kind`, all of them modelled. `least` is the efficiency where nothing of
@@ -226,6 +247,7 @@ def plans(rows: pd.DataFrame, world: int) -> dict:
     }
 
 
+@one_thread()
 def borders(
     shape: Sequence[int], radius: int, names: Iterable[str], worlds: Iterable[int], *, heads: int, head_dim: int,
     itemsize: int,
