@@ -14,7 +14,7 @@ import torch
 
 from workbench import orderings, records
 from workbench.distributed import Shards, plan
-from workbench.distributed.strategies import ONE, STRATEGIES
+from workbench.distributed.strategies import ONE, SHORT, STRATEGIES
 from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern, from_spec, layouts
 from workbench.patterns.dilated import geometric
 from workbench.probes import link, scaling
@@ -125,13 +125,15 @@ def ok(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def summary(rows: pd.DataFrame, cell: Callable[[dict], str]) -> pd.DataFrame:
-    """A line a case and number of ranks, a column a strategy that ran, in each place what `cell` says of the row."""
+    """A line a case and number of ranks, a column a strategy that ran, in each place what `cell` says of the row; a
+    column `mode` where there are two."""
     done = ok(rows[rows["strategy"] != AA])
     cells = [cell(row) for row in done.to_dict("records")]
     names = {"kind": "pattern", "mode": "mode", "n": "N", "nproc": "ranks"}
     frame = done[[*names, "strategy"]].rename(columns=names).assign(cell=cells)
     table = frame.pivot_table("cell", list(names.values()), "strategy", aggfunc="last", sort=False)
-    return table.reset_index().rename_axis(columns=None)
+    table = table.reset_index().rename_axis(columns=None).rename(columns=SHORT)
+    return table if table["mode"].nunique() > 1 else table.drop(columns="mode")
 
 
 def time_and_speedup(row: dict) -> str:
@@ -160,17 +162,16 @@ def exactly_planned(rows: pd.DataFrame) -> tuple[int, int]:
 
 
 def by_batch(rows: pd.DataFrame) -> pd.DataFrame:
-    """What dividing the batch gives, beside the sequence's, a row a number of sequences, of ranks and a strategy that
-    ran: the busy share of the card that computes most and least, speed-up, and the largest peak over one device's."""
-    done, lines = ok(rows), []
+    """What dividing the batch gives, beside the sequence: of the forwards a row a number of sequences, N, ranks and a
+    strategy that ran. busiest, idlest: the shares of the time in which the card computes that does so most, and least;
+    speed-up; peak: the largest of a card over one device's."""
+    done, lines = ok(rows[rows["mode"] == "fwd"]), []
     for (batch, n, world), group in done.groupby(["batch", "n", "nproc"], sort=False):
         one = group[group["strategy"] == ONE]
-        for row in group[group["strategy"].isin(["data parallel", "distributed data parallel", "sequence"])].to_dict(
-            "records"
-        ):
+        for row in group[group["strategy"].isin([*SHORT, "sequence"])].to_dict("records"):
             busy = sorted(x for x in row["busy"] if x is not None)
             lines.append({
-                "sequences": batch, "N": n, "ranks": world, "strategy": row["strategy"],
+                "sequences": batch, "N": n, "ranks": world, "strategy": SHORT.get(row["strategy"], row["strategy"]),
                 "busiest": busy[-1] if busy else None, "idlest": busy[0] if busy else None,
                 "speed-up": row["speedup"], "peak": row["peak_bytes"] / one["peak_bytes"].iloc[0] if len(one) else None,
             })  # fmt: skip

@@ -16,20 +16,20 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
+from workbench.distributed.strategies import ONE, SHORT
 from workbench.machine import short_name
 from workbench.plots import style
 from workbench.plots.patterns import family_color
 from workbench.plots.speed import tokens
+from workbench.probes.timing import AA
 
 MODES = {"fwd": "forward", "fwdbwd": "forward + backward"}
-ONE, AA = "one device", "A/A"
 # Paul Tol's medium-contrast scheme: colour-blind safe, and apart from the colours of patterns and of orderings.
 COLORS = {
     "sequence": "#004488", "heads": "#6699CC", "context parallel": "#997700", "data parallel": "#994455",
     "distributed data parallel": "#EE99AA", ONE: "#000000",
 }  # fmt: skip
 MARKS = {"sequence": "o", "heads": "s", "context parallel": "D", "data parallel": "X", "distributed data parallel": "P"}
-SHORT = {"data parallel": "DataParallel", "distributed data parallel": "a share of the batch"}
 SCALINGS = {"strong": "strong: the same N on all ranks together", "weak": "weak: as many positions on each rank"}
 
 
