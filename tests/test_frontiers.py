@@ -4,8 +4,8 @@ import re
 import pytest
 import torch
 
-from workbench import Dense, cards, frontiers, reference
-from workbench.probes import estimate, frontier
+from workbench import Dense, Dilated, cards, frontiers, reference
+from workbench.probes import estimate, fit, frontier
 
 SHAPE = {"segments": [256, 1024], "rates": [1, 4], "block_size": 512}
 SIZES = {"heads": 8, "head_dim": 64, "dtype": "float16", "mode": "fwd"}
@@ -22,9 +22,16 @@ def test_a_way_is_a_case_at_any_length():
     assert ways["dense, eager"](100).backend == "workbench.frontiers:eager"
     assert ways["dense, mine:attention"](100).backend == "mine:attention"
     assert ways["window, triton"](640).pattern.shape == (640,) and ways["window, triton"](640).n == 640
-    for name in ("dense", "sparse, triton"):
-        with pytest.raises(ValueError, match="want 'pattern, backend'"):
+    for name, want in (("dense", "'pattern, backend', the pattern one of dense"), ("sparse, triton", "one of dense,")):
+        with pytest.raises(ValueError, match=f"want {want}"):
             frontiers.ways([name], **SHAPE, **SIZES)
+
+
+def test_a_way_may_be_a_spec():
+    spec = json.dumps(Dilated([256, 1024], [1, 4]).spec())
+    ((name, at),) = fit.ways([f"{spec}, torch"], **SIZES).items()
+    assert name == f"{spec}, torch" and at(2048).backend == "torch"
+    assert at(2048).pattern.spec() == Dilated([256, 1024], [1, 4]).spec()
 
 
 def test_the_ledger_follows_the_allocator():

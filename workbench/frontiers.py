@@ -19,7 +19,7 @@ from torch import Tensor
 
 from workbench import cards, records
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, layouts
-from workbench.probes import allocator, estimate, frontier
+from workbench.probes import allocator, estimate, fit, frontier
 from workbench.probes.case import Case
 from workbench.probes.trace import Event
 
@@ -56,23 +56,16 @@ def ways(
         "eager": all the scores of dense attention at once
     sizes: `Case`'s batch, heads, head_dim, dtype and mode
     """
-    fixed = {
-        "dense": Dense(), "dilated": Dilated(segments, rates),
-        "blocks": BlockSparse(layouts.local(1) | layouts.global_(1), block_size),
+    dense, dilated = Dense(), Dilated(segments, rates)
+    blocks = BlockSparse(layouts.local(1) | layouts.global_(1), block_size)
+    patterns = {
+        "dense": lambda n, _: dense, "dilated": lambda n, _: dilated, "blocks": lambda n, _: blocks,
+        "window": lambda n, _: Neighborhood((n,), block_size),
     }  # fmt: skip
-    found = {}
-    for name in names:
-        kind, _, backend = name.partition(", ")
-        if kind not in (*fixed, "window") or not backend:
-            raise ValueError(f"way={name!r}: want 'pattern, backend', the pattern one of {', '.join(fixed)}, window")
-        backend = f"{__name__}:eager" if backend == "eager" else backend
-
-        def at(n: int, kind=kind, backend=backend) -> Case:
-            pattern = fixed[kind] if kind in fixed else Neighborhood((n,), block_size)
-            return Case(pattern, n, backend=backend, device=device, **sizes)
-
-        found[name] = at
-    return found
+    written = f"{__name__}:eager"
+    asked = {name: name.removesuffix("eager") + written if name.endswith(", eager") else name for name in names}
+    found = fit.ways(asked.values(), patterns, device=device, **sizes)
+    return {name: found[way] for name, way in asked.items()}
 
 
 def wrong(kind: str) -> pd.DataFrame:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.distributed import work
 from tests.distributed.cases import CASES
+from tests.distributed.ranks import Ranks
 from tests.distributed.work import MUTANTS, TOLERANCE
 
 WORLDS = (2, 4)
@@ -46,9 +47,29 @@ def test_by_heads_on_four(ranks, id):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("id", [id for id in CASES if id.startswith("dense")])
-def test_dense_one_rank_at_a_time(ranks, world, id):
-    check(ranks(world).run(work.exact, id, "sequence", "ranks"))
+def test_in_one_stage(ranks, world):
+    """As short sequences are exchanged; the other tests make many stages of them."""
+    for id in ("dense", "dense-causal", "geometric", "blocks-cut-causal"):
+        check(ranks(world).run(work.in_one_stage, id))
+
+
+@pytest.fixture(scope="module")
+def interpreting():
+    """Two ranks in which Triton's interpreter runs the kernels."""
+    pytest.importorskip("triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        found = Ranks(2)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("id, dtype, most", [("dense-causal", "float32", 2e-6), ("dense-causal", "float16", 3e-3),
+                                             ("geometric-causal", "float16", 3e-3), ("last-queries", "float32", 2e-6),
+                                             ("grid-rows", "float32", 2e-6)])  # fmt: skip
+def test_by_kernels(interpreting, id, dtype, most):
+    """They read some tensors as they lie, and merge 16-bit results in place."""
+    assert max(interpreting.run(work.by_kernels, id, dtype)) < most
 
 
 SHOWN = {  # each mutant on a case in which what it breaks is used

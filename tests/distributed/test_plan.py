@@ -231,10 +231,17 @@ def test_rows_find_within_and_without():
     assert clip(range(2, 30, 7), 3, 20) == range(9, 20, 7)
 
 
-def test_a_stage_brings_at_most_a_sixteenth_or_one_key_head():
+def test_a_stage_brings_about_a_sixteenth_but_not_few_rows():
     few = plan(wb.Dilated([1 << 12], [16]), Shards.even(1 << 12, 2), 16)
     assert few.stages == [Stage(range(16))]
-    assert [len(x.heads) for x in plan(wb.Dense(), Shards.even(1 << 12, 2), 12).stages] == [1] * 12
+
+    def dense(log_n, world=2):
+        return plan(wb.Dense(), Shards.even(1 << log_n, world), 12).stages
+
+    assert dense(12) == [Stage(range(12))]
+    assert [len(x.heads) for x in dense(15)] == [3, 3, 3, 3]
+    assert dense(17) == [Stage(range(h, h + 1), piece, 2) for h in range(12) for piece in range(2)]
+    assert {x.pieces for x in dense(20, 8)} == {4}
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------

@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests import tools
 from tests.distributed.cases import CASES, drawn
 from tests.tools import Case
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, layouts, orderings
-from workbench.distributed import Plan, Shards, door, exchange
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, VirtualCard, attention, layouts, orderings
+from workbench.distributed import Plan, Shards, door, exchange, plans
 from workbench.distributed.sequence import Sequence
 from workbench.distributed.shards import clip
+from workbench.execution import fused
 
 TOLERANCE = 1e-12
 
@@ -44,6 +45,16 @@ def part(name: str, x, rows):
 
 def run(pattern, strategy="sequence", **options):
     return lambda q, k, v, p: door.attention(q, k, v, pattern, strategy=strategy, return_lse=True, **options)
+
+
+def by_kernels(rank, world, id, name):
+    """The largest error of this rank, by our kernels in Triton's interpreter."""
+    case, shards = CASES[id]
+    from workbench.execution import triton_backend
+    from workbench.execution.kernels import steps  # noqa: F401 (who tells that they are interpreted)
+
+    assert triton_backend.interpreted()
+    return max(compare(rank, case, shards[world], dtype=getattr(torch, name), backend="triton").values())
 
 
 def compare(rank, case, lengths, strategy="sequence", dtype=torch.float64, **options) -> dict[str, float]:
@@ -78,7 +89,8 @@ class Counted:
         def count(target, source, into, out, **options):
             assert source.numel() == sum(out) and target.numel() == sum(into)
             assert not (set(range(source.numel())) and source.data_ptr() == target.data_ptr()), "one buffer for both"
-            self.sent = [a + b * source.element_size() for a, b in zip(self.sent, out, strict=True)]
+            for rank, elements in enumerate(out):
+                self.sent[rank] += elements * source.element_size() * (rank != dist.get_rank(options["group"]))
             return real(target, source, into, out, **options)
 
         self.patch = patch.object(dist, "all_to_all_single", count)
@@ -89,14 +101,21 @@ class Counted:
         self.patch.stop()
 
 
-def exact(rank, world, id, strategy="sequence", cut="heads"):
+def exact(rank, world, id, strategy="sequence"):
     """(errors, bytes sent to each rank, bytes planned) of forward and backward."""
     case, shards = CASES[id]
-    with Counted(world) as counted, patch.object(Plan, "cut", cut):
+    with Counted(world) as counted:
         found = compare(rank, case, shards[world], strategy)
         plan = plan_of(case, shards[world], strategy)
         planned = plan.bytes(8, case.head_dim, case.batch, "fwdbwd", lse=True)[rank].tolist()
     return found, counted.sent, planned
+
+
+def in_one_stage(rank, world, id):
+    assert len(plan_of(CASES[id][0], CASES[id][1][world]).stages) > 1
+    with patch.object(plans, "LEAST", 1 << 14):
+        assert len(plan_of(CASES[id][0], CASES[id][1][world]).stages) == 1
+        return exact(rank, world, id)
 
 
 def plan_of(case, lengths, strategy="sequence") -> Plan:
@@ -116,8 +135,8 @@ def _swapped(patch_):
 def _hop_dropped(patch_):
     real = exchange.Exchange.fetch
 
-    def fetch(self, stage, k, v, sent, received):
-        pending = real(self, stage, k, v, sent, received)
+    def fetch(self, stage, sent, received):
+        pending = real(self, stage, sent, received)
         pending.wait()
         neighbour = self.slots[stage][1][(self.rank - 1) % self.plan.world]
         for slot in neighbour:
@@ -143,8 +162,8 @@ def _stale_buffer(patch_):
 
 
 def _keys_and_values_swapped(patch_):
-    real = exchange.Exchange.fetch
-    patch_(exchange.Exchange, "fetch", lambda self, stage, k, v, *buffers: real(self, stage, v, k, *buffers))
+    real = exchange.Exchange.pack
+    patch_(exchange.Exchange, "pack", lambda self, stage, k, v, sent: real(self, stage, v, k, sent))
 
 
 MUTANTS = {
@@ -459,3 +478,31 @@ def why_not_heads(rank, world, id):
     except ValueError as error:
         return str(error)
     return ""
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def peak(rank, world, case, strategy) -> int:
+    """Requested bytes at the peak of this rank's share of a case, on a card in software where nothing is fused."""
+    rows, backward, found = len(Shards.even(case.n, world)[rank]), case.mode == "fwdbwd", []
+    for _ in range(5):  # the first time makes the plan, which is no tensor of a card
+        with VirtualCard(8) as card, patch.object(fused, "kernel", lambda q, mask=None: "unfused"):
+            indices = [x.view(-1) for x in on_card(case.pattern)]
+            q, k, v = (torch.randn(case.batch, rows, case.heads, case.head_dim, requires_grad=backward) for _ in "qkv")
+            upstream = torch.randn(q.shape) if backward else None
+            out = door.attention(q, k, v, case.pattern, strategy=strategy, backend="torch")
+            if backward:
+                out = torch.autograd.grad(out, (q, k, v), upstream)
+        del out, indices
+        found.append(card.peak_requested_bytes)
+    return min(found[1:])  # a thread of gloo's may hold what it has sent for a little longer
+
+
+def on_card(pattern):
+    """The indices that a plan that is ready has on the card."""
+    kept = pattern.__dict__.get("_shared", {"plans": {}})["plans"]
+    for made in (x for x in kept.values() if x.ready is not None):
+        fills = [x for found in made.ready.later.values() for _, of_job in found for fill in of_job for x in fill]
+        slots = [slot.own for sides in made.ready.exchange.slots.values() for line in sides[0] for slot in line]
+        yield from (x for x in (*fills, *slots) if isinstance(x, torch.Tensor))

@@ -124,7 +124,7 @@ def runs_out_before(many: int) -> str:
 
     q, k, v = torch.randn(3, 1, 4096, 4, 64, device="cuda", dtype=torch.bfloat16).unbind()
     free = torch.cuda.mem_get_info()[0]
-    held = torch.empty(free - (1 << 20), dtype=torch.uint8, device="cuda") if dist.get_rank() == 1 else None
+    held = torch.empty(free - (64 << 20), dtype=torch.uint8, device="cuda") if dist.get_rank() == 1 else None
     wide = [x.expand(many, -1, -1, -1) for x in (q, k, v)]
     try:
         wb.distributed.attention(*wide, Dense(), strategy="sequence")

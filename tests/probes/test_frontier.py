@@ -66,7 +66,7 @@ def toy(monkeypatch, bytes_=1000.0, milliseconds=None, fails=None):
             fails(case.n)
         total, time = int(bytes_ * case.n), milliseconds and milliseconds(case.n)
         events = [estimate.Event(1, total, "x")]
-        return estimate.Estimate("h100", "toy", total // 2, total, total, total, total, time, [], events)
+        return estimate.Estimate("h100", "toy", total // 2, total, total, total, total, time, events)
 
     monkeypatch.setattr(estimate, "trace", trace)
     return asked
@@ -157,7 +157,7 @@ def test_memory_that_is_given_back_counts_as_free(monkeypatch):
     def trace(case, card):  # two tensors that are never there together, but of two sizes
         events = [estimate.Event(*x, "") for x in ((1, 300 * case.n), (1, -1), (2, 600 * case.n))]
         total = 900 * case.n
-        return estimate.Estimate("h100", "toy", 0, 600 * case.n, total, total, total, None, [], events)
+        return estimate.Estimate("h100", "toy", 0, 600 * case.n, total, total, total, None, events)
 
     monkeypatch.setattr(estimate, "trace", trace)
     assert BUDGET / 600 * 0.995 < search()["n"] <= BUDGET / 600
@@ -335,6 +335,14 @@ def test_a_sweep_is_a_table_and_is_not_measured_again(monkeypatch, tmp_path):
     assert tables[0].label.tolist() == ["two heads"] * 2 + ["four"] * 2 and len(card.asked) == 8
     assert said[0].startswith("1/4: two heads")
     assert frontier.sweep(cases, ["h100"], (BUDGET,), say=None).measured.tolist() == [False, False]
+
+
+def test_gradients_that_were_not_checked_do_not_count_as_valid(monkeypatch):
+    case = Case(wb.Dense(), 128, 1, 16, "float32", "torch", "fwdbwd")
+    assert frontier.call(case, 1 << 30, 60, True)["valid"] is True
+    monkeypatch.setitem(frontier.PAIRS, "cpu", 0)
+    row = frontier.call(case, 1 << 30, 60, True)
+    assert row["valid"] is None and row["error"].startswith("dk and dv not checked; right at")
 
 
 # --- for real --------------------------------------------------------------------------------------------------------

@@ -122,3 +122,18 @@ def test_matrix_products_take_their_workspace_once():
     sizes = {"pattern": wb.Dense(), "n": 64, "heads": 2, "head_dim": 16, "dtype": "float32", "backend": projections}
     events, *_ = life(sizes)
     assert [e.nbytes for e in events if "workspace" in e.name] == [32 << 20]
+
+
+def test_what_the_host_keeps_of_a_neighborhood_is_not_on_the_card():
+    """`curve` and `rank`, 16 bytes a token, stay on the host; the lists of blocks go to the card, with the pattern."""
+    n = 1 << 16
+    pattern = wb.Neighborhood((n,), 300)
+    sizes = {"pattern": pattern, "n": n, "heads": 1, "head_dim": 16, "dtype": "float32", "backend": "torch"}
+    events, *_ = life(sizes)
+    left = sum(x.nbytes for x in events if x.nbytes >= 0) - sum(freed(events))
+    assert left == 4 * n * 16 * 4  # q, k, v and out; the lists went with the pattern
+
+
+def freed(events):
+    born = {x.id: x.nbytes for x in events if x.nbytes >= 0}
+    return [born[x.id] for x in events if x.nbytes < 0]

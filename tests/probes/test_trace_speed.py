@@ -4,16 +4,17 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import weakref
 
 import pytest
 import torch
 
 import workbench as wb
 from workbench import cards
-from workbench.execution import block_sparse, flex, torch_backend
+from workbench.execution import block_sparse, torch_backend
 from workbench.patterns.base import Pattern
 from workbench.patterns.dilated import PAPER
-from workbench.probes import allocator, scratch, trace
+from workbench.probes import absent, allocator, scratch, shortcuts, trace
 from workbench.probes.case import Case
 
 layouts = wb.layouts
@@ -50,31 +51,52 @@ def peaks(case, card):
     return used.peak_requested, used.peak_allocated, used.peak_reserved
 
 
-@contextlib.contextmanager
-def lists_made(self):
-    """`Births.tables_on_card` with all calls, and lists of blocks that are made on the CPU in the card's place."""
-    strips = block_sparse.strips
+class InItsPlace(trace.Births):
+    """Follows what is on the card, and while `mirrored` what is on the CPU in its place."""
 
-    def mirrored(call):
+    mirrored = False
+
+    def born(self, x, name):
+        if not self.mirrored or x.is_meta:
+            return super().born(x, name)
+        storage = x.untyped_storage()
+        address, nbytes = storage._cdata, storage.nbytes()
+        if address not in self.alive and nbytes:
+            self.alive[address] = self.add(nbytes, name)
+            self.watched[address] = weakref.ref(storage, lambda _: self.died(address))
+
+    def mirror(self, call):
         self.mirrored = True
         try:
             return call()
         finally:
             self.mirrored = False
 
+
+@contextlib.contextmanager
+def lists_made(self):
+    """`Shortcuts.taken` with all calls, and lists of blocks that are made on the CPU in the card's place."""
+    births, strips = self.births, block_sparse.strips
+
     def followed(blocks, limit):
         found = strips(blocks, limit)
-        while (one := mirrored(lambda: next(found, None))) is not None:
+        while (one := births.mirror(lambda: next(found, None))) is not None:
             with torch.utils._python_dispatch._disable_current_modes():
-                twin = block_sparse.Strips(*(x.to(trace.META) for x in one[:3]), one.full)
+                twin = block_sparse.Strips(*(x.to(absent.META) for x in one[:3]), one.full)
+            for x in twin[:3]:  # whose places `one` has
+                births.alive[x.untyped_storage()._cdata] = 0
             yield twin
-            del one, twin
+            for x in twin[:3]:
+                del births.alive[x.untyped_storage()._cdata]
+            del one, twin, x
 
     def blocks_of(pattern, q, n):
-        return mirrored(lambda: pattern.blocks(n, q.shape[2], q.shape[1]))
+        made = pattern.blocks(n, q.shape[2], q.shape[1])  # on the host
+        lists = births.mirror(lambda: [x.clone() for x in (made.starts, made.columns, made.full)])
+        return dataclasses.replace(made, **dict(zip(("starts", "columns", "full"), lists, strict=True)))
 
     replaced = [(block_sparse, "strips", followed), (torch_backend, "blocks_of", blocks_of)]
-    with trace._replaced([*replaced, (flex, "compiled", lambda: trace._flex)]):
+    with absent.replaced(replaced):
         yield
 
 
@@ -84,7 +106,8 @@ def test_few_calls_take_what_all_of_them_do(monkeypatch, pattern, backend, n, ca
         pytest.importorskip("triton")
     case = Case(pattern, n, backend=backend, **SIZES | {"dtype": "bfloat16", "mode": "fwdbwd"} | options)
     found = peaks(case, card)
-    monkeypatch.setattr(trace.Births, "tables_on_card", contextlib.contextmanager(lists_made.__wrapped__))
+    monkeypatch.setattr(trace, "Births", InItsPlace)
+    monkeypatch.setattr(shortcuts.Shortcuts, "taken", contextlib.contextmanager(lists_made.__wrapped__))
     monkeypatch.setattr(trace, "_kind", lambda func: None)
     assert peaks(case, card) == found
 
@@ -95,6 +118,7 @@ def test_few_calls_take_what_all_of_them_do(monkeypatch, pattern, backend, n, ca
         ("torch", lambda n: wb.Dilated(PAPER, (1, 2, 4, 6, 12))),
         ("triton", lambda n: wb.Dilated(PAPER, (1, 2, 4, 6, 12))),
         ("torch", lambda n: wb.BlockSparse(layouts.local(8), 128)),
+        ("torch", lambda n: wb.BlockSparse(layouts.local(1) | layouts.global_(1), 512)),
         ("triton", lambda n: wb.BlockSparse(layouts.local(8) | layouts.global_(1), 64, True)),
         ("triton", lambda n: wb.BlockSparse(layouts.random(0.1), 128)),
         ("triton", lambda n: wb.Neighborhood((n // 128, 128), 16)),
@@ -146,10 +170,11 @@ def test_blocks_of_a_neighborhood_are_counted_as_listed(shape, radius):
 
 def test_equal_calls_are_repeated_only_where_one_leaves_what_the_last_left():
     births = trace.Births(cards.find("h100"))
+    repeated = shortcuts.Shortcuts(births).repeated
 
     def calls(leave, times=50):
         kept = []
-        for x in births.repeated(range(times), lambda _: 0, 10):
+        for x in repeated(range(times), lambda _: 0, 10):
             id = births.add(100, str(x))
             if leave and kept:
                 births.events.append(trace.Event(kept.pop(), -1, ""))

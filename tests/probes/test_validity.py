@@ -282,6 +282,19 @@ def test_past_the_budget_the_calls_own_softmaxes_are_taken_and_named():
     alone = validity.check(pattern, None, *inputs, upstream=returned["upstream"], grads=returned["grads"], pairs=0)
     assert alone.keys == 0 and set(alone.errors) == {"dq"}
     assert re.fullmatch(r"\d+ keys left out: the softmaxes of their queries are too many pairs", alone.note)
+    assert not alone.ok and not alone.wrong and alone.unchecked == ("dk", "dv")
+    assert str(alone).startswith(f"dk and dv not checked; right at {alone.rows} rows (")
+
+
+def test_a_check_of_nothing_is_not_ok():
+    """Not even a row of what was given was compared; but a tensor without rows is right."""
+    pattern = PATTERNS["dilated"]
+    inputs, returned = called(pattern)
+    found = checked(pattern, inputs, returned, rows=[])
+    assert not found.ok and found.unchecked == ("out", "lse", "dq") and found.keys
+    found = checked(pattern, inputs, returned, keys=[])
+    assert not found.ok and found.unchecked == ("dk", "dv") and found.note is None
+    assert checked(pattern, *called(pattern, nq=0)).ok
 
 
 def test_partition_takes_the_calls_own_softmaxes_undivided():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,21 +19,28 @@ def agree(group, device, error: Exception | None, numbers: list[int]) -> Tensor:
     Where a rank comes with an error, all raise: that rank its own, the others one of the same kind (ValueError, out of
     memory, or RuntimeError) that names the rank and the reason. The group can be used on.
     """
-    world = dist.get_world_size(group)
+    return ask(group, device, error, numbers)()
+
+
+def ask(group, device, error: Exception | None, numbers: list[int]) -> Callable[[], Tensor]:
+    """Begin to `agree`; what is returned waits for the answers, for nothing else that a card has to do."""
     state = 0 if error is None else 1 + _kind(error)
-    told = _gather(torch.tensor([state, *numbers], device=device), world, group)
-    failed = told[:, 0].nonzero().flatten().tolist()
-    if not failed:
-        return told[:, 1:]
-    text = str(error or "").encode()[:TEXT]
-    message = torch.zeros(TEXT, dtype=torch.uint8, device=device)
-    message[: len(text)] = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)[: len(text)].to(device)
-    messages = _gather(message, world, group)
-    if error is not None:
-        raise error
-    first = failed[0]
-    why = bytes(messages[first].tolist()).rstrip(b"\0").decode(errors="replace")
-    raise KINDS[int(told[first, 0]) - 1](f"rank {first}: {why}")
+    answers = _gather([state, *numbers], torch.int64, group, device)
+
+    def agreed() -> Tensor:
+        told = answers()
+        failed = told[:, 0].nonzero().flatten().tolist()
+        if not failed:
+            return told[:, 1:]
+        text = list(str(error or "").encode()[:TEXT].ljust(TEXT, b"\0"))
+        messages = _gather(text, torch.uint8, group, device)()
+        if error is not None:
+            raise error
+        first = failed[0]
+        why = bytes(messages[first].tolist()).rstrip(b"\0").decode(errors="replace")
+        raise KINDS[int(told[first, 0]) - 1](f"rank {first}: {why}")
+
+    return agreed
 
 
 def _kind(error: Exception) -> int:
@@ -39,10 +49,19 @@ def _kind(error: Exception) -> int:
     return next((x for x, kind in enumerate(KINDS) if isinstance(error, kind)), len(KINDS) - 1)
 
 
-def _gather(row: Tensor, world: int, group) -> Tensor:
-    rows = [torch.empty_like(row) for _ in range(world)]
-    dist.all_gather(rows, row, group=group)
-    return torch.stack(rows).cpu()
+def _gather(row: list[int], dtype, group, device) -> Callable[[], Tensor]:
+    """Begin to gather; what waits for it gives (world, len(row)) on the CPU: the row of every rank."""
+    mine = torch.tensor(row, dtype=dtype, device=device)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    work = dist.all_gather(rows, mine, group=group, async_op=True)
+
+    def answers() -> Tensor:
+        beside = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+        with beside:
+            work.wait()
+            return torch.stack(rows).cpu()
+
+    return answers
 
 
 def same(told: Tensor, names: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ Dimensions: B batch, L rows of this rank, N rows of all ranks together, H query 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workbench import dispatch
-from workbench.distributed import heads as by_heads
-from workbench.distributed import local
-from workbench.distributed.agree import agree, same
+from workbench.distributed import heads, local
+from workbench.distributed.agree import agree, ask, same
 from workbench.distributed.heads import HeadsPlan
 from workbench.distributed.plans import Plan, describe, digest
 from workbench.distributed.sequence import Buffers, Sequence
@@ -51,9 +51,11 @@ def attention(
     q, k, v, call = _agreed(q, k, v, pattern, group, strategy, scale, return_lse, backend)
     if call is None:
         return dispatch.attention(q, k, v, pattern, scale=scale, backend=backend, return_lse=return_lse)
-    if isinstance(call.plan, HeadsPlan):
-        return by_heads.attention(q, k, v, call.plan, call.rank, call.group, call.scale, return_lse, backend)
-    found = _Attend.apply(q, k, v, call)
+    if isinstance(call.made.plan, HeadsPlan):
+        places = (call.made.plan, call.rank, call.group, call.device)
+        found = heads.Attend.apply(q, k, v, heads.Call(*places, call.scale, backend, return_lse))
+    else:
+        found = _Attend.apply(q, k, v, call)
     return (dispatch._divided(found[0], pattern), found[1]) if return_lse else dispatch._divided(found, pattern)
 
 
@@ -62,27 +64,12 @@ def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, group=None, strat
     q, k, v, call = _agreed(q, k, v, pattern, group, strategy, None, False, "auto")
     if call is None:
         return f"one rank: {dispatch.explain(q, k, v, pattern)}"
-    sizes = (q.element_size(), q.shape[3], q.shape[0])
-    forward, backward = (call.plan.bytes(*sizes, mode=mode) for mode in ("fwd", "bwd"))
+    made, sizes = (call.settle or (lambda: call))()[0], (q.element_size(), q.shape[3], q.shape[0])
+    forward, backward = (made.plan.bytes(*sizes, mode=mode) for mode in ("fwd", "bwd"))
     return (
-        f"{call.plan.strategy}: {call.why}; forward moves {int(forward.sum()):,} bytes, at most "
+        f"{made.plan.strategy}: {made.why}; forward moves {int(forward.sum()):,} bytes, at most "
         f"{int(forward.sum(0).max()):,} to one rank, and backward {int(backward.sum()):,}"
     )
-
-
-class Call(NamedTuple):
-    """One agreed call. ready: the plan on this rank's device (sequence only); buffers: what the forward needs."""
-
-    plan: Plan
-    why: str
-    rank: int
-    group: object
-    device: torch.device
-    scale: float
-    backend: str
-    return_lse: bool
-    ready: Sequence | None
-    buffers: Buffers | None
 
 
 class Made(NamedTuple):
@@ -93,16 +80,33 @@ class Made(NamedTuple):
     ready: Sequence | None
 
 
+class Call(NamedTuple):
+    """One call. made: its plan, and buffers: what the forward needs; settle: what has yet to confirm or replace them,
+    or raises, before anything is sent. device: where what ranks tell each other has to be."""
+
+    made: Made
+    buffers: Buffers | None
+    settle: Callable[[], tuple[Made, Buffers | None]] | None
+    rank: int
+    group: object
+    device: torch.device
+    scale: float
+    backend: str
+    return_lse: bool
+
+
+class _Anew(Exception):
+    """Ranks had not all kept the plan: they have made it anew, and what was computed is void."""
+
+
 def _agreed(
     q, k, v, pattern, group, strategy, scale, return_lse, backend
 ) -> tuple[Tensor, Tensor, Tensor, Call | None]:
     """(q, k, v as they are computed with, the call or None for a single rank); raises on all ranks or on none."""
-    world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    group, world, rank, device = _place(group)
     if world == 1:
         _check_names(strategy)
         return q, k, v, None
-    group = dist.group.WORLD if group is None else group
-    rank, device = dist.get_rank(group), _device(group)
     error, made, buffers, numbers = None, None, None, [0] * (3 + len(SAME))
     try:
         _check_names(strategy)
@@ -115,21 +119,30 @@ def _agreed(
         numbers += _numbers(q, k, v, pattern, strategy, scale, backend, return_lse)
     except Exception as found:
         error = found
-    told = agree(group, device, error, numbers)
-    same(told[:, 3:], SAME)
-    if made is None or bool((told[:, 2] != made.plan.digest).any()):
-        made = buffers = None
+    answers = ask(group, device, error, numbers)
+
+    def settle() -> tuple[Made, Buffers | None]:
+        """What all ranks agree on; raises where they do not."""
+        told = answers()
+        same(told[:, 3:], SAME)
+        if made is not None and not bool((told[:, 2] != made.plan.digest).any()):
+            return made, buffers
+        anew = room = error = None
         try:
-            made = _make(q, k, pattern, told, rank, group, strategy)
-            _keep(pattern, key, made)
-            buffers = _buffers(made, q, k)
+            anew = _make(q, k, pattern, told, rank, group, strategy)
+            _keep(pattern, key, anew)
+            room = _buffers(anew, q, k)
         except Exception as found:
             error = found
-        told = agree(group, device, error, [made.plan.digest if made else 0])
-        same(told, ("plan",))
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    call = Call(made.plan, made.why, rank, group, device, scale, backend, return_lse, made.ready, buffers)
-    return q, k, v, call
+        same(agree(group, device, error, [anew.plan.digest if anew else 0]), ("plan",))
+        return anew, room
+
+    scale = 1 / math.sqrt(q.shape[-1]) if error is None and scale is None else scale
+    call = Call(made, buffers, settle, rank, group, device, scale, backend, return_lse)
+    if error is None and made is not None and made.ready is not None and made.ready.early(q):
+        return q, k, v, call
+    made, buffers = settle()
+    return q, k, v, call._replace(made=made, buffers=buffers, settle=None)
 
 
 def _check_names(strategy: str) -> None:
@@ -149,11 +162,13 @@ def _check(q, k, v, pattern, scale, strategy, backend) -> None:
         raise ValueError(reason)
 
 
-def _device(group) -> torch.device:
-    """Where what the group gathers has to be."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def _place(group) -> tuple[object, int, int, torch.device]:
+    """(the group, how many ranks it has, which of them this is, where what it gathers has to be)."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+        return group, 1, 0, torch.device("cpu")
+    group, nccl = dist.group.WORLD if group is None else group, dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    return group, dist.get_world_size(group), dist.get_rank(group), device
 
 
 def _kept(pattern: Pattern) -> dict:
@@ -228,12 +243,26 @@ def _buffers(made: Made, q: Tensor, k: Tensor) -> Buffers | None:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, call: Call):
-        ready, ctx.call = call.ready, call._replace(buffers=None)
         q, k, v = map(unit_stride, (q, k, v))
+        try:
+            return _Attend._forward(ctx, q, k, v, call)
+        except _Anew as anew:
+            made, buffers = anew.args
+            return _Attend._forward(ctx, q, k, v, call._replace(made=made, buffers=buffers, settle=None))
+
+    @staticmethod
+    def _forward(ctx, q, k, v, call: Call):
+        ready = call.made.ready
+
+        def settle():
+            if call.settle is not None and (found := call.settle())[0] is not call.made:
+                raise _Anew(*found)
+
         rows = ready.regroup.there(q) if ready.regroup else q
-        out, lse = ready.forward(rows, k, v, call.scale, call.backend, call.buffers)
+        out, lse = ready.forward(rows, k, v, call.scale, call.backend, call.buffers, settle)
         ctx.save_for_backward(rows, k, v, out, lse)
         ctx.set_materialize_grads(False)
+        ctx.call = call._replace(buffers=None, settle=None)
         if ready.regroup:
             out = ready.regroup.back(out)
             lse = ready.regroup.back(lse.transpose(1, 2)).transpose(1, 2) if call.return_lse else None
@@ -242,19 +271,23 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, grad_lse=None):
         call, (rows, k, v, out, lse) = ctx.call, ctx.saved_tensors
-        ready, error, buffers = call.ready, None, None
+        ready, error, buffers = call.made.ready, None, None
         try:
             buffers = ready.prepare(rows, k, backward=True)
         except Exception as found:
             error = found
-        told = agree(call.group, call.device, error, [int(grad_lse is not None)])
+        settle = ask(call.group, call.device, error, [int(grad_lse is not None)])
         held = len(ready.plan.queries(call.rank))
         grad = out.new_zeros(out.shape[0], held, *out.shape[2:]) if grad is None else grad
-        if bool(told.any()):
-            grad_lse = lse.new_zeros(*lse.shape[:2], held) if grad_lse is None else grad_lse
+        if error is not None or not ready.early(rows):
+            told = settle()
+            if ready.regroup and bool(told.any()) and grad_lse is None:
+                grad_lse = lse.new_zeros(*lse.shape[:2], held)
+            settle = None
         if ready.regroup:
             grad = ready.regroup.there(grad)
             if grad_lse is not None:
                 grad_lse = ready.regroup.there(grad_lse.transpose(1, 2)).transpose(1, 2)
-        dq, dk, dv = ready.backward(grad, grad_lse, rows, k, v, out, lse, call.scale, call.backend, buffers)
+        of_rows = grad, grad_lse, rows, k, v, out, lse
+        dq, dk, dv = ready.backward(*of_rows, call.scale, call.backend, buffers, settle)
         return ready.regroup.back(dq) if ready.regroup else dq, dk, dv, None

@@ -60,20 +60,26 @@ class Exchange:
         """Elements of the largest stage that this rank sends (0) or receives (1)."""
         return max((sum(splits[side]) for splits in self.splits.values()), default=0)
 
+    def elements(self, slot: Slot) -> int:
+        return slot.rows * len(slot.heads) * math.prod(self.shape)
+
     def parcel(self, buffer: Tensor, slot: Slot) -> Tensor:
         """(rows, 2, B, heads, D), a view of the buffer."""
         two, batch, d = self.shape
-        size = slot.rows * two * batch * len(slot.heads) * d
-        return buffer[slot.start : slot.start + size].view(slot.rows, two, batch, len(slot.heads), d)
+        part = buffer[slot.start : slot.start + self.elements(slot)]
+        return part.view(slot.rows, two, batch, len(slot.heads), d)
 
-    def fetch(self, stage: Stage, k: Tensor, v: Tensor, sent: Tensor, received: Tensor):
-        """Start bringing what this rank needs: packs k and v (B, N, G, D) into `sent`; `received` comes."""
+    def pack(self, stage: Stage, k: Tensor, v: Tensor, sent: Tensor) -> None:
+        """Put what this rank sends in a stage, of k and v (B, N, G, D), into `sent`."""
         for slot in (slot for line in self.slots[stage][0] for slot in line):
             parcel = self.parcel(sent, slot)
             for x, source in enumerate((k, v)):
                 rows = source[:, slot.own] if isinstance(slot.own, slice) else source.index_select(1, slot.own)
                 for to, heads in _heads(slot.heads):
                     parcel[:, x, :, to] = rows[:, :, heads].transpose(0, 1)
+
+    def fetch(self, stage: Stage, sent: Tensor, received: Tensor):
+        """Start to bring what this rank needs, once all have packed: `received` comes."""
         return self._start(sent, received, *self.splits[stage])
 
     def give(self, stage: Stage, returned: Tensor, arrived: Tensor):

@@ -15,17 +15,20 @@ from torch import Tensor
 
 from workbench.distributed import views
 from workbench.distributed.plans import Plan, Stage
-from workbench.distributed.shards import as_index, clip
+from workbench.distributed.shards import Rows, as_index, clip
 from workbench.execution.dilated import offset_slices, share_heads
 from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern
 
 
 class Strand(NamedTuple):
-    """Heads of a job: which queries and which keys, as positions; keys -1: rows that no query sees."""
+    """Heads of a job: which queries and which keys, as positions; keys -1: rows that no query sees.
+
+    Keys that are several ranges have at most one of each rank.
+    """
 
     queries: range
     heads: slice
-    keys: range | Tensor
+    keys: range | Rows | Tensor
     key_heads: slice
 
 
@@ -44,9 +47,65 @@ class Job:
 
 
 def local(plan: Plan, rank: int) -> list[Job]:
-    """The jobs that need no row of another rank: whole segments of dilated branches."""
-    if not isinstance(plan.pattern, views.Dilated) or not plan.heads or not plan.queries(rank):
+    """The jobs that need no row of another rank: dense attention to a rank's own rows, whole segments of dilated
+    branches."""
+    if not any(plan.work(rank)) or not plan.heads:
         return []
+    if isinstance(plan.pattern, Dense):
+        return _dense(plan, rank, range(plan.kv_heads), [plan.shards[rank]])
+    return _whole_segments(plan, rank) if isinstance(plan.pattern, views.Dilated) else []
+
+
+def remote(plan: Plan, rank: int, stage: Stage) -> list[Job]:
+    """The jobs that can run once a stage of the exchange is there."""
+    if not any(plan.work(rank)) or not plan.heads:
+        return []
+    if isinstance(plan.pattern, Dense):
+        others = [stage.of(plan.shards[x]) for x in range(plan.world) if x != rank]
+        return _dense(plan, rank, stage.heads, others)
+    if isinstance(plan.pattern, views.Dilated):
+        return _dilated(plan, rank, stage)
+    return _gathered(plan, rank, stage)
+
+
+def _heads_of(plan: Plan, key_heads: range) -> range:
+    group = plan.heads // plan.kv_heads
+    return range(key_heads.start * group, key_heads.stop * group)
+
+
+# --- dense ------------------------------------------------------------------------------------------------------------
+
+
+def _dense(plan: Plan, rank: int, key_heads: range, pieces: list[range]) -> list[Job]:
+    """Attention to pieces of the sequence, in ascending order: what a query sees whole is one call."""
+    heads, causal = _heads_of(plan, key_heads), plan.pattern.causal
+    places = slice(heads.start, heads.stop), slice(key_heads.start, key_heads.stop)
+    return [
+        Job(Dense(triangle), (Strand(queries, places[0], keys, places[1]),))
+        for part in plan.work(rank)
+        for queries, keys, triangle in _calls(part, [x for x in pieces if x], causal)
+    ]
+
+
+def _calls(queries: range, pieces: list[range], causal: bool) -> Iterator[tuple[range, range | Rows, bool]]:
+    """(queries, keys, causal), where causal queries are the last of the keys' positions."""
+    if not queries:
+        return
+    whole = [x for x in pieces if not causal or x.stop <= queries.start]
+    if whole:
+        yield queries, whole[0] if len(whole) == 1 else Rows(tuple(whole)), False
+    for keys in pieces[len(whole) :]:
+        among = range(max(queries.start, keys.start), min(queries.stop, keys.stop))
+        if among:
+            yield among, range(keys.start, among.stop), True
+        if len(after := range(max(queries.start, keys.stop), queries.stop)):
+            yield after, keys, False
+
+
+# --- dilated ----------------------------------------------------------------------------------------------------------
+
+
+def _whole_segments(plan: Plan, rank: int) -> list[Job]:
     own, queries = plan.shards[rank], plan.queries(rank)
     runs: dict[tuple[range, range], list[int]] = {}
     for branch in range(len(plan.pattern.segment_lengths)):
@@ -59,60 +118,6 @@ def local(plan: Plan, rank: int) -> list[Job]:
         Job(views.Branches(plan.pattern, tuple(which), 0, plan.heads), (Strand(some, every, run, keys),))
         for (some, run), which in runs.items()
     ]
-
-
-def remote(plan: Plan, rank: int, stage: Stage) -> list[Job]:
-    """The jobs that can run once a stage of the exchange is there."""
-    if not any(plan.work(rank)) or not plan.heads:
-        return []
-    if isinstance(plan.pattern, Dense):
-        return _dense(plan, rank, stage)
-    if isinstance(plan.pattern, views.Dilated):
-        return _dilated(plan, rank, stage)
-    return _gathered(plan, rank, stage)
-
-
-def _heads_of(plan: Plan, stage: Stage) -> range:
-    group = plan.heads // plan.kv_heads
-    return range(stage.heads.start * group, stage.heads.stop * group)
-
-
-# --- dense ------------------------------------------------------------------------------------------------------------
-
-
-def own_rows(plan: Plan, rank: int) -> list[Job]:
-    """Dense attention among a rank's own rows, where stages bring one rank's rows at a time."""
-    if not plan.by_ranks or not plan.heads:
-        return []
-    return _dense(plan, rank, Stage(range(plan.kv_heads), 0))
-
-
-def _dense(plan: Plan, rank: int, stage: Stage) -> list[Job]:
-    heads = _heads_of(plan, stage)
-    keys = range(plan.n) if stage.distance is None else plan.shards[(rank - stage.distance) % plan.world]
-    return [
-        Job(Dense(causal), (Strand(q, slice(heads.start, heads.stop), k, slice(stage.heads.start, stage.heads.stop)),))
-        for part in plan.work(rank)
-        for q, k, causal in rectangles(part, keys, plan.pattern.causal)
-    ]
-
-
-def rectangles(queries: range, keys: range, causal: bool) -> Iterator[tuple[range, range, bool]]:
-    """(queries, keys, causal): no more queries than keys, and, where it is causal, the last of the keys' positions."""
-    if not keys:
-        return
-    if not causal:
-        for start in range(queries.start, queries.stop, len(keys)):
-            yield range(start, min(start + len(keys), queries.stop)), keys, False
-        return
-    before = range(max(queries.start, keys.start), min(queries.stop, keys.stop))  # queries among the keys
-    if before:
-        yield before, range(keys.start, before.stop), True
-    after = range(max(queries.start, keys.stop), queries.stop)
-    yield from rectangles(after, keys, False)
-
-
-# --- dilated ----------------------------------------------------------------------------------------------------------
 
 
 def _segments(plan: Plan, own: range, queries: range, branch: int) -> tuple[range, range, range]:
@@ -135,7 +140,7 @@ def _segments(plan: Plan, own: range, queries: range, branch: int) -> tuple[rang
 def _dilated(plan: Plan, rank: int, stage: Stage) -> list[Job]:
     """A segment across shards: a head's kept queries here, and all of the segment's kept keys. Dense attention."""
     own, queries, pattern = plan.shards[rank], plan.queries(rank), plan.pattern
-    group, heads = plan.heads // plan.kv_heads, _heads_of(plan, stage)
+    group, heads = plan.heads // plan.kv_heads, _heads_of(plan, stage.heads)
     together: dict[tuple, list[Strand]] = {}
     for branch, r in enumerate(pattern.dilation_rates):
         head, _, tail = _segments(plan, own, queries, branch)
@@ -160,7 +165,7 @@ def _dilated(plan: Plan, rank: int, stage: Stage) -> list[Job]:
 
 def _gathered(plan: Plan, rank: int, stage: Stage) -> list[Job]:
     own, queries, pattern = plan.shards[rank], plan.queries(rank), plan.pattern
-    heads = _heads_of(plan, stage)
+    heads = _heads_of(plan, stage.heads)
     rows = [need.rows.positions for need in plan.needs(rank) if set(need.heads) & set(stage.heads)]
     needed = torch.cat([torch.zeros(0, dtype=torch.int64), *rows]).unique()
     # one view for all stages whose heads see the same: executions keep their lists of blocks with it
@@ -226,14 +231,19 @@ def fills(plan: Plan, rank: int, stage: Stage | None, job: Job) -> list[Fill]:
     return found
 
 
-def _places(keys: range | Tensor):
+def _places(keys: range | Rows | Tensor):
     """place(start, stop, parcel) -> (where in the keys, which positions): those in [start, stop), or a parcel's."""
-    if isinstance(keys, range):
+    if not isinstance(keys, Tensor):
+        pieces = (keys,) if isinstance(keys, range) else keys.pieces
 
         def place(start, stop, parcel=None):
-            some = clip(keys, start, stop)
-            low = (some.start - keys.start) // keys.step
-            return slice(low, low + len(some)), some
+            first = 0
+            for x in pieces:
+                if some := clip(x, start, stop):
+                    low = first + (some.start - x.start) // x.step
+                    return slice(low, low + len(some)), some
+                first += len(x)
+            return slice(0, 0), range(0)
 
         return place
     order = keys.argsort(stable=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from workbench.execution import torch_backend
 from workbench.execution.fused import unit_stride
 from workbench.execution.merge import merge_
-from workbench.patterns import Dense, Pattern
+from workbench.patterns import Dense, Dilated, Pattern
 
 BACKENDS = ("auto", "torch", "triton")
 ROWS = 1024  # of queries and of keys: from here on cuDNN is the faster way (`strided.FROM`)
@@ -38,6 +38,8 @@ def kernels(backend: str, q: Tensor, k: Tensor, pattern: Pattern) -> bool:
     """Whether our kernels run this; they also merge and add 16-bit results in place, as on a single device."""
     if q.device.type != "cuda" and backend != "triton":
         return False
+    if backend == "auto" and q.dtype == torch.float32 and isinstance(pattern, (Dense, Dilated)):
+        return False  # as on a single device: torch's kernel for float32 is the faster one
     from workbench.execution import triton_backend
 
     return backend == "triton" or backend == "auto" and triton_backend.why_not(q, k, pattern) is None
@@ -70,6 +72,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, bac
     q, k, v = map(unit_stride, (q, k, v))
     cudnn = _cudnn("forward", backend, pattern, q, k, v)
     if cudnn is None:
+        if q.shape[1] > k.shape[1]:
+            parts = [forward(x, k, v, pattern, scale, backend) for x in q.split(k.shape[1], 1)]
+            return torch.cat([x for x, _ in parts], 1), torch.cat([x for _, x in parts], 2)
         return _operators(backend, q, k, pattern).attend(q, k, v, pattern.handle, scale)
     before = k.shape[1] - q.shape[1] if pattern.causal else 0
     out, lse = cudnn.attend(*(_inner(x) for x in (q, k[:, before:], v[:, before:])), pattern.causal, scale)
@@ -84,6 +89,15 @@ def backward(grad, grad_lse, q, k, v, out, lse, pattern: Pattern, scale: float, 
     grad, q, k, v, out = map(unit_stride, (grad, q, k, v, out))
     cudnn = _cudnn("backward", backend, pattern, q, k, v, grad, out) if grad_lse is None else None
     if cudnn is None:
+        if q.shape[1] > (most := k.shape[1]):
+            each = [x.split(most, 1) for x in (grad, q, out)] + [
+                x.split(most, 2) for x in (grad_lse, lse) if x is not None
+            ]
+            parts = [
+                backward(g, *(gl or [None]), x, k, v, o, s, pattern, scale, backend)
+                for g, x, o, *gl, s in zip(*each, strict=True)
+            ]
+            return torch.cat([x for x, *_ in parts], 1), *(sum(x) for x in list(zip(*parts, strict=True))[1:])
         saved = SimpleNamespace(saved_tensors=(q, k, v, out, lse), handle=pattern.handle, scale=scale)
         return _operators(backend, q, k, pattern)._autograd(saved, grad, grad_lse)[:3]
     before = k.shape[1] - q.shape[1] if pattern.causal else 0

@@ -20,14 +20,22 @@ from workbench.distributed.needs import Need, queries_of
 from workbench.distributed.shards import Shards, clip
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
 
-SHARE = 16  # a stage of the exchange brings a rank at most a 16th of what its own keys and values take, or one key head
+SHARE = 16  # a stage of the exchange brings a rank about a 16th of what its own keys and values take,
+LEAST = 3 << 14  # but not fewer rows of a key head than take longer to move than to ask for (12 MB at head_dim 64),
+PIECES = 4  # nor less than a quarter of what others hold of a key head: what arrives in pieces has to be merged
 
 
 class Stage(NamedTuple):
-    """One exchange: these key heads, from the rank `distance` before one's own (None: from all)."""
+    """One exchange: of these key heads, the piece-th of `pieces` even parts of the rows of each other rank."""
 
     heads: range
-    distance: int | None = None
+    piece: int = 0
+    pieces: int = 1
+
+    def of(self, shard: range) -> range:
+        """The positions of a shard that this stage is about."""
+        part = Shards.even(len(shard), self.pieces)[self.piece]
+        return range(shard.start + part.start, shard.start + part.stop)
 
 
 def plan(pattern: Pattern, shards: Shards, heads: int, kv_heads: int | None = None, nq: int | None = None) -> Plan:
@@ -42,7 +50,6 @@ class Plan:
     """What ranks need of each other (`needs`, `units`, `bytes`), and what they compute (`pairs`, `balance`)."""
 
     strategy = "sequence"
-    cut = "heads"  # a stage of dense attention brings some key heads of all ranks; "ranks": all key heads of one
 
     def __init__(self, pattern: Pattern, shards: Shards, heads: int, kv_heads: int, nq: int):
         if not isinstance(pattern, (Dense, Dilated, BlockSparse, Neighborhood)):
@@ -77,10 +84,6 @@ class Plan:
         pair = (parts[rank], parts[2 * self.world - 1 - rank])
         return [range(x.start + first, x.stop + first) for x in pair]
 
-    @property
-    def by_ranks(self) -> bool:
-        return self.cut == "ranks" and isinstance(self.pattern, Dense)
-
     # --- what moves ---------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -100,11 +103,11 @@ class Plan:
 
     def parcels(self, source: int, target: int, stage: Stage) -> list[Need]:
         """What `source` sends to `target` in a stage, in the order in which it is packed."""
-        if source == target or stage.distance not in (None, (target - source) % self.world):
+        if source == target:
             return []
-        key = (source, target, stage.heads)
+        key = (source, target, stage)
         if key not in self._parcels:
-            own, parcels = self.shards[source], []
+            own, parcels = stage.of(self.shards[source]), []
             for heads, rows in self.needs(target):
                 heads, rows = tuple(h for h in heads if h in stage.heads), rows.within(own.start, own.stop)
                 if heads and len(rows):
@@ -143,12 +146,11 @@ class Plan:
     @cached_property
     def stages(self) -> list[Stage]:
         """The exchanges, in order, the same on all ranks; at least one, in which nothing may move."""
-        if self.by_ranks:
-            return [Stage(range(self.kv_heads), x) for x in range(1, self.world)]
-        own = max(1, self.n * self.kv_heads // self.world)
-        many = max(1, min(self.kv_heads, -(-int(self.units.sum(0).max()) * SHARE // own)))
-        parts = Shards.even(self.kv_heads, many)
-        return [Stage(parts[x]) for x in range(many)]
+        own, most = max(1, self.n * self.kv_heads // self.world), int(self.units.sum(0).max())
+        many = max(1, min(-(-most * SHARE // own), most // LEAST))
+        parts = Shards.even(self.kv_heads, max(1, min(self.kv_heads, many)))
+        pieces = min(PIECES, -(-many // parts.world)) if isinstance(self.pattern, Dense) else 1
+        return [Stage(parts[x], y, pieces) for x in range(parts.world) for y in range(pieces)]
 
     def bytes(self, itemsize: int, head_dim: int, batch: int = 1, mode: str = "fwd", lse: bool = False) -> Tensor:
         """int64 (world, world): bytes that rank [s, .] sends to rank [., t].

@@ -29,7 +29,8 @@ START_S = 180.0  # for the ranks to load torch and to meet
 GRACE_S = 2.0  # after a rank has failed, for the others to say what that did to them
 PAUSE_S = 0.05  # between two looks whether a rank still lives
 TOLD = 4000  # characters of what a dead rank wrote that are passed on
-COMMUNICATION = (os.path.dirname(dist.__file__), os.path.dirname(__file__))  # in whose frames a rank waits for peers
+# in whose frames a rank waits for peers: on a card in torch.cuda.synchronize
+COMMUNICATION = tuple(os.path.dirname(x) for x in (dist.__file__, torch.cuda.__file__, __file__))
 
 
 @dataclass(frozen=True)

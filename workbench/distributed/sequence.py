@@ -1,7 +1,9 @@
 """Attention over contiguous shards, from one rank's side: exchange, single-device attention, merge; and the way back.
 
-Stages of the exchange are two deep: while one stage's rows are attended to, the next ones travel. The backward brings
-the keys and values again rather than keep what others hold, and takes their gradients back in float32 (float64).
+Stages of the exchange are three deep: while one stage's rows are attended to, those of the next two travel. (A card
+begins what travels when the attention before it leaves it room, which is near its end: the rows of the stage after
+have to be there by then.) The backward brings the keys and values again rather than keep what others hold, and takes
+their gradients back in float32 (float64).
 
 Dimensions: B batch, L rows of this rank, Q queries that it computes, H query heads, G key heads, D head_dim, M keys of
 a job.
@@ -10,7 +12,7 @@ a job.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,10 +20,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from workbench.distributed import jobs, local
-from workbench.distributed.exchange import Exchange, Regroup
+from workbench.distributed.exchange import Exchange, Regroup, Slot
 from workbench.distributed.jobs import Fill, Job, Strand
 from workbench.distributed.plans import Plan, Stage
-from workbench.patterns import Dilated
+from workbench.patterns import Dense, Dilated
+
+AHEAD = 2  # stages that travel
 
 
 class Buffers(NamedTuple):
@@ -47,16 +51,20 @@ class Sequence:
         work = plan.work(rank)
         ends = list(itertools.accumulate(map(len, work), initial=0))
         self.work, self.queries = list(zip(work, ends[:-1], strict=True)), ends[-1]  # (queries, where they begin)
-        self.several = isinstance(plan.pattern, Dilated) or plan.by_ranks
-        first = [*jobs.local(plan, rank), *jobs.own_rows(plan, rank)]
-        self.first = [(job, jobs.fills(plan, rank, None, job)) for job in first]
+        self.several = isinstance(plan.pattern, (Dense, Dilated))
+        self.first = [(job, jobs.fills(plan, rank, None, job)) for job in jobs.local(plan, rank)]
         self.later = {
             stage: [(job, [_on(x, device) for x in jobs.fills(plan, rank, stage, job)]) for job in found]
             for stage in plan.stages
             for found in [jobs.remote(plan, rank, stage)]
         }
+        heads = max((len(stage.heads) for stage in plan.stages), default=0)
+        # elements behind what arrives: one's own rows, where a job has them beside those of others
+        beside = not self.several and any(self._lying(x, y) for x, found in self.later.items() for _, y in found)
+        self.behind = beside * len(plan.shards[rank]) * heads * 2 * batch * head_dim
         each = [*self.first, *itertools.chain(*self.later.values())]
         self.once = len(each) == 1 and not self.exchange.moves  # nothing is ever added to what the one job gives
+        self.few = isinstance(plan.pattern, Dilated)  # a row of dq is a sum of few parts, whatever the number of ranks
         whole = Strand(work[0], slice(0, plan.heads), plan.shards[rank], slice(0, plan.kv_heads))
         first = each[0][0] if each else None
         # whether the first job gives every row of out and dq, and of dk and dv
@@ -86,22 +94,47 @@ class Sequence:
         return pad(x, (0, 0) * (x.dim() - 2) + (0, job.spare), value=value) if job.spare else x
 
     def _keys(self, job: Job, fills: list[Fill], stage: Stage | None, k, v, received) -> list[Tensor]:
-        """The job's keys and values (B, M, its key heads, D): views of one's own, or gathered."""
+        """The job's keys and values (B, M, its key heads, D): views of what there is, or gathered."""
         batch = slice(None) if job.batch is None else slice(job.batch, job.batch + 1)
         k, v, m = k[batch], v[batch], len(job.strands[0].keys)
-        if len(fills) == 1 and fills[0].parcel is None and _length(fills[0].to) == m:
-            return [x[:, fills[0].rows, fills[0].heads] for x in (k, v)]
-        heads = sum(len(range(self.plan.kv_heads)[s.key_heads]) for s in job.strands)
-        held = sum(_length(x.to) * _length(x.to_heads) for x in fills)
-        make = k.new_empty if held == m * heads else k.new_zeros  # rows that nobody sees have to be finite
-        gathered = make(m, 2, k.shape[0], heads, k.shape[3])
+        own = [x for x in fills if x.parcel is None]
+        if own == fills and len(own) == 1 and _length(own[0].to) == m:
+            return [x[:, own[0].rows, own[0].heads] for x in (k, v)]
+        lying = self._lying(stage, fills)
+        if lying is not None and lying.rows + sum(_length(x.to) for x in own) == m:
+            gathered = self.exchange.parcel(received, lying._replace(rows=m))[:, :, batch]
+        else:
+            heads = sum(len(range(self.plan.kv_heads)[s.key_heads]) for s in job.strands)
+            held = sum(_length(x.to) * _length(x.to_heads) for x in fills)
+            make = k.new_empty if held == m * heads else k.new_zeros  # rows that nobody sees have to be finite
+            gathered, lying = make(m, 2, k.shape[0], heads, k.shape[3]), None
         for x in fills:
             if x.parcel is None:
-                for y, own in enumerate((k, v)):
-                    gathered[x.to, y, :, x.to_heads] = own[:, x.rows, x.heads].transpose(0, 1)
-            else:
+                for y, mine in enumerate((k, v)):
+                    gathered[x.to, y, :, x.to_heads] = mine[:, x.rows, x.heads].transpose(0, 1)
+            elif lying is None:
                 gathered[x.to, :, :, x.to_heads] = self._parcel(stage, x, received)[x.rows, :, batch, x.heads]
         return list(gathered.permute(1, 2, 0, 3, 4).unbind(0))
+
+    def _lying(self, stage: Stage | None, fills: list[Fill]) -> Slot | None:
+        """Where in a stage's buffer the first of a job's keys lie as they arrive, if all of others do, and one's own
+        rows have room behind them."""
+        found, low = None, 0
+        for x in sorted((x for x in fills if x.parcel is not None), key=lambda x: x.source):
+            slot = self.exchange.slots[stage][1][x.source][x.parcel]
+            if any(not isinstance(y, slice) or y.step not in (None, 1) for y in (x.to, x.rows)):
+                return None
+            if (x.to_heads, x.heads) != (slice(0, len(slot.heads)),) * 2 or x.to.start != low:
+                return None
+            each, many = self.exchange.elements(slot) // slot.rows, x.rows.stop - x.rows.start
+            start = slot.start + x.rows.start * each
+            if found is not None and (found.heads != slot.heads or found.start + low * each != start):
+                return None
+            found, low = Slot(start, many, slot.heads, None) if found is None else found, low + many
+        own = [x for x in fills if x.parcel is None]
+        if found is None or len(own) > 1 or any(x.to_heads != slice(0, len(found.heads)) for x in own):
+            return None
+        return found._replace(rows=low)
 
     def _parcel(self, stage: Stage, fill: Fill, buffer: Tensor) -> Tensor:
         return self.exchange.parcel(buffer, self.exchange.slots[stage][1][fill.source][fill.parcel])
@@ -112,28 +145,31 @@ class Sequence:
         """Allocate. q (B, queries held, H, D), k (B, L, G, D)."""
         b, _, h, d = q.shape
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        deep = min(2, len(self.plan.stages))
+        deep = min(AHEAD, len(self.plan.stages))
         sent = [k.new_empty(self.exchange.room(0)) for _ in range(deep)]
-        received = [k.new_empty(self.exchange.room(1)) for _ in range(deep)]
-        of_q = wide if self.several and not local.narrow(q) else q.dtype
+        room = self.exchange.room(1) + self.behind
+        received = [k.new_empty(room) for _ in range(min(AHEAD + 1, len(self.plan.stages)))]
         if not backward:
+            of_q = wide if self.several and not local.narrow(q) else q.dtype
             if self.all_queries:
                 return Buffers(sent, received, (None, None), [], None)
             out = q.new_zeros(b, self.queries, h, d, dtype=of_q)
             lse = q.new_full((b, h, self.queries), -torch.inf, dtype=wide)
             return Buffers(sent, received, (out, lse), [], None)
-        dq = None if self.all_queries else q.new_zeros(b, self.queries, h, d, dtype=of_q)
+        dq = None if self.all_queries else q.new_zeros(b, self.queries, h, d, dtype=wide)
         gradients = dq, *(None if self.all_keys else k.new_zeros(k.shape, dtype=wide) for _ in "kv")
         returned = [k.new_empty(self.exchange.room(1), dtype=wide) for _ in range(deep)]
         return Buffers(sent, received, gradients, returned, k.new_empty(self.exchange.room(0), dtype=wide))
 
-    def forward(self, q, k, v, scale: float, backend: str, buffers: Buffers) -> tuple[Tensor, Tensor]:
-        """out (B, Q, H, D) and lse (B, H, Q) from q (B, Q, H, D), k and v (B, L, G, D)."""
+    def forward(
+        self, q, k, v, scale: float, backend: str, buffers: Buffers, settle: Callable | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """out (B, Q, H, D) and lse (B, H, Q) from q (B, Q, H, D), k and v (B, L, G, D). settle: see `_stages`."""
         out, lse = buffers.results
         fresh = True
-        for stage, x, found in self._stages(k, v, buffers):
+        for stage, x, found in self._stages(k, v, buffers, settle):
             for job, fills in found:
-                keys = self._keys(job, fills, stage, k, v, buffers.received[x])
+                keys = self._keys(job, fills, stage, k, v, buffers.received[x % len(buffers.received)])
                 part = local.forward(self._take(job, q), *keys, job.pattern, scale, backend)
                 if out is None:
                     out, lse = part[0] if local.narrow(q) or not self.several else part[0].to(part[1].dtype), part[1]
@@ -142,17 +178,47 @@ class Sequence:
                 fresh = False
         return out.to(q.dtype), lse
 
-    def _stages(self, k, v, buffers: Buffers) -> Iterator[tuple[Stage | None, int, list]]:
-        """(stage, in which buffer, its jobs), while the rows of the next stage travel; first what needs no rows."""
-        stages = self.plan.stages
-        pending = self.exchange.fetch(stages[0], k, v, buffers.sent[0], buffers.received[0])
-        yield None, 0, self.first
+    def early(self, q: Tensor) -> bool:
+        """Whether what needs no rows of others is begun before the ranks have agreed: a card computes it meanwhile."""
+        return q.device.type == "cuda" and self.regroup is None
+
+    def _stages(self, k, v, buffers: Buffers, settle: Callable | None) -> Iterator[tuple[Stage | None, int, list]]:
+        """(stage, its number, its jobs), while the rows of the next stages travel; first what needs no rows.
+
+        settle: returns once the ranks have agreed that rows may travel.
+        """
+        stages, pending = self.plan.stages, []
+
+        def pack(x: int) -> None:
+            if x < len(stages):
+                self.exchange.pack(stages[x], k, v, buffers.sent[x % len(buffers.sent)])
+
+        def fetch(x: int) -> None:
+            if x < len(stages):
+                sent, received = (side[x % len(side)] for side in (buffers.sent, buffers.received))
+                pending.append(self.exchange.fetch(stages[x], sent, received))
+
+        for x in range(AHEAD):
+            pack(x)
+        if settle is not None and self.early(k):
+            packed = torch.cuda.Event()
+            packed.record()
+            yield None, 0, self.first
+            settle()
+            beside = torch.cuda.Stream(k.device)  # what travels waits for the packing, not for what is computed since
+            beside.wait_event(packed)
+            with torch.cuda.stream(beside):
+                for x in range(AHEAD):
+                    fetch(x)
+        else:
+            for x in range(AHEAD):
+                fetch(x)
+            yield None, 0, self.first
         for x, stage in enumerate(stages):
-            pending.wait()
-            if x + 1 < len(stages):
-                y = (x + 1) % 2
-                pending = self.exchange.fetch(stages[x + 1], k, v, buffers.sent[y], buffers.received[y])
-            yield stage, x % 2, self.later[stage]
+            pending.pop(0).wait()
+            pack(x + AHEAD)
+            fetch(x + AHEAD)
+            yield stage, x, self.later[stage]
 
     def _merge(self, job: Job, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, alone: bool) -> None:
         """alone: nothing has been put yet where this job's results go."""
@@ -167,15 +233,19 @@ class Sequence:
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    def backward(self, grad, grad_lse, q, k, v, out, lse, scale: float, backend: str, buffers: Buffers):
+    def backward(
+        self, grad, grad_lse, q, k, v, out, lse, scale: float, backend: str, buffers: Buffers,
+        settle: Callable | None = None,
+    ):  # fmt: skip
         """(dq (B, Q, H, D), dk, dv (B, L, G, D)) from the gradients of out and of lse (or None)."""
         dq, dk, dv = buffers.results
         returning = None
-        for stage, x, found in self._stages(k, v, buffers):
+        for stage, x, found in self._stages(k, v, buffers, settle):
+            received, returned = (side[x % len(side)] for side in (buffers.received, buffers.returned))
             if stage is not None:
-                buffers.returned[x].zero_()
+                returned.zero_()
             for job, fills in found:
-                keys = self._keys(job, fills, stage, k, v, buffers.received[x])
+                keys = self._keys(job, fills, stage, k, v, received)
                 of_rows = [self._take(job, t) for t in (grad, q, out)]
                 its_lse, its_grad_lse = (
                     t if t is None else self._take(job, t.transpose(1, 2), value).transpose(1, 2)
@@ -185,17 +255,17 @@ class Sequence:
                     of_rows[0], its_grad_lse, of_rows[1], *keys, of_rows[2], its_lse, job.pattern, scale, backend
                 )
                 if dq is None:
-                    dq = parts[0] if local.narrow(q) or not self.several else parts[0].to(lse.dtype)
+                    dq = parts[0] if self.once or self.few and local.narrow(q) else parts[0].to(lse.dtype)
                 else:
                     for to, part in zip(self._views(job, dq), _strands(job, parts[0]), strict=True):
                         to += part
                 if dk is None:
                     dk, dv = (part if self.once else part.to(lse.dtype) for part in parts[1:])
                 else:
-                    self._scatter(job, fills, stage, parts[1:], (dk, dv), buffers.returned[x])
+                    self._scatter(job, fills, stage, parts[1:], (dk, dv), returned)
             if stage is not None:
                 self._add(returning, buffers, dk, dv)
-                returning = stage, self.exchange.give(stage, buffers.returned[x], buffers.arrived)
+                returning = stage, self.exchange.give(stage, returned, buffers.arrived)
         self._add(returning, buffers, dk, dv)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 

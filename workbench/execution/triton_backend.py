@@ -100,8 +100,8 @@ def attend_backward(
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     execution, pattern = kernels(living(handle), q, k.shape[1])
     grad, q, k, v, out = map(unit_stride, (grad, q, k, v, out))
-    with device_of(q):
-        return execution.backward(grad, grad_lse, q, k, v, out, lse, *pattern, scale)
+    with device_of(q):  # lse may be of a part of the rows, and is read as if it were all
+        return execution.backward(grad, grad_lse, q, k, v, out, lse.contiguous(), *pattern, scale)
 
 
 @attend_backward.register_fake

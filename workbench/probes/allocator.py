@@ -154,8 +154,10 @@ class Allocator:
         self._used[self._next_handle] = block
         self.requested += nbytes
         self.allocated += block.size
-        self.peak_requested = max(self.peak_requested, self.requested)
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        if self.requested > self.peak_requested:
+            self.peak_requested = self.requested
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
         return self._next_handle
 
     def free(self, handle: int) -> None:
@@ -168,8 +170,10 @@ class Allocator:
         self.requested -= block.requested
         self.allocated -= block.size
         block.used = False
-        block.merge(block.before)
-        block.merge(block.after)
+        if block.before is not None:
+            block.merge(block.before)
+        if block.after is not None:
+            block.merge(block.after)
         block.pool.add(block)
 
     def empty_cache(self) -> None:
@@ -326,14 +330,17 @@ def replay(events: Iterable[Sequence], limit: int | None = None, expandable: boo
     """
     allocator = Allocator(limit, expandable)
     alive: dict[int, int] = {}
+    malloc, free = allocator.malloc, allocator.free
     for event in events:
         key, nbytes = event[0], event[1]
-        if (nbytes == -1) != (key in alive):
-            raise ValueError(f"event {tuple(event)}: {key!r} is {'already' if key in alive else 'not'} alive")
         if nbytes == -1:
-            allocator.free(alive.pop(key))
+            if key not in alive:
+                raise ValueError(f"event {tuple(event)}: {key!r} is not alive")
+            free(alive.pop(key))
+        elif key in alive:
+            raise ValueError(f"event {tuple(event)}: {key!r} is already alive")
         else:
-            alive[key] = allocator.malloc(nbytes)
+            alive[key] = malloc(nbytes)
     return allocator
 
 

@@ -9,6 +9,7 @@ H100 at such a length, as a share of the card's ceiling.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -23,7 +24,7 @@ import torch
 
 from workbench import cards
 from workbench.patterns import Dense, Neighborhood
-from workbench.probes import allocator
+from workbench.probes import allocator, lone
 from workbench.probes import trace as tracer
 from workbench.probes.case import Case
 from workbench.probes.outcome import attempt
@@ -32,6 +33,7 @@ from workbench.probes.trace import CannotTrace, Event
 EFFICIENCY = Path(__file__).with_name("efficiency.json")
 KEPT = 512  # traces
 NAMES = ("q", "k", "v", "gradient of out")
+ONE = lone.Rank(1)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Estimate:
     """Bytes at the peak of a call, inputs included, and modelled time (None where no such execution was measured).
 
     requested: what the tensors hold; allocated: rounded by the allocator; reserved: its segments; device: and the CUDA
-    context. at_peak: (name, bytes) of what is alive when requested is largest, the largest first.
+    context, and of a rank of several what its process group takes. at_peak: (name, bytes) of what is alive when
+    requested is largest, the largest first. strategy: of such a rank, the one that was taken.
     """
 
     card: str
@@ -50,20 +53,35 @@ class Estimate:
     reserved_bytes: int
     device_bytes: int
     milliseconds: float | None
-    at_peak: list[tuple[str, int]] = field(repr=False)
     events: list[Event] = field(repr=False)
+    strategy: str | None = None
     measured: bool = False
 
+    @functools.cached_property
+    def at_peak(self) -> list[tuple[str, int]]:
+        return largest(self.events)
 
-def trace(case: Case, card: str | cards.Card = "h100", expandable: bool = False) -> Estimate:
+
+def trace(
+    case: Case, card: str | cards.Card = "h100", expandable: bool = False, *, world: int = 1, rank: int = 0,
+    strategy: str = "auto",
+) -> Estimate:  # fmt: skip
     """The estimate of a case on a card, a name of `cards.CARDS` or a Card; on "cuda", whatever the case says.
 
-    expandable: as with torch's allocator setting expandable_segments. CannotTrace where the program looks at data;
-    ValueError or NotImplementedError where this cannot be run on that card, with the reason.
+    expandable: as with torch's allocator setting expandable_segments.
+    world, rank, strategy: of `distributed.attention` over so many cards, this rank's share: the case's n is that of all
+        together, in shards as even as can be. What NCCL takes is not the allocator's: device_bytes has the card's
+        `communicator_bytes` for it, the other numbers have not. Time is then not modelled: it is the exchange's too.
+    CannotTrace where the program looks at data; ValueError or NotImplementedError where this cannot be run on that
+    card, or so shared out, with the reason.
     """
     card = cards.find(card) if isinstance(card, str) else card
-    events, before, backend = life(case, card)
-    return _estimate(card, events, before, backend, milliseconds(case, card, backend), expandable)
+    place = lone.Rank(world, rank, strategy)
+    events, before, backend, strategy = life(case, card, place)
+    if world == 1:
+        return _estimate(card, events, before, backend, milliseconds(case, card, backend), expandable)
+    found = _estimate(card, events, before, backend, None, expandable)
+    return replace(found, device_bytes=found.device_bytes + card.communicator_bytes, strategy=strategy)
 
 
 def program(
@@ -82,58 +100,60 @@ def program(
 
 def _estimate(card, events, before, backend, time_ms, expandable) -> Estimate:
     used = allocator.replay(events, expandable=expandable)
-    peak, inputs = largest(events, before)
+    lives = {x.id: x.nbytes for x in events[:before] if x.nbytes >= 0}
+    inputs = sum(lives.values()) - sum(lives[x.id] for x in events[:before] if x.nbytes < 0)
     return Estimate(
         card.key, backend, inputs, used.peak_requested, used.peak_allocated, used.peak_reserved,
-        used.peak_reserved + card.context_bytes, time_ms, peak, events,
+        used.peak_reserved + card.context_bytes, time_ms, events,
     )  # fmt: skip
 
 
-def life(case: Case, card: cards.Card) -> tuple[list[Event], int, str]:
-    """(events, how many of them make the inputs, backend) of a case; cards with the same habits share a trace."""
-    habits = card.capability, card.workspace_bytes, card.key == cards.VIRTUAL
-    key = repr((case.fields(), habits)) if isinstance(case.backend, str) else None
-    if key not in _lives:
-        on_card = replace(case, device="cuda", pattern=copy.copy(case.pattern))  # which keeps what it finds on the card
+def life(case: Case, card: cards.Card, place: lone.Rank = ONE) -> tuple[list[Event], int, str, str | None]:
+    """(events, how many of them make the inputs, backend, strategy of a rank) of a case; cards with the same habits
+    share a trace."""
+    habits = card.capability, card.workspace_bytes, card.multiprocessors, card.key == cards.VIRTUAL
+    key = repr((case.fields(), habits, place)) if isinstance(case.backend, str) else None
+    if key in _lives:
+        return _lives[key]
+    on_card = replace(case, device="cuda", pattern=copy.copy(case.pattern))  # which keeps what it finds on the card
+    alone = contextlib.nullcontext(lambda: None)
+    if place.world > 1:
+        on_card, alone = place.own(on_card), place.alone(on_card, card)
 
-        def prepare(make):
-            return on_card.prepare_from(lambda shape: make(shape, on_card.dtype))
+    def prepare(make):
+        return on_card.prepare_from(lambda shape: make(shape, on_card.dtype))
 
+    with alone as strategy:
         events, before, (_, backend) = tracer.run(prepare, card, NAMES)
-        if key is None:
-            return events, before, backend
+        found = events, before, backend, strategy()
+    if key is not None:
         while len(_lives) >= KEPT:
             _lives.pop(next(iter(_lives)))
-        _lives[key] = events, before, backend
-    return _lives[key]
+        _lives[key] = found
+    return found
 
 
-_lives: dict[str, tuple[list[Event], int, str]] = {}
+_lives: dict[str, tuple[list[Event], int, str, str | None]] = {}
 
 
-def largest(events: list[Event], before: int) -> tuple[list[tuple[str, int]], int]:
-    """(what is alive at the largest sum, the largest first; the sum after the first `before` events)."""
-    alive: dict[int, Event] = {}
-    now = most = inputs = 0
-    at = 0
-    for x, event in enumerate(events, 1):
-        if event.nbytes < 0:
-            now -= alive.pop(event.id).nbytes
+def largest(events: list[Event]) -> list[tuple[str, int]]:
+    """(name, bytes) of what is alive at the largest sum, the largest first."""
+    sizes, now, most, at = {}, 0, 0, 0
+    for x, (id, nbytes, _) in enumerate(events, 1):
+        if nbytes < 0:
+            now -= sizes[id]
         else:
-            alive[event.id] = event
-            now += event.nbytes
+            sizes[id] = nbytes
+            now += nbytes
             if now > most:
                 most, at = now, x
-        if x == before:
-            inputs = now
     alive = {}
     for event in events[:at]:
         if event.nbytes < 0:
             del alive[event.id]
         else:
             alive[event.id] = event
-    found = sorted(((x.name, x.nbytes) for x in alive.values()), key=lambda x: -x[1])
-    return found, inputs
+    return sorted(((x.name, x.nbytes) for x in alive.values()), key=lambda x: -x[1])
 
 
 def check(case: Case, card: str | cards.Card | None = None) -> dict:

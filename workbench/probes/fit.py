@@ -17,7 +17,8 @@ from workbench.probes import estimate, frontier
 from workbench.probes.case import BASELINES, Case, imported
 from workbench.probes.outcome import attempt
 
-PATTERNS: dict[str, Callable[[int, bool], Pattern]] = {  # name -> a function of N and causal
+Maker = Callable[[int, bool], Pattern]  # of N and causal
+PATTERNS: dict[str, Maker] = {
     "dense": lambda n, causal: Dense(causal),
     "longnet": lambda n, causal: Dilated(PAPER, (1, 2, 4, 6, 12), causal),
     "longnet-pow2": lambda n, causal: Dilated(PAPER, (1, 2, 4, 8, 16), causal),
@@ -34,25 +35,41 @@ LONGEST = {"BlockSparse": 1 << 18, "Neighborhood": 1 << 18}  # the lists of bloc
 STEP = 0.05  # half a percent for a prediction, see `frontier.search`
 
 
+def ways(
+    names: Iterable[str], patterns: Mapping[str, Maker] = PATTERNS, causal=False, device="cuda", **sizes
+) -> dict[str, frontier.Lengths]:
+    """{"pattern, backend": the Case of that at N}, for `table`, `frontier.search` and `frontier.sweep`.
+
+    names: such pairs: a name of `patterns`, or a pattern's spec as JSON, and a backend of `Case`'s. sizes: `Case`'s
+    batch, heads, head_dim, dtype and mode. ValueError for a name that is none.
+    """
+    found = {}
+    for name in names:
+        kind, comma, backend = name.rpartition(", ")
+        if not (comma and backend):
+            raise ValueError(f"way={name!r}: want 'pattern, backend', the pattern one of {', '.join(patterns)}")
+        make = maker(kind, patterns)
+
+        def at(n: int, make=make, backend=backend) -> Case:
+            return Case(make(n, causal), n, backend=backend, device=device, **sizes)
+
+        found[name] = at
+    return found
+
+
 def executions(names: Iterable[str] = (), backends: Iterable[str] = (), causal=False, **sizes) -> dict[str, Callable]:
-    """{"pattern, backend": the Case of that at N}; sizes: `Case`'s arguments.
+    """`ways` for every name with every backend.
 
     names: of PATTERNS, or a pattern's spec as JSON; default USUAL. backends: as in `Case`; default BACKENDS. ValueError
     for a name that is none.
     """
-    found = {}
     for backend in backends:
         _check(backend)
+    pairs = []
     for name in names or USUAL:
-        make = maker(name)
-        family = type(make(frontier.FIRST, causal)).__name__
-        for backend in backends or BACKENDS.get(family, OTHERS):
-
-            def at(n, make=make, backend=backend):
-                return Case(make(n, causal), n, backend=backend, device="cuda", **sizes)
-
-            found[f"{name}, {backend}"] = at
-    return found
+        family = type(maker(name, PATTERNS)(frontier.FIRST, causal)).__name__
+        pairs += [f"{name}, {backend}" for backend in backends or BACKENDS.get(family, OTHERS)]
+    return ways(pairs, causal=causal, **sizes)
 
 
 def table(
@@ -143,12 +160,12 @@ def _check(backend: str) -> None:
             raise ValueError(f"backend={backend!r}: {error}") from None
 
 
-def maker(name: str) -> Callable[[int, bool], Pattern]:
-    """A name of PATTERNS, or a pattern's spec as JSON -> the pattern as a function of N and causal."""
-    if name in PATTERNS:
-        return PATTERNS[name]
+def maker(name: str, patterns: Mapping[str, Maker] = PATTERNS) -> Maker:
+    """A name of `patterns`, or a pattern's spec as JSON -> the pattern as a function of N and causal."""
+    if name in patterns:
+        return patterns[name]
     if not name.startswith("{"):
-        raise ValueError(f"pattern={name!r}: want one of {', '.join(PATTERNS)}, or a pattern's spec as JSON")
+        raise ValueError(f"pattern={name!r}: want one of {', '.join(patterns)}, or a pattern's spec as JSON")
     try:
         pattern = from_spec(json.loads(name))
     except json.JSONDecodeError as error:

@@ -22,11 +22,12 @@ import psutil
 import torch
 
 from workbench import cards, dispatch, records
-from workbench.probes import allocator, estimate
+from workbench.probes import allocator, estimate, lone
 from workbench.probes.case import Case
 from workbench.probes.largest import Stopped, Tried, largest
 from workbench.probes.outcome import Outcome, attempt, sentence, status_of
 from workbench.probes.server import Server
+from workbench.probes.trace import uncollected
 
 GRAIN = 128  # lengths are multiples of it
 FIRST = 1024  # the length to begin with where nothing is known
@@ -46,13 +47,17 @@ Lengths = Callable[[int], Case]
 def search(
     case: Case | Lengths, *, card=None, budget_bytes: int | None = None, seconds=60.0, limit_n=1 << 30, measure=False,
     step=STEP, grain=GRAIN, check=True, recorder=None, server: Server | None = None, say: Callable | None = print,
+    world: int = 1, rank: int | None = None, strategy: str = "auto",
 ) -> dict:  # fmt: skip
     """The largest N, a multiple of grain, whose call fits the budget and takes no more than `seconds`: a record's row.
 
     case: at any N, or a function of N that gives it, for a pattern that depends on N.
     card: a key of `cards.CARDS`, or a Card; for a case on CUDA by default the card in this machine. A case on the CPU
         has none: its card is in software (`VirtualCard`).
-    budget_bytes: what the allocator may reserve, the CUDA context not in it; by default what the card has, less that.
+    budget_bytes: what the allocator may reserve, the CUDA context not in it; by default what the card has, less that,
+        and less what a process group takes where there are several cards.
+    world, rank, strategy: N tokens over so many such cards, as `estimate.trace` has it, predicted only, and of memory
+        only; rank None: the one that receives most.
     measure: do the calls, each in a fresh process of `server` (default: one for this search), until what works and what
         does not are `step` of N apart, or a tenth where that is time. A prediction is ten times as close.
     check: compare sampled rows of the results with float64; not for a function that computes something else.
@@ -72,10 +77,12 @@ def search(
     if grain < 1 or limit_n < grain or not 0 < step < 1 or not seconds > 0:
         asked = f"grain={grain}, limit_n={limit_n}, step={step}, seconds={seconds}"
         raise ValueError(f"{asked}: want 1 <= grain <= limit_n, a step between 0 and 1, and seconds above 0")
+    if measure and world != 1:
+        raise ValueError(f"world={world}: want 1 for a measurement; over several cards a frontier is predicted")
     at, example = (case, case(FIRST)) if callable(case) else (_lengths(case), case)
     card, capped = _card(card, example.device), budget_bytes is not None
     if not capped and card is not None:
-        budget_bytes = card.total_bytes - card.context_bytes
+        budget_bytes = card.total_bytes - card.context_bytes - (card.communicator_bytes if world > 1 else 0)
     if budget_bytes is None or budget_bytes < 1:
         raise ValueError(f"budget_bytes={budget_bytes}: want bytes, at least 1 (they have a default on a card only)")
     asked = {
@@ -84,11 +91,14 @@ def search(
         "card": card.key if card else cards.VIRTUAL,
     }
     asked |= {"budget_bytes": budget_bytes, "capped": capped, "seconds": seconds}
+    lone.Rank(world, rank or 0, strategy)  # refuses what there is not
+    place = {"world": world, "rank": rank, "strategy": strategy} if world > 1 else {}
+    asked |= place
     space = {"limit_n": limit_n // grain * grain, "grain": grain}
     first = FIRST if example.nq == example.n else max(FIRST, example.nq + grain)
 
     row = dict.fromkeys(FOUND) | {"measured": measure, "measured_n": None, "probes": 0}
-    predicted = _predicted(at, card, asked, space | {"first": max(first, FIRST_TRACED), "step": step / 10})
+    predicted = _predicted(at, card, asked, place, space | {"first": max(first, FIRST_TRACED), "step": step / 10})
     row |= {f"predicted_{x}": predicted.get(y) for x, y in PREDICTED.items()}
     if measure:
         with Server() if server is None else contextlib.nullcontext(server) as running:
@@ -159,13 +169,16 @@ FOUND = ("backend", "peak_bytes", "reserved_bytes", "extra_bytes", "median_ms", 
 PREDICTED = {"n": "n", "limiter": "limiter", "error": "error", "bytes": "reserved_bytes", "ms": "milliseconds"}
 
 
-def _predicted(at: Lengths, card, asked: dict, where: dict) -> dict:
+def _predicted(at: Lengths, card, asked: dict, place: dict, where: dict) -> dict:
     """A search's fields, from traces."""
     works = set()
 
     def tried(n: int) -> Tried:
         try:
-            found = _trace(at(n), card)
+            case, here = at(n), place
+            if place and place["rank"] is None:
+                here = place | {"rank": lone.busiest(case, place["world"], place["strategy"])}
+            found = _trace(case, card, **here)
         except Exception as error:
             outcome = Outcome(status_of(error), sentence(error))
             if isinstance(error, estimate.CannotTrace) or outcome.status not in ("refused", "unsupported") or not works:
@@ -179,9 +192,10 @@ def _predicted(at: Lengths, card, asked: dict, where: dict) -> dict:
         return Tried(limiter, max((reserved or found.reserved_bytes) / asked["budget_bytes"], lateness), {
             "backend": found.backend, "peak_bytes": found.requested_bytes, "reserved_bytes": reserved,
             "extra_bytes": found.requested_bytes - found.inputs_bytes, "milliseconds": found.milliseconds,
-        })  # fmt: skip
+        } | (here and here | {"strategy": found.strategy}))  # fmt: skip
 
-    return largest(tried, time_step=where["step"], **where).fields()
+    with uncollected():
+        return largest(tried, time_step=where["step"], **where).fields()
 
 
 def reserves(found: estimate.Estimate, budget_bytes: int) -> int | None:
@@ -195,16 +209,19 @@ def reserves(found: estimate.Estimate, budget_bytes: int) -> int | None:
         return None
 
 
-def _trace(case: Case, card) -> estimate.Estimate:
-    """The estimate of a case; on the CPU, with the backend that "auto" means there, and of tensors only: what a kernel
-    takes for itself is not on a `VirtualCard`, and how long it takes on a real one says nothing."""
+def _trace(case: Case, card, **place) -> estimate.Estimate:
+    """The estimate of a case, or of a rank's share of it.
+
+    On the CPU with the backend that "auto" means there, and of tensors only: what a kernel takes for itself is not on a
+    `VirtualCard`, and how long it takes on a real one says nothing.
+    """
     if case.device.startswith("cuda"):
-        return estimate.trace(case, card)
+        return estimate.trace(case, card, **place)
     if case.backend == "auto":
         q, k = (torch.empty(1, 1, h, case.head_dim, dtype=case.dtype) for h in (case.heads, case.kv_heads))
         case = replace(case, backend=dispatch.choose("auto", q, k, k, case.pattern)[0])
     card = replace(cards.find("h100") if card is None else card, key=cards.VIRTUAL)
-    found = estimate.trace(case, card)
+    found = estimate.trace(case, card, **place)
     hidden = {x.id for x in found.events if x.name.startswith(HIDDEN)}
     events = [x for x in found.events if x.id not in hidden]
     used = allocator.replay(events)
@@ -348,7 +365,8 @@ def card_of(budget_bytes: int | None, cuda: bool):
 
 
 def _valid(case: Case, made: list, result) -> dict:
-    """valid: whether sampled rows are right, None where there was no memory to tell; error: what is wrong.
+    """valid: whether sampled rows are right, None where there was no memory to tell, or where dk and dv have too many
+    softmaxes behind them to be checked; error: what is wrong, or was not checked.
 
     Where the call has left no room for that on the card, its tensors move to the host's memory, if they fit there.
     """
@@ -363,7 +381,8 @@ def _valid(case: Case, made: list, result) -> dict:
                     tensors[i] = x.detach().cpu()
             outcome = attempt(lambda: _checked(case, made, results if case.mode == "fwdbwd" else results[0]))
     if outcome.status == "ok":
-        return {"valid": outcome.result.ok, "error": None if outcome.result.ok else str(outcome.result)}
+        found = outcome.result
+        return {"valid": False if found.wrong else found.ok or None, "error": None if found.ok else str(found)}
     return {"valid": None if outcome.status == "oom" else False, "error": f"rows not checked: {outcome.error}"}
 
 

@@ -45,6 +45,8 @@ class Validity:
     wrong: a sentence for each row with more, the worst first
     rows, keys: how many rows of out and dq, of dk and dv were compared
     note: what was not checked, or on which grounds, or None
+    unchecked: of what was given, the quantities of which not a row was compared though they have some
+    ok: nothing is wrong, and of everything that was given something was compared
     """
 
     errors: dict[str, float]
@@ -53,17 +55,19 @@ class Validity:
     rows: int
     keys: int
     note: str | None
+    unchecked: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        return not self.wrong
+        return not self.wrong and not self.unchecked
 
     def __str__(self) -> str:
         counts = ((self.rows, "row"), (self.keys, "key"))
         of = " and ".join(f"{count} {what}{'s' * (count != 1)}" for count, what in counts if count) or "nothing"
         of += f" ({self.note})" if self.note else ""
-        if self.ok:
-            return f"right at {of}"
+        if not self.wrong:
+            right = f"right at {of}"
+            return f"{' and '.join(self.unchecked)} not checked; {right}" if self.unchecked else right
         more = f", and {len(self.wrong) - 1} more" if len(self.wrong) > 1 else ""
         return f"wrong: {self.wrong[0]}{more}; compared {of}"
 
@@ -193,7 +197,8 @@ class _Report:
     def validity(self, rows: int, keys: int, note: str | None) -> Validity:
         worst = sorted(self.wrong, key=lambda found: -found[0])
         allowed = {name: self.allowed[name] for name in self.errors}
-        return Validity(self.errors, allowed, tuple(text for _, text in worst), rows, keys, note)
+        unchecked = tuple(name for name, x in self.given.items() if x.numel() and name not in self.errors)
+        return Validity(self.errors, allowed, tuple(text for _, text in worst), rows, keys, note, unchecked)
 
 
 # --- which pairs there are -------------------------------------------------------------------------------------------

@@ -1,0 +1,149 @@
+"""A rank traced alone takes what the same rank takes among the others, where all are there."""
+
+import pytest
+
+import workbench as wb
+from tests.distributed import work
+from workbench import cards, distributed
+from workbench.distributed import Plan, door, exchange, plans
+from workbench.execution import fused
+from workbench.probes import estimate, frontier, lone
+from workbench.probes.case import Case
+
+layouts = wb.layouts
+PATTERNS = {
+    "dense": wb.Dense(),
+    "causal": wb.Dense(True),
+    "dilated": wb.Dilated([64, 512, 1024], [1, 2, 3]),
+    "dilated-causal": wb.Dilated([100, 700], [1, 3], True),
+    "blocks": wb.BlockSparse(layouts.local(1) | layouts.global_(1), 64),
+    "blocks-causal": wb.BlockSparse(layouts.local(2), 64, True),
+    "grid": wb.Neighborhood((32, 32), 2),
+}
+
+
+SIZES = {"n": 1024, "heads": 4, "head_dim": 16, "dtype": "float32", "backend": "torch"}
+MODES = ["fwd", "fwdbwd"]
+HOSTS = {("grid", "heads"): (1024, 1024), ("grid", "sequence"): (512 + 64,) * 2,  # 2 lines of the other rank's
+         ("blocks-causal", "sequence"): (8, 10)}  # fmt: skip
+
+
+@pytest.fixture
+def nothing_fused(monkeypatch):
+    """Where the CPU and a card differ."""
+    monkeypatch.setattr(fused, "kernel", lambda q, mask=None: "unfused")
+    monkeypatch.setattr(plans, "LEAST", 1)  # as the ranks have it
+
+
+def alone(case, world, rank, strategy):
+    return frontier._trace(case, None, world=world, rank=rank, strategy=strategy).requested_bytes
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("strategy", ["sequence", "heads"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_lone_rank_takes_what_it_takes_among_others(ranks, nothing_fused, name, strategy, mode):
+    """To the byte, but for what is the host's where there is a card: what ranks told, and the numbers of columns."""
+    case = Case(PATTERNS[name], mode=mode, **SIZES)
+    real = ranks(2).run(work.peak, case, strategy)
+    told = 2 * 2 * 8 if mode == "fwdbwd" else 0
+    curve = HOSTS.get((name, strategy), (0, 0))
+    assert [alone(case, 2, rank, strategy) for rank in range(2)] == [real[x] - told - 8 * curve[x] for x in range(2)]
+
+
+# --- on a card that is not there --------------------------------------------------------------------------------------
+
+LARGE = {"heads": 16, "head_dim": 64, "dtype": "bfloat16", "backend": "auto"}
+EVERY = {"dense": wb.Dense(), "causal": wb.Dense(True), "dilated": wb.Dilated([2048, 1 << 19], [1, 6]),
+         "blocks": wb.BlockSparse(layouts.local(4), 1024), "grid": wb.Neighborhood((1024, 1024), 8)}  # fmt: skip
+N = 1 << 20
+
+
+@pytest.mark.parametrize("strategy, most", [
+    ("sequence", {"dense": 1.3, "causal": 2.0, "dilated": 1.8, "blocks": 1.8, "grid": 1.9}), ("heads", {}),
+])  # fmt: skip
+def test_two_cards_take_half_each_and_what_travels(strategy, most):
+    """Forward: half of q, k, v and out, and stages, sums in float32, gathered rows; by heads q, k and v once more and,
+    for a moment, twice."""
+    for name, pattern in EVERY.items():
+        case = Case(pattern, N, **LARGE)
+        whole, *parts = (estimate.trace(case, world=x, rank=y, strategy=strategy) for x, y in ((1, 0), (2, 0), (2, 1)))
+        for x in parts:
+            assert x.inputs_bytes == whole.inputs_bytes / 2 and x.strategy == strategy
+            assert 1 < x.requested_bytes / (whole.requested_bytes / 2) < most.get(name, 2.3), name
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_rank_of_a_large_world(name):
+    """Its own rows, gradients and sums, and of what the plan brings (keys and values, twice, and their gradients in
+    float32) stages that travel, and what is gathered."""
+    world, case = 64, Case(EVERY[name], N, mode="fwdbwd", **LARGE)
+    plan = distributed.plan(case.pattern, distributed.Shards.even(N, world), case.heads)
+    brought, own = plan.bytes(2, case.head_dim).sum(0), 2 * N // world * 16 * 64
+    for rank in (0, 37, 63):
+        found = estimate.trace(case, world=world, rank=rank, strategy="sequence")
+        assert found.inputs_bytes == 4 * own
+        assert 10 * own < found.requested_bytes < 20 * own + 7 * int(brought[rank])
+    assert found.requested_bytes < estimate.trace(case).requested_bytes / 4
+
+
+def test_what_nccl_takes_is_of_the_device_and_not_of_the_allocator():
+    case, card = Case(wb.Dense(), 4096, **LARGE), cards.find("h100")
+    found = estimate.trace(case, card, world=2)
+    assert found.device_bytes == found.reserved_bytes + card.context_bytes + card.communicator_bytes
+    assert found.milliseconds is None and estimate.trace(case, card).strategy is None
+
+
+def test_the_strategy_is_that_which_moves_less():
+    case = Case(wb.Dense(), 4096, **LARGE)
+    assert estimate.trace(case, world=16).strategy == "heads"
+    assert estimate.trace(case, world=32).strategy == "sequence"
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"world": 2, "rank": 2}, "want ints, 0 <= rank < world"), ({"world": 0}, "want ints, 0 <= rank < world"),
+    ({"world": 2, "strategy": "ring"}, "strategy='ring': want one of"),
+    ({"world": 3, "strategy": "heads"}, "16 heads on 16 key heads, want multiples of 3"),
+])  # fmt: skip
+def test_what_cannot_be_shared_out_says_why(options, message):
+    with pytest.raises(ValueError, match=message):
+        estimate.trace(Case(wb.Dense(), 4096, **LARGE), **options)
+    with pytest.raises(ValueError, match="want one of 'auto', 'torch', 'triton' on shards"):
+        estimate.trace(Case(wb.Dense(), 4096, **LARGE | {"backend": "cudnn"}), world=2)
+
+
+def test_a_trace_leaves_the_door_as_it_was():
+    names = [(door, "_place"), (door, "choose"), (exchange, "all_to_all"), (Plan, "parcels")]
+    before = [getattr(*x) for x in names]
+    estimate.trace(Case(wb.Dense(), 5120, **LARGE), world=2)
+    assert [getattr(*x) for x in names] == before
+
+
+# --- the longest that so many cards take ------------------------------------------------------------------------------
+
+
+def search(world, **options):
+    case = Case(wb.Dilated([2048, 1 << 16], [1, 6]), 1024, mode="fwdbwd", **LARGE | {"heads": 8})
+    return frontier.search(case, card="h100", seconds=1e9, say=None, world=world, **options)
+
+
+def test_more_cards_take_longer_sequences():
+    one, two, eight = (search(x) for x in (1, 2, 8))
+    assert 1.2 * one["n"] < two["n"] < 2 * one["n"] and 3.5 * two["n"] < eight["n"] < 4.5 * two["n"]
+    assert (eight["world"], eight["limiter"], eight["strategy"]) == (8, "memory", "sequence")
+    card = cards.find("h100")
+    assert eight["budget_bytes"] == card.total_bytes - card.context_bytes - card.communicator_bytes
+    assert eight["predicted_bytes"] <= eight["budget_bytes"]
+
+
+def test_the_rank_that_receives_most_decides():
+    """The first and the last of three have a neighbour on one side only."""
+    case = Case(EVERY["grid"], N, **LARGE)
+    assert lone.busiest(case, 3, "sequence") == 1
+    assert lone.busiest(case, 1, "auto") == 0
+    assert search(3, rank=0, limit_n=1 << 20)["rank"] == 0
+
+
+def test_a_sharded_call_is_predicted_and_not_measured():
+    with pytest.raises(ValueError, match="world=2: want 1 for a measurement"):
+        search(2, measure=True)
