@@ -221,9 +221,8 @@ def one_thread():
 @one_thread()
 def curves(rows: pd.DataFrame, bytes_per_second: float, worlds: Iterable[int], first: int) -> pd.DataFrame:
     """`link.modelled` of the longest forward of each kind, strong, and of the shortest, weak, from the rate that one
-    device had there and a link's: rows with `kind`, all of them modelled. `least` is the efficiency where nothing of
-    the exchange is hidden behind the computation. No time is taken for a message to begin."""
-    alone, found = ok(rows[(rows["mode"] == "fwd") & (rows["strategy"] == ONE)]), []
+    device had there and a link's: rows with `kind`, all of them modelled."""
+    alone, found = ok(rows[rows["mode"].eq("fwd") & rows["strategy"].eq(ONE) & rows["kind"].isin(KINDS)]), []
     for kind, group in alone.groupby("kind", sort=False):
         group = group.sort_values("n")
         for scaling_, one in (("strong", group.iloc[-1]), ("weak", group.iloc[0])):
@@ -231,11 +230,8 @@ def curves(rows: pd.DataFrame, bytes_per_second: float, worlds: Iterable[int], f
             make = at(kind, first, dtype=one["dtype"], **sizes)
             some = [x for x in worlds if kind != "block-sparse" or scaling_ == "strong" or n * x <= LONGEST]
             pairs = one["pairs"] / one["median_ms"] * 1000
-            hidden, bare = (
-                link.modelled(make(n), pairs, bytes_per_second, some, at=make, scaling=scaling_, overlap=overlap)
-                for overlap in (True, False)
-            )
-            found.append(hidden.assign(kind=kind, least=bare["efficiency"]))
+            curve = link.modelled(make(n), pairs, bytes_per_second, some, at=make, scaling=scaling_)
+            found.append(curve.assign(kind=kind))
     return pd.concat(found, ignore_index=True)
 
 

@@ -225,7 +225,8 @@ def test_curves_are_modelled_and_say_so():
     fast = link.modelled(case, 1e9, 1e12, (2, 64))
     assert not fast["measured"].any() and fast["speedup"].round(6).tolist() == [2, 64]
     slow = link.modelled(case, 1e12, 1e6, (2, 64))
-    assert (slow["speedup"] < 1).all()
+    assert (slow["speedup"] < 1).all() and (slow["least"] < slow["efficiency"]).all()
+    assert (fast["least"] > 0.99).all()
     weak = link.modelled(case, 1e9, 1e12, (2, 8), scaling="weak", at=lambda n: Case(geometric(n), n, 8, 64, "bfloat16"))
     assert weak["n"].tolist() == [1 << 17, 1 << 19]
     refused = link.modelled(case, 1e9, 1e12, (3,), strategy="heads").iloc[0]
