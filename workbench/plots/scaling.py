@@ -158,7 +158,7 @@ def cards(rows: pd.DataFrame, what: str = "card"):
         ax.grid(False, axis="y")
     axes[0].set(yticks=range(len(names)), yticklabels=[SHORT.get(x, x) for x in names])
     axes[0].invert_yaxis()
-    axes[2].set_xlim(0, max(1.2, 1.2 * largest))
+    axes[2].set(xlim=(0, max(1.2, 1.2 * largest)), xticks=(0, 0.25, 0.5, 0.75, 1))
     axes[2].xaxis.set_major_formatter(PercentFormatter(1))
     patches = [Patch(color=shade, label=f"{what} {card}") for card, shade in enumerate(shades)]
     fig.legend(handles=patches, loc="outside lower center", ncols=world, fontsize=9)
