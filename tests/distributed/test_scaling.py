@@ -225,7 +225,8 @@ def test_curves_are_modelled_and_say_so():
     fast = link.modelled(case, 1e9, 1e12, (2, 64))
     assert not fast["measured"].any() and fast["speedup"].round(6).tolist() == [2, 64]
     slow = link.modelled(case, 1e12, 1e6, (2, 64))
-    assert (slow["speedup"] < 1).all()
+    assert (slow["speedup"] < 1).all() and (slow["least"] < slow["efficiency"]).all()
+    assert (fast["least"] > 0.99).all()
     weak = link.modelled(case, 1e9, 1e12, (2, 8), scaling="weak", at=lambda n: Case(geometric(n), n, 8, 64, "bfloat16"))
     assert weak["n"].tolist() == [1 << 17, 1 << 19]
     refused = link.modelled(case, 1e9, 1e12, (3,), strategy="heads").iloc[0]
@@ -317,3 +318,4 @@ def test_geometric_segments_grow_by_four_until_one_is_all(n, lengths):
     pattern = geometric(n, causal=True)
     assert list(pattern.segment_lengths) == lengths and pattern.causal
     assert list(pattern.dilation_rates) == [2**x for x in range(len(lengths))]
+    assert geometric(n, first=n).segment_lengths == (n,) and geometric(3, first=1).segment_lengths == (1, 3)

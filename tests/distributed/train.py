@@ -6,6 +6,7 @@ import copy
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -131,9 +132,8 @@ def checkpointed(rank, world, parts, lengths, name, strategy):
     for on in (False, True):
         with Traffic() as traffic:
             found.append(train(parts, lengths, name, checkpointed=on, strategy=strategy)[0])
-        names = [call for call, _ in traffic.calls]
-        exchanges.append(names.count("alltoall_base"))
-    return float((found[0] - found[1]).abs().max()), exchanges, names
+        exchanges.append(traffic.calls.count("all-to-all"))
+    return float((found[0] - found[1]).abs().max()), exchanges, traffic.calls
 
 
 def layers_in_checkpoints(net, compile):
@@ -164,7 +164,7 @@ def compiled(rank, world, parts, lengths, name, wrap, backend):
 
 
 def compression(rank, world, parts, lengths):
-    """By dtype that travels: bytes that DDP's all-reduces were given in a step, the number of parameters, and their
+    """By dtype that travels: bytes that DDP's all-reduces sent in a step, the number of parameters, and their
     largest error after the steps."""
     want, found = alone("dilated", torch.float32)[0], {}
     for dtype in (None, torch.bfloat16, torch.float16):
@@ -180,18 +180,43 @@ def compression(rank, world, parts, lengths):
         losses = losses_of(net, *batches[0])
         with Traffic() as traffic:
             losses.mean().backward()
-        found[str(dtype)] = traffic.bytes["allreduce"], got.numel(), float((got - want).abs().max())
+        found[str(dtype)] = traffic.by_collective["all-reduce"], got.numel(), float((got - want).abs().max())
     return found
 
 
 def plan_bytes(rank, world):
-    """(bytes that attention's exchanges were given, bytes of the plan) of a forward and backward."""
+    """(bytes that attention's exchanges sent, data bytes in all, bytes of the plan) of a forward and backward."""
     q, k, v = (torch.randn(2, 16, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     pattern = Dilated([64], [2], causal=True)  # late ranks give less than they get
     with Traffic() as traffic:
         wb.distributed.attention(q, k, v, pattern, strategy="sequence").sum().backward()
     plan = wb.distributed.plan(pattern, Shards.even(64, world), 4, 2)
-    return traffic.bytes["alltoall_base"], int(plan.bytes(4, 8, 2, "fwdbwd")[rank].sum())
+    return traffic.by_collective["all-to-all"], traffic.rows, int(plan.bytes(4, 8, 2, "fwdbwd")[rank].sum())
+
+
+def collectives(rank, world):
+    """(data bytes counted by collective, those of 12 float32 by hand, control bytes, what an unknown one raises), of
+    four ranks; the functional calls are what compiled code has."""
+    x, pair = torch.ones(12), training.mesh(world // 2).get_group("sequence")
+    with Traffic() as traffic:
+        dist.all_reduce(x)
+        dist.broadcast(x, 1)
+        dist.all_gather([torch.empty(12) for _ in range(world)], x)
+        dist.all_gather([torch.empty(1, dtype=torch.int64) for _ in range(world)], torch.ones(1, dtype=torch.int64))
+        dist.reduce_scatter_tensor(torch.empty(3), x)
+        dist.all_to_all_single(torch.empty(12), x)
+        request = dist.isend(x, (rank + 1) % world)
+        dist.recv(torch.empty(12), (rank - 1) % world)
+        request.wait()
+        functional.wait_tensor(functional.all_reduce(x, "sum", pair))
+        functional.wait_tensor(functional.all_gather_tensor(x, 0, pair))
+        functional.wait_tensor(functional.all_to_all_single(x, [6, 6], [6, 6], pair))
+        try:
+            dist.reduce(x, 0)
+        except RuntimeError as error:
+            message = str(error)
+    want = {"all-reduce": 72 + 48, "all-gather": 144 + 48, "reduce-scatter": 36, "all-to-all": 36 + 24, "send": 48}
+    return traffic.by_collective, want, traffic.control, message
 
 
 def copied(rank, world):

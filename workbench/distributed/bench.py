@@ -19,7 +19,7 @@ from torch import Tensor
 from workbench.distributed import strategies
 from workbench.distributed.shards import Shards
 from workbench.distributed.strategies import ONE, Work
-from workbench.distributed.wire import Counted
+from workbench.distributed.traffic import Traffic
 from workbench.patterns import from_spec
 from workbench.probes import memory
 from workbench.probes.case import Case
@@ -107,11 +107,11 @@ def facts(case: dict, strategy: str, checked: bool = True) -> dict:
     with work.context():
         _barrier(case.device)
         extra = _extra(work, world if several and not work.idle else 1)
-        with Counted() as counted:
+        with Traffic() as traffic:
             results = work(out=True)
         _sync(case.device)
         found = {"extra_bytes": extra, "peak_bytes": [extra[0] + work.inputs_bytes, *extra[1:]], "unchecked": why}
-        found |= {"sent_bytes": None if several else counted.rows, "control_bytes": counted.control}
+        found |= {"sent_bytes": None if several else traffic.rows, "control_bytes": traffic.control}
         found |= {"errors": {}, "compared": 0}
         if expected is not None:
             found |= _compare(work, results, expected, world)

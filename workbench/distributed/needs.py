@@ -6,6 +6,7 @@ The rows of a rank are [a, b), its queries those of them that are among the last
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.distributed.combs import Comb
-from workbench.distributed.shards import Rows, Shards, clip
+from workbench.distributed.shards import Rows, Shards
 from workbench.patterns import BlockSparse, Dilated, Neighborhood
 
 
@@ -63,11 +64,11 @@ class DilatedNeeds:
         group = heads // max(1, key_heads)
         table = pattern._offsets(heads).view(key_heads, group, len(self.branches)) if heads else None
         self.offsets = [
-            [sorted({o for o in table[g, :, b].tolist() if o >= 0}) for b in range(len(self.branches))]
+            tuple(tuple(sorted({o for o in table[g, :, b].tolist() if o >= 0})) for b in range(len(self.branches)))
             for g in range(key_heads)
         ]
         self._combs: dict[frozenset, Comb] = {}
-        self._below: dict[tuple, np.ndarray] = {}
+        self._kept_by: dict[tuple, tuple[Comb | None, ...]] = {}
 
     def zones(self, own: range) -> list[Zone]:
         """Ascending and disjoint; beside the shard on the left, and where it is not causal on the right."""
@@ -93,16 +94,30 @@ class DilatedNeeds:
         return found
 
     def _kept(self, active) -> tuple[Comb | None, ...]:
-        combs = []
-        for offsets in self.offsets:
-            teeth = set()
-            for b, start, queries in active:
-                r = self.branches[b][1]
-                kept = (range(start + o, queries.stop, r) for o in offsets[b])
-                teeth |= {(x.start % r, r) for x in kept if clip(x, queries.start, queries.stop)}
-            key = frozenset(teeth)
-            combs.append(self._combs.setdefault(key, Comb(key)) if key else None)
-        return tuple(combs)
+        """By key head. Only residues count, so that many ranks have the same."""
+        key = []
+        for b, start, queries in active:
+            r = self.branches[b][1]
+            here = (0, r) if len(queries) >= r else ((queries.start - start) % r, len(queries))
+            key.append((b, start % r, *here))
+        key = tuple(key)
+        if key not in self._kept_by:
+            by_offsets = {offsets: self._comb(key, offsets) for offsets in set(self.offsets)}
+            self._kept_by[key] = tuple(by_offsets[offsets] for offsets in self.offsets)
+        return self._kept_by[key]
+
+    def _comb(self, active, offsets) -> Comb | None:
+        """active: (branch, its segment's start mod r, where in it the queries begin mod r, how many there are)."""
+        teeth = set()
+        for b, start, first, count in active:
+            r = self.branches[b][1]
+            teeth |= {((start + o) % r, r) for o in offsets[b] if (o - first) % r < count}
+        if not teeth:
+            return None
+        teeth = frozenset(teeth)
+        if teeth not in self._combs:
+            self._combs[teeth] = Comb(teeth)
+        return self._combs[teeth]
 
     def needs(self, own: range) -> list[Need]:
         zones = self.zones(own)
@@ -116,19 +131,29 @@ class DilatedNeeds:
         return _need(map(tuple, classes.values()), rows)
 
     def units(self, shards: Shards) -> Tensor:
-        """int64 (world, world): (row, key head) pairs that rank [p, .] needs of rank [., s], in closed form."""
-        total, bounds = np.zeros((shards.world, shards.world), dtype=np.int64), np.array(shards.starts)
+        """int64 (world, world): (row, key head) pairs that rank [p, .] needs of rank [., s], in closed form.
+
+        A zone's rows of each rank are counted once for all ranks that need them, and then taken in part at its ends.
+        """
+        total, bounds = np.zeros((shards.world, shards.world), dtype=np.int64), shards.bounds.numpy()
+        alike: dict[tuple, list[tuple[int, int, int]]] = {}
         for p in range(shards.world):
             for z in self.zones(shards[p]):
-                if not any(z.combs):
-                    continue
-                ranks = shards.owners(z.start, z.stop)
-                if z.combs not in self._below:
-                    self._below[z.combs] = sum(comb.below(bounds) for comb in z.combs if comb)
-                below = self._below[z.combs][ranks.start : ranks.stop + 1].copy()
-                ends = np.array([z.start, z.stop])
-                below[0], below[-1] = sum(comb.below(ends) for comb in z.combs if comb)
-                total[p, ranks.start : ranks.stop] += np.diff(below)
+                alike.setdefault(z.combs, []).append((p, z.start, z.stop))
+        for combs, zones in alike.items():
+            combs = Counter(comb for comb in combs if comb)
+            if not combs:
+                continue
+            p, start, stop = np.array(zones).T
+            below, before, upto = (
+                sum(times * comb.below(x) for comb, times in combs.items()) for x in (bounds, start, stop)
+            )
+            first, last = np.searchsorted(bounds, start, "right") - 1, np.searchsorted(bounds, stop)
+            each = np.diff(below)
+            for row, a, b in zip(p.tolist(), first.tolist(), last.tolist(), strict=True):
+                total[row, a:b] += each[a:b]
+            np.subtract.at(total, (p, first), before - below[first])
+            np.subtract.at(total, (p, last - 1), below[last] - upto)
         return torch.from_numpy(total)
 
 

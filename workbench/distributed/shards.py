@@ -39,6 +39,11 @@ class Shards:
         """Where each shard begins, and where the last one ends."""
         return (0, *itertools.accumulate(self.lengths))
 
+    @cached_property
+    def bounds(self) -> Tensor:
+        """`starts` as int64 (world + 1,)."""
+        return torch.tensor(self.starts)
+
     @property
     def world(self) -> int:
         return len(self.lengths)
@@ -89,7 +94,7 @@ class Rows:
 
     def counts(self, shards: Shards) -> Tensor:
         """int64 (world,): how many each rank holds."""
-        bounds = torch.tensor(shards.starts)
+        bounds = shards.bounds
         total = torch.zeros_like(bounds)
         for x in self.pieces:
             if isinstance(x, range):

@@ -39,6 +39,7 @@ from workbench.probes.case import Case, imported
 ONE = "one device"
 OURS = ("sequence", "heads")
 STRATEGIES = (ONE, "data parallel", "distributed data parallel", *OURS, "context parallel")
+SHORT = {"data parallel": "DataParallel", "distributed data parallel": "DDP"}  # names that users know them by
 CHUNK = 4096  # rows that are drawn at once
 TENSORS = ("q", "k", "v", "upstream")
 

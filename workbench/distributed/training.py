@@ -111,7 +111,7 @@ def demo(steps: int = 40, n: int = 512, data: int = 1, compressed: bool = False)
         torchrun --nproc_per_node 2 -m workbench.distributed.worker workbench.distributed.training:demo '{"steps": 20}'
 
     n: positions; data: how many parts the 8 sequences of a step are cut into; compressed: gradients in bfloat16.
-    Returns the loss by step, which does not depend on the ranks, and what this rank gave to a step's collectives.
+    Returns the loss by step, which does not depend on the ranks, and what this rank sent in a step.
     """
     ranks = mesh(data)
     torch.manual_seed(0)  # the same weights and sequences everywhere
@@ -136,4 +136,4 @@ def demo(steps: int = 40, n: int = 512, data: int = 1, compressed: bool = False)
         total = loss.detach() / dist.get_world_size()
         dist.all_reduce(total)
         losses.append(float(total))
-    return {"losses": losses, "bytes": traffic.bytes}
+    return {"losses": losses, "bytes": traffic.by_collective}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -131,13 +132,15 @@ def serve(out: int, who: dict, backend: str | None) -> None:
     jobs = os.fdopen(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     _say_or_leave(out, who, lambda: join(backend))
-    for line in jobs:
+    for number, line in enumerate(jobs):
         job = json.loads(line)
         sys.path[:] = job["path"]
         if "arguments" in job:
             _say_or_leave(out, who, lambda job=job: call(job["function"], job["arguments"]))
         else:
             _say_or_leave(out, who, lambda job=job: _why_not(job["function"]))
+            if number == 0:
+                gc.freeze()  # modules stay: without this each collection in a job walks all of torch's
 
 
 def _why_not(function: str) -> str | None:

@@ -18,10 +18,10 @@ PAPER = (2048, 4096, 8192, 16384, 32768)
 NAMES = {(PAPER, (1, 2, 4, 6, 12)): "longnet-paper", (PAPER, (1, 2, 4, 8, 16)): "longnet-pow2"}
 
 
-def geometric(n: int, causal: bool = False) -> Dilated:
-    """LongNet's dilated attention for n positions, each branch as much work as the next: segments of 4096, four times
-    as long each time, dilated twice as much, until one is all n."""
-    lengths, rates = [4096], [1]
+def geometric(n: int, causal: bool = False, first: int = 4096) -> Dilated:
+    """LongNet's dilated attention for n positions, each branch as much work as the next: segments of `first`, four
+    times as long each time, dilated twice as much, until one is all n."""
+    lengths, rates = [first], [1]
     while lengths[-1] < n:
         lengths, rates = [*lengths, 4 * lengths[-1]], [*rates, 2 * rates[-1]]
     return Dilated([*lengths[:-1], max(1, n)], rates, causal)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-__all__ = ["exactness", "frontier", "orderings", "patterns", "speed", "style"]
+__all__ = ["distributed", "exactness", "frontier", "orderings", "patterns", "scaling", "speed", "style"]
 
 
 def __getattr__(name: str):

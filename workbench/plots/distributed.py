@@ -1,4 +1,7 @@
-"""Pictures of plans: who sends how much to whom, and how evenly the work lies on the ranks."""
+"""Pictures of plans: who sends how much to whom, how evenly the work lies, and what an order of cells does to both.
+
+Each function draws from plans, orderings or a DataFrame alone and returns a Figure with its alternative text.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,16 @@ from collections.abc import Mapping
 
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.colors import LogNorm
-from matplotlib.ticker import EngFormatter, MaxNLocator
+import pandas as pd
+from matplotlib.colors import LogNorm, to_rgb
+from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator
 
-from workbench.plots import style
+from workbench.distributed import Plan, Shards
+from workbench.patterns import Neighborhood
+from workbench.plots import orderings, style
 from workbench.plots.patterns import family_color
+from workbench.plots.scaling import rank_ticks
 
 CELLS = 128  # ranks that are told apart: more are summed in groups
 
@@ -54,7 +62,9 @@ def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64, 
         below.set(xlabel=f"rank (max / mean {plan.balance:.2f})", ylabel="pairs / mean", xlim=ends, ylim=(0, None))
         told.append(f"{name} on {plan.world} ranks moves {total:,} bytes, balance {plan.balance:.2f}")
     if norm is not None:
-        fig.colorbar(image, ax=list(axes[0]), format=EngFormatter("B"), label="bytes", shrink=0.8)
+        ticks = {"ticks": LogLocator(subs=(1, 2, 5)), "format": EngFormatter("B")}
+        bar = fig.colorbar(image, ax=list(axes[0]), label="from one rank to another", shrink=0.8, **ticks)
+        bar.ax.minorticks_off()
     return style.finish(fig, f"Bytes between ranks and pairs a rank. {'; '.join(told)}.")
 
 
@@ -63,3 +73,59 @@ def grouped(sent: np.ndarray) -> np.ndarray:
     each = -(-len(sent) // CELLS)
     edges = np.arange(0, len(sent), each)
     return np.add.reduceat(np.add.reduceat(sent, edges, 0), edges, 1)
+
+
+def borders(rows: pd.DataFrame):
+    """What a forward of a 2-D neighborhood moves against the number of ranks, by the order of its cells, and the rows
+    that a rank gets over those that it holds; rows: of `multicard.borders`."""
+    style.use()
+    fig, axes = plt.subplots(1, 2, figsize=(9.6, 3.9))
+    for ax, column in zip(axes, ("bytes", "halo"), strict=True):
+        for name, line in rows.groupby("order", sort=False):
+            look = {"color": orderings.color(name), "marker": orderings.MARKERS.get(name, "o"), "ms": 5}
+            ax.plot(line["world"], line[column], label=orderings.label(name), **look)
+        ax.set(xscale="log", yscale="log", xlabel="ranks")
+        rank_ticks(ax, rows["world"])
+    axes[0].set_title("moved, all ranks together")
+    axes[0].yaxis.set_major_formatter(EngFormatter("B"))
+    axes[1].axhline(1, color="#666666", lw=0.8)
+    axes[1].set_title("rows that a rank gets, over those it holds")
+    axes[1].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes[0].legend(loc="best")
+    last = rows[rows["world"] == rows["world"].max()]
+    words = "; ".join(f"{orderings.label(r.order)} {r.bytes:,} bytes, {r.halo:.2f} times what is held"
+                      for r in last.itertuples())  # fmt: skip
+    return style.finish(fig, f"Bytes moved by the order of the cells. On {last['world'].iloc[0]:,} ranks: {words}.")
+
+
+def shards(orders, world: int, radius: int, rank: int | None = None):
+    """A panel an ordering of a 2-D grid: whose cells are whose, one rank's in full colour, and the cells that it gets.
+
+    orders: of `workbench.orderings`, of one shape; rank: by default the one in the middle.
+    """
+    style.use()
+    rank = world // 2 if rank is None else rank
+    fig, axes = plt.subplots(1, len(orders), figsize=(3.3 * len(orders) + 0.3, 3.9), squeeze=False)
+    words = []
+    for ax, order in zip(axes[0], orders, strict=True):
+        place = order.rank.reshape(order.shape).numpy()
+        parts = Shards.even(place.size, world)
+        owner = np.searchsorted(parts.bounds.numpy(), place, "right") - 1
+        need = Plan(Neighborhood(order.shape, radius, order), parts, 1, 1, place.size).needs(rank)
+        got = np.isin(place, np.concatenate([np.zeros(0, int), *(x.rows.positions.numpy() for x in need)]))
+        shown = np.where(owner % 2, 0.93, 0.98)[..., None] * np.ones(3)
+        shown[got], shown[owner == rank] = to_rgb(style.COLORS["accent"]), to_rgb(orderings.color(order.name))
+        ax.imshow(shown, interpolation="nearest")
+        for axis in (0, 1):  # borders between ranks
+            where = np.argwhere(np.diff(owner, axis=axis) != 0)
+            y, x = where[:, 0] + (0.5 if axis == 0 else 0), where[:, 1] + (0.5 if axis == 1 else 0)
+            lines = (ax.hlines, ax.vlines)[axis]
+            one, other = ((y, x), (x, y))[axis]
+            lines(one, other - 0.5, other + 0.5, color="#b5b5b5", lw=0.5)
+        ax.set(title=f"{orderings.label(order.name)}: gets {got.sum():,}\nfor {(owner == rank).sum():,} of its own",
+               xticks=[], yticks=[])  # fmt: skip
+        ax.grid(False)
+        words.append(f"{orderings.label(order.name)} {got.sum():,} cells for {(owner == rank).sum():,} of its own")
+    patches = [Patch(color=style.COLORS["accent"], label=f"cells of others that rank {rank} needs, radius {radius}")]
+    fig.legend(handles=patches, loc="outside lower center", fontsize=9)
+    return style.finish(fig, f"Shards of a grid on {world} ranks. Rank {rank} gets: {'; '.join(words)}.")

@@ -106,12 +106,12 @@ def against_dense(rows: pd.DataFrame):
                                     strict=False):  # fmt: skip
             some = chosen["n"] == n
             y = [places[name] for name, keep in zip(names, some, strict=True) if keep]
-            label = f"N = {_tokens(n)}"
+            label = f"N = {tokens(n)}"
             ax.scatter(chosen["of_dense"][some], y, marker=marker, s=60, color=color, label=label, zorder=3)
         ax.axvline(1, color="black", linewidth=1)
         ax.set(yticks=list(places.values()), yticklabels=list(places), xlim=(0, 1.15), title=MODES[mode])
         ax.set_xlabel("rate over attended pairs / dense cuDNN's at 16K")
-        words += [f"{_sizes(r)}, {MODES[mode]}, N = {_tokens(r.n)}: {r.of_dense:.2f}" for r in chosen.itertuples()]
+        words += [f"{_sizes(r)}, {MODES[mode]}, N = {tokens(r.n)}: {r.of_dense:.2f}" for r in chosen.itertuples()]
     axes[0, 0].legend(loc="lower left")
     return style.finish(fig, "Rate over attended pairs against dense attention's: " + "; ".join(words) + ".")
 
@@ -137,7 +137,7 @@ def times_faster(rows: pd.DataFrame):
         ax.axhline(ideal, color=style.COLORS["muted"], linestyle="--")
         ax.annotate(f"pairs alone: {ideal:.1f}x", (0.5, ideal), xycoords=("axes fraction", "data"), ha="center",
                     xytext=(0, 3), textcoords="offset points", fontsize=8, color="#555555")  # fmt: skip
-        n = _tokens(group["n"].iloc[0])
+        n = tokens(group["n"].iloc[0])
         ax.set_title(f"{group['pattern'].iloc[0]}, N = {n}\n{MODES[group['mode'].iloc[0]]}", fontsize=10)
         ax.set_ylim(0, 1.18 * max(ideal, group["speedup_high"].max()))
         ax.tick_params(axis="x", labelsize=9)
@@ -158,7 +158,7 @@ def beside_peers(rows: pd.DataFrame, ceiling: float | None = None):
         bars = ax.bar(group["label"].str.replace(" ", "\n"), group["tflops"], color=shade)
         ax.bar_label(bars, fmt="%.0f", padding=2)
         n = group["n"].max()
-        ax.set_title(f"N = {_tokens(n)}\n{MODES[group['mode'].iloc[0]]}", fontsize=10)
+        ax.set_title(f"N = {tokens(n)}\n{MODES[group['mode'].iloc[0]]}", fontsize=10)
         ax.tick_params(axis="x", labelsize=8)
         if ceiling:
             ax.axhline(ceiling, color="#444444", linewidth=1.2, linestyle=(0, (6, 3)))
@@ -198,7 +198,7 @@ def _panels(rows, recorded, draw, ylabel):
                 draw(ax, line.sort_values("n"), pale)
         ax.set(xscale="log", yscale="log", xlabel="N (tokens)", title=MODES[mode])
         ax.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
-        ax.xaxis.set_major_formatter(FuncFormatter(_tokens))
+        ax.xaxis.set_major_formatter(FuncFormatter(tokens))
         ax.xaxis.set_minor_formatter(NullFormatter())
         ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
     axes[0, 0].set_ylabel(ylabel)
@@ -231,7 +231,7 @@ def _device(rows) -> str:
     return next((word for word in name.split() if word[:1] in "HABLGT" and any(c.isdigit() for c in word)), name)
 
 
-def _tokens(n, _=None) -> str:
+def tokens(n, _=None) -> str:
     for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
         if n >= size and n % size == 0:
             return f"{n / size:g}{unit}"

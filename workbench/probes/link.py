@@ -54,14 +54,15 @@ def measure(
 
 def modelled(
     case: Case, pairs_per_second: float, bytes_per_second: float, worlds: Iterable[int] = WORLDS, *,
-    at: Lengths | None = None, strategy: str = "sequence", scaling: str = "strong", overlap: bool = True,
+    at: Lengths | None = None, strategy: str = "sequence", scaling: str = "strong",
 ) -> pd.DataFrame:  # fmt: skip
     """Predicted forwards on many ranks, from rates that were measured: a row a world, `measured` False.
 
     scaling: "strong", the case's N on all ranks together, or "weak", its N for each of them; at: the case at any N,
     where its pattern depends on that. pairs_per_second: what one card computes; bytes_per_second: what it sends.
-    A row: world, n, seconds (see `Plan.seconds`, which overlap is for), speedup over one card at the same N and
-    efficiency, that over the ranks; bytes_per_rank (the most that one sends) and balance (pairs, max over mean).
+    A row: world, n, seconds (see `Plan.seconds`) with the exchange hidden behind the computation, speedup over one card
+    at the same N and efficiency, that over the ranks; least, the efficiency with nothing of the exchange hidden;
+    bytes_per_rank (the most that one sends) and balance (pairs, max over mean). A message begins in no time.
     """
     if scaling not in ("strong", "weak") or strategy not in ways.OURS:
         raise ValueError(f"scaling={scaling!r}, strategy={strategy!r}: want 'strong' or 'weak', 'sequence' or 'heads'")
@@ -73,9 +74,14 @@ def modelled(
         row |= {"mode": "fwd", "status": outcome.status, "error": outcome.error, "measured": False}
         if outcome.status == "ok":
             plan, sizes = outcome.result, (one.dtype.itemsize, one.head_dim, one.batch)
-            seconds = plan.seconds(pairs_per_second, bytes_per_second, *sizes, overlap=overlap)
+            seconds, most = (plan.seconds(pairs_per_second, bytes_per_second, *sizes, overlap=x) for x in (True, False))
             alone = one.batch * float(sum(plan.pairs)) / pairs_per_second
-            row |= {"seconds": seconds, "speedup": alone / seconds, "efficiency": alone / seconds / world}
+            row |= {
+                "seconds": seconds,
+                "speedup": alone / seconds,
+                "efficiency": alone / seconds / world,
+                "least": alone / most / world,
+            }
             row |= {"bytes_per_rank": int(plan.bytes(*sizes).sum(1).max()), "balance": plan.balance}
         rows.append(row)
     return pd.DataFrame(rows)

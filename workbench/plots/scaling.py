@@ -1,0 +1,222 @@
+"""Pictures of several cards: what each way of using them gives, what each card does meanwhile, and what many would do.
+
+Each function draws from DataFrames alone (see `workbench.multicard` for the columns) and returns a Figure with its
+alternative text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+
+from workbench.distributed.strategies import ONE, SHORT
+from workbench.machine import short_name
+from workbench.plots import style
+from workbench.plots.patterns import family_color
+from workbench.plots.speed import tokens
+from workbench.probes.timing import AA
+
+MODES = {"fwd": "forward", "fwdbwd": "forward + backward"}
+# Paul Tol's medium-contrast scheme: colour-blind safe, and apart from the colours of patterns and of orderings.
+COLORS = {
+    "sequence": "#004488", "heads": "#6699CC", "context parallel": "#997700", "data parallel": "#994455",
+    "distributed data parallel": "#EE99AA", ONE: "#000000",
+}  # fmt: skip
+MARKS = {"sequence": "o", "heads": "s", "context parallel": "D", "data parallel": "X", "distributed data parallel": "P"}
+SCALINGS = {"strong": "strong: the same N on all ranks together", "weak": "weak: as many positions on each rank"}
+
+
+def speedups(rows: pd.DataFrame, recorded: pd.DataFrame | None = None, most: Callable[[int], int] | None = None):
+    """A panel a pattern (column) and number of ranks (row): times faster than one device at the same N, with intervals.
+
+    rows, recorded: of `multicard.ok`; the recorded, another machine's, are drawn pale and hollow, with its name.
+    most: ranks -> the speed-up that this machine allows, drawn where it is less than the ranks.
+    """
+    style.use()
+    panels = list(dict.fromkeys(zip(rows["kind"], rows["mode"], strict=True)))
+    worlds = sorted(set(rows["nproc"]))
+    names = [x for x in COLORS if x != ONE and x in set(rows["strategy"])]
+    names += sorted({*rows["strategy"]} - {*names, ONE, AA})
+    size = (1 + 2.9 * len(panels), 1.2 + 2.6 * len(worlds))
+    fig, axes = plt.subplots(len(worlds), len(panels), figsize=size, squeeze=False, sharey="row", sharex="col")
+    words, handles = [], {}
+    frames = [x for x in (recorded, rows) if x is not None and len(x)]
+    for place, (kind, mode) in enumerate(panels):
+        lengths = sorted({int(n) for x in frames for n in x[(x["kind"] == kind) & (x["mode"] == mode)]["n"]})
+        for ax, world in zip(axes[:, place], worlds, strict=True):
+            every = [_of(x, kind, mode, world) for x in frames]
+            _ideal(ax, world, most and most(world), labelled=place == 0)
+            for some in every:
+                pale = some is not every[-1]
+                handles |= _lines(ax, some, names, lengths, pale)
+                noise = some[some["strategy"] == AA]
+                if len(noise) and not pale:
+                    low, high = noise["speedup_low"].min(), noise["speedup_high"].max()
+                    band = ax.axhspan(low, high, color="#777777", alpha=0.22, lw=0, zorder=0)
+                    handles["one device against itself"] = band
+            ax.set(xscale="log", ylim=(0, max(1.2 * world, 1.1 * every[-1]["speedup"].max())))
+        _lengths(ax, lengths)
+        ax.set_xlabel("N")
+        axes[0, place].set_title(f"{kind}, {MODES[mode]}")
+        for world in worlds:
+            every = _of(rows, kind, mode, world)
+            last = every[every["n"] == every["n"].max()]
+            words += [f"{kind}, {MODES[mode]}, N = {r.n:,}, {world} ranks, {r.strategy}: {r.speedup:.2f}"
+                      for r in last.itertuples() if r.strategy in names]  # fmt: skip
+    for ax, world in zip(axes[:, 0], worlds, strict=True):
+        ax.set_ylabel(f"{world} ranks:\ntimes faster than one device")
+    fig.legend(handles.values(), handles, loc="outside lower center", ncols=min(3, len(handles)), fontsize=9)
+    return style.finish(fig, f"Speed-up over one device at the same N. At the longest: {'; '.join(words)}.")
+
+
+def _of(rows: pd.DataFrame, kind: str, mode: str, world: int) -> pd.DataFrame:
+    return rows[(rows["kind"] == kind) & (rows["mode"] == mode) & (rows["nproc"] == world)].sort_values("n")
+
+
+def _ideal(ax, world: int, most: int | None, labelled: bool) -> None:
+    ax.axhline(1, color="black", lw=0.8, zorder=1)
+    ax.axhline(world, color="#444444", lw=1.2, ls=(0, (6, 3)), zorder=1)
+    notes = {world: "ideal"}
+    if most is not None and 1 < most < world:
+        ax.axhline(most, color=style.COLORS["accent"], lw=1.2, ls=(0, (6, 3)), zorder=1)
+        notes[most] = "what this machine allows"
+    for y, note in notes.items() if labelled else ():
+        ax.annotate(note, (0.02, y), xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points",
+                    fontsize=8, color="#444444")  # fmt: skip
+
+
+def _lines(ax, rows: pd.DataFrame, names: list[str], lengths: list[int], pale: bool) -> dict:
+    """Each strategy's points, side by side where they have the same N; returns what the legend shows."""
+    span, found = max(lengths) / min(lengths) if len(lengths) > 1 else 2, {}
+    for x, name in enumerate(names):
+        some = rows[rows["strategy"] == name]
+        if some.empty:
+            continue
+        place = some["n"] * span ** (0.035 * (x - (len(names) - 1) / 2))
+        ends = some["speedup"] - some["speedup_low"], some["speedup_high"] - some["speedup"]
+        color = COLORS.get(name, "#555555")
+        look = {"color": color, "marker": MARKS.get(name, "v"), "ms": 6, "lw": 1, "alpha": 0.55 if pale else 1}
+        look |= {"markerfacecolor": "white"} if pale else {}
+        device = f" · {short_name(str(some['run_device'].iloc[0])).upper()}" if pale else ""
+        ax.errorbar(place, some["speedup"], yerr=ends, elinewidth=1.5, capsize=2, **look)
+        found[SHORT.get(name, name) + device] = Line2D([], [], **look)
+    return found
+
+
+def _lengths(ax, lengths: list[int]) -> None:
+    """Ticks at the lengths that were measured, those that have room for a label."""
+    low, high = min(lengths), max(lengths)
+    room, kept = max(1.25, (high / low) ** 0.2), []
+    for n in lengths:
+        if not kept or n >= kept[-1] * room:
+            kept.append(n)
+    edge = max(1.4, (high / low) ** 0.12)
+    ax.set_xlim(low / edge, high * edge)
+    ax.set_xticks(kept, minor=False)
+    ax.xaxis.set_major_formatter(FuncFormatter(tokens))
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.tick_params(axis="x", which="minor", bottom=False)
+
+
+def cards(rows: pd.DataFrame, what: str = "card"):
+    """For each strategy what every card holds at its peak, sends, and how much of the time it computes: a bar a card.
+
+    rows: of `multicard.ok`, of one case and one number of ranks. what: a word for what has the bars.
+    """
+    style.use()
+    order = [*COLORS, *sorted({*rows["strategy"]} - {*COLORS})]
+    rows = rows[rows["strategy"] != AA].set_index("strategy")
+    names = [x for x in order if x in rows.index]
+    world = int(rows["nproc"].iloc[0])
+    shades = sns.color_palette(style.SEQUENTIAL, world + 1)[1:]
+    panels = {"peak_by_card": ("at the peak (MiB)", 2**20), "sent_bytes": ("sent (MiB)", 2**20),
+              "busy": ("computing, of the time", 1)}  # fmt: skip
+    high = 0.8 / world
+    fig, axes = plt.subplots(1, 3, figsize=(10, 1.5 + len(names) * (0.3 + 0.13 * world)), sharey=True)
+    words = []
+    for ax, (column, (label, unit)) in zip(axes, panels.items(), strict=True):
+        largest = 0
+        for y, name in enumerate(names):
+            values = rows[column][name]
+            if not isinstance(values, list):
+                ax.text(0, y, "  not counted", va="center", fontsize=8, color="#777777")
+                continue
+            values = [x / unit if x is not None else np.nan for x in values + [0] * (world - len(values))]
+            places = [y + high * (card - (world - 1) / 2) for card in range(world)]
+            bars = ax.barh(places, values, high, color=shades, lw=0)
+            ax.bar_label(bars, [_told(x, column) for x in values], padding=2, fontsize=8)
+            largest = max(largest, *np.nan_to_num(values))
+            words.append(f"{name}, {label}: {', '.join(_told(x, column) for x in values)}")
+        ax.set(xlabel=label, xlim=(0, 1.25 * largest or 1))
+        ax.grid(False, axis="y")
+    axes[0].set(yticks=range(len(names)), yticklabels=[SHORT.get(x, x) for x in names])
+    axes[0].invert_yaxis()
+    axes[2].set(xlim=(0, max(1.2, 1.2 * largest)), xticks=(0, 0.25, 0.5, 0.75, 1))
+    axes[2].xaxis.set_major_formatter(PercentFormatter(1))
+    patches = [Patch(color=shade, label=f"{what} {card}") for card, shade in enumerate(shades)]
+    fig.legend(handles=patches, loc="outside lower center", ncols=world, fontsize=9)
+    first = rows.iloc[0]
+    axes[0].set_title(f"{first['kind']}, {MODES[first['mode']]}, N = {int(first['n']):,}")
+    return style.finish(fig, f"By {what}, {first['kind']}, N = {int(first['n']):,}. {'; '.join(words)}.")
+
+
+def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
+    """What a rank is worth of one device against the number of ranks: bands are modelled, markers were measured.
+
+    modelled: of `multicard.curves`, drawn from all of the exchange behind the computation (a line) down to none of it;
+    measured: of `multicard.efficiency`.
+    """
+    style.use()
+    fig, axes = plt.subplots(1, 2, figsize=(9.6, 4.4), sharey=True)
+    handles, words = {}, []
+    for ax, (scaling, title) in zip(axes, SCALINGS.items(), strict=True):
+        for shift, (kind, line) in enumerate(modelled[modelled["scaling"] == scaling].groupby("kind", sort=False)):
+            line, color = line[line["status"] == "ok"].sort_values("world"), _kind_color(line)
+            ax.plot(line["world"], line["efficiency"], ls="--", lw=1.6, color=color)
+            ax.fill_between(line["world"], line["least"], line["efficiency"], color=color, alpha=0.15, lw=0)
+            handles[f"{kind}, modelled"] = Line2D([], [], ls="--", lw=1.6, color=color)
+            words += [f"{kind}, {scaling}, {r.world} ranks: {r.least:.0%} to {r.efficiency:.0%} modelled"
+                      for r in line.tail(1).itertuples()]  # fmt: skip
+            if measured is None:
+                continue
+            points = measured[(measured["kind"] == kind) & (measured["scaling"] == scaling)]
+            for world, some in points.groupby("world"):
+                place = [world * 1.09 ** (x + shift) for x in range(len(some))]  # beside those of other patterns
+                ends = some["efficiency"] - some["low"], some["high"] - some["efficiency"]
+                ax.errorbar(place, some["efficiency"], yerr=ends, fmt="o", ms=6, capsize=2, color=color)
+                handles[f"{kind}, measured here"] = Line2D([], [], ls="", marker="o", color=color)
+                words += [f"{kind}, {scaling}, {world} ranks: {x:.0%} measured" for x in some["efficiency"]]
+        ax.axhline(1, color="#444444", lw=1.2, ls=(0, (6, 3)))
+        ax.set(xscale="log", title=title, xlabel="ranks", ylim=(0, 1.15))
+        ax.title.set_fontsize(10)
+        rank_ticks(ax, modelled["world"])
+    axes[0].set_ylabel("speed-up over the number of ranks")
+    axes[0].yaxis.set_major_formatter(PercentFormatter(1))
+    order = sorted(handles, key=lambda x: ("measured" in x, list(handles).index(x)))
+    fig.legend([handles[x] for x in order], order, loc="outside lower center", ncols=3, fontsize=9)
+    return style.finish(fig, f"Speed-up over the number of ranks. {'; '.join(words)}.")
+
+
+def _kind_color(rows: pd.DataFrame) -> str:
+    return family_color(rows["pattern_spec"].iloc[0]["pattern"])
+
+
+def rank_ticks(ax, worlds) -> None:
+    """Powers of two, as many as have room."""
+    powers = [1 << x for x in range(int(max(worlds)).bit_length()) if min(worlds) <= 1 << x]
+    ax.set_xticks(powers[:: -(-len(powers) // 7)], minor=False)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.tick_params(axis="x", which="minor", bottom=False)
+
+
+def _told(x: float, column: str) -> str:
+    """A number beside a bar."""
+    return "?" if np.isnan(x) else f"{x:.0%}" if column == "busy" else style.number(round(x, 2))
