@@ -9,14 +9,15 @@ import sys
 
 import torch
 
-from workbench import machine, requirements
+from workbench import machine, orderings, requirements
 from workbench.dispatch import BACKENDS, DTYPES
-from workbench.patterns import BlockSparse, Dilated, layouts
+from workbench.patterns import BlockSparse, Dilated, Neighborhood, layouts
 from workbench.probes import error
 
 CASES = {
     "dilated": (Dilated([64, 256], [1, 2], causal=True), 300),
     "block-sparse": (BlockSparse(layouts.local(0) | layouts.global_(1), block_size=128, causal=True), 500),
+    "neighborhood": (Neighborhood((16, 20), 2, orderings.hilbert((16, 20))), 320),
 }
 MODES = {"fwd": "forward", "fwdbwd": "backward"}
 

@@ -71,6 +71,13 @@ def test_the_lists_of_a_million_tokens_are_small():
     assert suite.BLOCK_MASK in set(table["group"])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA card")
+def test_without_a_card_nothing_is_recorded(tmp_path):
+    with pytest.raises(RuntimeError, match="torch finds none here"):
+        suite.run(folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 def test_a_group_is_measured_and_recorded(tmp_path):

@@ -37,7 +37,10 @@ def run(only: Iterable[str] = (), *, profile="gpu", samples=9, seconds=8.0, fold
     """Measure the groups whose name begins with one of `only` (default: all) on this CUDA card; their rows.
 
     seconds: about what a group may take. An alternative that cannot run is a row with its status.
+    RuntimeError without a CUDA card: notebook 05 measures what a CPU can do.
     """
+    if not torch.cuda.is_available():
+        raise RuntimeError("the suite is of a CUDA card, and torch finds none here; notebook 05 measures a CPU, too")
     recorder, rows = records.start("timing", profile, folder), []
     for name, make in groups().items():
         if only and not name.startswith(tuple(only)):
