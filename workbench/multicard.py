@@ -75,8 +75,8 @@ def most(world: int) -> int:
 
 def sweep(chosen: Mapping[str, Case], worlds: Iterable[int], strategies=STRATEGIES, **options) -> pd.DataFrame:
     """`scaling.sweep` on each number of ranks: its rows, with `kind` (see `kinds`)."""
-    frames = [scaling.sweep(chosen, nproc, strategies, say=None, **options) for nproc in worlds]
-    return kinds(pd.concat([x.dropna(axis=1, how="all") for x in frames], ignore_index=True))
+    frames = (scaling.sweep(chosen, nproc, strategies, say=None, **options) for nproc in worlds)
+    return kinds(pd.DataFrame([row for frame in frames for row in frame.to_dict("records")]))
 
 
 def kinds(rows: pd.DataFrame) -> pd.DataFrame:
