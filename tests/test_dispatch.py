@@ -2,6 +2,8 @@
 
 import math
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -393,3 +395,14 @@ def test_auto_goes_on_with_torch_where_flex_cannot_compile_and_says_so(monkeypat
     assert torch.allclose(out, reference(q, k, v, pattern)[0].float(), atol=1e-6)
     with pytest.raises(ValueError, match="cannot compile this"):
         attention(q, k, v, pattern, backend="flex")
+
+
+def test_the_package_leaves_the_compiler_alone():
+    """Importing torch._dynamo takes two seconds, of every process."""
+    code = "import sys, workbench; workbench.attention; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_which_kernels_are_allowed_is_a_constant_where_it_is_compiled():
+    asked = torch.compile(lambda x: x + len(dispatch.kernels_right_past_2_31()), backend="eager", fullgraph=True)
+    assert asked(torch.zeros(())) == len(dispatch.kernels_right_past_2_31())

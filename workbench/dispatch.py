@@ -134,12 +134,15 @@ def right_past_2_31():
     return sdpa_kernel([getattr(SDPBackend, name) for name in allowed], set_priority=True)
 
 
-@torch.compiler.assume_constant_result
 def kernels_right_past_2_31() -> tuple[str, ...]:
     """Those kernels of torch's attention, in order of preference, that are not switched off."""
     cuda = torch.backends.cuda
     switches = {"EFFICIENT_ATTENTION": cuda.mem_efficient_sdp_enabled, "MATH": cuda.math_sdp_enabled}
     return tuple(name for name, enabled in switches.items() if enabled())
+
+
+# as torch.compiler.assume_constant_result does, which would import the compiler wherever this package is: two seconds
+kernels_right_past_2_31._dynamo_marked_constant = True
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None = None) -> None:

@@ -152,7 +152,7 @@ class Plan:
         own, most = max(1, self.n * self.kv_heads // self.world), int(self.units.sum(0).max())
         many = min(-(-most * SHARE // own), most // LEAST)
         if isinstance(self.pattern, Dense):
-            many = min(many, int(self.pairs.max()) // PAIRS)
+            many = min(many, int(self.pairs.max()) // (PAIRS * (3 if self.zigzag else 1)))  # zigzag: up to three calls
         many = max(1, many)
         parts = Shards.even(self.kv_heads, max(1, min(self.kv_heads, many)))
         pieces = min(PIECES, -(-many // parts.world)) if isinstance(self.pattern, Dense) else 1
