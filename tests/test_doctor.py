@@ -9,10 +9,17 @@ import pytest
 import torch
 
 from workbench import doctor
+from workbench.execution import triton_backend
 from workbench.patterns import Dense
 from workbench.probes import error
 
 ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def as_a_user(monkeypatch):
+    """Triton's interpreter is for the tests of the kernels: here it would take a minute a report."""
+    monkeypatch.setattr(triton_backend, "interpreted", lambda: False)
 
 
 def test_reports_versions_and_every_backend(capsys):

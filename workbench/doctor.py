@@ -17,7 +17,7 @@ from workbench.probes import error
 CASES = {
     "dilated": (Dilated([64, 256], [1, 2], causal=True), 300),
     "block-sparse": (BlockSparse(layouts.local(0) | layouts.global_(1), block_size=128, causal=True), 500),
-    "neighborhood": (Neighborhood((16, 20), 2, orderings.hilbert((16, 20))), 320),
+    "neighborhood": (Neighborhood((8, 12), 1, orderings.hilbert((8, 12))), 96),
 }
 MODES = {"fwd": "forward", "fwdbwd": "backward"}
 
