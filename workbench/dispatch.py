@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from workbench.execution.fused import OFFSETS
+from workbench.execution.fused import OFFSETS, span
 from workbench.oracle import reference
 from workbench.patterns import Dense, Pattern
 
@@ -119,8 +119,7 @@ def gradients_past_2_31(*tensors: Tensor) -> bool:
     """
     if tensors[0].device.type != "cuda" or not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return False
-    spans = (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1 for x in tensors)
-    return max(*spans, *(x.numel() for x in tensors)) > OFFSETS
+    return max(*map(span, tensors), *(x.numel() for x in tensors)) > OFFSETS
 
 
 def right_past_2_31():

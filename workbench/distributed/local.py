@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.execution import torch_backend
-from workbench.execution.fused import unit_stride
+from workbench.execution.fused import span, unit_stride
 from workbench.execution.merge import merge_
 from workbench.patterns import Dense, Dilated, Pattern
 
@@ -61,10 +61,9 @@ def _cudnn(direction: str, backend: str, pattern: Pattern, q: Tensor, k: Tensor,
         return None
     from workbench.execution.kernels import strided
 
-    all_of = (q, k, *others)
-    if not strided.usable(direction, *all_of) or max(x.shape[0] * x.stride(0) for x in all_of) >= strided.INT32:
-        return None
-    return strided
+    every = (q, k, *others)
+    counted = max(max(span(x), x.numel()) for x in every) < strided.INT32
+    return strided if counted and strided.usable(direction, *every) else None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, backend: str) -> tuple[Tensor, Tensor]:
@@ -89,34 +88,33 @@ def backward(grad, grad_lse, q, k, v, out, lse, pattern: Pattern, scale: float, 
     grad, q, k, v, out = map(unit_stride, (grad, q, k, v, out))
     cudnn = _cudnn("backward", backend, pattern, q, k, v, grad, out) if grad_lse is None else None
     if cudnn is None:
-        if q.shape[1] > (most := k.shape[1]):
-            each = [x.split(most, 1) for x in (grad, q, out)] + [
-                x.split(most, 2) for x in (grad_lse, lse) if x is not None
-            ]
-            parts = [
-                backward(g, *(gl or [None]), x, k, v, o, s, pattern, scale, backend)
-                for g, x, o, *gl, s in zip(*each, strict=True)
-            ]
-            return torch.cat([x for x, *_ in parts], 1), *(sum(x) for x in list(zip(*parts, strict=True))[1:])
-        saved = SimpleNamespace(saved_tensors=(q, k, v, out, lse), handle=pattern.handle, scale=scale)
-        return _operators(backend, q, k, pattern)._autograd(saved, grad, grad_lse)[:3]
+        return _by_operators(grad, grad_lse, q, k, v, out, lse, pattern, scale, backend)
+
+    def some(keys: slice, causal: bool) -> list[Tensor]:
+        views = map(_inner, (grad, q, k[:, keys], v[:, keys], out))
+        return [_inner(x) for x in cudnn.attend_backward(*views, lse, causal, scale)]
+
     before = k.shape[1] - q.shape[1] if pattern.causal else 0
-    parts = (
-        [(slice(0, before), False), (slice(before, None), pattern.causal)]
-        if before
-        else [(slice(None), pattern.causal)]
-    )
-    found = [
-        [
-            _inner(x)
-            for x in cudnn.attend_backward(*map(_inner, (grad, q, k[:, rows], v[:, rows], out)), lse, causal, scale)
-        ]
-        for rows, causal in parts
-    ]
+    dq, dk, dv = some(slice(before, None), pattern.causal)
     if not before:
+        return dq, dk, dv
+    more, *first = some(slice(0, before), False)
+    return dq.float() + more, *(torch.cat(x, 1) for x in zip(first, (dk, dv), strict=True))
+
+
+def _by_operators(grad, grad_lse, q, k, v, out, lse, pattern: Pattern, scale: float, backend: str):
+    """`backward` by an operator of ours, which has no more queries than keys: by parts of them, if need be."""
+    many, found = max(1, k.shape[1]), []
+    for start in range(0, max(1, q.shape[1]), many):
+        rows = slice(start, start + many)
+        of_rows = q[:, rows], k, v, out[:, rows], lse[:, :, rows]
+        saved = SimpleNamespace(saved_tensors=of_rows, handle=pattern.handle, scale=scale)
+        its_grad_lse = None if grad_lse is None else grad_lse[:, :, rows]
+        found.append(_operators(backend, q, k, pattern)._autograd(saved, grad[:, rows], its_grad_lse)[:3])
+    if len(found) == 1:
         return found[0]
-    (dq, *first), (more, *last) = found
-    return dq.float() + more, *(torch.cat(x, 1) for x in zip(first, last, strict=True))
+    dq, dk, dv = zip(*found, strict=True)
+    return torch.cat(dq, 1), sum(dk), sum(dv)
 
 
 def _inner(x: Tensor) -> Tensor:

@@ -181,6 +181,11 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def span(x: Tensor) -> int:
+    """Elements from a tensor's first to its last one, in its own strides: what offsets have to count."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
+
+
 def expand_heads(x: Tensor, q: Tensor) -> Tensor:
     """Key heads repeated to match the query heads: (X, G, M, D) -> (X, H, M, D), a view where G is 1 or H."""
     if x.shape[1] == q.shape[1]:
