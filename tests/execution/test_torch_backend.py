@@ -235,3 +235,10 @@ def test_a_pattern_serves_sizes_in_turn():
     pattern = BlockSparse(layouts.local(1), 4)
     for n, nq, heads in ((13, 13, 2), (29, 29, 2), (13, 5, 2), (13, 13, 3), (13, 13, 2)):
         tools.check(tools.Case("sizes in turn", lambda: pattern, n, nq, heads), torch.float64)
+
+
+def test_the_span_of_a_view_is_that_of_its_own_strides():
+    x = torch.empty(6, 2, 1, 3, 4)  # rows first, as what travels between ranks lies
+    assert fused.span(x) == x.numel()
+    assert fused.span(x[:, 1].permute(1, 0, 2, 3)) == 5 * 24 + 12
+    assert fused.span(torch.empty(1, 5).expand(7, 5)) == 5
