@@ -249,6 +249,7 @@ def test_a_strategy_that_is_wrong_is_the_exit_code_of_scale(recorded, capsys):
         (["--strategies", "ring"], "strategy='ring': want one of one device, data parallel"),
         (["--pattern", "longnets"], "pattern='longnets': want one of dense, longnet"),
         (["--groups", "rings"], "group='rings': want 'all', or what one of these begins with: dense"),
+        (["--groups", "all", "--n", "512"], "--groups and --n 512: want one of them"),
         (["--groups", "all", "--pattern", "dense"], "--groups and --pattern: want one of them"),
     ],
 )

@@ -189,11 +189,16 @@ def _scale(arguments) -> int:
     cards = torch.cuda.device_count()
     if cards and arguments.nproc > cards:
         raise ValueError(f"--nproc {arguments.nproc}: want at most {cards}, the cards of this machine")
+    if not cards and arguments.nproc > 4 * (os.cpu_count() or 1):
+        most = 4 * (os.cpu_count() or 1)
+        raise ValueError(f"--nproc {arguments.nproc}: want at most {most}, four a processor, where there are no cards")
     device = "cuda" if cards else "cpu"
     dtype = arguments.dtype or ("bfloat16" if cards else "float32")
     if arguments.groups:
         if arguments.pattern:
             raise ValueError("--groups and --pattern: want one of them, a group has its patterns")
+        if arguments.n is not None:
+            raise ValueError(f"--groups and --n {arguments.n}: want one of them, a group has its lengths")
         cases = scaling_groups.cases(arguments.groups, device, dtype)
     else:
         n = arguments.n or (131_072 if cards else 4096)

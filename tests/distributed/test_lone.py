@@ -1,5 +1,7 @@
 """A rank traced alone takes what the same rank takes among the others, where all are there."""
 
+from dataclasses import replace
+
 import pytest
 
 import workbench as wb
@@ -148,3 +150,15 @@ def test_the_rank_that_receives_most_decides():
 def test_a_sharded_call_is_predicted_and_not_measured():
     with pytest.raises(ValueError, match="world=2: want 1 for a measurement"):
         search(2, measure=True)
+
+
+def test_what_is_said_to_fit_fits_on_every_rank():
+    """Also where shards could cut segments, which takes far more: 10,000,000 needs twice the memory of 9,977,856."""
+    case = Case(wb.Dilated([2048, 8192], [1, 4]), 1024, 8, 64, "bfloat16", mode="fwdbwd", device="cuda")
+    found = frontier.search(case, card="h100", world=8, say=None)
+    assert found["n"] % (8 * 8192) == 0 and found["n"] > 70_000_000
+    card = cards.find("h100")
+    room = card.total_bytes - card.context_bytes - card.communicator_bytes
+    for rank in range(8):
+        fits = estimate.trace(replace(case, n=found["n"], nq=None), card, world=8, rank=rank)
+        assert frontier.reserves(fits, room) is not None, rank

@@ -109,13 +109,19 @@ def words(frame: pd.DataFrame, card: cards.Card, sizes: dict, n, budget_bytes, s
         f"batch {sizes['batch']}, {sizes['heads']} heads{kv} x {sizes['head_dim']}, {sizes['dtype']}, {sizes['mode']}; "
         "predicted, nothing is measured",
     ]
-    shown = pd.DataFrame({"execution": frame["way"], "longest N": frame["longest_n"].map(_number)})
-    searched = frame["limiter"].eq("search")  # nothing stands in the way as far as was looked
+    searched, longest = (
+        frame["limiter"].eq("search"),
+        frame["longest_n"],
+    )  # nothing stands in the way as far as was looked
+    if n is not None:
+        longest = longest.mask(searched & frame["fits"], longest.clip(lower=n))
+    shown = pd.DataFrame({"execution": frame["way"], "longest N": longest.map(_number)})
     shown["longest N"] = shown["longest N"].where(~searched, "at least " + shown["longest N"])
-    shown["limited by"] = frame["limiter"].fillna("")
+    shown["limited by"] = frame["limiter"].fillna("").mask(searched, "not looked further")
     if n is not None:
         lines[-1] += f"; the right half is at N = {n:,}"
-        shown["fits"] = frame["fits"].map({True: "yes", False: "no"})
+        late = frame["fits"] & (frame["ms"].astype(float) > 1000 * seconds)
+        shown["fits"] = frame["fits"].map({True: "yes", False: "no"}).mask(late, "too slow")
         shown["device GiB"] = frame["device_bytes"].astype(float).map(lambda x: _number(x / 2**30, ".2f"))
         shown["ms"] = frame["ms"].astype(float).map(lambda x: _number(x, ",.3g" if x < 1000 else ",.0f"))
         shown["pairs"] = frame["pairs_share"].astype(float).map(lambda x: _number(x, ".3g" if x < 1 else ".0f"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +32,7 @@ from workbench.probes.trace import uncollected
 
 GRAIN = 128  # lengths are multiples of it
 FIRST = 1024  # the length to begin with where nothing is known
+LONGEST_WHOLE = 1 << 17  # segments up to which lengths over several cards are multiples of them
 FIRST_TRACED = 1 << 16  # and where trying it costs milliseconds
 STEP = 0.005  # how far apart, as a share of N, a measurement leaves what works and what does not
 TIME_STEP = 0.1  # and where that is time: two runs of one call may differ by so much
@@ -94,6 +96,10 @@ def search(
     lone.Rank(world, rank or 0, strategy)  # refuses what there is not
     place = {"world": world, "rank": rank, "strategy": strategy} if world > 1 else {}
     asked |= place
+    if world > 1:
+        grain = _whole(grain, example, world)
+        if limit_n < grain:
+            raise ValueError(f"limit_n={limit_n}: want at least {grain}, whole segments on each of {world} ranks")
     space = {"limit_n": limit_n // grain * grain, "grain": grain}
     first = FIRST if example.nq == example.n else max(FIRST, example.nq + grain)
 
@@ -147,7 +153,8 @@ def words(row: dict) -> str:
     limit = f"{row['budget_bytes'] / 2**30:.2f} GiB" if row["limiter"] == "memory" else f"{row['seconds']:g} s"
     because = f"{row['limiter']} ({limit})" if row["limiter"] in ("memory", "time") else row["limiter"]
     said = f": {row['error']}" if row["limiter"] in ("validity", "launch") else ""
-    return f"  N = {row['n']:,}, {how}; limited by {because}{said}"
+    alone = "; how long it takes over several cards is not modelled" if row.get("world", 1) > 1 else ""
+    return f"  N = {row['n']:,}, {how}; limited by {because}{said}{alone}"
 
 
 def _lengths(case: Case) -> Lengths:
@@ -175,10 +182,9 @@ def _predicted(at: Lengths, card, asked: dict, place: dict, where: dict) -> dict
 
     def tried(n: int) -> Tried:
         try:
-            case, here = at(n), place
-            if place and place["rank"] is None:
-                here = place | {"rank": lone.busiest(case, place["world"], place["strategy"])}
-            found = _trace(case, card, **here)
+            case = at(n)
+            each = [(_trace(case, card, **here), here) for here in _places(case, place)]
+            found, here = max(each, key=lambda one: one[0].reserved_bytes)  # the first rank that runs out ends them all
         except Exception as error:
             outcome = Outcome(status_of(error), sentence(error))
             if isinstance(error, estimate.CannotTrace) or outcome.status not in ("refused", "unsupported") or not works:
@@ -196,6 +202,22 @@ def _predicted(at: Lengths, card, asked: dict, place: dict, where: dict) -> dict
 
     with uncollected():
         return largest(tried, time_step=where["step"], **where).fields()
+
+
+def _places(case: Case, place: dict) -> list[dict]:
+    """Which ranks are traced: the one asked for, or those that may have most, at the ends, amid, and the busiest."""
+    if not place or place["rank"] is not None:
+        return [place]
+    world = place["world"]
+    ranks = {0, world // 2, world - 1, lone.busiest(case, world, place["strategy"])}
+    return [place | {"rank": rank} for rank in sorted(ranks)]
+
+
+def _whole(grain: int, case: Case, world: int) -> int:
+    """Lengths of which each rank has whole segments of a dilated pattern, as far as they are much shorter: rows of a
+    segment that is cut are held twice, and what fits would not grow with what is there."""
+    lengths = [w for w in getattr(case.pattern, "segment_lengths", ()) if w < LONGEST_WHOLE]
+    return math.lcm(grain, *lengths) * world
 
 
 def reserves(found: estimate.Estimate, budget_bytes: int) -> int | None:

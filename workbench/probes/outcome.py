@@ -63,9 +63,13 @@ def status_of(error: BaseException) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """The first line of the message, with the kind of error unless it is a ValueError, which is worded by us."""
+    """The first line of the message, with the kind of error unless it is one that is worded by us."""
     lines = str(error).strip().splitlines() or [""]
-    return lines[0][:400] if type(error) is ValueError else f"{type(error).__name__}: {lines[0]}"[:400]
+    return (
+        lines[0][:400]
+        if type(error) in (ValueError, NotImplementedError)
+        else f"{type(error).__name__}: {lines[0]}"[:400]
+    )
 
 
 def _forget(error: BaseException | None) -> None:

@@ -84,7 +84,7 @@ def sweep(
                 if row is not None:
                     rows.append(row)
                     if say:
-                        say(words(row), flush=True)
+                        say(words(row) + (", from the records" if row is known[name] else ""), flush=True)
     return pd.DataFrame(rows)
 
 
