@@ -151,6 +151,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor):
             raise ValueError(f"{name} is a {type(t).__name__}: want a tensor")
+        if t.layout != torch.strided:
+            raise ValueError(f"{name} has layout {t.layout}: want a dense tensor")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"{shapes}: want q (B, Nq, H, D) and k, v (B, N, Hkv, D)")

@@ -20,6 +20,8 @@ from workbench.distributed import door
         ("ordering", "pattern of rank 1"),
         ("dtype", "dtype of rank 1"),
         ("shape", "shape of rank 1"),
+        ("device", "device of rank 1"),
+        ("layout", "q has layout torch.sparse_coo: want a dense tensor"),
         ("scale", "scale of rank 1"),
         ("requires_grad", "requires_grad of rank 1"),
         ("queries", "rank 0 has 32 queries on 32 keys: the last 63 of 64 positions"),
@@ -42,18 +44,27 @@ def test_an_error_on_one_rank_of_four_is_raised_on_all_with_its_reason(ranks):
     assert set(others) == {("ValueError", f"rank 3: {last[1]}")}
 
 
-@pytest.mark.parametrize(("what", "kind"), [("out of memory", "OutOfMemoryError"), ("bug", "RuntimeError")])
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [("out of memory", "OutOfMemoryError"), ("out of memory by heads", "OutOfMemoryError"), ("bug", "RuntimeError")],
+)
 def test_what_goes_wrong_while_preparing_on_one_rank_is_raised_on_all_and_the_group_goes_on(ranks, what, kind):
     first, last = ranks(2).run(work.refused, what)
     assert first == (kind, f"rank 1: {last[1]}")
     assert last[0] == {"bug": "KeyError"}.get(what, kind)
 
 
-def test_an_out_of_memory_in_the_backward_is_raised_on_all_and_the_group_goes_on(ranks):
-    assert ranks(2).run(work.out_of_memory_backward) == [
+@pytest.mark.parametrize("strategy", ["sequence", "heads"])
+def test_an_out_of_memory_in_the_backward_is_raised_on_all_and_the_group_goes_on(ranks, strategy):
+    assert ranks(2).run(work.out_of_memory_backward, strategy) == [
         ("OutOfMemoryError", "rank 1: no room"),
         ("OutOfMemoryError", "no room"),
     ]
+
+
+@pytest.mark.parametrize("strategy", ["sequence", "heads"])
+def test_a_gradient_of_a_gradient_is_refused_not_left_out(ranks, strategy):
+    assert all("once_differentiable" in text for text in ranks(2).run(work.gradient_of_a_gradient, strategy))
 
 
 @pytest.mark.parametrize("how", ["checkpoint", "compile"])

@@ -315,6 +315,10 @@ def refused(rank, world, what):
         q = q[:, 1:]
     elif what == "v" and last:
         v = v[:, 1:]
+    elif what == "device" and last:
+        q, k, v = (x.to("meta") for x in (q, k, v))
+    elif what == "layout" and last:
+        q = q.to_sparse()
     elif what == "requires_grad" and last:
         q = q.clone().requires_grad_()
     elif what == "strategy":
@@ -330,6 +334,10 @@ def refused(rank, world, what):
     elif what in ("out of memory", "bug") and last:
         error = torch.OutOfMemoryError("no room for 3 GB") if what == "out of memory" else KeyError("lost")
         stack.enter_context(patch.object(Sequence, "prepare", side_effect=error))
+    elif what == "out of memory by heads":
+        options["strategy"] = "heads"
+        if last:
+            stack.enter_context(patch.object(torch.Tensor, "new_empty", side_effect=torch.OutOfMemoryError("no room")))
     with stack, Counted(world) as counted:
         try:
             door.attention(q, k, v, pattern, **options)
@@ -342,15 +350,15 @@ def refused(rank, world, what):
     return found
 
 
-def out_of_memory_backward(rank, world):
+def out_of_memory_backward(rank, world, strategy):
     """What each rank raises where the last one has no memory for the backward; then the same again, with memory."""
     case = Case("", lambda: Dilated([64], [2]), 64, heads=4)
     mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
     leaves = [x.clone().requires_grad_() for x in mine[:3]]
-    out = door.attention(*leaves, case.pattern())
+    out = door.attention(*leaves, case.pattern(), strategy=strategy)
     error = torch.OutOfMemoryError("no room") if rank == world - 1 else None
-    found = None
-    with patch.object(Sequence, "prepare", side_effect=error) if error else contextlib.nullcontext():
+    found, where = None, {"sequence": (Sequence, "prepare"), "heads": (torch.Tensor, "new_empty")}[strategy]
+    with patch.object(*where, side_effect=error) if error else contextlib.nullcontext():
         try:
             out.backward(mine[3], retain_graph=True)
         except Exception as raised:
@@ -358,6 +366,19 @@ def out_of_memory_backward(rank, world):
     out.backward(mine[3])
     assert all(x.grad is not None for x in leaves)
     return found
+
+
+def gradient_of_a_gradient(rank, world, strategy):
+    """What each rank raises where a gradient is asked for with a graph of its own, and that is differentiated."""
+    case = Case("", lambda: Dense(), 8, heads=2)
+    q, k, v, *_ = shard(case.inputs(torch.float64), rows_of(case, [8 // world] * world, rank))
+    q.requires_grad_()
+    out = door.attention(q, k, v, case.pattern(), strategy=strategy)
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    try:
+        (out.sum() + dq.square().sum()).backward()
+    except RuntimeError as error:
+        return str(error)
 
 
 # --- around it --------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from workbench import dispatch
 from workbench.distributed import heads, local
@@ -25,7 +26,17 @@ from workbench.patterns import Dense, Pattern
 
 STRATEGIES = ("auto", "sequence", "heads")
 PLANS = 8  # kept with a pattern: its layers may differ in heads, and be on several groups
-SAME = ("pattern", "shape", "dtype", "strategy", "scale", "backend", "return_lse", "requires_grad")  # on all ranks
+SAME = (
+    "pattern",
+    "shape",
+    "dtype",
+    "device",
+    "strategy",
+    "scale",
+    "backend",
+    "return_lse",
+    "requires_grad",
+)  # on all ranks
 
 
 @torch.compiler.disable
@@ -111,10 +122,12 @@ def _agreed(
     try:
         _check_names(strategy)
         _check(q, k, v, pattern, scale, strategy, backend)
+        if device.type == "cuda" and q.device.type != "cuda":
+            raise ValueError(f"q is on {q.device}, and the group moves what is on CUDA")
         q, k, v = dispatch.autocast(q, k, v)
         key = (group, q.shape, k.shape, q.device, q.dtype, strategy)
         made = _recall(pattern, key)
-        buffers = _buffers(made, q, k) if made else None
+        buffers = _buffers(made, rank, q, k) if made else None
         numbers = [q.shape[1], k.shape[1], made.plan.digest if made else 0]
         numbers += _numbers(q, k, v, pattern, strategy, scale, backend, return_lse)
     except Exception as found:
@@ -131,7 +144,7 @@ def _agreed(
         try:
             anew = _make(q, k, pattern, told, rank, group, strategy)
             _keep(pattern, key, anew)
-            room = _buffers(anew, q, k)
+            room = _buffers(anew, rank, q, k)
         except Exception as found:
             error = found
         same(agree(group, device, error, [anew.plan.digest if anew else 0]), ("plan",))
@@ -199,7 +212,7 @@ def _numbers(q, k, v, pattern, strategy, scale, backend, return_lse) -> list[int
         kept["digest"] = digest(describe(pattern))
     wanted = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
     shape = [q.shape[0], *q.shape[2:], k.shape[2]]
-    words = (shape, q.dtype, strategy, scale, backend, return_lse, wanted)
+    words = (shape, q.dtype, q.device.type, strategy, scale, backend, return_lse, wanted)
     return [kept["digest"], *(digest(repr(x)) for x in words)]
 
 
@@ -236,8 +249,10 @@ def choose(strategy: str, sizes: tuple, itemsize: int, head_dim: int) -> tuple[P
     return plan, f"the rows that queries touch are at most {most[0]:,} bytes for one rank, by heads it is {most[1]:,}"
 
 
-def _buffers(made: Made, q: Tensor, k: Tensor) -> Buffers | None:
-    return None if made.ready is None else made.ready.prepare(q, k, backward=False)
+def _buffers(made: Made, rank: int, q: Tensor, k: Tensor) -> Buffers | None:
+    if made.ready is None:
+        return heads.rehearse(made.plan, rank, q, k)
+    return made.ready.prepare(q, k, backward=False)
 
 
 class _Attend(torch.autograd.Function):
@@ -269,6 +284,7 @@ class _Attend(torch.autograd.Function):
         return (out, lse) if call.return_lse else out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad, grad_lse=None):
         call, (rows, k, v, out, lse) = ctx.call, ctx.saved_tensors
         ready, error, buffers = call.made.ready, None, None

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from workbench.distributed import local, plans
 from workbench.distributed.agree import agree
@@ -138,6 +139,19 @@ class Turn(NamedTuple):
         shares.copy_(arrived.permute(2, 1, 0, *range(3, arrived.dim())))
 
 
+def rehearse(plan: HeadsPlan, rank: int, q: Tensor, k: Tensor) -> None:
+    """Take the memory of a call for a moment, so that an out-of-memory comes while ranks can still agree on it: what
+    torch's allocator has had it keeps. q (B, Lq, H, D), k (B, L, G, D)."""
+    b, d = q.shape[0], q.shape[3]
+    held, own = len(plan.queries(rank)), plan.shards.lengths[rank]
+    most = max((len(stage) for stage in plan.stages), default=0)
+    group = plan.heads // max(1, plan.kv_heads)
+    whole = b * d * (held * plan.heads + 2 * own * plan.kv_heads)  # out, or dq, dk and dv
+    sent = b * d * most * plan.world * (held * group + 2 * own)
+    arrived = b * d * most * (plan.nq * group + 2 * plan.n)
+    _ = [q.new_empty(size) for size in (whole, sent, arrived)]
+
+
 class Call(NamedTuple):
     """device: where what ranks tell each other has to be."""
 
@@ -181,10 +195,15 @@ class Attend(torch.autograd.Function):
         return (out, lse.transpose(1, 2)) if call.return_lse else out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad, grad_lse=None):
-        call, saved = ctx.call, ctx.saved_tensors
+        call, saved, error = ctx.call, ctx.saved_tensors, None
         of_queries, of_keys = call.turns()
-        told = agree(call.group, call.device, None, [int(grad_lse is not None)])
+        try:
+            rehearse(call.plan, call.rank, saved[0], saved[1])
+        except Exception as found:
+            error = found
+        told = agree(call.group, call.device, error, [int(grad_lse is not None)])
         if grad is None:
             grad = saved[0].new_zeros(ctx.sizes[0])
         if bool(told.any()) and grad_lse is None:
