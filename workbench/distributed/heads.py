@@ -139,16 +139,16 @@ class Turn(NamedTuple):
         shares.copy_(arrived.permute(2, 1, 0, *range(3, arrived.dim())))
 
 
-def rehearse(plan: HeadsPlan, rank: int, q: Tensor, k: Tensor) -> None:
+def rehearse(plan: HeadsPlan, rank: int, q: Tensor, k: Tensor, backward: bool = False) -> None:
     """Take the memory of a call for a moment, so that an out-of-memory comes while ranks can still agree on it: what
     torch's allocator has had it keeps. q (B, Lq, H, D), k (B, L, G, D)."""
     b, d = q.shape[0], q.shape[3]
     held, own = len(plan.queries(rank)), plan.shards.lengths[rank]
     most = max((len(stage) for stage in plan.stages), default=0)
     group = plan.heads // max(1, plan.kv_heads)
-    whole = b * d * (held * plan.heads + 2 * own * plan.kv_heads)  # out, or dq, dk and dv
-    sent = b * d * most * plan.world * (held * group + 2 * own)
-    arrived = b * d * most * (plan.nq * group + 2 * plan.n)
+    whole = b * d * (held * plan.heads + 2 * own * plan.kv_heads * backward)  # out, or dq, dk and dv
+    sent = b * d * most * plan.world * max(held * group, own)  # one tensor's part at a time
+    arrived = b * d * most * (plan.nq * group + 2 * plan.n * (not backward))  # q, k and v, or the gradient of out
     _ = [q.new_empty(size) for size in (whole, sent, arrived)]
 
 
@@ -200,7 +200,7 @@ class Attend(torch.autograd.Function):
         call, saved, error = ctx.call, ctx.saved_tensors, None
         of_queries, of_keys = call.turns()
         try:
-            rehearse(call.plan, call.rank, saved[0], saved[1])
+            rehearse(call.plan, call.rank, saved[0], saved[1], backward=True)
         except Exception as found:
             error = found
         told = agree(call.group, call.device, error, [int(grad_lse is not None)])
