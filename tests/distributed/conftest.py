@@ -17,3 +17,15 @@ def ranks():
     yield of
     for some in _living.values():
         some.close()
+
+
+@pytest.fixture(scope="module")
+def folder(request, tmp_path_factory):
+    """A folder on the path with the test's modules for ranks, its MODULES {file name: text}."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("modules")
+        for name, text in request.module.MODULES.items():
+            (folder / name).write_text(text)
+        patch.syspath_prepend(folder)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield folder

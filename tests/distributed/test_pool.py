@@ -99,14 +99,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("modules")
-        (folder / "faults.py").write_text(HERE)
-        patch.syspath_prepend(folder)
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield folder
+MODULES = {"faults.py": HERE}
 
 
 @pytest.fixture(scope="module")

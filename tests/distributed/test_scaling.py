@@ -42,14 +42,7 @@ SIZES = {"n": 192, "heads": 4, "head_dim": 8, "mode": "fwdbwd"}
 DILATED = Dilated([32, 192], [1, 2])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("strategies")
-        (folder / "mine_on_ranks.py").write_text(MINE)
-        patch.syspath_prepend(folder)
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield folder
+MODULES = {"mine_on_ranks.py": MINE}
 
 
 def sweep(folder, cases, names, **options):

@@ -62,11 +62,8 @@ def attention(
     q, k, v, call = _agreed(q, k, v, pattern, group, strategy, scale, return_lse, backend)
     if call is None:
         return dispatch.attention(q, k, v, pattern, scale=scale, backend=backend, return_lse=return_lse)
-    if isinstance(call.made.plan, HeadsPlan):
-        places = (call.made.plan, call.rank, call.group, call.device)
-        found = heads.Attend.apply(q, k, v, heads.Call(*places, call.scale, backend, return_lse))
-    else:
-        found = _Attend.apply(q, k, v, call)
+    by = heads.Attend if isinstance(call.made.plan, HeadsPlan) else _Attend
+    found = by.apply(q, k, v, call)
     return (dispatch._divided(found[0], pattern), found[1]) if return_lse else dispatch._divided(found, pattern)
 
 
@@ -251,7 +248,7 @@ def choose(strategy: str, sizes: tuple, itemsize: int, head_dim: int) -> tuple[P
 
 def _buffers(made: Made, rank: int, q: Tensor, k: Tensor) -> Buffers | None:
     if made.ready is None:
-        return heads.rehearse(made.plan, rank, q, k)
+        return heads.rehearse(made.plan, rank, q)
     return made.ready.prepare(q, k, backward=False)
 
 

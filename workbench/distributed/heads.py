@@ -10,11 +10,12 @@ Dimensions: B batch, L rows of a rank, N rows of all, H heads, h heads of a rank
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,9 @@ from workbench.distributed.plans import Plan, describe, digest, of_mode
 from workbench.distributed.shards import Shards
 from workbench.distributed.views import some_heads
 from workbench.patterns import Dilated, Pattern
+
+if TYPE_CHECKING:
+    from workbench.distributed.door import Call
 
 STAGES = 4  # at most
 
@@ -49,20 +53,21 @@ class HeadsPlan(Plan):
         if isinstance(pattern, Dilated) and self.n < heads:  # kernels take a rate beyond the sequence to be its length
             raise ValueError(f"strategy='heads': {self.n} positions, want at least as many as heads, {heads}")
         self.each, self.key_each = heads // self.world, kv_heads // self.world
+        self.group = heads // max(1, kv_heads)  # query heads to a key head
         self.stages, self.parts = self._cut()
 
     def _cut(self) -> tuple[list[range], list[list[Pattern]]]:
         """(stages, by rank the pattern of each stage): as many as are worth it and as the pattern can be cut into."""
         most = int(self.units.sum(0).max())
-        for many in range(max(1, min(STAGES, self.key_each, most // plans.LEAST)), 0, -1):
-            parts = Shards.even(self.key_each, many)
-            stages = [parts[x] for x in range(many)]
-            try:
-                return stages, [[self._part(rank, stage) for stage in stages] for rank in range(self.world)]
-            except ValueError:
-                if many == 1:
-                    raise
-        raise AssertionError("a stage of all heads is possible, or was refused")
+        for many in range(min(STAGES, self.key_each, most // plans.LEAST), 1, -1):
+            with contextlib.suppress(ValueError):
+                return self._stages(many)
+        return self._stages(1)
+
+    def _stages(self, many: int) -> tuple[list[range], list[list[Pattern]]]:
+        parts = Shards.even(self.key_each, many)
+        stages = [parts[x] for x in range(many)]
+        return stages, [[self._part(rank, stage) for stage in stages] for rank in range(self.world)]
 
     def _part(self, rank: int, stage: range) -> Pattern:
         some = self.of_queries(stage)
@@ -70,8 +75,7 @@ class HeadsPlan(Plan):
 
     def of_queries(self, stage: range) -> slice:
         """Which of a rank's query heads go with the key heads of a stage."""
-        group = self.heads // max(1, self.kv_heads)
-        return slice(stage.start * group, stage.stop * group)
+        return slice(stage.start * self.group, stage.stop * self.group)
 
     @cached_property
     def units(self) -> Tensor:
@@ -94,8 +98,7 @@ class HeadsPlan(Plan):
 
     @cached_property
     def pairs(self):
-        group = self.heads // max(1, self.kv_heads)
-        sizes = [len(stage) * group for stage in self.stages]
+        sizes = [len(stage) * self.group for stage in self.stages]
         each = [[part.pairs(self.n, h, self.nq) for part, h in zip(x, sizes, strict=True)] for x in self.parts]
         return np.array([sum(x) for x in each], dtype=object)
 
@@ -139,50 +142,41 @@ class Turn(NamedTuple):
         shares.copy_(arrived.permute(2, 1, 0, *range(3, arrived.dim())))
 
 
-def rehearse(plan: HeadsPlan, rank: int, q: Tensor, k: Tensor, backward: bool = False) -> None:
+def rehearse(plan: HeadsPlan, rank: int, q: Tensor, backward: bool = False) -> None:
     """Take the memory of a call for a moment, so that an out-of-memory comes while ranks can still agree on it: what
-    torch's allocator has had it keeps. q (B, Lq, H, D), k (B, L, G, D)."""
+    torch's allocator has had it keeps. q: of the call's batch, head_dim, dtype and device."""
     b, d = q.shape[0], q.shape[3]
     held, own = len(plan.queries(rank)), plan.shards.lengths[rank]
     most = max((len(stage) for stage in plan.stages), default=0)
-    group = plan.heads // max(1, plan.kv_heads)
     whole = b * d * (held * plan.heads + 2 * own * plan.kv_heads * backward)  # out, or dq, dk and dv
-    sent = b * d * most * plan.world * max(held * group, own)  # one tensor's part at a time
-    arrived = b * d * most * (plan.nq * group + 2 * plan.n * (not backward))  # q, k and v, or the gradient of out
+    sent = b * d * most * plan.world * max(held * plan.group, own)  # one tensor's part at a time
+    arrived = b * d * most * (plan.nq * plan.group + 2 * plan.n * (not backward))  # q, k and v, or the gradient of out
     _ = [q.new_empty(size) for size in (whole, sent, arrived)]
 
 
-class Call(NamedTuple):
-    """device: where what ranks tell each other has to be."""
+def _turns(call: Call) -> tuple[Turn, Turn]:
+    """Of queries, and of keys."""
+    plan = call.made.plan
+    held = [len(plan.queries(p)) for p in range(plan.world)]
+    return Turn(held, call.rank, call.group), Turn(list(plan.shards.lengths), call.rank, call.group)
 
-    plan: HeadsPlan
-    rank: int
-    group: object
-    device: torch.device
-    scale: float
-    backend: str
-    return_lse: bool
 
-    def turns(self) -> tuple[Turn, Turn]:
-        """Of queries, and of keys."""
-        held = [len(self.plan.queries(p)) for p in range(self.plan.world)]
-        return Turn(held, self.rank, self.group), Turn(list(self.plan.shards.lengths), self.rank, self.group)
-
-    def stages(self) -> Iterator[tuple[Pattern, slice, slice]]:
-        """(the pattern, the query heads, the key heads) of each, heads as parts of any rank's share."""
-        for part, keys in zip(self.plan.parts[self.rank], self.plan.stages, strict=True):
-            yield part, self.plan.of_queries(keys), slice(keys.start, keys.stop)
+def _stages(call: Call) -> Iterator[tuple[Pattern, slice, slice]]:
+    """(the pattern, the query heads, the key heads) of each, heads as parts of any rank's share."""
+    plan = call.made.plan
+    for part, keys in zip(plan.parts[call.rank], plan.stages, strict=True):
+        yield part, plan.of_queries(keys), slice(keys.start, keys.stop)
 
 
 class Attend(torch.autograd.Function):
-    """(q (B, Lq, H, D), k and v (B, L, G, D), a `Call`) -> out, or (out, lse (B, H, Lq)), of this rank's rows."""
+    """(q (B, Lq, H, D), k and v (B, L, G, D), the door's `Call`) -> this rank's out, or (out, lse (B, H, Lq))."""
 
     @staticmethod
     def forward(ctx, q, k, v, call: Call):
-        of_queries, of_keys = call.turns()
+        of_queries, of_keys = _turns(call)
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         out, lse, kept = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=wide), []
-        for part, some, keys in call.stages():
+        for part, some, keys in _stages(call):
             brought = of_queries.to_heads(q, some), *(of_keys.to_heads(x, keys) for x in (k, v))
             results = local.forward(*brought, part, call.scale, call.backend)
             kept += [*brought, *results] if any(ctx.needs_input_grad) else []
@@ -198,9 +192,9 @@ class Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad, grad_lse=None):
         call, saved, error = ctx.call, ctx.saved_tensors, None
-        of_queries, of_keys = call.turns()
+        of_queries, of_keys = _turns(call)
         try:
-            rehearse(call.plan, call.rank, saved[0], saved[1], backward=True)
+            rehearse(call.made.plan, call.rank, saved[0], backward=True)
         except Exception as found:
             error = found
         told = agree(call.group, call.device, error, [int(grad_lse is not None)])
@@ -209,7 +203,7 @@ class Attend(torch.autograd.Function):
         if bool(told.any()) and grad_lse is None:
             grad_lse = saved[4].new_zeros(grad.shape[0], grad.shape[2], grad.shape[1])
         dq, dk, dv = (grad.new_empty(ctx.sizes[x]) for x in (0, 1, 1))
-        for x, (part, some, keys) in enumerate(call.stages()):
+        for x, (part, some, keys) in enumerate(_stages(call)):
             its_grad, its_grad_lse = of_queries.to_heads(grad, some), None
             if grad_lse is not None:
                 its_grad_lse = of_queries.to_heads(grad_lse.transpose(1, 2), some).transpose(1, 2)

@@ -59,7 +59,8 @@ def search(
     budget_bytes: what the allocator may reserve, the CUDA context not in it; by default what the card has, less that,
         and less what a process group takes where there are several cards.
     world, rank, strategy: N tokens over so many such cards, as `estimate.trace` has it, predicted only, and of memory
-        only; rank None: the one that receives most.
+        only; rank None: whichever of the first, the middle, the last and the one that receives most holds most.
+        Lengths are then multiples of which each rank has whole segments.
     measure: do the calls, each in a fresh process of `server` (default: one for this search), until what works and what
         does not are `step` of N apart, or a tenth where that is time. A prediction is ten times as close.
     check: compare sampled rows of the results with float64; not for a function that computes something else.
