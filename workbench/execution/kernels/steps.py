@@ -64,9 +64,11 @@ def merge(OUT, LSE, out, lse, exists, columns, D: tl.constexpr, FIRST: tl.conste
     if not FIRST:
         before = tl.load(LSE, exists, float("-inf"))
         both = tl.maximum(before, lse)
+        both = tl.where(both == float("-inf"), 0.0, both)  # neither has seen anything
         old, new = tl.exp2((before - both) * LOG2E), tl.exp2((lse - both) * LOG2E)
-        lse = both + tl.log2(old + new) * LN2
-        share = (new / (old + new))[:, None]
+        total = old + new
+        lse = both + tl.log2(total) * LN2
+        share = (new / tl.where(total == 0, 1.0, total))[:, None]
         out = load(OUT, exists, columns, D, True) * (1 - share) + out * share
     store(OUT, out, exists, columns, D)
     tl.store(LSE, lse, exists)
