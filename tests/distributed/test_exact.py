@@ -77,8 +77,9 @@ SHOWN = {  # each mutant on a case in which what it breaks is used
     "dk-and-dv-swapped": "geometric",
     "a-hop-dropped": "geometric-causal",
     "a-returned-gradient-dropped": "blocks-whole-causal",
-    "gradients-added-to-what-was-there": "dense",
+    "gradients-added-to-what-was-there": "rates-that-share-no-divisor",
     "keys-and-values-swapped": "grid-hilbert",
+    "what-was-there-overwritten": "geometric",
 }
 
 

@@ -14,7 +14,7 @@ from tests import tools
 from tests.distributed.cases import CASES, drawn
 from tests.tools import Case
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, VirtualCard, attention, layouts, orderings
-from workbench.distributed import Plan, Shards, door, exchange, plans
+from workbench.distributed import Plan, Shards, door, exchange, plans, tasks
 from workbench.distributed.sequence import Sequence
 from workbench.distributed.shards import clip
 from workbench.execution import fused
@@ -113,7 +113,7 @@ def exact(rank, world, id, strategy="sequence"):
 
 def in_one_stage(rank, world, id):
     assert len(plan_of(CASES[id][0], CASES[id][1][world]).stages) > 1
-    with patch.object(plans, "LEAST", 1 << 14):
+    with patch.object(plans, "LEAST", 1 << 14), patch.object(plans, "PAIRS", 1 << 30):
         assert len(plan_of(CASES[id][0], CASES[id][1][world]).stages) == 1
         return exact(rank, world, id)
 
@@ -166,12 +166,17 @@ def _keys_and_values_swapped(patch_):
     patch_(exchange.Exchange, "pack", lambda self, stage, k, v, sent: real(self, stage, v, k, sent))
 
 
+def _overwritten(patch_):
+    patch_(tasks.Written, "_first", lambda self, where, boxes: True)
+
+
 MUTANTS = {
     "dk-and-dv-swapped": _swapped,
     "a-hop-dropped": _hop_dropped,
     "a-returned-gradient-dropped": _return_dropped,
     "gradients-added-to-what-was-there": _stale_buffer,
     "keys-and-values-swapped": _keys_and_values_swapped,
+    "what-was-there-overwritten": _overwritten,
 }
 
 

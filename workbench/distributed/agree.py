@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from workbench.distributed import streams
+
 TEXT = 400  # bytes of an error's message that travel
 KINDS = (ValueError, torch.OutOfMemoryError, RuntimeError)
 
@@ -56,8 +58,8 @@ def _gather(row: list[int], dtype, group, device) -> Callable[[], Tensor]:
     work = dist.all_gather(rows, mine, group=group, async_op=True)
 
     def answers() -> Tensor:
-        beside = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
-        with beside:
+        cuda = device.type == "cuda"
+        with torch.cuda.stream(streams.beside(device)) if cuda else contextlib.nullcontext():
             work.wait()
             return torch.stack(rows).cpu()
 

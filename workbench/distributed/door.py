@@ -264,20 +264,22 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def _forward(ctx, q, k, v, call: Call):
-        ready = call.made.ready
+        ready, regroup = call.made.ready, call.made.ready.regroup
+        rows = regroup.kept(q) if regroup else q
 
-        def settle():
+        def settle() -> None:
             if call.settle is not None and (found := call.settle())[0] is not call.made:
                 raise _Anew(*found)
+            if regroup:
+                regroup.bring(q, rows)
 
-        rows = ready.regroup.there(q) if ready.regroup else q
         out, lse = ready.forward(rows, k, v, call.scale, call.backend, call.buffers, settle)
         ctx.save_for_backward(rows, k, v, out, lse)
         ctx.set_materialize_grads(False)
         ctx.call = call._replace(buffers=None, settle=None)
-        if ready.regroup:
-            out = ready.regroup.back(out)
-            lse = ready.regroup.back(lse.transpose(1, 2)).transpose(1, 2) if call.return_lse else None
+        if regroup:
+            out = regroup.back(out)
+            lse = regroup.back(lse.transpose(1, 2)).transpose(1, 2) if call.return_lse else None
         return (out, lse) if call.return_lse else out
 
     @staticmethod
@@ -289,18 +291,26 @@ class _Attend(torch.autograd.Function):
             buffers = ready.prepare(rows, k, backward=True)
         except Exception as found:
             error = found
-        settle = ask(call.group, call.device, error, [int(grad_lse is not None)])
-        held = len(ready.plan.queries(call.rank))
+        answers = ask(call.group, call.device, error, [int(grad_lse is not None)])
+        regroup, held = ready.regroup, len(ready.plan.queries(call.rank))
         grad = out.new_zeros(out.shape[0], held, *out.shape[2:]) if grad is None else grad
-        if error is not None or not ready.early(rows):
-            told = settle()
-            if ready.regroup and bool(told.any()) and grad_lse is None:
+        if error is not None or not ready.early(rows) or regroup and call.return_lse:
+            told, answers = answers(), None
+            if regroup and bool(told.any()) and grad_lse is None:
                 grad_lse = lse.new_zeros(*lse.shape[:2], held)
-            settle = None
-        if ready.regroup:
-            grad = ready.regroup.there(grad)
+        moves = []  # what is regrouped, and to where
+        if regroup:
+            moves.append((grad, grad := regroup.kept(grad)))
             if grad_lse is not None:
-                grad_lse = ready.regroup.there(grad_lse.transpose(1, 2)).transpose(1, 2)
-        of_rows = grad, grad_lse, rows, k, v, out, lse
-        dq, dk, dv = ready.backward(*of_rows, call.scale, call.backend, buffers, settle)
-        return ready.regroup.back(dq) if ready.regroup else dq, dk, dv, None
+                its_rows = grad_lse.transpose(1, 2)
+                moves.append((its_rows, to := regroup.kept(its_rows)))
+                grad_lse = to.transpose(1, 2)
+
+        def settle() -> None:
+            if answers is not None:
+                answers()
+            for x, to in moves:
+                regroup.bring(x, to)
+
+        dq, dk, dv = ready.backward(grad, grad_lse, rows, k, v, out, lse, call.scale, call.backend, buffers, settle)
+        return regroup.back(dq) if regroup else dq, dk, dv, None

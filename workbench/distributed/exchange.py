@@ -17,6 +17,7 @@ from torch import Tensor
 
 from workbench.distributed.plans import Plan, Stage
 from workbench.distributed.shards import Rows, as_index, clip
+from workbench.distributed.skews import Skew, skews
 
 
 class Slot(NamedTuple):
@@ -28,6 +29,19 @@ class Slot(NamedTuple):
     own: slice | Tensor | None
 
 
+class Put(NamedTuple):
+    """What goes into `count` parcels side by side, the first in `slot`, or into some of the heads of one.
+
+    to: the heads of each parcel; index: the rank's rows (None: those of `own`); own: rows and heads among these
+    """
+
+    slot: Slot
+    count: int
+    to: slice
+    index: Tensor | None
+    own: Skew
+
+
 class Exchange:
     """The exchanges of a plan, from one rank's side: what it sends and receives in a stage, and where it lies."""
 
@@ -37,11 +51,13 @@ class Exchange:
         self.moves = bool(plan.units.any())
         self.slots: dict[Stage, tuple[list[list[Slot]], list[list[Slot]]]] = {}
         self.splits: dict[Stage, tuple[list[int], list[int]]] = {}
+        self.puts: dict[Stage, list[Put]] = {}
         for stage in plan.stages:
             sides = [self._slots([plan.parcels(rank, x, stage) for x in range(plan.world)], mine=True),
                      self._slots([plan.parcels(x, rank, stage) for x in range(plan.world)], mine=False)]  # fmt: skip
             self.slots[stage] = tuple(slots for slots, _ in sides)
             self.splits[stage] = tuple(splits for _, splits in sides)
+            self.puts[stage] = [put for line in self.slots[stage][0] for put in _puts(line)]
 
     def _slots(self, parcels, mine: bool):
         start, slots, splits = 0, [], []
@@ -63,20 +79,26 @@ class Exchange:
     def elements(self, slot: Slot) -> int:
         return slot.rows * len(slot.heads) * math.prod(self.shape)
 
+    def parcels(self, buffer: Tensor, slot: Slot, count: int) -> Tensor:
+        """(rows, 2, B, count, heads, D), a view of the buffer: equal parcels side by side, the first in `slot`."""
+        two, batch, d = self.shape
+        part = buffer[slot.start : slot.start + count * self.elements(slot)]
+        return part.view(count, slot.rows, two, batch, len(slot.heads), d).movedim(0, 3)
+
     def parcel(self, buffer: Tensor, slot: Slot) -> Tensor:
         """(rows, 2, B, heads, D), a view of the buffer."""
-        two, batch, d = self.shape
-        part = buffer[slot.start : slot.start + self.elements(slot)]
-        return part.view(slot.rows, two, batch, len(slot.heads), d)
+        return self.parcels(buffer, slot, 1)[:, :, :, 0]
 
     def pack(self, stage: Stage, k: Tensor, v: Tensor, sent: Tensor) -> None:
         """Put what this rank sends in a stage, of k and v (B, N, G, D), into `sent`."""
-        for slot in (slot for line in self.slots[stage][0] for slot in line):
-            parcel = self.parcel(sent, slot)
+        for put in self.puts[stage]:
+            parcels = self.parcels(sent, put.slot, put.count)[..., put.to, :]
             for x, source in enumerate((k, v)):
-                rows = source[:, slot.own] if isinstance(slot.own, slice) else source.index_select(1, slot.own)
-                for to, heads in _heads(slot.heads):
-                    parcel[:, x, :, to] = rows[:, :, heads].transpose(0, 1)
+                if put.index is None:
+                    rows = put.own.of(source)
+                else:
+                    rows = source[:, :, put.own.heads].index_select(1, put.index).unsqueeze(2)
+                parcels[:, x] = rows.transpose(0, 1)
 
     def fetch(self, stage: Stage, sent: Tensor, received: Tensor):
         """Start to bring what this rank needs, once all have packed: `received` comes."""
@@ -88,15 +110,14 @@ class Exchange:
 
     def add(self, stage: Stage, arrived: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Add what `give` brought, laid out as `sent`, to the gradients of this rank's rows (B, N, G, D)."""
-        for slot in (slot for line in self.slots[stage][0] for slot in line):
-            parcel = self.parcel(arrived, slot)
+        for put in self.puts[stage]:
+            parcels = self.parcels(arrived, put.slot, put.count)[..., put.to, :]
             for x, total in enumerate((dk, dv)):
-                for of, heads in _heads(slot.heads):
-                    part = parcel[:, x, :, of].transpose(0, 1)
-                    if isinstance(slot.own, slice):
-                        total[:, slot.own, heads] += part
-                    else:
-                        total[:, :, heads].index_add_(1, slot.own, part)
+                part = parcels[:, x].transpose(0, 1)
+                if put.index is None:
+                    put.own.of(total).add_(part)
+                else:
+                    total[:, :, put.own.heads].index_add_(1, put.index, part.squeeze(2))
 
     def _start(self, source: Tensor, target: Tensor, out: list[int], into: list[int]):
         if not self.moves:
@@ -113,6 +134,23 @@ class _Done:
 def all_to_all(target: Tensor, source: Tensor, into: list[int], out: list[int], group, wait: bool = True):
     """Every transfer of rows goes through here. into, out: elements from and to each rank."""
     return dist.all_to_all_single(target, source, into, out, group=group, async_op=not wait)
+
+
+def _puts(line: list[Slot]) -> list[Put]:
+    """What goes into the parcels for one rank, as few copies."""
+    found = []
+    for slot in line:
+        for to, heads in _heads(slot.heads):
+            index = None if isinstance(slot.own, slice) else slot.own
+            rows = slot.own if index is None else slice(0, slot.rows)
+            found.append(Put(slot, 1, to, index, Skew(rows, heads)))
+    if len(found) > len(line) or any(put.index is not None for put in found):
+        return found
+    together, first = [], 0
+    for own in skews([put.own[:2] for put in found]):
+        together.append(found[first]._replace(count=own.count, own=own))
+        first += own.count
+    return together
 
 
 def _heads(heads: tuple[int, ...]) -> list[tuple[slice, slice]]:
@@ -134,7 +172,8 @@ def select(rows: Rows, start: int, device) -> slice | Tensor:
 class Regroup:
     """Rows of queries from the ranks that hold them to those that compute them, and back.
 
-    there(x): (B, own queries, ...) -> (B, queries to be computed, ...); back(x) is its inverse.
+    there(x): (B, own queries, ...) -> (B, queries to be computed, ...); back(x) is its inverse. `kept` and `bring` are
+    `there` in two: first the rows that stay on their rank, then those that come from others.
     """
 
     def __init__(self, plan: Plan, rank: int, group):
@@ -155,16 +194,29 @@ class Regroup:
         self.sizes = len(held), sum(map(len, self.computed))
 
     def there(self, x: Tensor) -> Tensor:
-        return self._move(x, self.held, self.taken, self.sizes[1])
+        rows = self.kept(x)
+        self.bring(x, rows)
+        return rows
 
     def back(self, x: Tensor) -> Tensor:
-        return self._move(x, self.taken, self.held, self.sizes[0])
+        rows = self._kept(x, self.taken, self.held, self.sizes[0])
+        self._bring(x, rows, self.taken, self.held)
+        return rows
 
-    def _move(self, x: Tensor, source, target, size: int) -> Tensor:
-        result = x.new_empty(x.shape[0], size, *x.shape[2:])
-        each = x.shape[0] * math.prod(x.shape[2:])
+    def kept(self, x: Tensor) -> Tensor:
+        return self._kept(x, self.held, self.taken, self.sizes[1])
+
+    def bring(self, x: Tensor, rows: Tensor) -> None:
+        self._bring(x, rows, self.held, self.taken)
+
+    def _kept(self, x: Tensor, source, target, size: int) -> Tensor:
+        rows = x.new_empty(x.shape[0], size, *x.shape[2:])
         for here, there in zip(source[self.rank], target[self.rank], strict=True):
-            result[:, there] = x[:, here]
+            rows[:, there] = x[:, here]
+        return rows
+
+    def _bring(self, x: Tensor, rows: Tensor, source, target) -> None:
+        each = x.shape[0] * math.prod(x.shape[2:])
         out, into = ([_size(s) * each * (y != self.rank) for y, s in enumerate(side)] for side in (source, target))
         parts = [x[:, s].transpose(0, 1).flatten() for y, side in enumerate(source) if y != self.rank for s in side]
         sent = torch.cat(parts) if parts else x.new_empty(0)
@@ -172,11 +224,10 @@ class Regroup:
         all_to_all(arrived, sent, into, out, self.group)
         start = 0
         for s in (s for y, side in enumerate(target) if y != self.rank for s in side):
-            rows = s.stop - s.start
-            part = arrived[start : start + rows * each].view(rows, x.shape[0], *x.shape[2:])
-            result[:, s] = part.transpose(0, 1)
-            start += rows * each
-        return result
+            many = s.stop - s.start
+            part = arrived[start : start + many * each].view(many, x.shape[0], *x.shape[2:])
+            rows[:, s] = part.transpose(0, 1)
+            start += many * each
 
 
 def _moved(x: range, by: int) -> slice:

@@ -46,14 +46,28 @@ class Job:
     batch: int | None = None
 
 
-def local(plan: Plan, rank: int) -> list[Job]:
-    """The jobs that need no row of another rank: dense attention to a rank's own rows, whole segments of dilated
-    branches."""
+def local(plan: Plan, rank: int) -> tuple[list[Job], dict[Stage, list[Job]]]:
+    """The jobs that need no row of another rank: those to begin with, and those to be put before a stage's.
+
+    They are dense attention to a rank's own rows, or whole segments of dilated branches. Dense attention is cut by
+    heads as the stages are, one ahead of them: a kernel that takes a whole card leaves nothing to an exchange until it
+    ends, so that there has to be such an end before each stage, and what is to arrive then still has a call's time.
+    """
+    own = plan.shards[rank]
     if not any(plan.work(rank)) or not plan.heads:
-        return []
-    if isinstance(plan.pattern, Dense):
-        return _dense(plan, rank, range(plan.kv_heads), [plan.shards[rank]])
-    return _whole_segments(plan, rank) if isinstance(plan.pattern, views.Dilated) else []
+        return [], {}
+    if not isinstance(plan.pattern, Dense):
+        return (_whole_segments(plan, rank) if isinstance(plan.pattern, views.Dilated) else []), {}
+    first = [x for x in plan.stages if x.piece == 0]
+    if not plan.zigzag:
+        found = [_dense(plan, x.heads, [own], plan.work(rank)) for x in first]
+        return found[0], dict(zip(first, found[1:], strict=False))
+    # queries that are here already come first: the others are on their way
+    held, every = plan.queries(rank), range(plan.kv_heads)
+    here = [held.start <= x.start and x.stop <= held.stop for x in plan.work(rank)]
+    of = {y: [x for x, its in zip(plan.work(rank), here, strict=True) if its == y] for y in (True, False)}
+    later = {x: _dense(plan, x.heads, [own], of[False]) for x in first}
+    return _dense(plan, every, [own], of[True]), later
 
 
 def remote(plan: Plan, rank: int, stage: Stage) -> list[Job]:
@@ -62,7 +76,7 @@ def remote(plan: Plan, rank: int, stage: Stage) -> list[Job]:
         return []
     if isinstance(plan.pattern, Dense):
         others = [stage.of(plan.shards[x]) for x in range(plan.world) if x != rank]
-        return _dense(plan, rank, stage.heads, others)
+        return _dense(plan, stage.heads, others, plan.work(rank))
     if isinstance(plan.pattern, views.Dilated):
         return _dilated(plan, rank, stage)
     return _gathered(plan, rank, stage)
@@ -76,14 +90,14 @@ def _heads_of(plan: Plan, key_heads: range) -> range:
 # --- dense ------------------------------------------------------------------------------------------------------------
 
 
-def _dense(plan: Plan, rank: int, key_heads: range, pieces: list[range]) -> list[Job]:
+def _dense(plan: Plan, key_heads: range, pieces: list[range], queries: list[range]) -> list[Job]:
     """Attention to pieces of the sequence, in ascending order: what a query sees whole is one call."""
     heads, causal = _heads_of(plan, key_heads), plan.pattern.causal
     places = slice(heads.start, heads.stop), slice(key_heads.start, key_heads.stop)
     return [
-        Job(Dense(triangle), (Strand(queries, places[0], keys, places[1]),))
-        for part in plan.work(rank)
-        for queries, keys, triangle in _calls(part, [x for x in pieces if x], causal)
+        Job(Dense(triangle), (Strand(some, places[0], keys, places[1]),))
+        for part in queries
+        for some, keys, triangle in _calls(part, [x for x in pieces if x], causal)
     ]
 
 

@@ -132,10 +132,15 @@ def narrow(q: Tensor) -> bool:
 
 
 def merge(out: Tensor, lse: Tensor, some: Tensor, its_lse: Tensor) -> None:
-    """some (B, L, H, D) and its_lse (B, L, H), merged into views of out and lse in place."""
-    if narrow(out):
-        from workbench.execution.kernels import strided
-
-        strided.merge(*(_inner(x) for x in (some, its_lse, out, lse)), False)
-    else:
+    """some (B, L, C, h, D) and its_lse (B, L, C, h), merged into views of out and lse, as large, in place."""
+    if not narrow(out):
         merge_(out, lse, some, its_lse.to(lse.dtype))
+        return
+    from workbench.execution.kernels import strided
+
+    every = some, its_lse, out, lse
+    if out.shape[2] == 1:
+        strided.merge(*(_inner(x.squeeze(2)) for x in every), False)
+    else:
+        for b in range(out.shape[0]):
+            strided.merge(*(x[b].movedim(0, 2) for x in every), False)

@@ -21,10 +21,9 @@ from workbench.distributed.shards import Shards, clip
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
 
 SHARE = 16  # a stage of the exchange brings a rank about a 16th of what its own keys and values take,
-LEAST = 3 << 14  # but not fewer rows of a key head than take longer to move than to ask for (12 MB at head_dim 64),
-PAIRS = (
-    3 << 30
-)  # nor, of dense attention, fewer pairs than take longer to compute than to launch (a millisecond or two)
+# but of dense attention not fewer pairs than take longer to compute than to launch (a millisecond or two),
+PAIRS = 3 << 30
+LEAST = 3 << 15  # and of others not fewer rows of a key head than are worth the launches (24 MB at head_dim 64),
 PIECES = 4  # nor less than a quarter of what others hold of a key head: what arrives in pieces has to be merged
 
 
@@ -150,10 +149,11 @@ class Plan:
     def stages(self) -> list[Stage]:
         """The exchanges, in order, the same on all ranks; at least one, in which nothing may move."""
         own, most = max(1, self.n * self.kv_heads // self.world), int(self.units.sum(0).max())
-        many = min(-(-most * SHARE // own), most // LEAST)
         if isinstance(self.pattern, Dense):
-            many = min(many, int(self.pairs.max()) // (PAIRS * (3 if self.zigzag else 1)))  # zigzag: up to three calls
-        many = max(1, many)
+            worth = int(self.pairs.max()) // (PAIRS * (3 if self.zigzag else 1))  # zigzag: up to three calls
+        else:
+            worth = most // LEAST
+        many = max(1, min(-(-most * SHARE // own), worth))
         parts = Shards.even(self.kv_heads, max(1, min(self.kv_heads, many)))
         pieces = min(PIECES, -(-many // parts.world)) if isinstance(self.pattern, Dense) else 1
         return [Stage(parts[x], y, pieces) for x in range(parts.world) for y in range(pieces)]

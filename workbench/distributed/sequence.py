@@ -1,8 +1,8 @@
 """Attention over contiguous shards, from one rank's side: exchange, single-device attention, merge; and the way back.
 
-Stages of the exchange are three deep: while one stage's rows are attended to, those of the next two travel. (A card
+Stages of the exchange are three deep: while one stage's rows are attended to, those of the next two travel. A card
 begins what travels when the attention before it leaves it room, which is near its end: the rows of the stage after
-have to be there by then.) The backward brings the keys and values again rather than keep what others hold, and takes
+have to be there by then, and a rank's own rows are attended to in between (see `jobs.local`). The backward brings the keys and values again rather than keep what others hold, and takes
 their gradients back in float32 (float64).
 
 Dimensions: B batch, L rows of this rank, Q queries that it computes, H query heads, G key heads, D head_dim, M keys of
@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workbench.distributed import jobs, local
+from workbench.distributed import jobs, local, streams
 from workbench.distributed.exchange import Exchange, Regroup
 from workbench.distributed.jobs import Job, Strand
 from workbench.distributed.plans import Plan, Stage
-from workbench.distributed.tasks import Task
+from workbench.distributed.tasks import Task, Written
 from workbench.patterns import Dense, Dilated
 
 AHEAD = 2  # stages that travel
@@ -58,8 +58,12 @@ class Sequence:
             more = stage, self.exchange, self.work, plan.kv_heads
             return [Task(job, jobs.fills(plan, rank, stage, job), *more) for job in found]
 
-        self.first = tasks(None, jobs.local(plan, rank))
-        self.later = {stage: tasks(stage, jobs.remote(plan, rank, stage)) for stage in plan.stages}
+        first, own = jobs.local(plan, rank)
+        self.first = tasks(None, first)
+        self.later = {
+            stage: [*tasks(None, own.get(stage, [])), *tasks(stage, jobs.remote(plan, rank, stage))]
+            for stage in plan.stages
+        }
         each = [*self.first, *itertools.chain(*self.later.values())]
         self.behind = max((x.behind * x.key_heads for x in each), default=0) * math.prod(self.exchange.shape)
         self.once = len(each) == 1 and not self.exchange.moves  # nothing is ever added to what the one job gives
@@ -70,6 +74,7 @@ class Sequence:
         self.all_queries = bool(first) and len(work) == 1 and not first.spare and first.batch is None
         self.all_queries = self.all_queries and [(x.queries, x.heads) for x in first.strands] == [whole[:2]]
         self.all_keys = bool(first) and first.batch is None and [x[2:] for x in first.strands] == [whole[2:]]
+        self.written = Written(each, batch)
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -85,39 +90,43 @@ class Sequence:
             of_q = wide if self.several and not local.narrow(q) else q.dtype
             if self.all_queries:
                 return Buffers(sent, received, (None, None), [], None)
-            out = q.new_zeros(b, self.queries, h, d, dtype=of_q)
-            lse = q.new_full((b, h, self.queries), -torch.inf, dtype=wide)
+            out = q.new_empty(b, self.queries, h, d, dtype=of_q)
+            lse = q.new_empty(b, h, self.queries, dtype=wide)
+            if self.written.rows < out[..., 0].numel():
+                out.zero_()
+                lse.fill_(-torch.inf)
             return Buffers(sent, received, (out, lse), [], None)
-        dq = None if self.all_queries else q.new_zeros(b, self.queries, h, d, dtype=wide)
-        gradients = dq, *(None if self.all_keys else k.new_zeros(k.shape, dtype=wide) for _ in "kv")
+        dq = None if self.all_queries else q.new_empty(b, self.queries, h, d, dtype=wide)
+        if dq is not None and self.written.rows < dq[..., 0].numel():
+            dq.zero_()
+        make = k.new_zeros if self.written.own < k[..., 0].numel() else k.new_empty
+        gradients = dq, *(None if self.all_keys else make(k.shape, dtype=wide) for _ in "kv")
         returned = [k.new_empty(self.exchange.room(1), dtype=wide) for _ in range(deep)]
         return Buffers(sent, received, gradients, returned, k.new_empty(self.exchange.room(0), dtype=wide))
 
     def forward(
-        self, q, k, v, scale: float, backend: str, buffers: Buffers, settle: Callable | None = None
+        self, q, k, v, scale: float, backend: str, buffers: Buffers, settle: Callable[[], None]
     ) -> tuple[Tensor, Tensor]:
         """out (B, Q, H, D) and lse (B, H, Q) from q (B, Q, H, D), k and v (B, L, G, D). settle: see `_stages`."""
         out, lse = buffers.results
-        fresh = True
         for _, x, found in self._stages(k, v, buffers, settle):
             for task in found:
-                keys = task.gather(k, v, buffers.received[x % len(buffers.received)])
+                keys = task.gather(k, v, buffers.received[x % len(buffers.received)] if buffers.received else None)
                 part = local.forward(task.take(q), *keys, task.job.pattern, scale, backend)
                 if out is None:
                     out, lse = part[0] if local.narrow(q) or not self.several else part[0].to(part[1].dtype), part[1]
                 else:
-                    self._merge(task, out, lse, *part, alone=fresh or not self.several)
-                fresh = False
+                    self._merge(task, out, lse, *part)
         return out.to(q.dtype), lse
 
     def early(self, q: Tensor) -> bool:
         """Whether what needs no rows of others is begun before the ranks have agreed: a card computes it meanwhile."""
-        return q.device.type == "cuda" and self.regroup is None
+        return q.device.type == "cuda"
 
-    def _stages(self, k, v, buffers: Buffers, settle: Callable | None) -> Iterator[tuple[Stage | None, int, list]]:
+    def _stages(self, k, v, buffers: Buffers, settle: Callable[[], None]) -> Iterator[tuple[Stage | None, int, list]]:
         """(stage, its number, its jobs), while the rows of the next stages travel; first what needs no rows.
 
-        settle: returns once the ranks have agreed that rows may travel.
+        settle: returns once the ranks have agreed that rows may travel, and the queries to be computed are there.
         """
         stages, pending = self.plan.stages, []
 
@@ -134,17 +143,20 @@ class Sequence:
             for x in range(AHEAD):
                 todo(x)
 
-        if settle is not None and self.early(k):
-            # what travels waits for k and v, not for what is computed of them meanwhile
-            beside, there = torch.cuda.Stream(k.device, priority=-1), torch.cuda.Event()
+        if self.early(k):
+            # what travels waits for what there is now, not for what is computed of it meanwhile
+            beside, there, moved = streams.beside(k.device), torch.cuda.Event(), torch.cuda.Event()
             there.record()
             yield None, 0, self.first
             with torch.cuda.stream(beside):
                 beside.wait_event(there)
                 begin(pack)
                 settle()
+                moved.record()
                 begin(fetch)
+            moved.wait()
         else:
+            settle()
             begin(pack)
             begin(fetch)
             yield None, 0, self.first
@@ -154,12 +166,11 @@ class Sequence:
             fetch(x + AHEAD)
             yield stage, x, self.later[stage]
 
-    def _merge(self, task: Task, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, alone: bool) -> None:
-        """alone: nothing has been put yet where this job's results go."""
+    def _merge(self, task: Task, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         rows = zip(task.views(out), task.views(lse.transpose(1, 2)), strict=True)
         each = zip(task.each(part), task.each(part_lse.transpose(1, 2)), strict=True)
         for (to, to_lse), (one, one_lse) in zip(rows, each, strict=True):
-            if alone:
+            if task.alone:
                 to.copy_(one)
                 to_lse.copy_(one_lse)
             else:
@@ -169,14 +180,16 @@ class Sequence:
 
     def backward(
         self, grad, grad_lse, q, k, v, out, lse, scale: float, backend: str, buffers: Buffers,
-        settle: Callable | None = None,
+        settle: Callable[[], None],
     ):  # fmt: skip
         """(dq (B, Q, H, D), dk, dv (B, L, G, D)) from the gradients of out and of lse (or None)."""
         dq, dk, dv = buffers.results
         returning = None
         for stage, x, found in self._stages(k, v, buffers, settle):
-            received, returned = (side[x % len(side)] for side in (buffers.received, buffers.returned))
-            if stage is not None:
+            received, returned = (
+                side[x % len(side)] if side else None for side in (buffers.received, buffers.returned)
+            )
+            if stage is not None and self.written.received[stage] < sum(self.exchange.splits[stage][1]):
                 returned.zero_()
             for task in found:
                 keys = task.gather(k, v, received)
@@ -192,7 +205,7 @@ class Sequence:
                     dq = parts[0] if self.once or self.few and local.narrow(q) else parts[0].to(lse.dtype)
                 else:
                     for to, part in zip(task.views(dq), task.each(parts[0]), strict=True):
-                        to += part
+                        to.copy_(part) if task.alone else to.add_(part)
                 if dk is None:
                     dk, dv = (part if self.once else part.to(lse.dtype) for part in parts[1:])
                 else:

@@ -1,10 +1,15 @@
 """A job made ready for one rank: where its rows lie among the rank's own, in what arrives, and in what goes back.
 
 Dimensions: B batch, L rows of this rank, Q queries that it computes, H query heads, G key heads, D head_dim, M keys of
-the job. Everything that can be known before there are tensors is found once.
+the job, R rows of a head, C heads (or runs of h heads) that a skew holds. Everything that can be known before there are
+tensors is found once.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +18,25 @@ from torch.nn.functional import pad
 from workbench.distributed.exchange import Exchange, Slot
 from workbench.distributed.jobs import Fill, Job
 from workbench.distributed.plans import Stage
+from workbench.distributed.skews import Skew, length, skews
+
+
+class Part(NamedTuple):
+    """Rows of a job's keys that one copy fills, or whose gradients one addition takes.
+
+    to, heads: where among the keys and key heads of the job, `count` runs of heads side by side
+    slot: the first parcel (None: one's own rows); rows: which of a parcel's; its_heads: which of each parcel's
+    own: which of one's own rows and heads; alone: it is the first to put gradients there (see `Written`)
+    """
+
+    to: slice | Tensor
+    heads: slice
+    count: int
+    slot: Slot | None
+    rows: slice | Tensor
+    its_heads: slice
+    own: Skew
+    alone: bool = False
 
 
 class Task:
@@ -23,16 +47,15 @@ class Task:
 
     def __init__(self, job: Job, fills: list[Fill], stage: Stage | None, exchange: Exchange, work, key_heads: int):
         self.job, self.fills, self.exchange = job, [_on(x, exchange.device) for x in fills], exchange
+        self.stage = stage
         self.batch = slice(None) if job.batch is None else slice(job.batch, job.batch + 1)
-        self.rows = [_rows(s.queries, work) for s in job.strands]
-        self.strands, start = [], 0  # where the heads of each are, side by side
-        for s in job.strands:
-            heads = len(range(s.heads.stop)[s.heads])
-            self.strands.append(slice(start, start + heads))
-            start += heads
+        self.queries = skews([(_rows(s.queries, work), s.heads) for s in job.strands])
+        self.heads = list(itertools.accumulate((x.count * length(x.heads) for x in self.queries), initial=0))
+        self.alone = False  # whether it is the first to put something where its results go (see `Written`)
         self.keys = len(job.strands[0].keys)
         self.key_heads = sum(len(range(key_heads)[s.key_heads]) for s in job.strands)
         self.slots = [None if x.parcel is None else exchange.slots[stage][1][x.source][x.parcel] for x in self.fills]
+        self.parts = self._parts()
         own = [x for x in self.fills if x.parcel is None]
         # keys that are the rank's own rows, and nothing else, are a view of them
         self.own = own[0] if own == self.fills and len(own) == 1 and _length(own[0].to) == self.keys else None
@@ -66,22 +89,65 @@ class Task:
             return None  # behind them something else arrives
         return found._replace(rows=self.keys) if rows + sum(_length(x.to) for x in own) == self.keys else None
 
+    def _parts(self) -> list[Part]:
+        """The fills, as few copies: own rows by skews, received ones by parcels that lie side by side."""
+        found: list[Part] = []
+        together = sorted(
+            zip(self.fills, self.slots, strict=True), key=lambda pair: (pair[1] is not None, pair[0].source)
+        )
+        for x, slot in together:
+            longer = self._with(found[-1], x, slot) if found else None
+            if longer:
+                found[-1] = longer
+            else:
+                found.append(Part(x.to, x.to_heads, 1, slot, x.rows, x.heads, Skew(x.rows, x.heads)))
+        return found
+
+    def _with(self, last: Part, x: Fill, slot: Slot | None) -> Part | None:
+        """The part and one more fill, if they are one copy."""
+        many = length(x.to_heads)
+        if any(isinstance(y, Tensor) for y in (last.to, last.rows, x.to, x.rows)) or last.to != x.to:
+            return None
+        if (
+            (x.to_heads.step or 1) != 1
+            or many * last.count != length(last.heads)
+            or x.to_heads.start != last.heads.stop
+        ):
+            return None
+        longer = last._replace(heads=slice(last.heads.start, x.to_heads.stop), count=last.count + 1)
+        if slot is None:
+            own = last.own.and_then(x.rows, x.heads) if last.slot is None else None
+            return own and longer._replace(own=own)
+        if last.slot is None or (last.rows, last.its_heads) != (x.rows, x.heads):
+            return None
+        same = (last.slot.rows, len(last.slot.heads)) == (slot.rows, len(slot.heads))
+        next_to = slot.start == last.slot.start + last.count * self.exchange.elements(last.slot)
+        return longer if same and next_to else None
+
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def views(self, x: Tensor) -> list[Tensor]:
-        """x (B, Q, H, ...) -> the job's rows of it, a view a strand."""
+        """x (B, Q, H, ...) -> the job's rows of it, views (B, R, C, h, ...)."""
         x = x[self.batch]
-        return [x[:, rows, s.heads] for rows, s in zip(self.rows, self.job.strands, strict=True)]
-
-    def take(self, x: Tensor, value: float = 0) -> Tensor:
-        """x (B, Q, H, ...) -> (B, queries of the job, its heads, ...), with the job's spare rows."""
-        parts, spare = self.views(x), self.job.spare
-        x = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-        return pad(x, (0, 0) * (x.dim() - 2) + (0, spare), value=value) if spare else x
+        return [skew.of(x) for skew in self.queries]
 
     def each(self, x: Tensor) -> list[Tensor]:
-        """x (B, queries of the job, its heads, ...) -> a view a strand, without the spare rows."""
-        return [x[:, : x.shape[1] - self.job.spare, heads] for heads in self.strands]
+        """x (B, R and spare rows, heads of the job, ...) -> views like `views`, without the spare rows."""
+        x = x[:, : x.shape[1] - self.job.spare]
+        pairs = zip(self.queries, itertools.pairwise(self.heads), strict=True)
+        return [x[:, :, first:last].unflatten(2, (skew.count, -1)) for skew, (first, last) in pairs]
+
+    def take(self, x: Tensor, value: float = 0) -> Tensor:
+        """x (B, Q, H, ...) -> (B, R and spare rows, heads of the job, ...): the rows as they lie, or copies."""
+        found, spare = self.views(x), self.job.spare
+        if len(found) == 1 and self.queries[0].count == 1:
+            rows = found[0].squeeze(2)
+            return pad(rows, (0, 0) * (x.dim() - 2) + (0, spare), value=value) if spare else rows
+        # such a job has no spare rows
+        rows = x.new_empty(found[0].shape[0], found[0].shape[1], self.heads[-1], *x.shape[3:])
+        for to, some in zip(self.each(rows), found, strict=True):
+            to.copy_(some)
+        return rows
 
     # --- keys ---------------------------------------------------------------------------------------------------------
 
@@ -95,27 +161,82 @@ class Task:
         else:
             make = k.new_empty if self.full else k.new_zeros  # rows that nobody sees have to be finite
             gathered = make(self.keys, 2, k.shape[0], self.key_heads, k.shape[3])
-        for x, slot in zip(self.fills, self.slots, strict=True):
-            if slot is None:
+        for part in self.parts:
+            to = gathered[:, :, :, part.heads].unflatten(3, (part.count, -1))
+            if part.slot is None:
                 for y, mine in enumerate((k, v)):
-                    gathered[x.to, y, :, x.to_heads] = mine[:, x.rows, x.heads].transpose(0, 1)
+                    to[part.to, y] = part.own.of(mine).transpose(0, 1)
             elif self.lying is None:
-                parcel = self.exchange.parcel(received, slot)
-                gathered[x.to, :, :, x.to_heads] = parcel[x.rows, :, self.batch, x.heads]
+                to[part.to] = self._parcels(received, part)[part.rows]
         return list(gathered.permute(1, 2, 0, 3, 4).unbind(0))
 
     def scatter(self, dk: Tensor, dv: Tensor, totals: tuple[Tensor, Tensor], returned: Tensor) -> None:
         """The gradients of the job's keys and values: to one's own rows (B, L, G, D), or to where received rows lie."""
-        for x, slot in zip(self.fills, self.slots, strict=True):
-            for y, (part, total) in enumerate(zip((dk, dv), totals, strict=True)):
-                part = part[:, x.to, x.to_heads]
-                if slot is None:
-                    total[self.batch, x.rows, x.heads] += part
-                elif isinstance(x.rows, slice):
-                    self.exchange.parcel(returned, slot)[x.rows, y, self.batch, x.heads] += part.transpose(0, 1)
+        for part in self.parts:
+            for y, (some, total) in enumerate(zip((dk, dv), totals, strict=True)):
+                some = some[:, part.to, part.heads].unflatten(2, (part.count, -1))
+                if part.slot is None:
+                    to = part.own.of(total[self.batch])
                 else:
-                    to = self.exchange.parcel(returned, slot)[:, y, self.batch, x.heads]
-                    to.index_add_(0, x.rows, part.transpose(0, 1).to(to.dtype))
+                    to, some = self._parcels(returned, part)[:, y], some.transpose(0, 1)
+                    if isinstance(part.rows, Tensor):
+                        (to.index_copy_ if part.alone else to.index_add_)(0, part.rows, some.to(to.dtype))
+                        continue
+                    to = to[part.rows]
+                if part.alone:
+                    to.copy_(some)
+                else:
+                    to += some
+
+    def _parcels(self, buffer: Tensor, part: Part) -> Tensor:
+        """(rows of the parcels, 2, B, C, h, D)"""
+        return self.exchange.parcels(buffer, part.slot, part.count)[:, :, self.batch, :, part.its_heads]
+
+
+class Written:
+    """Which task is the first to put something where its results go: it writes there, others add or merge.
+
+    Sets `alone` of tasks, in the order in which they run, and of their parts. rows, own: how many (row, head) of out,
+    and of the rank's keys, such tasks write; received: how many elements of each stage. What they leave has to be
+    initialized. Rows that are strided count as all between the first and the last.
+    """
+
+    def __init__(self, tasks: list[Task], batch: int):
+        self.rows = self.own = 0
+        self.received: dict[Stage | None, int] = defaultdict(int)
+        self._boxes: dict[tuple, list[tuple[range, set[int]]]] = defaultdict(list)
+        for task in tasks:
+            many = batch if task.job.batch is None else 1
+            boxes = [x for skew in task.queries for x in skew.each()]
+            task.alone = self._first(("rows", task.job.batch), boxes)
+            if task.alone:
+                self.rows += many * sum(map(_size, boxes))
+            for x, part in enumerate(task.parts):
+                if part.slot is None:
+                    boxes = list(part.own.each())
+                    alone = self._first(("own", task.job.batch), boxes)
+                    self.own += alone * many * sum(map(_size, boxes))
+                else:
+                    size = part.count * task.exchange.elements(part.slot)
+                    place = slice(part.slot.start, part.slot.start + size)
+                    alone = self._first((task.stage, task.job.batch), [(place, slice(0, 1))])
+                    whole = _length(part.rows) == part.slot.rows and length(part.its_heads) == len(part.slot.heads)
+                    self.received[task.stage] += alone * (whole and task.job.batch is None) * size
+                task.parts[x] = part._replace(alone=alone)
+
+    def _first(self, where: tuple, boxes: list[tuple[slice, slice]]) -> bool:
+        """Whether these rows and heads are new there; they no longer are."""
+        news = [(range(rows.start, rows.stop), set(range(heads.stop)[heads])) for rows, heads in boxes]
+        before = self._boxes[where]
+        alone = not any(
+            max(x.start, y.start) < min(x.stop, y.stop) and its & others for x, its in news for y, others in before
+        )
+        before += news
+        return alone
+
+
+def _size(box: tuple[slice, slice]) -> int:
+    return length(box[0]) * length(box[1])
 
 
 def _rows(queries: range, work) -> slice:
@@ -128,7 +249,7 @@ def _rows(queries: range, work) -> slice:
 
 
 def _length(x: slice | Tensor) -> int:
-    return len(x) if isinstance(x, Tensor) else len(range(x.start, x.stop, x.step or 1))
+    return len(x) if isinstance(x, Tensor) else length(x)
 
 
 def _on(fill: Fill, device) -> Fill:
