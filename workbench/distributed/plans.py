@@ -212,13 +212,14 @@ class Plan:
         few."""
         moved = self.bytes(itemsize, head_dim, batch)
         sent = moved.sum(1)
-        lengths = f"{min(self.shards.lengths):,} to {max(self.shards.lengths):,}"
+        least, most = min(self.shards.lengths), max(self.shards.lengths)
         lines = [
-            f"{self.pattern.name}, {self.n:,} positions on {self.world} ranks of {lengths}, {self.heads} heads on "
-            f"{self.kv_heads} key heads, by {self.strategy}",
+            f"{self.pattern.name}, by {self.strategy}",
+            f"{self.n:,} positions on {self.world} ranks of {f'{least:,} to ' * (least < most)}{most:,}, "
+            f"{self.heads} heads on {self.kv_heads} key heads",
             f"pairs: {self.pairs.sum():.4g}, max over mean {self.balance:.3f}",
             f"a forward of batch {batch}, head_dim {head_dim}, {itemsize} bytes a number moves {int(sent.sum()):,} "
-            f"bytes, {int(sent.max()):,} from one rank at most, in {len(self.stages)} exchanges",
+            f"bytes,\n  {int(sent.max()):,} from one rank at most, exchanges: {len(self.stages)}",
         ]
         if self.world <= 8:
             lines += [
