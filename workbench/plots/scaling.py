@@ -164,7 +164,8 @@ def cards(rows: pd.DataFrame, what: str = "card"):
             largest = max(largest, *np.nan_to_num(values))
             words.append(f"{name}, {label}: {', '.join(_told(x, column) for x in values)}")
         ax.set(xlabel=label, xlim=(0, 1.25 * largest or 1))
-        ax.xaxis.set_major_locator(MaxNLocator(5, prune="upper"))  # a label at the end would touch the next panel's
+        # a label at the end would touch the next panel's
+        ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], prune="upper"))
         ax.grid(False, axis="y")
     axes[0].set(yticks=range(len(names)), yticklabels=[SHORT.get(x, x) for x in names])
     axes[0].invert_yaxis()
