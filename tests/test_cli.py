@@ -229,7 +229,7 @@ def test_scale_measures_prints_a_table_and_then_what_is_recorded(recorded, capsy
     header, *lines = out.splitlines()
     assert header.startswith("case") and "speed-up" in header and "sent MiB" in header
     assert [line.split("  ")[1].strip() for line in lines] == ["one device", "sequence", "A/A"]
-    assert err.startswith("1/1: dense\n") and "  sequence: " in err
+    assert err.startswith("1/1: dense, N = 128\n  one device: ") and "  sequence: " in err
     assert cli.main([*SCALE, "sequence", "--json"]) == 0
     _, row, _ = json.loads(capsys.readouterr().out)
     assert row["strategy"] == "sequence" and row["sent_bytes"] == row["planned_bytes"] == [2 * 64 * 2 * 8 * 4] * 2
@@ -248,7 +248,7 @@ def test_a_strategy_that_is_wrong_is_the_exit_code_of_scale(recorded, capsys):
         (["--n", "0"], "--n 0: want at least 1"),
         (["--strategies", "ring"], "strategy='ring': want one of one device, data parallel"),
         (["--pattern", "longnets"], "pattern='longnets': want one of dense, longnet"),
-        (["--groups", "rings"], "group='rings': want 'all', or what one of these begins with: dense"),
+        (["--groups", "dense"], "--groups dense: their lengths are for cards; here want --pattern"),
         (["--groups", "all", "--n", "512"], "--groups and --n 512: want one of them"),
         (["--groups", "all", "--pattern", "dense"], "--groups and --pattern: want one of them"),
     ],
@@ -258,8 +258,10 @@ def test_scale_refuses_what_it_does_not_know(recorded, capsys, arguments, messag
     assert not (recorded / "records").exists()
 
 
-def test_scale_wants_a_card_for_each_rank(recorded, capsys, monkeypatch):
+def test_scale_on_cards_knows_its_groups_and_wants_a_card_for_each_rank(recorded, capsys, monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert "--nproc 3: want at most 2, the cards of this machine" in refusal(capsys, "scale", "--nproc", "3")
+    message = "group='rings': want 'all', or what one of these begins with: dense"
+    assert message in refusal(capsys, "scale", "--groups", "rings")

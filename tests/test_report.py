@@ -332,6 +332,7 @@ FULL = [
     "import ipywidgets\nipywidgets.VBox([ipywidgets.IntSlider(5, description='n')])",
     "from IPython.display import HTML\nHTML('<script src=https://there.example/x.js></script>')",
     "HTML('<img src=//there.example/y.png>')",
+    f"x = '{300 * 'long '}'",
 ]
 needs_browser = pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING)
 
@@ -345,6 +346,8 @@ def test_a_report_in_a_browser_fetches_nothing_and_plays(run):
             assert tab.requests == [done.path.as_uri()]
             assert tab.errors == []
             assert tab.run("document.documentElement.scrollWidth") <= width
+            cut = "[...document.querySelectorAll('.code pre')].some(code => code.scrollWidth > code.clientWidth)"
+            assert not tab.run(cut)
             assert tab.run("[...document.images].every(image => image.naturalWidth > 0 && image.alt)")
             assert tab.run("document.querySelectorAll('math').length") == 3
             assert tab.run("document.querySelector('progress').value") == 3

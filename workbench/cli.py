@@ -116,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
         help="ways to use the cards, or your module:function of q, k, v and pattern (default: all)",
     )  # fmt: skip
     scale.add_argument(
-        "--groups", nargs="+", default=[], metavar="NAME", help="instead of --pattern: groups of cases, or all"
+        "--groups", nargs="+", default=[], metavar="NAME", help="on cards, instead of --pattern: groups of cases or all"
     )
     scale.add_argument("--samples", type=int, default=9, metavar="S", help="rounds of a case (default: %(default)s)")
     scale.add_argument(
@@ -199,6 +199,9 @@ def _scale(arguments) -> int:
             raise ValueError("--groups and --pattern: want one of them, a group has its patterns")
         if arguments.n is not None:
             raise ValueError(f"--groups and --n {arguments.n}: want one of them, a group has its lengths")
+        if not cards:
+            asked = " ".join(arguments.groups)
+            raise ValueError(f"--groups {asked}: their lengths are for cards; here want --pattern longnet --n 8192")
         cases = scaling_groups.cases(arguments.groups, device, dtype)
     else:
         n = arguments.n or (131_072 if cards else 4096)

@@ -154,6 +154,14 @@ def test_a_plan_says_who_sends_what():
     assert "nothing" in str(plan(wb.Dilated([512], [4]), Shards.even(1024, 2), 4))
 
 
+def test_a_plan_in_words_has_the_sizes_that_its_bytes_are_of():
+    found = plan(wb.Dense(), Shards.even(100, 2), 3)
+    assert "batch 1, head_dim 64, 2 bytes a number moves 76,800 bytes" in str(found)  # 2 x 2 x 50 x 3 x 64 x 2
+    text = found.text(4, 8, batch=5)
+    assert "batch 5, head_dim 8, 4 bytes a number moves 96,000 bytes,\n  48,000 from one rank" in text
+    assert "rank 1 sends 48,000 to 0" in text and "64" not in text
+
+
 def test_seconds_are_those_of_the_slower_of_computing_and_moving():
     found = plan(wb.Dense(), Shards.even(1000, 2), 2)
     pairs, moved = 2 * 500 * 1000, 2 * 500 * 2 * 64 * 2
@@ -259,6 +267,9 @@ def test_traffic_draws_the_bytes_and_the_shares():
         assert f"{int(found.bytes(2, 64).sum()):,} bytes" in fig.get_label()
     alone = draw.traffic({"nothing moves": plan(wb.Dilated([128], [4]), Shards.even(1024, 8), 4)})
     assert "moves 0 bytes" in alone.get_label()
+    assert [text.get_text() for text in alone.axes[0].texts] == ["nothing moves"] and not fig.axes[0].texts
+    told = [text.get_text() for text in fig.axes[-1].get_yticklabels()]  # beside the colours: bytes that are there
+    assert told[0] == "768.0 B" and 2 <= len(told) <= 9
 
 
 def test_many_ranks_are_drawn_in_groups_that_keep_the_sum():

@@ -170,6 +170,8 @@ def test_a_rank_that_fails_is_named_with_the_reason_and_the_stack_and_nothing_is
     assert (outcome.status, outcome.rank, outcome.result) == (status, 1, None), outcome
     assert outcome.error.startswith("rank 1 of 2: ") and reason in outcome.error
     assert stack in outcome.stacks[1], outcome.stacks
+    first, *beneath = str(outcome).splitlines()
+    assert first == outcome.error and "\n".join(beneath) == outcome.stacks[1].rstrip() and "stacks" not in repr(outcome)
     if how != "returns_a_tensor":  # where rank 0 has what it waits for
         assert ("in fails\n" if how == "raises_at_once" else "all_reduce") in outcome.stacks[0]
     assert gone(before + children)
@@ -299,11 +301,12 @@ def test_one_rank_is_a_group_of_one(folder):
 # --- under other launchers -------------------------------------------------------------------------------------------
 
 
-def launch(command: list[str], folder: Path, **environment: str) -> subprocess.Popen:
+def launch(command: list[str], folder: Path, stderr=None, **environment: str) -> subprocess.Popen:
     launchers = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
     mine = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=mine | path | environment)
+    env = mine | path | environment
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env)
 
 
 def answers(text: str) -> list[dict]:
@@ -344,11 +347,12 @@ def test_slurm(folder):
 
 
 def test_no_launcher_is_one_rank_and_a_failure_is_an_answer(folder):
-    with launch([sys.executable, "-m", WORKER, "faults:fails", '[0, "raises"]'], folder) as alone:
-        (found,) = answers(alone.communicate(timeout=60)[0])
+    with launch([sys.executable, "-m", WORKER, "faults:fails", '[0, "raises"]'], folder, subprocess.PIPE) as alone:
+        out, err = alone.communicate(timeout=60)
     assert alone.returncode == 1
-    assert (found["rank"], found["world"], found["status"], found["lost_peer"]) == (0, 1, "killed", False)
-    assert found["error"] == "LookupError: nothing" and "in raises\n" in found["stack"]
+    failure = {"rank": 0, "world": 1, "status": "killed", "error": "LookupError: nothing", "lost_peer": False}
+    assert answers(out) == [failure]  # and the stack is not in a line of its own
+    assert "rank 0 of 1: LookupError: nothing\nTraceback" in err and "in raises\n" in err
 
 
 def test_a_rank_is_placed_by_what_the_launcher_says():

@@ -129,6 +129,29 @@ def test_a_table_has_a_line_a_row(rows):
     assert len(lines) == len(rows) and "multiples of 2" in lines[list(rows).index(("blocks", "heads"))]
 
 
+def test_a_table_says_what_is_noise_and_what_is_from_the_records(rows):
+    def lines(**changed):
+        some = [rows["dilated", x] | {"from_records": False} for x in (ONE, "sequence", AA)]
+        return scaling.table(scaling.pd.DataFrame([x | changed.get(x["strategy"], {}) for x in some])).splitlines()[1:]
+
+    noise = {"speedup_low": 0.9, "speedup_high": 1.1}
+    inside, outside = ({"speedup": x, "speedup_low": x - 0.1, "speedup_high": x + 0.1} for x in (1.15, 1.5))
+    one, sequence, again = lines(**{"sequence": inside, AA: noise})
+    assert sequence.endswith("  within the noise (A/A)") and again.endswith("  one device against itself")
+    assert "noise" not in one and not any("from the records" in x for x in (one, sequence, again))
+    one, sequence, again = lines(**{"sequence": outside | {"from_records": True}, AA: noise})
+    assert sequence.endswith("  from the records") and "noise" not in sequence
+
+
+def test_progress_is_short_and_silent_about_what_is_recorded(own, folder):
+    wrong, failed, right = own["late"], own["fails"], own["mine"] | {"median_ms": 12.345678, "speedup": 1.2345}
+    assert [scaling.words(x) for x in (wrong, failed)] == ["  mine_on_ranks:late: wrong", "  mine_on_ranks:fails: oom"]
+    assert scaling.words(right) == "  mine_on_ranks:mine: 12.35 ms, 1.23x"
+    said, case = [], {"x": Case(Dense(), dtype="float32", **SIZES)}
+    scaling.sweep(case, 2, ["mine_on_ranks:mine"], folder=folder / "own", say=lambda x, **_: said.append(x))
+    assert said == ["1/1: x, N = 192, from the records"]
+
+
 @pytest.fixture(scope="module")
 def own(folder):
     """A test's own strategies, a right one and three that are not."""
@@ -165,11 +188,13 @@ def test_what_is_settled_is_not_measured_again(rows, folder, monkeypatch):
     monkeypatch.setattr(scaling, "_ask", ask)
     case = {"dilated": Case(DILATED, dtype="float64", **SIZES)}
     same = sweep(folder / "rows", case, scaling.STRATEGIES)
-    assert asked == [] and same == {x: y for x, y in rows.items() if x[0] == "dilated"}
+    first = {x: y | {"from_records": True} for x, y in rows.items() if x[0] == "dilated"}
+    assert asked == [] and same == first and not any(y["from_records"] for y in rows.values())
     more = sweep(folder / "rows", case, ["sequence", "mine_on_ranks:mine"])
     mine = "dilated", "mine_on_ranks:mine"
     assert asked == [("facts", mine[1]), ("times", [ONE, mine[1]])]  # beside the one that a speed-up is over
-    assert more.pop(mine)["speedup"] > 0 and all(row == rows[x] for x, row in more.items())
+    found = more.pop(mine)
+    assert found["speedup"] > 0 and not found["from_records"] and all(row == first[x] for x, row in more.items())
     (journal,) = (folder / "rows").glob("*-scaling-*.jsonl")
     written = [json.loads(line) for line in journal.read_text().splitlines()]
     assert sum(line.get("label") == "dilated" for line in written) == len(same) + 1

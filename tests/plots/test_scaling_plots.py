@@ -23,6 +23,14 @@ def test_speedups_have_a_panel_a_pattern_and_number_of_ranks_with_the_ideal(rows
     assert "longnet, forward, N = 1,024, 4 ranks, sequence: 2.00" in fig.get_label()
 
 
+def test_a_pattern_that_nothing_ran_has_no_panel_and_one_that_some_ranks_did_not_says_so(rows):  # noqa: F811
+    none = rows[(rows["kind"] != "longnet") | ~rows["strategy"].isin(["sequence", "distributed data parallel"])]
+    assert [ax.get_title("left") for ax in draw.speedups(none).axes] == ["dense, forward", ""]
+    some = rows[(rows["kind"] != "longnet") | (rows["nproc"] == 2)]
+    said = [[text.get_text() for text in ax.texts] for ax in draw.speedups(some).axes]
+    assert said == [["ideal"], [], ["ideal"], ["did not run"]]
+
+
 def test_another_machines_speedups_are_hollow_and_named_and_in_view(rows):  # noqa: F811
     other = rows.assign(n=rows["n"] * 64, run_device="NVIDIA H100 80GB HBM3")
     fig = draw.speedups(rows, other[other["nproc"] == 2])
@@ -59,6 +67,11 @@ def test_borders_have_a_line_an_order():
     for ax, want in zip(fig.axes, ([100, 400], [0.5, 2]), strict=True):
         assert ax.get_lines()[0].get_ydata().tolist() == want
     assert "On 16 ranks: row-major 400 bytes, 2.00 times what is held; hilbert 200 bytes" in fig.get_label()
+    fig.canvas.draw()
+    for ax, want in zip(fig.axes, ("100 B 200 B", "0.5 1 2"), strict=True):
+        low, high = ax.get_ylim()
+        told = [x.get_text() for x in ax.get_yticklabels() if low <= x.get_position()[1] <= high]
+        assert " ".join(told) == want and not any(x.get_text() for x in ax.get_yticklabels(minor=True))
 
 
 @pytest.mark.parametrize("rank", [None, 0])

@@ -207,22 +207,30 @@ class Plan:
         what = [self.strategy, self.shards.lengths, self.heads, self.kv_heads, self.nq, [str(x) for x in self.stages]]
         return digest(describe(self.pattern), json.dumps(what), self.units.numpy().tobytes())
 
-    def __str__(self):
-        sent = self.bytes(2, 64).sum(1)
-        lengths = f"{min(self.shards.lengths):,} to {max(self.shards.lengths):,}"
+    def text(self, itemsize: int, head_dim: int, batch: int = 1) -> str:
+        """The plan in words, with the bytes of a forward for these sizes (see `bytes`), of each rank where they are
+        few."""
+        moved = self.bytes(itemsize, head_dim, batch)
+        sent = moved.sum(1)
+        least, most = min(self.shards.lengths), max(self.shards.lengths)
         lines = [
-            f"{self.pattern.name}, {self.n:,} positions on {self.world} ranks of {lengths}, {self.heads} heads on "
-            f"{self.kv_heads} key heads, by {self.strategy}",
+            f"{self.pattern.name}, by {self.strategy}",
+            f"{self.n:,} positions on {self.world} ranks of {f'{least:,} to ' * (least < most)}{most:,}, "
+            f"{self.heads} heads on {self.kv_heads} key heads",
             f"pairs: {self.pairs.sum():.4g}, max over mean {self.balance:.3f}",
-            f"moved forward, at head_dim 64 in 16 bits: {int(sent.sum()):,} bytes, {int(sent.max()):,} from one rank "
-            f"at most, in {len(self.stages)} exchanges",
+            f"a forward of batch {batch}, head_dim {head_dim}, {itemsize} bytes a number moves {int(sent.sum()):,} "
+            f"bytes,\n  {int(sent.max()):,} from one rank at most, exchanges: {len(self.stages)}",
         ]
         if self.world <= 8:
             lines += [
                 f"  rank {s} sends " + (", ".join(f"{int(x):,} to {t}" for t, x in enumerate(row) if x) or "nothing")
-                for s, row in enumerate(self.bytes(2, 64))
+                for s, row in enumerate(moved)
             ]
         return "\n".join(lines)
+
+    def __str__(self):
+        """`text` for one sequence, a head_dim of 64 and 16 bits, which it says: a plan has no sizes of its own."""
+        return self.text(2, 64)
 
 
 def of_mode(mode: str, forward: Tensor, backward: Tensor) -> Tensor:

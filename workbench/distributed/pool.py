@@ -39,14 +39,18 @@ class JobOutcome(Outcome):
     `stacks`, where each rank was that did not finish: for one that died without a word, the end of what it wrote."""
 
     rank: int | None = None
-    stacks: dict[int, str] = field(default_factory=dict)
+    stacks: dict[int, str] = field(default_factory=dict, repr=False)  # too long for a line
+
+    def __str__(self):
+        """How it failed, in a line, and beneath it the stack of the rank that did first."""
+        return repr(self) if self.status == "ok" else f"{self.error}\n{self.stacks.get(self.rank, '')}".rstrip()
 
 
 class RankError(RuntimeError):
     """A job failed: the message has the rank, the reason and the stack; `outcome` is it all as data."""
 
     def __init__(self, outcome: JobOutcome):
-        super().__init__(f"{outcome.error}\n{outcome.stacks.get(outcome.rank, '')}".rstrip())
+        super().__init__(str(outcome))
         self.outcome = outcome
 
 

@@ -6,7 +6,8 @@
     TorchTrainer(lambda config: call("module:function", config), ...)  # Ray, in whose workers a group exists already
 
 Each rank prints one line of JSON: rank, world, status (as `Outcome` has it) and the function's result, or error and
-stack. What the function itself prints goes to stderr. Exit code: 0 ok, 1 failed, 2 not understood.
+lost_peer, whether another rank failed before. What the function itself prints goes to stderr, as does the stack of an
+error, under a line with the rank. Exit code: 0 ok, 1 failed, 2 not understood.
 """  # noqa: E501 (lines to copy)
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def main() -> int:
         dist.destroy_process_group()
         return result
 
-    _say_or_leave(out, who, work)
+    _say_or_leave(out, who, work, stack=False)
     return 0
 
 
@@ -152,8 +153,11 @@ def _why_not(function: str) -> str | None:
     return None
 
 
-def _say_or_leave(out: int, who: dict, work) -> None:
-    """Do the work and write its answer; if it fails, end this process: its peers must not wait for it."""
+def _say_or_leave(out: int, who: dict, work, stack: bool = True) -> None:
+    """Do the work and write its answer; if it fails, end this process: its peers must not wait for it.
+
+    stack: in the answer, too, and not on stderr alone, where people look.
+    """
     try:
         answer = {**who, "status": "ok", "result": work()}
         try:
@@ -161,10 +165,10 @@ def _say_or_leave(out: int, who: dict, work) -> None:
         except TypeError as error:
             raise ValueError(f"the result cannot be sent: {error}; return numbers, strings, lists and dicts") from None
     except BaseException as error:  # SystemExit, too
-        traceback.print_exc()
-        status = status_of(error)
-        failure = {"status": status, "error": sentence(error), "stack": traceback.format_exc()}
-        _write(out, json.dumps({**who, **failure, "lost_peer": status != "oom" and lost_peer(error)}))
+        status, why, where = status_of(error), sentence(error), traceback.format_exc()
+        print(f"rank {who['rank']} of {who['world']}: {why}\n{where}", file=sys.stderr, flush=True)
+        failure = {"status": status, "error": why, "lost_peer": status != "oom" and lost_peer(error)}
+        _write(out, json.dumps({**who, **failure, **({"stack": where} if stack else {})}))
         os._exit(1)
     _write(out, line)
 

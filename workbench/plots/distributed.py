@@ -12,13 +12,13 @@ import numpy as np
 import pandas as pd
 from matplotlib.colors import LogNorm, to_rgb
 from matplotlib.patches import Patch
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from workbench.distributed import Plan, Shards
 from workbench.patterns import Neighborhood
 from workbench.plots import orderings, style
 from workbench.plots.patterns import family_color
-from workbench.plots.scaling import rank_ticks
+from workbench.plots.scaling import apart, rank_ticks
 
 CELLS = 128  # ranks that are told apart: more are summed in groups
 
@@ -53,6 +53,8 @@ def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64, 
             ylabel="from rank",
         )
         above.grid(False)
+        if not total:
+            above.text(0.5, 0.5, "nothing moves", transform=above.transAxes, ha="center", va="center", fontsize=9)
         for axis in (above.xaxis, above.yaxis, below.xaxis):
             axis.set_major_locator(MaxNLocator(4, integer=True))
         share = plan.pairs.astype(float) / max(1.0, float(plan.pairs.mean()))
@@ -62,7 +64,8 @@ def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64, 
         below.set(xlabel=f"rank (max / mean {plan.balance:.2f})", ylabel="pairs / mean", xlim=ends, ylim=(0, None))
         told.append(f"{name} on {plan.world} ranks moves {total:,} bytes, balance {plan.balance:.2f}")
     if norm is not None:
-        ticks = {"ticks": LogLocator(subs=(1, 2, 5)), "format": EngFormatter("B")}
+        room = max(1.1, (norm.vmax / norm.vmin) ** 0.12)
+        ticks = {"ticks": apart(np.unique(seen), room), "format": EngFormatter("B", places=1)}
         bar = fig.colorbar(image, ax=list(axes[0]), label="from one rank to another", shrink=0.8, **ticks)
         bar.ax.minorticks_off()
     return style.finish(fig, f"Bytes between ranks and pairs a rank. {'; '.join(told)}.")
@@ -86,6 +89,9 @@ def borders(rows: pd.DataFrame):
             ax.plot(line["world"], line[column], label=orderings.label(name), **look)
         ax.set(xscale="log", yscale="log", xlabel="ranks")
         rank_ticks(ax, rows["world"])
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=15))
+        ax.yaxis.set_minor_formatter(NullFormatter())
+        ax.tick_params(axis="y", which="minor", left=False)
     axes[0].set_title("moved, all ranks together")
     axes[0].yaxis.set_major_formatter(EngFormatter("B"))
     axes[1].axhline(1, color="#666666", lw=0.8)

@@ -14,7 +14,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
 
 from workbench.distributed.strategies import ONE, SHORT
 from workbench.machine import short_name
@@ -35,15 +35,17 @@ SCALINGS = {"strong": "strong: the same N on all ranks together", "weak": "weak:
 
 def speedups(rows: pd.DataFrame, recorded: pd.DataFrame | None = None, most: Callable[[int], int] | None = None):
     """A panel a pattern (column) and number of ranks (row): times faster than one device at the same N, with intervals.
+    A pattern that no strategy ran has none.
 
     rows, recorded: of `multicard.ok`; the recorded, another machine's, are drawn pale and hollow, with its name.
     most: ranks -> the speed-up that this machine allows, drawn where it is less than the ranks.
     """
     style.use()
-    panels = list(dict.fromkeys(zip(rows["kind"], rows["mode"], strict=True)))
-    worlds = sorted(set(rows["nproc"]))
     names = [x for x in COLORS if x != ONE and x in set(rows["strategy"])]
     names += sorted({*rows["strategy"]} - {*names, ONE, AA})
+    drawn = rows[rows["strategy"].isin(names)]
+    panels = list(dict.fromkeys(zip(drawn["kind"], drawn["mode"], strict=True)))
+    worlds = sorted(set(drawn["nproc"]))
     size = (1 + 2.9 * len(panels), 1.2 + 2.6 * len(worlds))
     fig, axes = plt.subplots(len(worlds), len(panels), figsize=size, squeeze=False, sharey="row", sharex="col")
     words, handles = [], {}
@@ -52,6 +54,8 @@ def speedups(rows: pd.DataFrame, recorded: pd.DataFrame | None = None, most: Cal
         lengths = sorted({int(n) for x in frames for n in x[(x["kind"] == kind) & (x["mode"] == mode)]["n"]})
         for ax, world in zip(axes[:, place], worlds, strict=True):
             every = [_of(x, kind, mode, world) for x in frames]
+            if not any(x["strategy"].isin(names).any() for x in every):
+                ax.text(0.5, 0.25, "did not run", transform=ax.transAxes, ha="center", fontsize=9)
             _ideal(ax, world, most and most(world), labelled=place == 0)
             for some in every:
                 pale = some is not every[-1]
@@ -113,16 +117,21 @@ def _lines(ax, rows: pd.DataFrame, names: list[str], lengths: list[int], pale: b
 def _lengths(ax, lengths: list[int]) -> None:
     """Ticks at the lengths that were measured, those that have room for a label."""
     low, high = min(lengths), max(lengths)
-    room, kept = max(1.25, (high / low) ** 0.2), []
-    for n in lengths:
-        if not kept or n >= kept[-1] * room:
-            kept.append(n)
     edge = max(1.4, (high / low) ** 0.12)
     ax.set_xlim(low / edge, high * edge)
-    ax.set_xticks(kept, minor=False)
+    ax.set_xticks(apart(lengths, max(1.25, (high / low) ** 0.2)), minor=False)
     ax.xaxis.set_major_formatter(FuncFormatter(tokens))
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.tick_params(axis="x", which="minor", bottom=False)
+
+
+def apart(values, room: float) -> list:
+    """Of ascending values those that are `room` times the one before, or more."""
+    kept = []
+    for x in values:
+        if not kept or x >= kept[-1] * room:
+            kept.append(x)
+    return kept
 
 
 def cards(rows: pd.DataFrame, what: str = "card"):
@@ -155,6 +164,8 @@ def cards(rows: pd.DataFrame, what: str = "card"):
             largest = max(largest, *np.nan_to_num(values))
             words.append(f"{name}, {label}: {', '.join(_told(x, column) for x in values)}")
         ax.set(xlabel=label, xlim=(0, 1.25 * largest or 1))
+        # a label at the end would touch the next panel's
+        ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], prune="upper"))
         ax.grid(False, axis="y")
     axes[0].set(yticks=range(len(names)), yticklabels=[SHORT.get(x, x) for x in names])
     axes[0].invert_yaxis()

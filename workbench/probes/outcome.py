@@ -26,8 +26,8 @@ NO_KERNEL = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """status: ok, oom, refused (asked for what is not offered), unsupported (not on this machine) or killed (died
-    otherwise); `error`: why, in a sentence; `result`: of the work, where it is ok."""
+    """status: ok, oom, refused (asked for what is not offered), unsupported (not on this machine) or killed (raised
+    something else, or died); `error`: why, in a sentence; `result`: of the work, where it is ok."""
 
     status: str
     error: str | None = None

@@ -19,6 +19,7 @@ from workbench.distributed import strategies as ways
 from workbench.distributed.bench import described
 from workbench.distributed.pool import JobOutcome, Pool
 from workbench.distributed.strategies import ONE, STRATEGIES
+from workbench.narrate import beyond_noise
 from workbench.probes.case import Case
 from workbench.probes.fit import aligned
 from workbench.probes.frontier import COLD_S, GRAIN, SETUP_S, TIME_STEP, Lengths
@@ -53,6 +54,7 @@ def sweep(
     peak_by_card, extra_by_card: peak bytes with and above the inputs; peak_bytes, extra_bytes: the largest of them;
     sent_bytes, control_bytes: by rank, data and agreement, counted at torch.distributed; planned_bytes: as the plan
         has it, None for strategies without one; busy: by card, the share of the time in which it computes;
+    from_records: whether an earlier sweep measured it; no field of the record.
     valid: whether the sampled rows are the one device's, None where that is not known; limiter "validity": they are
         not, and there is no time for such a row; max_abs_error, errors ([absolute, over what is allowed] by result),
         compared (rows), unchecked (why not).
@@ -67,11 +69,11 @@ def sweep(
     rows = []
     with Pool(nproc, backend) as for_facts, Pool(nproc, backend) as for_times:
         for number, (label, case) in enumerate(cases.items(), 1):
-            if say:
-                say(f"{number}/{len(cases)}: {label}", flush=True)
             fields = {"stage": "sweep", "label": label, "nproc": nproc, "check": check} | case.fields()
             known = {name: _settled(recorder, fields | _who(name, nproc)) for name in (*wanted, AA)}
             todo = [name for name in wanted if known[name] is None]
+            if say:
+                say(f"{number}/{len(cases)}: {label}, N = {case.n:,}{'' if todo else ', from the records'}", flush=True)
             fresh = {}
             if todo or known[AA] is None and known[ONE]["status"] == "ok":
                 facts = {ONE: known[ONE]} if known[ONE] else {}
@@ -81,10 +83,10 @@ def sweep(
                 row = known[name]
                 if row is None and name in fresh:
                     row = recorder.row(**fields | _who(name, nproc) | dict.fromkeys(MEASURED) | fresh[name])
-                if row is not None:
-                    rows.append(row)
                     if say:
-                        say(words(row) + (", from the records" if row is known[name] else ""), flush=True)
+                        say(words(row), flush=True)
+                if row is not None:
+                    rows.append(row | {"from_records": known[name] is not None})
     return pd.DataFrame(rows)
 
 
@@ -176,33 +178,38 @@ def _ask(pool: Pool, function: str, arguments: list, timeout_s: float) -> JobOut
 
 
 def words(row: dict) -> str:
-    """A row in a line."""
+    """A row in a few words: the strategy with its time and speed-up, or what became of it; `table` says why."""
     if row["status"] != "ok":
-        return f"  {row['strategy']}: {row['status']}: {row['error']}"
+        return f"  {row['strategy']}: {'failed' if row['status'] == 'killed' else row['status']}"
     if row["valid"] is False or row["median_ms"] is None:
-        return f"  {row['strategy']}: {row['error']}"
-    said = f"  {row['strategy']}: {row['median_ms']:.4g} ms"
-    if row["speedup"] is not None:
-        said += f", {row['speedup']:.3f}x ({row['speedup_low']:.3f} to {row['speedup_high']:.3f})"
-    return said + (f"; {row['unchecked']}" if row["unchecked"] else "")
+        return f"  {row['strategy']}: {'wrong' if row['valid'] is False else 'not timed'}"
+    faster = "" if row["speedup"] is None else f", {row['speedup']:.2f}x"
+    return f"  {row['strategy']}: {row['median_ms']:.4g} ms{faster}"
 
 
 def table(rows: pd.DataFrame) -> str:
     """A sweep's rows as text: speed-up with its interval, and of the card or rank that has most, MiB at the peak and
-    sent; busy by card."""
-    lines = []
+    sent; busy by card. A note has why a row has no time, or was not compared, whether its speed-up is within the noise
+    (see `beyond_noise`), and whether it is from the records."""
+    lines, beside = [], {x: group.set_index("strategy") for x, group in rows.groupby(["label", "nproc"])}
     for row in rows.to_dict("records"):
-        timed, sent = row["status"] == "ok" and row["speedup"] == row["speedup"], row["sent_bytes"]
+        timed, sent = row["status"] == "ok" and pd.notna(row["speedup"]), row["sent_bytes"]
         interval = (row["speedup"], row["speedup_low"], row["speedup_high"])
         busy = row["busy"] if isinstance(row["busy"], list) else []
+        times = beside[row["label"], row["nproc"]]
+        notes = [row[x] for x in ("error", "unchecked") if isinstance(row[x], str)]
+        if row["strategy"] == AA:
+            notes.append("one device against itself")
+        elif timed and row["strategy"] != ONE and AA in times.index and not beyond_noise(times, row["strategy"]):
+            notes.append("within the noise (A/A)")
         lines.append({
             "case": row["label"], "strategy": row["strategy"],
             "ms": _number(row["median_ms"], ",.4g"),
-            "speed-up": "{:.2f} ({:.2f} to {:.2f})".format(*interval) if timed and None not in interval else "",
+            "speed-up": "{:.2f} ({:.2f} to {:.2f})".format(*interval) if timed else "",
             "peak MiB": _number(row["peak_bytes"], ",.1f", 2**20),
             "sent MiB": _number(max(sent), ",.2f", 2**20) if isinstance(sent, list) else "",
             "busy": " ".join(_number(x, ".0%") or "?" for x in busy),
-            "note": (row["error"] or "")[:100] if isinstance(row["error"], str) else "",
+            "note": "; ".join(notes + ["from the records"] * row["from_records"]),
         })  # fmt: skip
     return aligned(pd.DataFrame(lines), ("case", "strategy", "note"))
 
