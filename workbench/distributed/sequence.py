@@ -2,8 +2,8 @@
 
 Stages of the exchange are three deep: while one stage's rows are attended to, those of the next two travel. A card
 begins what travels when the attention before it leaves it room, which is near its end: the rows of the stage after
-have to be there by then, and a rank's own rows are attended to in between (see `jobs.local`). The backward brings the keys and values again rather than keep what others hold, and takes
-their gradients back in float32 (float64).
+have to be there by then, and a rank's own rows are attended to in between (see `jobs.local`). The backward brings the
+keys and values again rather than keep what others hold, and takes their gradients back in float32 (float64).
 
 Dimensions: B batch, L rows of this rank, Q queries that it computes, H query heads, G key heads, D head_dim, M keys of
 a job.
@@ -111,7 +111,7 @@ class Sequence:
         out, lse = buffers.results
         for _, x, found in self._stages(k, v, buffers, settle):
             for task in found:
-                keys = task.gather(k, v, buffers.received[x % len(buffers.received)] if buffers.received else None)
+                keys = task.gather(k, v, buffers.received[x % len(buffers.received)])
                 part = local.forward(task.take(q), *keys, task.job.pattern, scale, backend)
                 if out is None:
                     out, lse = part[0] if local.narrow(q) or not self.several else part[0].to(part[1].dtype), part[1]

@@ -52,7 +52,7 @@ class Skew(NamedTuple):
 
 
 def skews(pairs: Iterable[tuple[slice, slice]]) -> list[Skew]:
-    """(rows, heads) pairs, in their order, as few skews; slices have starts, and stops no further than what they take."""
+    """(rows, heads) pairs, in their order, as few skews. Their slices have starts and stops."""
     found: list[Skew] = []
     for rows, heads in pairs:
         longer = found[-1].and_then(rows, heads) if found else None

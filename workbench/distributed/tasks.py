@@ -11,7 +11,6 @@ import itertools
 from collections import defaultdict
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
