@@ -56,10 +56,10 @@ def _serve(rank: int, world: int, store: str, pipe) -> None:
     import torch
     import torch.distributed as dist
 
-    from workbench.distributed import plans
+    from workbench.distributed import jobs, plans
 
     torch.set_num_threads(1)
-    plans.LEAST = plans.PAIRS = 1  # many stages, however few rows
+    plans.LEAST = plans.PAIRS = jobs.FIRST = 1  # many stages and calls, however few rows
     # a rank that hangs on a peer gives up before the test does
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=DEADLINE // 2)

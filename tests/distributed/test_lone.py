@@ -7,7 +7,7 @@ import pytest
 import workbench as wb
 from tests.distributed import work
 from workbench import cards, distributed
-from workbench.distributed import Plan, door, exchange, plans
+from workbench.distributed import Plan, door, exchange, jobs, plans
 from workbench.execution import fused
 from workbench.probes import estimate, frontier, lone
 from workbench.probes.case import Case
@@ -36,6 +36,7 @@ def nothing_fused(monkeypatch):
     monkeypatch.setattr(fused, "kernel", lambda q, mask=None: "unfused")
     for name in ("LEAST", "PAIRS"):  # as the ranks have them
         monkeypatch.setattr(plans, name, 1)
+    monkeypatch.setattr(jobs, "FIRST", 1)
 
 
 def alone(case, world, rank, strategy):

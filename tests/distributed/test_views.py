@@ -41,7 +41,7 @@ def test_the_kernels_take_what_a_rank_attends_to_as_the_torch_backend_does(name,
     found = plan(pattern, Shards((43, 64, 43)), 4, 2)
     q, k, v, *_ = Case("", None, 150, heads=4, kv_heads=2).inputs(torch.float32)
     stage = Stage(range(1, 2))
-    for job in jobs.local(found, rank)[0] + jobs.remote(found, rank, stage):
+    for job in jobs.local(found, rank).first + jobs.remote(found, rank, stage):
         for strand in job.strands:
             keys = strand.keys if isinstance(strand.keys, torch.Tensor) else torch.tensor(list(strand.keys))
             k_, v_ = (x[:, keys.clamp(min=0), strand.key_heads] * (keys >= 0)[:, None, None] for x in (k, v))
@@ -94,7 +94,7 @@ def test_the_jobs_of_all_ranks_make_up_the_pattern(name):
     pattern, n, heads = PATTERNS[name](), 150, 4
     found, total = plan(pattern, Shards((43, 0, 64, 43)), heads, 2), torch.zeros(heads, n, n, dtype=torch.int32)
     for rank in range(4):
-        for job in jobs.local(found, rank)[0] + jobs.remote(found, rank, Stage(range(2))):
+        for job in jobs.local(found, rank).first + jobs.remote(found, rank, Stage(range(2))):
             first = 0
             many = sum(len(range(heads)[s.heads]) for s in job.strands)
             m, queries = len(job.strands[0].keys), len(job.strands[0].queries)

@@ -68,7 +68,7 @@ def _gather(row: list[int], dtype, group, device) -> Callable[[], Tensor]:
 
 def same(told: Tensor, names: tuple[str, ...]) -> None:
     """ValueError, on all ranks alike, that names what differs between ranks: told (world, len(names))."""
-    for x, name in enumerate(names):
+    for x, name in enumerate(names) if bool((told != told[0]).any()) else ():
         other = (told[:, x] != told[0, x]).nonzero().flatten().tolist()
         if other:
             raise ValueError(f"{name} of rank {other[0]} is not that of rank 0: want one {name} on all ranks")

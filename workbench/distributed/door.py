@@ -5,6 +5,7 @@ Dimensions: B batch, L rows of this rank, N rows of all ranks together, H query 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -210,7 +211,10 @@ def _numbers(q, k, v, pattern, strategy, scale, backend, return_lse) -> list[int
     wanted = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
     shape = [q.shape[0], *q.shape[2:], k.shape[2]]
     words = (shape, q.dtype, q.device.type, strategy, scale, backend, return_lse, wanted)
-    return [kept["digest"], *(digest(repr(x)) for x in words)]
+    return [kept["digest"], *(_number(repr(x)) for x in words)]
+
+
+_number = functools.lru_cache(256)(digest)
 
 
 def _make(q, k, pattern, told: Tensor, rank: int, group, strategy: str) -> Made:

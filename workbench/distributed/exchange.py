@@ -117,7 +117,7 @@ class Exchange:
                 if put.index is None:
                     put.own.of(total).add_(part)
                 else:
-                    total[:, :, put.own.heads].index_add_(1, put.index, part.squeeze(2))
+                    total[:, :, put.own.heads].index_add_(1, put.index, part.squeeze(2).to(total.dtype))
 
     def _start(self, source: Tensor, target: Tensor, out: list[int], into: list[int]):
         if not self.moves:
@@ -218,16 +218,22 @@ class Regroup:
     def _bring(self, x: Tensor, rows: Tensor, source, target) -> None:
         each = x.shape[0] * math.prod(x.shape[2:])
         out, into = ([_size(s) * each * (y != self.rank) for y, s in enumerate(side)] for side in (source, target))
-        parts = [x[:, s].transpose(0, 1).flatten() for y, side in enumerate(source) if y != self.rank for s in side]
-        sent = torch.cat(parts) if parts else x.new_empty(0)
-        arrived = x.new_empty(sum(into))
-        all_to_all(arrived, sent, into, out, self.group)
+        sent, wanted = (
+            [rows_of[:, s] for y, side in enumerate(sides) if y != self.rank for s in side if s.stop > s.start]
+            for rows_of, sides in ((x, source), (rows, target))
+        )
+        # a part alone, of one sequence, travels from and to where it lies
+        flat = [part.transpose(0, 1).flatten().contiguous() for part in sent]
+        packed = flat[0] if len(flat) == 1 else torch.cat(flat) if flat else x.new_empty(0)
+        straight = len(wanted) == 1 and x.shape[0] == 1 and wanted[0].is_contiguous()
+        arrived = wanted[0].view(-1) if straight else x.new_empty(sum(into))
+        all_to_all(arrived, packed, into, out, self.group)
         start = 0
-        for s in (s for y, side in enumerate(target) if y != self.rank for s in side):
-            many = s.stop - s.start
-            part = arrived[start : start + many * each].view(many, x.shape[0], *x.shape[2:])
-            rows[:, s] = part.transpose(0, 1)
-            start += many * each
+        for part in [] if straight else wanted:
+            size = part.shape[1] * each
+            some = arrived[start : start + size].view(part.shape[1], part.shape[0], *part.shape[2:])
+            part.copy_(some.transpose(0, 1))
+            start += size
 
 
 def _moved(x: range, by: int) -> slice:

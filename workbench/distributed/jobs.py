@@ -19,6 +19,8 @@ from workbench.distributed.shards import Rows, as_index, clip
 from workbench.execution.dilated import offset_slices, share_heads
 from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern
 
+FIRST = 2 << 30  # pairs that keep a card busy while ranks agree: a millisecond
+
 
 class Strand(NamedTuple):
     """Heads of a job: which queries and which keys, as positions; keys -1: rows that no query sees.
@@ -46,28 +48,42 @@ class Job:
     batch: int | None = None
 
 
-def local(plan: Plan, rank: int) -> tuple[list[Job], dict[Stage, list[Job]]]:
-    """The jobs that need no row of another rank: those to begin with, and those to be put before a stage's.
+class Local(NamedTuple):
+    """The jobs that need no row of another rank, by when they run.
 
-    They are dense attention to a rank's own rows, or whole segments of dilated branches. Dense attention is cut by
-    heads as the stages are, one ahead of them: a kernel that takes a whole card leaves nothing to an exchange until it
-    ends, so that there has to be such an end before each stage, and what is to arrive then still has a call's time.
+    first: while ranks agree; second: once the rows of the first stage travel; before: once those of a stage are there
     """
-    own = plan.shards[rank]
+
+    first: list[Job]
+    second: list[Job]
+    before: dict[Stage, list[Job]]
+
+
+def local(plan: Plan, rank: int) -> Local:
+    """Dense attention to a rank's own rows, or whole segments of dilated branches.
+
+    A kernel that takes a whole card leaves nothing to an exchange until it ends. So dense attention begins with the few
+    heads that take as long as agreeing does: what travels then has the other heads' time. These are cut as the stages
+    are, since what a call gives takes room beside out. Where queries move too, those that stay come first.
+    """
+    own, every = plan.shards[rank], range(plan.kv_heads)
     if not any(plan.work(rank)) or not plan.heads:
-        return [], {}
+        return Local([], [], {})
     if not isinstance(plan.pattern, Dense):
-        return (_whole_segments(plan, rank) if isinstance(plan.pattern, views.Dilated) else []), {}
-    first = [x for x in plan.stages if x.piece == 0]
-    if not plan.zigzag:
-        found = [_dense(plan, x.heads, [own], plan.work(rank)) for x in first]
-        return found[0], dict(zip(first, found[1:], strict=False))
-    # queries that are here already come first: the others are on their way
-    held, every = plan.queries(rank), range(plan.kv_heads)
-    here = [held.start <= x.start and x.stop <= held.stop for x in plan.work(rank)]
-    of = {y: [x for x, its in zip(plan.work(rank), here, strict=True) if its == y] for y in (True, False)}
-    later = {x: _dense(plan, x.heads, [own], of[False]) for x in first}
-    return _dense(plan, every, [own], of[True]), later
+        return Local(_whole_segments(plan, rank) if isinstance(plan.pattern, views.Dilated) else [], [], {})
+    here, moved = plan.work(rank), []
+    if plan.zigzag:
+        held = plan.queries(rank)
+        stay = [held.start <= x.start and x.stop <= held.stop for x in plan.work(rank)]
+        here, moved = ([x for x, its in zip(plan.work(rank), stay, strict=True) if its == y] for y in (True, False))
+    pairs = sum(map(len, here)) * len(own) * plan.heads // plan.kv_heads  # about, of a key head
+    few = next((x for x in every if x * pairs >= FIRST), plan.kv_heads)
+    rest = [range(max(few, x.heads.start), x.heads.stop) for x in plan.stages if x.piece == 0 and x.heads.stop > few]
+    return Local(
+        _dense(plan, every[:few], [own], here),
+        [job for heads in rest for job in _dense(plan, heads, [own], here)],
+        {x: _dense(plan, x.heads, [own], moved) for x in plan.stages if moved and x.piece == 0},
+    )
 
 
 def remote(plan: Plan, rank: int, stage: Stage) -> list[Job]:

@@ -2,8 +2,8 @@
 
 Stages of the exchange are three deep: while one stage's rows are attended to, those of the next two travel. A card
 begins what travels when the attention before it leaves it room, which is near its end: the rows of the stage after
-have to be there by then, and a rank's own rows are attended to in between (see `jobs.local`). The backward brings the
-keys and values again rather than keep what others hold, and takes their gradients back in float32 (float64).
+have to be there by then. The backward brings the keys and values again rather than keep what others hold, and takes
+their gradients back in float32 (float64).
 
 Dimensions: B batch, L rows of this rank, Q queries that it computes, H query heads, G key heads, D head_dim, M keys of
 a job.
@@ -58,16 +58,20 @@ class Sequence:
             more = stage, self.exchange, self.work, plan.kv_heads
             return [Task(job, jobs.fills(plan, rank, stage, job), *more) for job in found]
 
-        first, own = jobs.local(plan, rank)
-        self.first = tasks(None, first)
+        own = jobs.local(plan, rank)
+        self.first, self.second = tasks(None, own.first), tasks(None, own.second)
         self.later = {
-            stage: [*tasks(None, own.get(stage, [])), *tasks(stage, jobs.remote(plan, rank, stage))]
+            stage: [*tasks(None, own.before.get(stage, [])), *tasks(stage, jobs.remote(plan, rank, stage))]
             for stage in plan.stages
         }
-        each = [*self.first, *itertools.chain(*self.later.values())]
+        each = [*self.first, *self.second, *itertools.chain(*self.later.values())]
         self.behind = max((x.behind * x.key_heads for x in each), default=0) * math.prod(self.exchange.shape)
         self.once = len(each) == 1 and not self.exchange.moves  # nothing is ever added to what the one job gives
-        self.few = isinstance(plan.pattern, Dilated)  # a row of dq is a sum of few parts, whatever the number of ranks
+        # a row of dq is then a sum of few parts, whatever the number of ranks; and of dk and dv, if few ranks return
+        # theirs: such sums may be rounded each time, as a single device does with a branch's
+        self.few = isinstance(plan.pattern, Dilated)
+        returning = int((plan.units[rank] > 0).sum())
+        self.few_keys = self.few and returning <= len(plan.pattern.segment_lengths)
         whole = Strand(work[0], slice(0, plan.heads), plan.shards[rank], slice(0, plan.kv_heads))
         first = each[0].job if each else None
         # whether the first job gives every row of out and dq, and of dk and dv
@@ -139,9 +143,10 @@ class Sequence:
                 sent, received = (side[x % len(side)] for side in (buffers.sent, buffers.received))
                 pending.append(self.exchange.fetch(stages[x], sent, received))
 
-        def begin(todo) -> None:
+        def begin() -> None:
             for x in range(AHEAD):
-                todo(x)
+                pack(x)
+            settle()
 
         if self.early(k):
             # what travels waits for what there is now, not for what is computed of it meanwhile
@@ -150,16 +155,19 @@ class Sequence:
             yield None, 0, self.first
             with torch.cuda.stream(beside):
                 beside.wait_event(there)
-                begin(pack)
-                settle()
+                begin()
+                fetch(0)
                 moved.record()
-                begin(fetch)
+            yield None, 0, self.second
+            with torch.cuda.stream(beside):
+                for x in range(1, AHEAD):
+                    fetch(x)
             moved.wait()
         else:
-            settle()
-            begin(pack)
-            begin(fetch)
-            yield None, 0, self.first
+            begin()
+            for x in range(AHEAD):
+                fetch(x)
+            yield None, 0, [*self.first, *self.second]
         for x, stage in enumerate(stages):
             pending.pop(0).wait()
             pack(x + AHEAD)
@@ -207,7 +215,8 @@ class Sequence:
                     for to, part in zip(task.views(dq), task.each(parts[0]), strict=True):
                         to.copy_(part) if task.alone else to.add_(part)
                 if dk is None:
-                    dk, dv = (part if self.once else part.to(lse.dtype) for part in parts[1:])
+                    as_is = self.once or self.few_keys and local.narrow(q)
+                    dk, dv = (part if as_is else part.to(lse.dtype) for part in parts[1:])
                 else:
                     task.scatter(*parts[1:], (dk, dv), returned)
             if stage is not None:

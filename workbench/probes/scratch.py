@@ -83,13 +83,13 @@ def flash(q: torch.Tensor, k: torch.Tensor, *_, card) -> int:
     parts = [s for s in range(1, min(128, filled, blocks) + 1) if s == 1 or -(-blocks // s) != -(-blocks // (s - 1))]
     use = {s: units * s / filled / -(-units * s // filled) for s in parts}
     best = next(s for s in parts if use[s] >= 0.85 * max(use.values()))
-    rows, elements = sizes(q.shape, 1, 32)
+    rows, elements = sizes(q.shape, 1, 32 if d <= 128 else 64)
     return 0 if best == 1 else best * 4 * (rows + elements)
 
 
 def flash_backward(_, q: torch.Tensor, *__, card) -> list[int]:
     """The steps of FlashAttention-2's backward: delta, a float32 a row, and dq in float32 (flash_api.cpp)."""
-    rows, elements = sizes(q.shape, 128, 32)
+    rows, elements = sizes(q.shape, 128, 32 if q.shape[3] <= 128 else 64)
     return [4 * rows, 4 * elements]
 
 
