@@ -190,6 +190,8 @@ def test_what_is_settled_is_not_measured_again(rows, folder, monkeypatch):
     same = sweep(folder / "rows", case, scaling.STRATEGIES)
     first = {x: y | {"from_records": True} for x, y in rows.items() if x[0] == "dilated"}
     assert asked == [] and same == first and not any(y["from_records"] for y in rows.values())
+    renamed = sweep(folder / "rows", {"another name": case["dilated"]}, ["sequence"])
+    assert asked == [] and {x for x, _ in renamed} == {"another name"}
     more = sweep(folder / "rows", case, ["sequence", "mine_on_ranks:mine"])
     mine = "dilated", "mine_on_ranks:mine"
     assert asked == [("facts", mine[1]), ("times", [ONE, mine[1]])]  # beside the one that a speed-up is over

@@ -44,9 +44,9 @@ def sweep(
 
     samples, seconds: rounds of a case, and about how long no new one is begun; timeout_s: for any job of the ranks.
     check: compare with the one-device result. profile, folder: as in `records.start`.
-    Each row is a record once its case is measured, and what is settled is not measured again. A strategy that fails, on
-    whichever rank, is a row with its status. ValueError for a strategy that is none, cases on CPU and CUDA together,
-    and more ranks than cards.
+    Each row is a record once its case is measured, and what is settled is not measured again, whatever its label. A
+    strategy that fails, on whichever rank, is a row with its status. ValueError for a strategy that is none, cases on
+    CPU and CUDA together, and more ranks than cards.
 
     A row: a case's fields, label (its name), nproc, world (1 for one device), strategy, status, error, pairs;
     samples_ms: of each round the slowest rank's time, the call on one device being rank 0's while the others wait;
@@ -69,7 +69,7 @@ def sweep(
     rows = []
     with Pool(nproc, backend) as for_facts, Pool(nproc, backend) as for_times:
         for number, (label, case) in enumerate(cases.items(), 1):
-            fields = {"stage": "sweep", "label": label, "nproc": nproc, "check": check} | case.fields()
+            fields = {"stage": "sweep", "nproc": nproc, "check": check} | case.fields()
             known = {name: _settled(recorder, fields | _who(name, nproc)) for name in (*wanted, AA)}
             todo = [name for name in wanted if known[name] is None]
             if say:
@@ -82,11 +82,12 @@ def sweep(
             for name in (*wanted, AA):
                 row = known[name]
                 if row is None and name in fresh:
-                    row = recorder.row(**fields | _who(name, nproc) | dict.fromkeys(MEASURED) | fresh[name])
+                    told = fields | {"label": label} | _who(name, nproc)
+                    row = recorder.row(**told | dict.fromkeys(MEASURED) | fresh[name])
                     if say:
                         say(words(row), flush=True)
                 if row is not None:
-                    rows.append(row | {"from_records": known[name] is not None})
+                    rows.append(row | {"label": label, "from_records": known[name] is not None})
     return pd.DataFrame(rows)
 
 
