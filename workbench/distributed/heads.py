@@ -94,7 +94,7 @@ class HeadsPlan(Plan):
         keys = self.units * (2 * batch * head_dim * itemsize)
         queries = (there + there.T) * head_dim * itemsize
         wide = max(4, itemsize) * lse
-        return of_mode(mode, keys + queries + there.T * wide, keys.T + queries + there * wide)
+        return of_mode(mode, lambda: keys + queries + there.T * wide, lambda: keys.T + queries + there * wide)
 
     @cached_property
     def pairs(self):

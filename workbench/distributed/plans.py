@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -165,13 +166,22 @@ class Plan:
         float64); or "fwdbwd". For causal dense attention queries, outputs and their gradients travel too.
         lse: it is returned, and a gradient comes through it.
         """
-        wide, unit, query = max(4, itemsize), batch * head_dim, batch * self.heads
-        fetched = self.units * (2 * unit * itemsize)
-        there, back = self.moved * query, self.moved.T * query
-        forward = fetched + (there + back) * head_dim * itemsize + back * wide * lse
-        backward = (
-            fetched + self.units.T * (2 * unit * wide) + (there + back) * head_dim * itemsize + there * wide * lse
-        )
+        unit, query, wide = batch * head_dim, batch * self.heads, max(4, itemsize)
+
+        def forward() -> Tensor:
+            fetched = self.units * (2 * unit * itemsize)
+            if not self.zigzag:
+                return fetched
+            there, back = self.moved * query, self.moved.T * query
+            return fetched + (there + back) * head_dim * itemsize + back * wide * lse
+
+        def backward() -> Tensor:
+            both = self.units * (2 * unit * itemsize) + self.units.T * (2 * unit * wide)
+            if not self.zigzag:
+                return both
+            there, back = self.moved * query, self.moved.T * query
+            return both + (there + back) * head_dim * itemsize + there * wide * lse
+
         return of_mode(mode, forward, backward)
 
     # --- what is computed ---------------------------------------------------------------------------------------------
@@ -233,11 +243,11 @@ class Plan:
         return self.text(2, 64)
 
 
-def of_mode(mode: str, forward: Tensor, backward: Tensor) -> Tensor:
-    modes = {"fwd": forward, "bwd": backward, "fwdbwd": forward + backward}
+def of_mode(mode: str, forward: Callable[[], Tensor], backward: Callable[[], Tensor]) -> Tensor:
+    modes = {"fwd": (forward,), "bwd": (backward,), "fwdbwd": (forward, backward)}
     if mode not in modes:
         raise ValueError(f"mode={mode!r}: want one of {', '.join(modes)}")
-    return modes[mode]
+    return sum(made() for made in modes[mode])
 
 
 def digest(*parts: str | bytes) -> int:
