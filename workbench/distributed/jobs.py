@@ -15,11 +15,12 @@ from torch import Tensor
 
 from workbench.distributed import views
 from workbench.distributed.plans import Plan, Stage
-from workbench.distributed.shards import Rows, as_index, clip
+from workbench.distributed.shards import Rows, Shards, as_index, clip
 from workbench.execution.dilated import offset_slices, share_heads
 from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern
 
 FIRST = 2 << 30  # pairs that keep a card busy while ranks agree: a millisecond
+PART = 2 << 20  # (row, head) of a call whose result takes room beside out: 256 MB at head_dim 64 in 16 bits
 
 
 class Strand(NamedTuple):
@@ -143,11 +144,28 @@ def _whole_segments(plan: Plan, rank: int) -> list[Job]:
         some = clip(queries, run.start, run.stop)
         if run and some and plan.pattern.head_range(branch, plan.heads):
             runs.setdefault((some, run), []).append(branch)
-    every, keys = slice(0, plan.heads), slice(0, plan.kv_heads)
+    alone = len(runs) == 1 and next(iter(runs))[0] == queries  # what it gives is the result, to which others are added
+    parts = [range(plan.kv_heads)] if alone else _parts(plan, len(queries))
     return [
-        Job(views.Branches(plan.pattern, tuple(which), 0, plan.heads), (Strand(some, every, run, keys),))
+        Job(part, (Strand(some, slice(heads.start, heads.stop), run, slice(keys.start, keys.stop)),))
+        for keys in parts
+        for heads in [_heads_of(plan, keys)]
         for (some, run), which in runs.items()
+        if (part := views.Branches(plan.pattern, tuple(which), heads.start, plan.heads)).any(len(heads))
     ]
+
+
+def _parts(plan: Plan, rows: int) -> list[range]:
+    """Key heads of calls whose results take little room beside out, as far as the pattern can be cut."""
+    shards = Shards.even(plan.kv_heads, max(1, min(plan.kv_heads, rows * plan.heads // PART)))
+    parts = [shards[x] for x in range(shards.world)]
+    try:
+        for keys in parts:
+            heads = _heads_of(plan, keys)
+            views.some_heads(plan.pattern, heads.start, len(heads), plan.heads)
+    except ValueError:
+        return [range(plan.kv_heads)]
+    return parts
 
 
 def _segments(plan: Plan, own: range, queries: range, branch: int) -> tuple[range, range, range]:

@@ -24,7 +24,7 @@ from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Patter
 SHARE = 16  # a stage of the exchange brings a rank about a 16th of what its own keys and values take,
 # but of dense attention not fewer pairs than take longer to compute than to launch (a millisecond or two),
 PAIRS = 3 << 30
-LEAST = 3 << 15  # and of others not fewer rows of a key head than are worth the launches (24 MB at head_dim 64),
+LEAST = 3 << 14  # and of others not fewer rows of a key head than are worth the launches (12 MB at head_dim 64),
 PIECES = 4  # nor less than a quarter of what others hold of a key head: what arrives in pieces has to be merged
 
 
@@ -151,11 +151,12 @@ class Plan:
         """The exchanges, in order, the same on all ranks; at least one, in which nothing may move."""
         own, most = max(1, self.n * self.kv_heads // self.world), int(self.units.sum(0).max())
         if isinstance(self.pattern, Dense):
-            worth = int(self.pairs.max()) // (PAIRS * (3 if self.zigzag else 1))  # zigzag: up to three calls
+            worth = int(self.pairs.max()) // PAIRS
         else:
-            worth = most // LEAST
+            worth = most // (LEAST * (2 if isinstance(self.pattern, Dilated) else 1))  # which takes several copies
         many = max(1, min(-(-most * SHARE // own), worth))
-        parts = Shards.even(self.kv_heads, max(1, min(self.kv_heads, many)))
+        heads = max(1, self.kv_heads // many)  # of a stage
+        parts = Shards.even(self.kv_heads, -(-self.kv_heads // heads))
         pieces = min(PIECES, -(-many // parts.world)) if isinstance(self.pattern, Dense) else 1
         return [Stage(parts[x], y, pieces) for x in range(parts.world) for y in range(pieces)]
 

@@ -1,6 +1,6 @@
 """Attention over contiguous shards, from one rank's side: exchange, single-device attention, merge; and the way back.
 
-Stages of the exchange are three deep: while one stage's rows are attended to, those of the next two travel. A card
+Stages of the exchange are two or three deep: while one's rows are attended to, those of the next travel. A card
 begins what travels when the attention before it leaves it room, which is near its end: the rows of the stage after
 have to be there by then. The backward brings the keys and values again rather than keep what others hold, and takes
 their gradients back in float32 (float64).
@@ -26,20 +26,25 @@ from workbench.distributed.plans import Plan, Stage
 from workbench.distributed.tasks import Task, Written
 from workbench.patterns import Dense, Dilated
 
-AHEAD = 2  # stages that travel
+AHEAD = 2  # stages that travel, where attention leaves a card to them only as it ends
 
 
 class Buffers(NamedTuple):
     """All that a forward or a backward allocates on every rank alike, before anything is sent.
 
-    results: (out, lse) or (dq, dk, dv), each None where the first job's own is taken
+    results: out, lse or dq, dk, dv, each None where the first job's own is taken
     """
 
     sent: list[Tensor]
     received: list[Tensor]
-    results: tuple[Tensor | None, ...]
+    results: list[Tensor | None]
     returned: list[Tensor]
-    arrived: Tensor | None
+    arrived: list[Tensor]
+
+    def release(self) -> None:
+        """Room for what comes after."""
+        for each in self:
+            each.clear()
 
 
 class Sequence:
@@ -53,6 +58,7 @@ class Sequence:
         ends = list(itertools.accumulate(map(len, work), initial=0))
         self.work, self.queries = list(zip(work, ends[:-1], strict=True)), ends[-1]  # (queries, where they begin)
         self.several = isinstance(plan.pattern, (Dense, Dilated))
+        self.ahead = AHEAD if self.several else 1
 
         def tasks(stage: Stage | None, found: list[Job]) -> list[Task]:
             more = stage, self.exchange, self.work, plan.kv_heads
@@ -86,27 +92,30 @@ class Sequence:
         """Allocate. q (B, queries held, H, D), k (B, L, G, D)."""
         b, _, h, d = q.shape
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        deep = min(AHEAD, len(self.plan.stages))
+        deep = min(self.ahead, len(self.plan.stages))
         sent = [k.new_empty(self.exchange.room(0)) for _ in range(deep)]
         room = self.exchange.room(1) + self.behind
-        received = [k.new_empty(room) for _ in range(min(AHEAD + 1, len(self.plan.stages)))]
+        received = [k.new_empty(room) for _ in range(min(self.ahead + 1, len(self.plan.stages)))]
         if not backward:
             of_q = wide if self.several and not local.narrow(q) else q.dtype
             if self.all_queries:
-                return Buffers(sent, received, (None, None), [], None)
+                return Buffers(sent, received, [None, None], [], [])
             out = q.new_empty(b, self.queries, h, d, dtype=of_q)
             lse = q.new_empty(b, h, self.queries, dtype=wide)
             if self.written.rows < out[..., 0].numel():
                 out.zero_()
                 lse.fill_(-torch.inf)
-            return Buffers(sent, received, (out, lse), [], None)
-        dq = None if self.all_queries else q.new_empty(b, self.queries, h, d, dtype=wide)
+            return Buffers(sent, received, [out, lse], [], [])
+        of_q = wide if self.several else q.dtype  # each of its rows is one job's
+        dq = None if self.all_queries else q.new_empty(b, self.queries, h, d, dtype=of_q)
         if dq is not None and self.written.rows < dq[..., 0].numel():
             dq.zero_()
         make = k.new_zeros if self.written.own < k[..., 0].numel() else k.new_empty
-        gradients = dq, *(None if self.all_keys else make(k.shape, dtype=wide) for _ in "kv")
-        returned = [k.new_empty(self.exchange.room(1), dtype=wide) for _ in range(deep)]
-        return Buffers(sent, received, gradients, returned, k.new_empty(self.exchange.room(0), dtype=wide))
+        gradients = [dq, *(None if self.all_keys else make(k.shape, dtype=wide) for _ in "kv")]
+        two = range(min(2, len(self.plan.stages)))  # one is put together while the other travels
+        returned = [k.new_empty(self.exchange.room(1), dtype=wide) for _ in two]
+        arrived = [k.new_empty(self.exchange.room(0), dtype=wide)]
+        return Buffers(sent, received, gradients, returned, arrived)
 
     def forward(
         self, q, k, v, scale: float, backend: str, buffers: Buffers, settle: Callable[[], None]
@@ -121,6 +130,8 @@ class Sequence:
                     out, lse = part[0] if local.narrow(q) or not self.several else part[0].to(part[1].dtype), part[1]
                 else:
                     self._merge(task, out, lse, *part)
+                del keys, part  # before the next ones are made
+        buffers.release()
         return out.to(q.dtype), lse
 
     def early(self, q: Tensor) -> bool:
@@ -144,7 +155,7 @@ class Sequence:
                 pending.append(self.exchange.fetch(stages[x], sent, received))
 
         def begin() -> None:
-            for x in range(AHEAD):
+            for x in range(self.ahead):
                 pack(x)
             settle()
 
@@ -160,18 +171,18 @@ class Sequence:
                 moved.record()
             yield None, 0, self.second
             with torch.cuda.stream(beside):
-                for x in range(1, AHEAD):
+                for x in range(1, self.ahead):
                     fetch(x)
             moved.wait()
         else:
             begin()
-            for x in range(AHEAD):
+            for x in range(self.ahead):
                 fetch(x)
             yield None, 0, [*self.first, *self.second]
         for x, stage in enumerate(stages):
             pending.pop(0).wait()
-            pack(x + AHEAD)
-            fetch(x + AHEAD)
+            pack(x + self.ahead)
+            fetch(x + self.ahead)
             yield stage, x, self.later[stage]
 
     def _merge(self, task: Task, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -194,9 +205,7 @@ class Sequence:
         dq, dk, dv = buffers.results
         returning = None
         for stage, x, found in self._stages(k, v, buffers, settle):
-            received, returned = (
-                side[x % len(side)] if side else None for side in (buffers.received, buffers.returned)
-            )
+            received, returned = (side[x % len(side)] for side in (buffers.received, buffers.returned))
             if stage is not None and self.written.received[stage] < sum(self.exchange.splits[stage][1]):
                 returned.zero_()
             for task in found:
@@ -219,14 +228,20 @@ class Sequence:
                     dk, dv = (part if as_is else part.to(lse.dtype) for part in parts[1:])
                 else:
                     task.scatter(*parts[1:], (dk, dv), returned)
+                del keys, of_rows, parts  # before the next ones are made
             if stage is not None:
                 self._add(returning, buffers, dk, dv)
-                returning = stage, self.exchange.give(stage, returned, buffers.arrived)
+                returning = stage, self.exchange.give(stage, returned, buffers.arrived[0])
         self._add(returning, buffers, dk, dv)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        buffers.release()
+        gradients = [dq, dk, dv]
+        del dq, dk, dv
+        for x in range(3):  # one after another
+            gradients[x] = gradients[x].to(q.dtype)
+        return tuple(gradients)
 
     def _add(self, returning, buffers: Buffers, dk: Tensor, dv: Tensor) -> None:
         if returning is not None:
             stage, pending = returning
             pending.wait()
-            self.exchange.add(stage, buffers.arrived, dk, dv)
+            self.exchange.add(stage, buffers.arrived[0], dk, dv)

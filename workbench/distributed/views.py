@@ -34,6 +34,10 @@ class Branches(Dilated):
         members = self.whole.head_range(self.which[branch], self.all_heads)
         return range(max(members.start - self.first, 0), max(0, min(members.stop - self.first, heads)))
 
+    def any(self, heads: int) -> bool:
+        """Whether some of the branches has one of these heads."""
+        return any(self.head_range(branch, heads) for branch in range(len(self.which)))
+
     def rule(self, branch, heads):
         divide, plus = self.whole.rule(self.which[branch], self.all_heads)
         if divide < self.all_heads and self.first % divide:

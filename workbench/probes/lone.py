@@ -76,16 +76,22 @@ class Rank:
                 told = [(state, *lengths, *numbers[2:]) for lengths in held]
             return lambda: torch.tensor(told)
 
-        def operators(*arguments, find=local._operators):
-            with OnCard(card):  # a backward runs outside of what tells a program that it is on a card
-                return find(*arguments)
+        def on_card(function):
+            """A backward runs outside of what tells a program that it is on a card."""
+
+            def told(*arguments):
+                with OnCard(card):
+                    return function(*arguments)
+
+            return told
 
         stand_ins = [
             (door, "_place", lambda group: (group, self.world, self.rank, CUDA)),
             (agreement, "_gather", gather),
             (exchange, "all_to_all", _moved),
             (heads, "all_to_all", _moved),
-            (local, "_operators", operators),
+            (local, "_operators", on_card(local._operators)),
+            (local, "narrow", on_card(local.narrow)),
             # what is computed of a plan is no tensor of the card
             (door, "choose", unseen(door.choose)),
             (jobs, "remote", unseen(jobs.remote)),
