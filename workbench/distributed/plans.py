@@ -21,7 +21,7 @@ from workbench.distributed.needs import Need, queries_of
 from workbench.distributed.shards import Shards, clip
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
 
-SHARE = 16  # a stage of the exchange brings a rank about a 16th of what its own keys and values take,
+SHARE = 16  # a stage of the exchange takes a rank about a 16th of what its own keys and values take,
 # but of dense attention not fewer pairs than take longer to compute than to launch (a millisecond or two),
 PAIRS = 3 << 30
 LEAST = 3 << 14  # and of others not fewer rows of a key head than are worth the launches (12 MB at head_dim 64),
@@ -152,8 +152,11 @@ class Plan:
         own, most = max(1, self.n * self.kv_heads // self.world), int(self.units.sum(0).max())
         if isinstance(self.pattern, Dense):
             worth = int(self.pairs.max()) // PAIRS
+        elif isinstance(self.pattern, Dilated):
+            worth = most // (2 * LEAST)  # which takes several copies
         else:
-            worth = most // (LEAST * (2 if isinstance(self.pattern, Dilated) else 1))  # which takes several copies
+            most += own if most else 0  # a rank's own rows are put beside what arrives
+            worth = most // LEAST
         many = max(1, min(-(-most * SHARE // own), worth))
         heads = max(1, self.kv_heads // many)  # of a stage
         parts = Shards.even(self.kv_heads, -(-self.kv_heads // heads))
