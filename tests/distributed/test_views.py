@@ -11,6 +11,7 @@ from tests.tools import Case
 from workbench import layouts, orderings
 from workbench.distributed import Shards, jobs, plan, views
 from workbench.distributed.plans import Stage
+from workbench.distributed.shards import Rows
 from workbench.execution import triton_backend
 from workbench.execution.torch_backend import attend
 
@@ -43,7 +44,7 @@ def test_the_kernels_take_what_a_rank_attends_to_as_the_torch_backend_does(name,
     stage = Stage(range(1, 2))
     for job in jobs.local(found, rank).first + jobs.remote(found, rank, stage):
         for strand in job.strands:
-            keys = strand.keys if isinstance(strand.keys, torch.Tensor) else torch.tensor(list(strand.keys))
+            keys = positions(strand.keys)
             k_, v_ = (x[:, keys.clamp(min=0), strand.key_heads] * (keys >= 0)[:, None, None] for x in (k, v))
             q_ = torch.nn.functional.pad(q[:, list(strand.queries), strand.heads], (0, 0, 0, 0, 0, job.spare))
             assert triton_backend.why_not(q_, k_, job.pattern) is None
@@ -51,6 +52,10 @@ def test_the_kernels_take_what_a_rank_attends_to_as_the_torch_backend_does(name,
             length = len(strand.queries)
             assert tools.relative(by_kernels[0][:, :length], by_torch[0][:, :length]) < 2e-6
             assert tools.lse_error(by_kernels[1][..., :length], by_torch[1][..., :length].double()) < 2e-6
+
+
+def positions(keys):
+    return keys.positions if isinstance(keys, Rows) else torch.as_tensor(keys)
 
 
 class _Torch:
@@ -100,7 +105,7 @@ def test_the_jobs_of_all_ranks_make_up_the_pattern(name):
             m, queries = len(job.strands[0].keys), len(job.strands[0].queries)
             count = job.pattern.multiplicity(m, many, queries + job.spare)
             for strand in job.strands:
-                rows, keys = torch.tensor(list(strand.queries)), torch.as_tensor(strand.keys)
+                rows, keys = torch.tensor(list(strand.queries)), positions(strand.keys)
                 for h in range(heads)[strand.heads]:
                     one = count[first, :queries]
                     assert not one[:, keys < 0].any()

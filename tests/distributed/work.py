@@ -140,7 +140,7 @@ def _hop_dropped(patch_):
         pending.wait()
         neighbour = self.slots[stage][1][(self.rank - 1) % self.plan.world]
         for slot in neighbour:
-            self.parcel(received, slot).zero_()
+            self.parcels(received, slot, 1).zero_()
         return pending
 
     patch_(exchange.Exchange, "fetch", fetch)
@@ -151,7 +151,7 @@ def _return_dropped(patch_):
 
     def add(self, stage, arrived, dk, dv):
         for slot in self.slots[stage][0][(self.rank + 1) % self.plan.world]:
-            self.parcel(arrived, slot).zero_()
+            self.parcels(arrived, slot, 1).zero_()
         real(self, stage, arrived, dk, dv)
 
     patch_(exchange.Exchange, "add", add)

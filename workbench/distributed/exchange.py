@@ -1,6 +1,6 @@
 """Moving rows between ranks: packed into one buffer, sent by one all-to-all, with zero splits where nothing is needed.
 
-Keys and values travel together, their gradients the same way back. A parcel in a buffer is (rows, 2, B, key heads, D):
+Keys and values travel together, their gradients the same way back. A block of parcels is (rows, 2, B, key heads, D):
 rows first, so that what comes from several ranks is a run of memory each.
 
 Dimensions: B batch, N rows of a rank, G key heads, D head_dim.
@@ -8,6 +8,7 @@ Dimensions: B batch, N rows of a rank, G key heads, D head_dim.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -21,10 +22,16 @@ from workbench.distributed.skews import Skew, skews
 
 
 class Slot(NamedTuple):
-    """A parcel's place in a buffer, and among a rank's own rows and heads (for parcels that the rank sends)."""
+    """A parcel's place in a buffer, and among a rank's own rows and heads (for parcels that the rank sends).
+
+    Parcels of as many rows lie side by side, a block: start, rows and width (in heads) are the block's; at: which of
+    these heads is the parcel's first.
+    """
 
     start: int
     rows: int
+    width: int
+    at: int
     heads: tuple[int, ...]
     own: slice | Tensor | None
 
@@ -64,10 +71,14 @@ class Exchange:
         each = 2 * self.shape[1] * self.shape[2]
         for of_rank in parcels:
             begin, line = start, []
-            for heads, rows in of_rank:
-                own = select(rows, self.plan.shards[self.rank].start, self.device) if mine else None
-                line.append(Slot(start, len(rows), heads, own))
-                start += len(rows) * len(heads) * each
+            for rows, block in itertools.groupby(of_rank, lambda parcel: len(parcel.rows)):
+                block = list(block)
+                width, at = sum(len(heads) for heads, _ in block), 0
+                for heads, its_rows in block:
+                    own = select(its_rows, self.plan.shards[self.rank].start, self.device) if mine else None
+                    line.append(Slot(start, rows, width, at, heads, own))
+                    at += len(heads)
+                start += rows * width * each
             slots.append(line)
             splits.append(start - begin)
         return slots, splits
@@ -76,18 +87,15 @@ class Exchange:
         """Elements of the largest stage that this rank sends (0) or receives (1)."""
         return max((sum(splits[side]) for splits in self.splits.values()), default=0)
 
-    def elements(self, slot: Slot) -> int:
-        return slot.rows * len(slot.heads) * math.prod(self.shape)
+    def row(self, slot: Slot) -> int:
+        """Elements of a row of the slot's block."""
+        return slot.width * math.prod(self.shape)
 
     def parcels(self, buffer: Tensor, slot: Slot, count: int) -> Tensor:
-        """(rows, 2, B, count, heads, D), a view of the buffer: equal parcels side by side, the first in `slot`."""
+        """(rows, 2, B, count, heads, D), a view of the buffer: alike parcels side by side, the first in `slot`."""
         two, batch, d = self.shape
-        part = buffer[slot.start : slot.start + count * self.elements(slot)]
-        return part.view(count, slot.rows, two, batch, len(slot.heads), d).movedim(0, 3)
-
-    def parcel(self, buffer: Tensor, slot: Slot) -> Tensor:
-        """(rows, 2, B, heads, D), a view of the buffer."""
-        return self.parcels(buffer, slot, 1)[:, :, :, 0]
+        block = buffer[slot.start : slot.start + slot.rows * self.row(slot)].view(slot.rows, two, batch, slot.width, d)
+        return block[:, :, :, slot.at : slot.at + count * len(slot.heads)].unflatten(3, (count, -1))
 
     def pack(self, stage: Stage, k: Tensor, v: Tensor, sent: Tensor) -> None:
         """Put what this rank sends in a stage, of k and v (B, N, G, D), into `sent`."""

@@ -26,7 +26,7 @@ PART = 2 << 20  # (row, head) of a call whose result takes room beside out: 256 
 class Strand(NamedTuple):
     """Heads of a job: which queries and which keys, as positions; keys -1: rows that no query sees.
 
-    Keys that are several ranges have at most one of each rank.
+    Keys that are several ranges, in any order, have at most one of each rank.
     """
 
     queries: range
@@ -198,9 +198,12 @@ def _dilated(plan: Plan, rank: int, stage: Stage) -> list[Job]:
                 members = clip(range(members.start, members.stop, members.step), heads.start, heads.stop)
                 kept = range(segment.start + offset, segment.stop, r)
                 q = clip(kept, here.start, here.stop)
-                k = clip(kept, segment.start, here.stop) if pattern.causal else kept
                 if not q or not members:
                     continue
+                if pattern.causal:
+                    k = clip(kept, segment.start, here.stop)
+                else:  # what arrives, and behind it the rank's own: so they lie in memory
+                    k = Rows.of(clip(kept, *x) for x in ((0, own.start), (own.stop, plan.n), (own.start, own.stop)))
                 for q_heads, k_heads in share_heads(slice(members.start, members.stop, members.step), group):
                     many = len(range(plan.heads)[q_heads]) // len(range(plan.kv_heads)[k_heads])
                     key = (branch, segment.start, len(q), len(k), many)

@@ -149,15 +149,15 @@ class Plan:
     @cached_property
     def stages(self) -> list[Stage]:
         """The exchanges, in order, the same on all ranks; at least one, in which nothing may move."""
-        own, most = max(1, self.n * self.kv_heads // self.world), int(self.units.sum(0).max())
+        own, most, share = max(1, self.n * self.kv_heads // self.world), int(self.units.sum(0).max()), SHARE
         if isinstance(self.pattern, Dense):
             worth = int(self.pairs.max()) // PAIRS
         elif isinstance(self.pattern, Dilated):
-            worth = most // (2 * LEAST)  # which takes several copies
+            worth, share = most // (2 * LEAST), 8 * SHARE  # what few rows need takes several copies of them
         else:
             most += own if most else 0  # a rank's own rows are put beside what arrives
             worth = most // LEAST
-        many = max(1, min(-(-most * SHARE // own), worth))
+        many = max(1, min(-(-most * share // own), worth))
         heads = max(1, self.kv_heads // many)  # of a stage
         parts = Shards.even(self.kv_heads, -(-self.kv_heads // heads))
         pieces = min(PIECES, -(-many // parts.world)) if isinstance(self.pattern, Dense) else 1

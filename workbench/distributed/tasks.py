@@ -64,29 +64,35 @@ class Task:
 
     def _lying(self, stage: Stage | None) -> Slot | None:
         """Where in a stage's buffer the job's keys lie as they arrive, with the rank's own rows behind them, if so."""
-        found, rows, own = None, 0, []
-        for x, slot in sorted(zip(self.fills, self.slots, strict=True), key=lambda pair: pair[0].source):
-            if slot is None:
-                own.append(x)
-                continue
-            if not all(isinstance(y, slice) and y.step in (None, 1) for y in (x.to, x.rows)) or x.to.start != rows:
+        found, rows = None, 0
+        received = [x for x in self.parts if x.slot is not None]
+        for _, of_source in itertools.groupby(received, lambda part: part.slot.start):
+            for x in (parts := list(of_source)):
+                if isinstance(x.rows, Tensor) or isinstance(x.to, Tensor) or (x.rows.step or 1) != 1:
+                    return None
+                its_heads = slice(x.slot.at, x.slot.at + x.count * len(x.slot.heads))
+                if _plain(x.heads) != its_heads or x.its_heads.indices(len(x.slot.heads)) != (0, len(x.slot.heads), 1):
+                    return None
+            first = parts[0]
+            if any((x.to, x.rows) != (first.to, first.rows) for x in parts) or first.to.start != rows:
                 return None
-            many, heads = x.rows.stop - x.rows.start, len(slot.heads)
-            each = self.exchange.elements(slot) // slot.rows
-            start = slot.start + x.rows.start * each
-            if x.to_heads.indices(self.key_heads) != (0, heads, 1) or x.heads.indices(heads) != (0, heads, 1):
+            if first.slot.width != self.key_heads or sum(length(x.heads) for x in parts) != self.key_heads:
                 return None
-            if found is not None and (found.heads != slot.heads or found.start + rows * each != start):
+            start = first.slot.start + first.rows.start * self.exchange.row(first.slot)
+            if found is not None and found.start + rows * self.exchange.row(found) != start:
                 return None
-            found, rows = found or Slot(start, many, slot.heads, None), rows + many
-        if found is None or len(found.heads) != self.key_heads or len(own) > 1:
+            found = found or first.slot._replace(start=start, at=0, heads=tuple(range(self.key_heads)))
+            rows += length(first.rows)
+        if found is None:
             return None
-        if own and (
-            own[0].to_heads.indices(self.key_heads) != (0, self.key_heads, 1)
-            or found.start + self.exchange.elements(found._replace(rows=rows)) != sum(self.exchange.splits[stage][1])
+        end = found.start + rows * self.exchange.row(found)
+        if (own := [x for x in self.parts if x.slot is None]) and (
+            any(x.to != slice(rows, self.keys) for x in own)
+            or sum(length(x.heads) for x in own) != self.key_heads
+            or end != sum(self.exchange.splits[stage][1])
         ):
             return None  # behind them something else arrives
-        return found._replace(rows=self.keys) if rows + sum(_length(x.to) for x in own) == self.keys else None
+        return found._replace(rows=self.keys) if rows == self.keys or own else None
 
     def _parts(self) -> list[Part]:
         """The fills, as few copies: own rows by skews, received ones by parcels that lie side by side."""
@@ -119,9 +125,9 @@ class Task:
             return own and longer._replace(own=own)
         if last.slot is None or (last.rows, last.its_heads) != (x.rows, x.heads):
             return None
-        same = (last.slot.rows, len(last.slot.heads)) == (slot.rows, len(slot.heads))
-        next_to = slot.start == last.slot.start + last.count * self.exchange.elements(last.slot)
-        return longer if same and next_to else None
+        many = len(slot.heads)
+        same = (last.slot.start, len(last.slot.heads)) == (slot.start, many)
+        return longer if same and slot.at == last.slot.at + last.count * many else None
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -156,7 +162,7 @@ class Task:
         if self.own is not None:
             return [x[:, self.own.rows, self.own.heads] for x in (k, v)]
         if self.lying is not None:
-            gathered = self.exchange.parcel(received, self.lying)[:, :, self.batch]
+            gathered = self.exchange.parcels(received, self.lying, 1)[:, :, self.batch, 0]
         else:
             make = k.new_empty if self.full else k.new_zeros  # rows that nobody sees have to be finite
             gathered = make(self.keys, 2, k.shape[0], self.key_heads, k.shape[3])
@@ -216,10 +222,12 @@ class Written:
                     alone = self._first(("own", task.job.batch), boxes)
                     self.own += alone * many * sum(map(_size, boxes))
                 else:
-                    size = part.count * task.exchange.elements(part.slot)
-                    place = slice(part.slot.start, part.slot.start + size)
-                    alone = self._first((task.stage, task.job.batch), [(place, slice(0, 1))])
-                    whole = _length(part.rows) == part.slot.rows and length(part.its_heads) == len(part.slot.heads)
+                    slot, row = part.slot, task.exchange.row(part.slot)
+                    heads = slice(slot.at, slot.at + part.count * len(slot.heads))
+                    place = slice(slot.start, slot.start + slot.rows * row)
+                    alone = self._first((task.stage, task.job.batch), [(place, heads)])
+                    whole = _length(part.rows) == slot.rows and length(part.its_heads) == len(slot.heads)
+                    size = slot.rows * row // slot.width * length(heads)
                     self.received[task.stage] += alone * (whole and task.job.batch is None) * size
                 task.parts[x] = part._replace(alone=alone)
 
@@ -245,6 +253,10 @@ def _rows(queries: range, work) -> slice:
             by = start - part.start
             return slice(queries[0] + by, queries[-1] + 1 + by, queries.step)
     raise AssertionError(f"{queries} is not among {work}")
+
+
+def _plain(x: slice) -> slice | None:
+    return slice(x.start, x.stop) if (x.step or 1) == 1 else None
 
 
 def _length(x: slice | Tensor) -> int:

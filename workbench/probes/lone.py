@@ -100,7 +100,7 @@ class Rank:
             # and what only packs rows into buffers makes none
             (exchange.Exchange, "pack", _packed(exchange.Exchange.pack)),
             (Sequence, "early", lambda self, q: False),
-            (exchange.Exchange, "parcel", unseen(exchange.Exchange.parcel)),
+            (exchange.Exchange, "parcels", unseen(exchange.Exchange.parcels)),
         ]
         with LOCK, replaced(stand_ins):
             yield lambda: list(door._kept(case.pattern)["plans"].values())[-1].plan.strategy
