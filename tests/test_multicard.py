@@ -52,6 +52,12 @@ def test_cases_have_the_patterns_that_their_kind_names():
         multicard.maker("ring")
 
 
+def test_causal_is_another_kind():
+    patterns = [Dense(), Dense(True), geometric(300, first=64), geometric(300, True, 64)]
+    frame = pd.DataFrame([{"pattern_spec": x.spec(), "pattern": x.name, "n": 300} for x in patterns])
+    assert list(multicard.kinds(frame)["kind"]) == ["dense", "dense causal", "longnet", "longnet causal"]
+
+
 def test_ranks_are_those_that_have_a_card_and_here_as_many_as_asked_for(monkeypatch):
     for cards, want, most in ((0, [2, 4], 3), (1, [1], 1), (2, [2], 2), (8, [2, 4], 4)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda cards=cards: cards)
@@ -71,10 +77,11 @@ def test_rows_that_are_wrong_or_did_not_run_are_left_out_and_named(rows):
 
 def test_a_summary_has_a_column_a_strategy(rows):
     table = multicard.summary(rows, multicard.time_and_speedup)
-    assert list(table) == ["pattern", "N", "ranks", ONE, "DDP", "sequence"] and len(table) == 10
+    assert list(table) == ["pattern", "N", "ranks", ONE, "sequence", "DDP"] and len(table) == 10
     first = table.iloc[0]
-    assert first["sequence"] == "5 ms, 1.60x" and first[ONE] == "8 ms"
-    assert multicard.summary(rows, multicard.peak_and_sent)["sequence"].iloc[0] == "1, 0.000488"
+    assert first["sequence"] == "5 (1.60x)" and first[ONE] == "8"
+    memory = multicard.summary(rows[rows["nproc"] == 2], multicard.peak_and_sent)
+    assert memory["sequence"].iloc[0] == "1 (0.000488)" and "ranks" not in memory
 
 
 def test_bytes_are_the_plans_only_where_every_rank_says_so(rows):

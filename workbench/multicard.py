@@ -14,7 +14,7 @@ import torch
 
 from workbench import orderings, records
 from workbench.distributed import Shards, plan
-from workbench.distributed.strategies import ONE, SHORT, STRATEGIES
+from workbench.distributed.strategies import ONE, OURS, SHORT, STRATEGIES
 from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern, from_spec, layouts
 from workbench.patterns.dilated import geometric
 from workbench.probes import link, scaling
@@ -85,12 +85,10 @@ def kinds(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _kind(spec: dict, name: str, n: int) -> str:
-    if spec["pattern"] == "Dilated":
-        first = spec["segment_lengths"][0]
-        return "longnet" if spec == geometric(int(n), spec["causal"], first).spec() else name
-    if spec.get("causal"):
-        return name
-    return {"Dense": "dense", "BlockSparse": "block-sparse"}.get(spec["pattern"], name)
+    found, causal = {"Dense": "dense", "BlockSparse": "block-sparse"}.get(spec["pattern"], name), spec.get("causal")
+    if spec["pattern"] == "Dilated" and spec == geometric(int(n), causal, spec["segment_lengths"][0]).spec():
+        found = "longnet"
+    return f"{found} causal" if causal else found
 
 
 def recorded(machines: Iterable[str]) -> tuple[pd.DataFrame, float | None]:
@@ -126,27 +124,33 @@ def ok(rows: pd.DataFrame) -> pd.DataFrame:
 
 def summary(rows: pd.DataFrame, cell: Callable[[dict], str]) -> pd.DataFrame:
     """A line a case and number of ranks, a column a strategy that ran, in each place what `cell` says of the row; a
-    column `mode` where there are two."""
+    column `mode` where there are two, and `ranks` where they differ."""
     done = ok(rows[rows["strategy"] != AA])
     cells = [cell(row) for row in done.to_dict("records")]
     names = {"kind": "pattern", "mode": "mode", "n": "N", "nproc": "ranks"}
     frame = done[[*names, "strategy"]].rename(columns=names).assign(cell=cells)
     table = frame.pivot_table("cell", list(names.values()), "strategy", aggfunc="last", sort=False)
+    ours = [x for x in (ONE, *OURS) if x in table]  # the others beside them
+    table = table[[*ours, *(x for x in table if x not in ours)]]
     table = table.reset_index().rename_axis(columns=None).rename(columns=SHORT)
-    return table if table["mode"].nunique() > 1 else table.drop(columns="mode")
+    return table.drop(columns=[x for x in ("mode", "ranks") if table[x].nunique() < 2])
 
 
 def time_and_speedup(row: dict) -> str:
-    """For `summary`: the median, and times faster than one device."""
-    faster = "" if row["strategy"] == ONE else f", {row['speedup']:.2f}x"
-    return f"{row['median_ms']:,.3g} ms{faster}"
+    """For `summary`: the median in milliseconds, and times faster than one device."""
+    faster = "" if row["strategy"] == ONE else f" ({row['speedup']:.2f}x)"
+    return f"{row['median_ms']:,.3g}{faster}"
 
 
 def peak_and_sent(row: dict) -> str:
-    """For `summary`: MiB of the card that has most, at the peak and sent."""
+    """For `summary`: MiB of the card that has most, at the peak and, if it sends any, sent."""
     sent = row.get("sent_bytes")
-    sends = f", {max(sent) / 2**20:,.3g}" if isinstance(sent, list) else ""
-    return f"{row['peak_bytes'] / 2**20:,.4g}{sends}"
+    sends = f" ({_mib(max(sent))})" if isinstance(sent, list) and any(sent) else ""
+    return _mib(row["peak_bytes"]) + sends
+
+
+def _mib(x: float) -> str:
+    return f"{x / 2**20:,.0f}" if x >= 100 << 20 else f"{x / 2**20:.3g}"
 
 
 def missing(rows: pd.DataFrame) -> list[str]:

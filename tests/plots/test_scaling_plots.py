@@ -14,7 +14,8 @@ def labels(fig):
 
 def test_speedups_have_a_panel_a_pattern_and_number_of_ranks_with_the_ideal(rows):  # noqa: F811
     fig = draw.speedups(rows, most=lambda world: min(world, 3))
-    assert [ax.get_title("left") for ax in fig.axes] == ["dense, forward", "longnet, forward", "", ""]
+    assert [ax.get_title("left") for ax in fig.axes] == ["dense", "longnet", "", ""]
+    assert fig.axes[2].get_ylabel() == "forward, 4 ranks:\ntimes faster than one device"
     assert labels(fig) == ["sequence", "DDP", "one device against itself"]
     for ax, ideal in zip(fig.axes, ([2], [2], [4, 3], [4, 3]), strict=True):
         flat = [line.get_ydata()[0] for line in ax.get_lines() if len(set(line.get_ydata())) == 1]
@@ -23,9 +24,16 @@ def test_speedups_have_a_panel_a_pattern_and_number_of_ranks_with_the_ideal(rows
     assert "longnet, forward, N = 1,024, 4 ranks, sequence: 2.00" in fig.get_label()
 
 
+def test_modes_are_rows(rows):  # noqa: F811
+    both = pd.concat([rows, rows.assign(mode="fwdbwd")])
+    assert [ax.get_ylabel().partition(" ranks")[0] for ax in draw.speedups(both).axes[::2]] == [
+        "forward, 2", "forward + backward, 2", "forward, 4", "forward + backward, 4",
+    ]  # fmt: skip
+
+
 def test_a_pattern_that_nothing_ran_has_no_panel_and_one_that_some_ranks_did_not_says_so(rows):  # noqa: F811
     none = rows[(rows["kind"] != "longnet") | ~rows["strategy"].isin(["sequence", "distributed data parallel"])]
-    assert [ax.get_title("left") for ax in draw.speedups(none).axes] == ["dense, forward", ""]
+    assert [ax.get_title("left") for ax in draw.speedups(none).axes] == ["dense", ""]
     some = rows[(rows["kind"] != "longnet") | (rows["nproc"] == 2)]
     said = [[text.get_text() for text in ax.texts] for ax in draw.speedups(some).axes]
     assert said == [["ideal"], [], ["ideal"], ["did not run"]]

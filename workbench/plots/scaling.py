@@ -34,8 +34,8 @@ SCALINGS = {"strong": "strong: the same N on all ranks together", "weak": "weak:
 
 
 def speedups(rows: pd.DataFrame, recorded: pd.DataFrame | None = None, most: Callable[[int], int] | None = None):
-    """A panel a pattern (column) and number of ranks (row): times faster than one device at the same N, with intervals.
-    A pattern that no strategy ran has none.
+    """A panel a pattern (column), number of ranks and mode (row): times faster than one device at the same N, with
+    intervals. A pattern that no strategy ran has none.
 
     rows, recorded: of `multicard.ok`; the recorded, another machine's, are drawn pale and hollow, with its name.
     most: ranks -> the speed-up that this machine allows, drawn where it is less than the ranks.
@@ -44,15 +44,15 @@ def speedups(rows: pd.DataFrame, recorded: pd.DataFrame | None = None, most: Cal
     names = [x for x in COLORS if x != ONE and x in set(rows["strategy"])]
     names += sorted({*rows["strategy"]} - {*names, ONE, AA})
     drawn = rows[rows["strategy"].isin(names)]
-    panels = list(dict.fromkeys(zip(drawn["kind"], drawn["mode"], strict=True)))
-    worlds = sorted(set(drawn["nproc"]))
-    size = (1 + 2.9 * len(panels), 1.2 + 2.6 * len(worlds))
-    fig, axes = plt.subplots(len(worlds), len(panels), figsize=size, squeeze=False, sharey="row", sharex="col")
+    kinds = list(dict.fromkeys(drawn["kind"]))
+    lines = [(world, mode) for world in sorted(set(drawn["nproc"])) for mode in MODES if mode in set(drawn["mode"])]
+    size = (1.3 + 2.9 * len(kinds), 1.2 + 2.6 * len(lines))
+    fig, axes = plt.subplots(len(lines), len(kinds), figsize=size, squeeze=False, sharey="row", sharex="col")
     words, handles = [], {}
     frames = [x for x in (recorded, rows) if x is not None and len(x)]
-    for place, (kind, mode) in enumerate(panels):
-        lengths = sorted({int(n) for x in frames for n in x[(x["kind"] == kind) & (x["mode"] == mode)]["n"]})
-        for ax, world in zip(axes[:, place], worlds, strict=True):
+    for place, kind in enumerate(kinds):
+        lengths = sorted({int(n) for x in frames for n in x[x["kind"] == kind]["n"]})
+        for ax, (world, mode) in zip(axes[:, place], lines, strict=True):
             every = [_of(x, kind, mode, world) for x in frames]
             if not any(x["strategy"].isin(names).any() for x in every):
                 ax.text(0.5, 0.25, "did not run", transform=ax.transAxes, ha="center", fontsize=9)
@@ -66,16 +66,15 @@ def speedups(rows: pd.DataFrame, recorded: pd.DataFrame | None = None, most: Cal
                     band = ax.axhspan(low, high, color="#777777", alpha=0.22, lw=0, zorder=0)
                     handles["one device against itself"] = band
             ax.set(xscale="log", ylim=(0, max(1.2 * world, 1.1 * every[-1]["speedup"].max())))
-        _lengths(ax, lengths)
-        ax.set_xlabel("N")
-        axes[0, place].set_title(f"{kind}, {MODES[mode]}")
-        for world in worlds:
-            every = _of(rows, kind, mode, world)
-            last = every[every["n"] == every["n"].max()]
-            words += [f"{kind}, {MODES[mode]}, N = {r.n:,}, {world} ranks, {r.strategy}: {r.speedup:.2f}"
+            last = every[-1][every[-1]["n"] == every[-1]["n"].max()]
+            words += [f"{kind}, {MODES[mode]}, N = {r.n:,.0f}, {world:g} ranks, {r.strategy}: {r.speedup:.2f}"
                       for r in last.itertuples() if r.strategy in names]  # fmt: skip
-    for ax, world in zip(axes[:, 0], worlds, strict=True):
-        ax.set_ylabel(f"{world} ranks:\ntimes faster than one device")
+        for ax in axes[:, place]:
+            _lengths(ax, lengths)
+        axes[-1, place].set_xlabel("N")
+        axes[0, place].set_title(kind)
+    for ax, (world, mode) in zip(axes[:, 0], lines, strict=True):
+        ax.set_ylabel(f"{MODES[mode]}, {world:g} ranks:\ntimes faster than one device", fontsize=9)
     fig.legend(handles.values(), handles, loc="outside lower center", ncols=min(3, len(handles)), fontsize=9)
     return style.finish(fig, f"Speed-up over one device at the same N. At the longest: {'; '.join(words)}.")
 
