@@ -165,6 +165,13 @@ def test_fit_ranks_what_fits_by_time(capsys):
     assert long["limiter"] == "memory" and "fits" not in long
 
 
+def test_fit_does_not_offer_what_computes_wrongly(capsys):
+    sizes = ["--heads", "64", "--head-dim", "128", "--mode", "fwdbwd", "--pattern", "dense", "--n", "400000"]
+    right, wrong = fit(capsys, *sizes, "--seconds", "1000", "--backend", "cudnn", "efficient")
+    assert right["way"] == "dense, efficient" and right["fits"] and right["note"] is None
+    assert not wrong["fits"] and wrong["limiter"] == "validity" and "cuDNN's gradients are wrong" in wrong["note"]
+
+
 def test_fit_prints_a_table_and_why_a_line_has_no_number(capsys):
     assert cli.main(["fit", "--card", "gtx1080", "--pattern", "longnet", "--backend", "triton", "--n", "4096"]) == 0
     first, second, empty, header, line = capsys.readouterr().out.splitlines()

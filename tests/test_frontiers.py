@@ -105,6 +105,13 @@ def test_the_choosers_page_holds_every_answer_in_the_order_of_its_menus(chooser)
     assert "@" not in page and "http" not in page and page.count("<select>") == 6
 
 
+def test_a_chooser_does_not_say_of_wrong_results_that_they_do_not_fit():
+    sizes = {"card": ["b200"], "heads": [64], "head_dim": [128], "mode": ["fwdbwd"], "way": ["dense, flash"]}
+    found = frontiers.Chooser(400_000, **SHAPE, **CHOICES | sizes, seconds=1e6)
+    assert "is computed wrongly: the longest is 261," in found.answer(400_000, *found.rows.iloc[0][list(found.NAMES)])
+    assert 'validity: " is computed wrongly"' in found._repr_html_()
+
+
 def test_a_chooser_wants_every_choice():
     with pytest.raises(ValueError, match="want card, heads"):
         frontiers.Chooser(1, **SHAPE, **{**CHOICES, "mode": []})

@@ -115,6 +115,29 @@ def test_time_is_within_15_percent_of_what_frontiers_measured():
     assert len(off) > 5 and max(map(abs, off.values())) < 0.15, off
 
 
+@pytest.mark.parametrize(
+    "backend, wrong", [("cudnn", "cuDNN"), ("flash", "Flash"), ("efficient", None), ("torch", None)]
+)
+def test_what_is_known_to_compute_wrongly_is_said(backend, wrong):
+    """Past 2^31 elements, of which a sequence of 4096 x 8 x 64 has 2^21, and in gradients only."""
+
+    def said(batch, mode="fwdbwd"):
+        return estimate.trace(Case(wb.Dense(), 4096, 8, 64, "bfloat16", backend, mode, batch=batch)).wrong
+
+    assert said(1023) is None and said(1025, "fwd") is None
+    assert said(1025) is None if wrong is None else wrong in said(1025)
+
+
+def test_a_frontier_ends_where_gradients_go_wrong():
+    """As measured on an H100: 16,336, a step of the search from 2^31 elements."""
+    rows = records.load(*(records.default_folder() / "h100x1").glob("*-frontier-*.jsonl"))
+    (row,) = rows[(rows.stage == "search") & (rows.limiter == "validity")].to_dict("records")
+    case = Case(wb.Dense(), 1024, 32, 128, "bfloat16", row["asked"], "fwdbwd", device="cuda", batch=int(row["batch"]))
+    found = frontier.search(case, card="h100", grain=16, seconds=row["seconds"], say=None)
+    assert found["limiter"] == "validity" and "cuDNN" in found["error"]
+    assert found["n"] == pytest.approx(row["measured_n"], rel=row["step"])
+
+
 def test_a_share_between_head_dims():
     lines = [{"head_dim": d, "rows": 4096, "share": share} for d, share in ((64, 0.4), (128, 0.5))]
     assert estimate.share(lines, 64, 9999) == pytest.approx(0.4)

@@ -78,8 +78,9 @@ def table(
 ) -> pd.DataFrame:  # fmt: skip
     """A line a way (`executions`), all of it predicted: longest_n, and limiter, what stands in the way of more.
 
-    With n, and ranked by ms there, what fits first: fits; device_bytes, the context included; ms, None where this is
-    not known; pairs_share, of dense attention's pairs, 1.0 being exact. note: why there is no such number.
+    With n, and ranked by ms there, what fits first: fits, where it is not known to compute wrongly; device_bytes, the
+    context included; ms, None where this is not known; pairs_share, of dense attention's pairs, 1.0 being exact. note:
+    why there is no such number, or what is wrong.
     budget_bytes, seconds: as `frontier.search`'s. limiter "search": of patterns that are lists of blocks, LONGEST.
     """
     card = cards.find(card) if isinstance(card, str) else card
@@ -150,9 +151,9 @@ def _at(case: Case, card: cards.Card, budget_bytes: int) -> dict:
     reserved = frontier.reserves(found, budget_bytes)
     device = found.device_bytes if reserved is None else reserved + card.context_bytes
     return {
-        "fits": reserved is not None, "device_bytes": device, "ms": found.milliseconds,
+        "fits": reserved is not None and not found.wrong, "device_bytes": device, "ms": found.milliseconds,
         "pairs_share": case.pattern.pairs(case.n, case.heads) / (case.heads * case.n**2),
-    }  # fmt: skip
+    } | ({"note": found.wrong} if found.wrong else {})  # fmt: skip
 
 
 def _check(backend: str) -> None:

@@ -193,12 +193,14 @@ def _predicted(at: Lengths, card, asked: dict, place: dict, where: dict) -> dict
             return Tried("launch", None, {"error": outcome.error})
         reserved = reserves(found, asked["budget_bytes"])
         lateness = (found.milliseconds or 0) / 1000 / asked["seconds"]
-        limiter = "memory" if reserved is None else "time" if lateness > 1 else None
+        slow = "time" if lateness > 1 else None
+        limiter = "memory" if reserved is None else "validity" if found.wrong else slow
         if limiter is None:
             works.add(n)
         return Tried(limiter, max((reserved or found.reserved_bytes) / asked["budget_bytes"], lateness), {
             "backend": found.backend, "peak_bytes": found.requested_bytes, "reserved_bytes": reserved,
             "extra_bytes": found.requested_bytes - found.inputs_bytes, "milliseconds": found.milliseconds,
+            "error": found.wrong if limiter == "validity" else None,
         } | (here and here | {"strategy": found.strategy}))  # fmt: skip
 
     with uncollected():
