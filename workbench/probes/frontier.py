@@ -86,7 +86,7 @@ def search(
     card, capped = _card(card, example.device), budget_bytes is not None
     if not capped and card is not None:
         budget_bytes = card.total_bytes - card.context_bytes - (card.communicator_bytes if world > 1 else 0)
-    if budget_bytes is None or budget_bytes < 1:
+    if budget_bytes is None or not 1 <= budget_bytes < math.inf:
         raise ValueError(f"budget_bytes={budget_bytes}: want bytes, at least 1 (they have a default on a card only)")
     asked = {
         "asked": example.fields()["backend"],
@@ -186,7 +186,7 @@ def _predicted(at: Lengths, card, asked: dict, place: dict, where: dict) -> dict
             case = at(n)
             each = [(_trace(case, card, **here), here) for here in _places(case, place)]
             found, here = max(each, key=lambda one: one[0].reserved_bytes)  # the first rank that runs out ends them all
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             outcome = Outcome(status_of(error), sentence(error))
             if isinstance(error, estimate.CannotTrace) or outcome.status not in ("refused", "unsupported") or not works:
                 raise Stopped(outcome) from None
