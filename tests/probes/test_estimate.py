@@ -99,6 +99,7 @@ def test_time_is_modelled_where_the_execution_was_measured():
     here, faster = (estimate.trace(dense, card).milliseconds for card in ("h100", "b200"))
     assert 20 < here < 40 and faster < here
     assert estimate.trace(longnet(dtype="float64")).milliseconds is None
+    assert estimate.trace(longnet(batch=0)).milliseconds is None
 
 
 def test_time_is_within_15_percent_of_what_frontiers_measured():

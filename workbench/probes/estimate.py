@@ -116,6 +116,8 @@ def _estimate(card, events, before, wrong, backend, expandable) -> Estimate:
 
 def life(case: Case, card: cards.Card, place: lone.Rank = ONE) -> Life:
     """The life of a case's tensors; cards with the same habits share a trace."""
+    if case.backend == "reference":
+        raise CannotTrace("reference computes all N x N scores in float64 on the host, whatever the card: not traced")
     habits = card.capability, card.workspace_bytes, card.multiprocessors, card.key == cards.VIRTUAL
     key = repr((case.fields(), habits, place)) if isinstance(case.backend, str) else None
     if key in _lives:
@@ -207,11 +209,11 @@ def peaks(case: Case) -> dict[str, int]:
 
 
 def milliseconds(case: Case, card: cards.Card, backend: str) -> float | None:
-    """Modelled time of the call; None where this execution was not measured, or for a dtype that the card has no
-    figure for."""
+    """Modelled time of the call; None where this execution was not measured, for a dtype that the card has no figure
+    for, and where there is nothing to compute."""
     dtype = str(case.dtype).removeprefix("torch.")
     lines = efficiency().get(family(case, backend, card))
-    if not lines or dtype not in card.matmul_tflops:
+    if not lines or dtype not in card.matmul_tflops or not rows(case):
         return None
     return operations(case) / (share(lines, case.head_dim, rows(case)) * card.matmul_tflops[dtype] * 1e9)
 
