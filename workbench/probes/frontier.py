@@ -72,6 +72,7 @@ def search(
     not known; predicted_n, measured_n; limiter, which is the measured one if there is one, and predicted_limiter;
     predicted_bytes (reserved) and predicted_ms at predicted_n; peak_bytes (requested), reserved_bytes and median_ms at
     n; probes: how many lengths were measured; error: what it is that limits or stopped it.
+    Of several cards also communicator_bytes: what each has for its process group, beside the budget.
     An execution that cannot be traced is measured only: predicted_n is None, and predicted_error says why.
     Nothing but a limiter says that a length does not work: a probe that dies or times out is repeated once; where it
     dies again, or is refused at every length, the search ends with that status.
@@ -98,6 +99,7 @@ def search(
     place = {"world": world, "rank": rank, "strategy": strategy} if world > 1 else {}
     asked |= place
     if world > 1:
+        asked["communicator_bytes"] = card and card.communicator_bytes  # None on the CPU
         grain = _whole(grain, example, world)
         if limit_n < grain:
             raise ValueError(f"limit_n={limit_n}: want at least {grain}, whole segments on each of {world} ranks")
