@@ -121,7 +121,7 @@ def words(frame: pd.DataFrame, card: cards.Card, sizes: dict, n, budget_bytes, s
     shown = pd.DataFrame({"execution": frame["way"], "longest N": longest.map(_number)})
     shown["longest N"] = shown["longest N"].where(~searched, "at least " + shown["longest N"])
     shown["limited by"] = frame["limiter"].fillna("").mask(searched, "not looked further")
-    timeless = frame["limiter"].eq("memory") & frame["longest_n"].gt(0) & frame["longest_ms"].isna()
+    timeless = frame["limiter"].eq("memory") & frame["longest_n"].astype(float).gt(0) & frame["longest_ms"].isna()
     shown["limited by"] = shown["limited by"].mask(timeless, "memory; time unknown")
     if n is not None:
         lines[-1] += f"; the right half is at N = {n:,}"
