@@ -145,6 +145,9 @@ def mean(q, k, v):
 
 def looks(q, k, v):
     return q * v.sum().item()
+
+def leaves(q, k, v):
+    raise SystemExit(3)
 """
 
 
@@ -163,6 +166,13 @@ def test_fit_ranks_what_fits_by_time(capsys):
     assert not small["fits"] and small["limiter"] == "memory" and small["longest_n"] < 200_000
     (long,) = fit(capsys, "--backend", "cudnn", "--pattern", "dense", "--seconds", "1e6")
     assert long["limiter"] == "memory" and "fits" not in long
+
+
+def test_fit_does_not_offer_what_computes_wrongly(capsys):
+    sizes = ["--heads", "64", "--head-dim", "128", "--mode", "fwdbwd", "--pattern", "dense", "--n", "400000"]
+    right, wrong = fit(capsys, *sizes, "--seconds", "1000", "--backend", "cudnn", "efficient")
+    assert right["way"] == "dense, efficient" and right["fits"] and right["note"] is None
+    assert not wrong["fits"] and wrong["limiter"] == "validity" and "cuDNN's gradients are wrong" in wrong["note"]
 
 
 def test_fit_prints_a_table_and_why_a_line_has_no_number(capsys):
@@ -186,6 +196,38 @@ def test_fit_prints_a_table_and_why_a_line_has_no_number(capsys):
     assert line.startswith("longnet, triton") and "?" in line and "no" in line.split() and "capability" in line
 
 
+def test_fit_answers_for_the_others_where_one_cannot_be(folder, capsys):
+    (folder / "leaves_fit.py").write_text(MINE)
+    rows = fit(capsys, "--pattern", "dense", "neighborhood", "--backend", "triton", "leaves_fit:leaves", "--n", "10")
+    assert [row["way"] for row in rows if row["fits"]] == ["dense, triton"] and len(rows) == 4
+    said = {row["way"]: row["note"] for row in rows}
+    assert "want an int >= 1" in said["neighborhood, triton"] and "SystemExit" in said["dense, leaves_fit:leaves"]
+    sizes = ["--heads", "6", "--kv-heads", "4", "--pattern", "dense", "--backend", "sdpa", "cudnn", "triton"]
+    assert all("4 key heads do not divide 6 query heads" in row["note"] for row in fit(capsys, *sizes))
+    (oracle,) = fit(capsys, "--heads", "1", "--pattern", "dense", "--backend", "reference")
+    assert oracle["longest_n"] is None and "on the host" in oracle["note"]
+
+
+def test_fit_makes_no_lists_for_what_cannot_fit(capsys, monkeypatch):
+    from workbench.probes import estimate
+
+    trace = estimate.trace
+    monkeypatch.setattr(estimate, "trace", lambda case, card: trace(case, card) if case.n < 10**8 else 1 / 0)
+    sizes = ["--heads", "8", "--head-dim", "128", "--pattern", "window", "--backend", "flex"]
+    (row,) = fit(capsys, *sizes, "--n", str(10**8))
+    assert not row["fits"] and row["note"] == "q, k, v and out alone are 762.94 GiB"
+
+
+def test_fit_says_where_no_time_is_known(folder, capsys):
+    (folder / "untimed.py").write_text(MINE)
+    sizes = ["--pattern", "dense", "--backend", "untimed:mean", "cudnn", "--seconds", "inf"]
+    mean, cudnn = fit(capsys, *sizes)
+    assert mean["longest_ms"] is None and cudnn["longest_ms"] > 0
+    assert cli.main(["fit", *sizes]) == 0
+    *_, mean, cudnn = capsys.readouterr().out.splitlines()
+    assert mean.endswith("memory; time unknown") and cudnn.endswith("memory")
+
+
 def test_fit_takes_a_function_and_a_spec(folder, capsys):
     (folder / "mine_to_fit.py").write_text(MINE)
     spec = '{"pattern": "Dilated", "segment_lengths": [64], "dilation_rates": [2]}'
@@ -206,6 +248,8 @@ def test_fit_takes_a_function_and_a_spec(folder, capsys):
         (["--heads", "0"], "--heads 0: want at least 1"),
         (["--n", "0"], "--n 0: want at least 1"),
         (["--budget-gib", "0"], "--budget-gib 0.0: want at least 0.001"),
+        (["--budget-gib", "nan"], "--budget-gib nan: want at least 0.001"),
+        (["--budget-gib", "inf"], "--budget-gib inf: want a number of GiB"),
     ],
 )
 def test_fit_refuses_what_it_does_not_know(capsys, arguments, message):

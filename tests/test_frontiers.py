@@ -4,6 +4,7 @@ import re
 import pytest
 import torch
 
+from tests import browser
 from workbench import Dense, Dilated, cards, frontiers, reference
 from workbench.probes import estimate, fit, frontier
 
@@ -103,6 +104,39 @@ def test_the_choosers_page_holds_every_answer_in_the_order_of_its_menus(chooser)
     assert data["sizes"] == [2, 1, 1, 1, 1, 2] and len(data["found"]) == 4
     assert data["found"][3][0] == chooser.rows["n"].iloc[3] and data["found"][1][0] is None
     assert "@" not in page and "http" not in page and page.count("<select>") == 6
+
+
+def test_a_chooser_does_not_say_of_wrong_results_that_they_do_not_fit():
+    sizes = {"card": ["b200"], "heads": [64], "head_dim": [128], "mode": ["fwdbwd"], "way": ["dense, flash"]}
+    found = frontiers.Chooser(400_000, **SHAPE, **CHOICES | sizes, seconds=1e6)
+    assert "is computed wrongly: the longest is 261," in found.answer(400_000, *found.rows.iloc[0][list(found.NAMES)])
+    assert 'validity: " is computed wrongly"' in found._repr_html_()
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING)
+def test_the_choosers_page_answers_in_a_browser(chooser, tmp_path):
+    """As `answer` does, with no network; and no answer for what is no length."""
+    (tmp_path / "page.html").write_text(f"<!DOCTYPE html><meta charset=utf-8>{chooser._repr_html_()}")
+    with browser.tab(tmp_path / "page.html") as tab:
+
+        def shown(n, card, way):
+            for menu, x in ((0, card), (5, way)):
+                tab.run(f"document.querySelectorAll('select')[{menu}].value = {x!r}")
+            tab.run(
+                f"(x => {{ x.value = '{n}'; x.dispatchEvent(new Event('input')) }})(document.querySelector('input'))"
+            )
+            return tab.run("document.querySelector('.answer').textContent")
+
+        for n, card, way in (
+            (5000, "h100", "dense, auto"),
+            (10**8, "h100", "dense, auto"),
+            (1, "gtx1080", "dilated, triton"),
+        ):
+            said = chooser.answer(n, card, 8, 64, "float16", "fwd", way)
+            assert shown(n, card, way).startswith(said.rstrip("."))
+        assert {shown(n, "h100", "dense, auto") for n in ("", "-5", "0")} == {"N: want at least 1."}
+        assert not tab.requests[1:] and not tab.errors
 
 
 def test_a_chooser_wants_every_choice():

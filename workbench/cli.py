@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -171,6 +172,8 @@ def _fit(arguments) -> int:
     _at_least(arguments, heads=1, kv_heads=1, head_dim=1, batch=1, n=1, budget_gib=1e-3, seconds=1e-3)
     sizes = {x: getattr(arguments, x) for x in ("heads", "kv_heads", "head_dim", "batch", "dtype", "mode")}
     ways = fit.executions(arguments.pattern, arguments.backend, arguments.causal, **sizes)
+    if arguments.budget_gib == math.inf:
+        raise ValueError("--budget-gib inf: want a number of GiB")
     budget = None if arguments.budget_gib is None else int(arguments.budget_gib * 2**30)
     options = {"n": arguments.n, "budget_bytes": budget, "seconds": arguments.seconds}
     frame = fit.table(ways, card, **options)
@@ -219,5 +222,5 @@ def _scale(arguments) -> int:
 
 def _at_least(arguments, **least) -> None:
     for name, value in ((name, getattr(arguments, name)) for name in least):
-        if value is not None and value < least[name]:
+        if value is not None and not value >= least[name]:  # nor is nan
             raise ValueError(f"--{name.replace('_', '-')} {value}: want at least {least[name]}")

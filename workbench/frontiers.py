@@ -253,4 +253,5 @@ class Chooser:
 
 
 def verdict(n: int, row) -> str:
-    return "fits" if n <= row["n"] else "takes too long" if row["limiter"] == "time" else "does not fit"
+    beyond = {"time": "takes too long", "validity": "is computed wrongly"}
+    return "fits" if n <= row["n"] else beyond.get(row["limiter"], "does not fit")

@@ -145,6 +145,7 @@ def test_more_cards_take_longer_sequences():
     card = cards.find("h100")
     assert eight["budget_bytes"] == card.total_bytes - card.context_bytes - card.communicator_bytes
     assert eight["predicted_bytes"] <= eight["budget_bytes"]
+    assert eight["communicator_bytes"] == card.communicator_bytes and "communicator_bytes" not in one
 
 
 def test_the_rank_that_receives_most_decides():

@@ -99,6 +99,7 @@ def test_time_is_modelled_where_the_execution_was_measured():
     here, faster = (estimate.trace(dense, card).milliseconds for card in ("h100", "b200"))
     assert 20 < here < 40 and faster < here
     assert estimate.trace(longnet(dtype="float64")).milliseconds is None
+    assert estimate.trace(longnet(batch=0)).milliseconds is None
 
 
 def test_time_is_within_15_percent_of_what_frontiers_measured():
@@ -113,6 +114,29 @@ def test_time_is_within_15_percent_of_what_frontiers_measured():
         modelled = estimate.milliseconds(case, cards.find("h100"), row["backend"])
         off[row["pattern"], row["mode"], int(row["n"])] = modelled / row["median_ms"] - 1
     assert len(off) > 5 and max(map(abs, off.values())) < 0.15, off
+
+
+@pytest.mark.parametrize(
+    "backend, wrong", [("cudnn", "cuDNN"), ("flash", "Flash"), ("efficient", None), ("torch", None)]
+)
+def test_what_is_known_to_compute_wrongly_is_said(backend, wrong):
+    """Past 2^31 elements, of which a sequence of 4096 x 8 x 64 has 2^21, and in gradients only."""
+
+    def said(batch, mode="fwdbwd"):
+        return estimate.trace(Case(wb.Dense(), 4096, 8, 64, "bfloat16", backend, mode, batch=batch)).wrong
+
+    assert said(1023) is None and said(1025, "fwd") is None
+    assert said(1025) is None if wrong is None else wrong in said(1025)
+
+
+def test_a_frontier_ends_where_gradients_go_wrong():
+    """As measured on an H100: 16,336, a step of the search from 2^31 elements."""
+    rows = records.load(*(records.default_folder() / "h100x1").glob("*-frontier-*.jsonl"))
+    (row,) = rows[(rows.stage == "search") & (rows.limiter == "validity")].to_dict("records")
+    case = Case(wb.Dense(), 1024, 32, 128, "bfloat16", row["asked"], "fwdbwd", device="cuda", batch=int(row["batch"]))
+    found = frontier.search(case, card="h100", grain=16, seconds=row["seconds"], say=None)
+    assert found["limiter"] == "validity" and "cuDNN" in found["error"]
+    assert found["n"] == pytest.approx(row["measured_n"], rel=row["step"])
 
 
 def test_a_share_between_head_dims():

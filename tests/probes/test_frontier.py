@@ -1,4 +1,6 @@
+import importlib
 import json
+import sys
 
 import pandas as pd
 import pytest
@@ -212,7 +214,7 @@ def test_queries_follow_the_keys_unless_they_are_fewer(monkeypatch):
 
 @pytest.mark.parametrize(
     "options", [{"grain": 0}, {"limit_n": 100}, {"step": 0}, {"step": 1}, {"seconds": 0}, {"budget_bytes": None},
-                {"budget_bytes": 0}],
+                {"budget_bytes": 0}, {"budget_bytes": float("nan")}, {"budget_bytes": float("inf")}],
 )  # fmt: skip
 def test_arguments_that_mean_nothing_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
@@ -386,6 +388,30 @@ def test_a_card_in_software_holds_what_was_predicted(server, case):
     row = search(case, card=None, budget_bytes=22 * MIB, measure=True, server=server, seconds=120)
     assert row["limiter"] == row["predicted_limiter"] == "memory" and row["valid"]
     assert row["measured_n"] == row["predicted_n"], row
+
+
+@pytest.mark.parametrize("given", ["by name", "itself"])
+def test_a_function_that_was_edited_is_measured_again(monkeypatch, mine, tmp_path, server, recorder, given):
+    """And another module's function of the same name is another function."""
+    monkeypatch.setattr(frontier, "FIRST", 512)
+    for name in ("edited", "mine"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    options = {"budget_bytes": 16 * MIB, "limit_n": 512, "measure": True, "server": server, "card": None}
+
+    def limiter(name):
+        backend = f"{name}:attention" if given == "by name" else importlib.import_module(name).attention
+        case = Case(wb.Dense(), 512, 1, 8, backend=backend)
+        return search(case, **options, recorder=recorder())["limiter"]
+
+    (tmp_path / "edited.py").write_text(HERE)
+    assert limiter("edited") == "search"
+    (tmp_path / "edited.py").write_text(
+        HERE.replace(".transpose(1, 2)\n\ndef wrong", ".transpose(1, 2) + 1\n\ndef wrong")
+    )
+    assert limiter("edited") == "validity"
+    assert limiter("mine") == "search"
+    lines = len(records.load(tmp_path))
+    assert limiter("mine") == "search" and len(records.load(tmp_path)) == lines
 
 
 def test_rows_are_json_and_records(monkeypatch, recorder):

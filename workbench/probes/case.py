@@ -5,9 +5,12 @@ Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H quer
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import hashlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -53,14 +56,15 @@ class Case:
         object.__setattr__(self, "nq", self.n if self.nq is None else self.nq)
 
     def fields(self) -> dict:
-        """The record's fields that say what this is and re-run it."""
+        """The record's fields that say what this is and re-run it; backend_source where the function is a user's."""
         backend = self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", "callable")
+        source = source_of(self.backend)
         return {
             "pattern": self.pattern.name, "backend": backend, "n": self.n, "heads": self.heads,
             "head_dim": self.head_dim, "dtype": str(self.dtype).removeprefix("torch."), "causal": self.pattern.causal,
             "mode": self.mode, "world": 1, "strategy": None, "batch": self.batch, "kv_heads": self.kv_heads,
             "nq": self.nq, "seed": self.seed, "pattern_spec": self.pattern.spec(),
-        }  # fmt: skip
+        } | ({"backend_source": source} if source else {})  # fmt: skip
 
     def prepare(self) -> tuple[Callable[[], object], str]:
         """Make the inputs; return the call, which needs no argument, and the backend that 'auto' stands for.
@@ -125,6 +129,25 @@ def imported(name: str) -> Callable:
     return found
 
 
+def source_of(backend: str | Callable) -> str | None:
+    """A fingerprint of a function of the user's, given as in `Case`: of its file, and of its name in it.
+
+    It tells an edited function from the one that a journal knows. None for what is in this package, of which a record
+    has the fingerprint anyway, and for what is in no file. What its module imports does not count.
+    """
+    module, _, function = backend.partition(":") if isinstance(backend, str) else _whence(backend)
+    if not function or module.partition(".")[0] == __package__.partition(".")[0]:
+        return None
+    with contextlib.suppress(ImportError, ValueError, OSError):  # no such module; one without a file, as a notebook's
+        found = Path(importlib.util.find_spec(module).origin).read_bytes()
+        return hashlib.sha256(found + function.encode()).hexdigest()[:12]
+    return None
+
+
+def _whence(function: Callable) -> tuple[str, str, str]:
+    return getattr(function, "__module__", None) or "", ":", getattr(function, "__qualname__", "")
+
+
 def _baseline(name: str, case: Case) -> Callable:
     """torch's own dense attention on (B, N, H, D)."""
     from workbench.patterns import Dense
@@ -133,6 +156,8 @@ def _baseline(name: str, case: Case) -> Callable:
         raise ValueError(f"backend={name!r} with {case.pattern.name}: it computes Dense only")
     if case.pattern.causal and case.nq != case.n:
         raise ValueError(f"backend={name!r}, causal, nq={case.nq}, n={case.n}: torch aligns the first query with key 0")
+    if case.heads % case.kv_heads:
+        raise ValueError(f"backend={name!r}: {case.kv_heads} key heads do not divide {case.heads} query heads")
     if name in FUSED and not case.device.startswith("cuda"):
         raise NotImplementedError(f"{name} runs on CUDA only, not on {case.device}")
 

@@ -34,6 +34,8 @@ EFFICIENCY = Path(__file__).with_name("efficiency.json")
 KEPT = 512  # traces
 NAMES = ("q", "k", "v", "gradient of out")
 ONE = lone.Rank(1)
+# events, how many of them make the inputs, what is known to compute wrongly, backend, strategy of a rank
+Life = tuple[list[Event], int, set[str], str, str | None]
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Estimate:
 
     requested: what the tensors hold; allocated: rounded by the allocator; reserved: its segments; device: and the CUDA
     context, and of a rank of several what its process group takes. at_peak: (name, bytes) of what is alive when
-    requested is largest, the largest first. strategy: of such a rank, the one that was taken.
+    requested is largest, the largest first. strategy: of such a rank, the one that was taken. wrong: what is known to
+    compute wrongly at such a size, None where nothing is.
     """
 
     card: str
@@ -56,6 +59,7 @@ class Estimate:
     events: list[Event] = field(repr=False)
     strategy: str | None = None
     measured: bool = False
+    wrong: str | None = None
 
     @functools.cached_property
     def at_peak(self) -> list[tuple[str, int]]:
@@ -77,10 +81,11 @@ def trace(
     """
     card = cards.find(card) if isinstance(card, str) else card
     place = lone.Rank(world, rank, strategy)
-    events, before, backend, strategy = life(case, card, place)
+    *lives, strategy = life(case, card, place)
     if world == 1:
-        return _estimate(card, events, before, backend, milliseconds(case, card, backend), expandable)
-    found = _estimate(card, events, before, backend, None, expandable)
+        found = _estimate(card, *lives, expandable)
+        return replace(found, milliseconds=milliseconds(case, card, found.backend))
+    found = _estimate(card, *lives, expandable)
     return replace(found, device_bytes=found.device_bytes + card.communicator_bytes, strategy=strategy)
 
 
@@ -94,23 +99,25 @@ def program(
     wants on device "cuda", and returns (call, the name of what executes it); call() is traced, its result held.
     """
     card = cards.find(card) if isinstance(card, str) else card
-    events, before, (_, backend) = tracer.run(prepare, card, names)
-    return _estimate(card, events, before, backend, None, expandable)
+    wrong = set()
+    events, before, (_, backend) = tracer.run(prepare, card, names, wrong)
+    return _estimate(card, events, before, wrong, backend, expandable)
 
 
-def _estimate(card, events, before, backend, time_ms, expandable) -> Estimate:
+def _estimate(card, events, before, wrong, backend, expandable) -> Estimate:
     used = allocator.replay(events, expandable=expandable)
     lives = {x.id: x.nbytes for x in events[:before] if x.nbytes >= 0}
     inputs = sum(lives.values()) - sum(lives[x.id] for x in events[:before] if x.nbytes < 0)
     return Estimate(
         card.key, backend, inputs, used.peak_requested, used.peak_allocated, used.peak_reserved,
-        used.peak_reserved + card.context_bytes, time_ms, events,
+        used.peak_reserved + card.context_bytes, None, events, wrong="; ".join(sorted(wrong)) or None,
     )  # fmt: skip
 
 
-def life(case: Case, card: cards.Card, place: lone.Rank = ONE) -> tuple[list[Event], int, str, str | None]:
-    """(events, how many of them make the inputs, backend, strategy of a rank) of a case; cards with the same habits
-    share a trace."""
+def life(case: Case, card: cards.Card, place: lone.Rank = ONE) -> Life:
+    """The life of a case's tensors; cards with the same habits share a trace."""
+    if case.backend == "reference":
+        raise CannotTrace("reference computes all N x N scores in float64 on the host, whatever the card: not traced")
     habits = card.capability, card.workspace_bytes, card.multiprocessors, card.key == cards.VIRTUAL
     key = repr((case.fields(), habits, place)) if isinstance(case.backend, str) else None
     if key in _lives:
@@ -124,8 +131,9 @@ def life(case: Case, card: cards.Card, place: lone.Rank = ONE) -> tuple[list[Eve
         return on_card.prepare_from(lambda shape: make(shape, on_card.dtype))
 
     with alone as strategy:
-        events, before, (_, backend) = tracer.run(prepare, card, NAMES)
-        found = events, before, backend, strategy()
+        wrong = set()
+        events, before, (_, backend) = tracer.run(prepare, card, NAMES, wrong)
+        found = events, before, wrong, backend, strategy()
     if key is not None:
         while len(_lives) >= KEPT:
             _lives.pop(next(iter(_lives)))
@@ -133,7 +141,7 @@ def life(case: Case, card: cards.Card, place: lone.Rank = ONE) -> tuple[list[Eve
     return found
 
 
-_lives: dict[str, tuple[list[Event], int, str, str | None]] = {}
+_lives: dict[str, Life] = {}
 
 
 def largest(events: list[Event]) -> list[tuple[str, int]]:
@@ -201,11 +209,11 @@ def peaks(case: Case) -> dict[str, int]:
 
 
 def milliseconds(case: Case, card: cards.Card, backend: str) -> float | None:
-    """Modelled time of the call; None where this execution was not measured, or for a dtype that the card has no
-    figure for."""
+    """Modelled time of the call; None where this execution was not measured, for a dtype that the card has no figure
+    for, and where there is nothing to compute."""
     dtype = str(case.dtype).removeprefix("torch.")
     lines = efficiency().get(family(case, backend, card))
-    if not lines or dtype not in card.matmul_tflops:
+    if not lines or dtype not in card.matmul_tflops or not rows(case):
         return None
     return operations(case) / (share(lines, case.head_dim, rows(case)) * card.matmul_tflops[dtype] * 1e9)
 

@@ -76,10 +76,12 @@ def table(
     ways: Mapping[str, Callable[[int], Case]], card: str | cards.Card, *, n: int | None = None,
     budget_bytes: int | None = None, seconds: float = 60.0,
 ) -> pd.DataFrame:  # fmt: skip
-    """A line a way (`executions`), all of it predicted: longest_n, and limiter, what stands in the way of more.
+    """A line a way (`executions`), all of it predicted: longest_n, longest_ms there (None where no time is known, which
+    then limits nothing), and limiter, what stands in the way of more.
 
-    With n, and ranked by ms there, what fits first: fits; device_bytes, the context included; ms, None where this is
-    not known; pairs_share, of dense attention's pairs, 1.0 being exact. note: why there is no such number.
+    With n, and ranked by ms there, what fits first: fits, where it is not known to compute wrongly; device_bytes, the
+    context included; ms, None where this is not known; pairs_share, of dense attention's pairs, 1.0 being exact. note:
+    why there is no such number, or what is wrong.
     budget_bytes, seconds: as `frontier.search`'s. limiter "search": of patterns that are lists of blocks, LONGEST.
     """
     card = cards.find(card) if isinstance(card, str) else card
@@ -89,9 +91,10 @@ def table(
         row = frontier.search(
             at, card=card, budget_bytes=budget_bytes, seconds=seconds, limit_n=limit_n, step=STEP, say=None
         )
-        line = {"way": name, "longest_n": row["n"], "limiter": row["limiter"], "note": row["error"]}
+        line = {"way": name, "longest_n": row["n"], "longest_ms": row["predicted_ms"], "limiter": row["limiter"]}
+        line |= {"note": row["error"]}
         if n is not None:
-            line |= _at(at(n), card, row["budget_bytes"])
+            line |= _at(at, n, card, row["budget_bytes"])
         lines.append(line)
     frame = pd.DataFrame(lines)
     if n is not None:
@@ -118,6 +121,8 @@ def words(frame: pd.DataFrame, card: cards.Card, sizes: dict, n, budget_bytes, s
     shown = pd.DataFrame({"execution": frame["way"], "longest N": longest.map(_number)})
     shown["longest N"] = shown["longest N"].where(~searched, "at least " + shown["longest N"])
     shown["limited by"] = frame["limiter"].fillna("").mask(searched, "not looked further")
+    timeless = frame["limiter"].eq("memory") & frame["longest_n"].astype(float).gt(0) & frame["longest_ms"].isna()
+    shown["limited by"] = shown["limited by"].mask(timeless, "memory; time unknown")
     if n is not None:
         lines[-1] += f"; the right half is at N = {n:,}"
         late = frame["fits"] & (frame["ms"].astype(float) > 1000 * seconds)
@@ -141,18 +146,26 @@ def _number(x, form: str = ",.0f") -> str:
     return "?" if x is None or x != x else format(x, form)
 
 
-def _at(case: Case, card: cards.Card, budget_bytes: int) -> dict:
-    """What a case needs, and whether the budget has it."""
+def _at(at: frontier.Lengths, n: int, card: cards.Card, budget_bytes: int) -> dict:
+    """What a way needs at n, and whether the budget has it."""
+    unknown = {"fits": False, "device_bytes": None, "ms": None, "pairs_share": None}
+    made = attempt(lambda: at(n))
+    if made.status != "ok":
+        return unknown | {"note": made.error}
+    case = made.result
+    least = case.dtype.itemsize * case.batch * case.head_dim * n * 2 * (case.heads + case.kv_heads)
+    if n > LONGEST.get(type(case.pattern).__name__, n) and least > budget_bytes:  # its lists may take minutes to make
+        return unknown | {"note": f"q, k, v and out alone are {least / 2**30:,.2f} GiB"}
     outcome = attempt(lambda: estimate.trace(case, card))
     if outcome.status != "ok":
-        return {"fits": False, "device_bytes": None, "ms": None, "pairs_share": None, "note": outcome.error}
+        return unknown | {"note": outcome.error}
     found = outcome.result
     reserved = frontier.reserves(found, budget_bytes)
     device = found.device_bytes if reserved is None else reserved + card.context_bytes
     return {
-        "fits": reserved is not None, "device_bytes": device, "ms": found.milliseconds,
+        "fits": reserved is not None and not found.wrong, "device_bytes": device, "ms": found.milliseconds,
         "pairs_share": case.pattern.pairs(case.n, case.heads) / (case.heads * case.n**2),
-    }  # fmt: skip
+    } | ({"note": found.wrong} if found.wrong else {})  # fmt: skip
 
 
 def _check(backend: str) -> None:

@@ -72,6 +72,7 @@ def search(
     not known; predicted_n, measured_n; limiter, which is the measured one if there is one, and predicted_limiter;
     predicted_bytes (reserved) and predicted_ms at predicted_n; peak_bytes (requested), reserved_bytes and median_ms at
     n; probes: how many lengths were measured; error: what it is that limits or stopped it.
+    Of several cards also communicator_bytes: what each has for its process group, beside the budget.
     An execution that cannot be traced is measured only: predicted_n is None, and predicted_error says why.
     Nothing but a limiter says that a length does not work: a probe that dies or times out is repeated once; where it
     dies again, or is refused at every length, the search ends with that status.
@@ -86,7 +87,7 @@ def search(
     card, capped = _card(card, example.device), budget_bytes is not None
     if not capped and card is not None:
         budget_bytes = card.total_bytes - card.context_bytes - (card.communicator_bytes if world > 1 else 0)
-    if budget_bytes is None or budget_bytes < 1:
+    if budget_bytes is None or not 1 <= budget_bytes < math.inf:
         raise ValueError(f"budget_bytes={budget_bytes}: want bytes, at least 1 (they have a default on a card only)")
     asked = {
         "asked": example.fields()["backend"],
@@ -98,6 +99,7 @@ def search(
     place = {"world": world, "rank": rank, "strategy": strategy} if world > 1 else {}
     asked |= place
     if world > 1:
+        asked["communicator_bytes"] = card and card.communicator_bytes  # None on the CPU
         grain = _whole(grain, example, world)
         if limit_n < grain:
             raise ValueError(f"limit_n={limit_n}: want at least {grain}, whole segments on each of {world} ranks")
@@ -186,19 +188,21 @@ def _predicted(at: Lengths, card, asked: dict, place: dict, where: dict) -> dict
             case = at(n)
             each = [(_trace(case, card, **here), here) for here in _places(case, place)]
             found, here = max(each, key=lambda one: one[0].reserved_bytes)  # the first rank that runs out ends them all
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             outcome = Outcome(status_of(error), sentence(error))
             if isinstance(error, estimate.CannotTrace) or outcome.status not in ("refused", "unsupported") or not works:
                 raise Stopped(outcome) from None
             return Tried("launch", None, {"error": outcome.error})
         reserved = reserves(found, asked["budget_bytes"])
         lateness = (found.milliseconds or 0) / 1000 / asked["seconds"]
-        limiter = "memory" if reserved is None else "time" if lateness > 1 else None
+        slow = "time" if lateness > 1 else None
+        limiter = "memory" if reserved is None else "validity" if found.wrong else slow
         if limiter is None:
             works.add(n)
         return Tried(limiter, max((reserved or found.reserved_bytes) / asked["budget_bytes"], lateness), {
             "backend": found.backend, "peak_bytes": found.requested_bytes, "reserved_bytes": reserved,
             "extra_bytes": found.requested_bytes - found.inputs_bytes, "milliseconds": found.milliseconds,
+            "error": found.wrong if limiter == "validity" else None,
         } | (here and here | {"strategy": found.strategy}))  # fmt: skip
 
     with uncollected():

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.cards import Card
+from workbench.execution.fused import OFFSETS, span
 from workbench.probes import scratch
 from workbench.probes.absent import CUDA, CannotTrace, OnCard, impersonate
 from workbench.probes.shortcuts import Shortcuts
@@ -38,12 +39,13 @@ class Event(NamedTuple):
 
 
 def run(
-    program: Callable[[Callable], tuple], card: Card, names: tuple[str, ...] = ()
+    program: Callable[[Callable], tuple], card: Card, names: tuple[str, ...] = (), wrong: set[str] | None = None
 ) -> tuple[list[Event], int, tuple]:
     """(events, how many of them are the preparation's, what the preparation returned) of a program on a card.
 
     program(make) prepares: it takes its inputs from make(shape, dtype), tensors on the card, and returns (call, ...);
-    then call() is run once, and its result lives on until the last event. names: of the inputs, in order.
+    then call() is run once, and its result lives on until the last event. names: of the inputs, in order. wrong: a set
+    that takes what is known to compute wrongly in it (`WRONG_PAST_2_31`).
     """
     _settle()
     with uncollected(), impersonate(card), Births(card) as births, Shortcuts(births).taken():
@@ -58,6 +60,8 @@ def run(
                 raise
             raise CannotTrace(f"it cannot be run without data: {str(error).strip().splitlines()[0]}"[:400]) from None
         events = list(births.events)
+    if wrong is not None:
+        wrong |= births.wrong
     del result
     return events, before, prepared
 
@@ -90,12 +94,14 @@ def _about_data(error: BaseException) -> bool:
 
 
 class Births(TorchDispatchMode):
-    """Follows the storages of meta tensors. `events`, in order; `functions`: the mode that makes cuda mean meta."""
+    """Follows the storages of meta tensors. `events`, in order; `functions`: the mode that makes cuda mean meta;
+    `wrong`: what is known to compute wrongly."""
 
     def __init__(self, card: Card):
         super().__init__()
         self.card = card
         self.events: list[Event] = []
+        self.wrong: set[str] = set()
         self.alive: dict[int, int] = {}  # the address of a storage: its id
         self.watched: dict[int, weakref.ref] = {}
         self.place: dict[int, int] = {}  # an id: the place of its birth in `events`
@@ -134,6 +140,8 @@ class Births(TorchDispatchMode):
             return out
         results = out if isinstance(out, (tuple, list)) else (out,)
         words = ATTENTION.get(name, ())
+        if name in WRONG_PAST_2_31 and max(max(span(x), x.numel()) for x in args[:4]) > OFFSETS:
+            self.wrong.add(WRONG_PAST_2_31[name])
         if name in ASKED_FOR_LSE and not args[4]:
             results = (results[0], None, *results[2:])  # the card's kernel makes no lse then, meta's does
         if name == EFFICIENT:
@@ -196,6 +204,10 @@ ATTENTION = {
     for kernel in ("cudnn", "flash", "efficient")
     for direction, words in (("", FORWARD), ("_backward", BACKWARD))
 }  # of each operator, what it returns
+WRONG_PAST_2_31 = {
+    "_scaled_dot_product_cudnn_attention_backward": "past 2^31 elements cuDNN's gradients are wrong, silently",
+    "_scaled_dot_product_flash_attention_backward": "past 2^31 elements FlashAttention's gradients fail",
+}  # see `dispatch.gradients_past_2_31`; args[:4] are the upstream gradient, q, k and v
 
 
 EFFICIENT = "_scaled_dot_product_efficient_attention"
