@@ -20,7 +20,7 @@ from workbench.distributed.bench import described
 from workbench.distributed.pool import JobOutcome, Pool
 from workbench.distributed.strategies import ONE, STRATEGIES
 from workbench.narrate import beyond_noise
-from workbench.probes.case import Case
+from workbench.probes.case import Case, source_of
 from workbench.probes.fit import aligned
 from workbench.probes.frontier import COLD_S, GRAIN, SETUP_S, TIME_STEP, Lengths
 from workbench.probes.largest import Stopped, Tried, largest
@@ -99,7 +99,8 @@ def _backend(cases: Iterable[Case]) -> str:
 
 
 def _who(name: str, nproc: int) -> dict:
-    return {"strategy": name, "world": 1 if name in (ONE, AA) else nproc}
+    source = source_of(name)  # of a user's: once edited it is another
+    return {"strategy": name, "world": 1 if name in (ONE, AA) else nproc, "strategy_source": source}
 
 
 def _settled(recorder, key: dict) -> dict | None:
