@@ -16,7 +16,7 @@ import workbench as wb
 from tests.distributed.cases import CASES, drawn
 from tests.distributed.work import plan_of
 from workbench import layouts, orderings
-from workbench.distributed import Plan, Shards, plan
+from workbench.distributed import Plan, Shards, jobs, plan
 from workbench.distributed.combs import Comb
 from workbench.distributed.plans import Stage
 from workbench.distributed.shards import Rows, clip
@@ -144,6 +144,16 @@ def test_a_thousand_ranks_and_two_million_positions_in_seconds(make, one_thread)
     assert int(found.bytes(2, 64).sum()) > 0 and found.balance >= 1
     assert time.perf_counter() - start < 20
     assert "1024 ranks" in str(found)
+
+
+def test_what_a_job_gathers_is_found_once_a_rank(monkeypatch):
+    """Not once for each two ranks: its keys are a piece of every rank's."""
+    found, looked, real = plan(wb.Dense(), Shards.even(1 << 14, 2048), 2), [], jobs.clip
+    (job,) = jobs.remote(found, 2047, found.stages[0])
+    monkeypatch.setattr(jobs, "clip", lambda *x: looked.append(x) or real(*x))
+    fills = jobs.fills(found, 2047, found.stages[0], job)
+    assert len(fills) == 2047 and [x.to.start for x in fills] == list(range(0, 2047 * 8, 8))
+    assert len(looked) <= 2048
 
 
 def test_a_plan_says_who_sends_what():

@@ -6,6 +6,8 @@ side. Jobs on the same rows are merged by log-sum-exp: together they are one sof
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -285,16 +287,15 @@ def fills(plan: Plan, rank: int, stage: Stage | None, job: Job) -> list[Fill]:
 def _places(keys: range | Rows | Tensor):
     """place(start, stop, parcel) -> (where in the keys, which positions): those in [start, stop), or a parcel's."""
     if not isinstance(keys, Tensor):
-        pieces = (keys,) if isinstance(keys, range) else keys.pieces
+        pieces = [x for x in ((keys,) if isinstance(keys, range) else keys.pieces) if x]
+        lasts, firsts = [x[-1] for x in pieces], list(itertools.accumulate(map(len, pieces), initial=0))
 
         def place(start, stop, parcel=None):
-            first = 0
-            for x in pieces:
-                if some := clip(x, start, stop):
-                    low = first + (some.start - x.start) // x.step
-                    return slice(low, low + len(some)), some
-                first += len(x)
-            return slice(0, 0), range(0)
+            y = bisect.bisect_left(lasts, start)  # pieces before it end before `start`: of many ranks there are many
+            if y == len(pieces) or not (some := clip(pieces[y], start, stop)):
+                return slice(0, 0), range(0)
+            low = firsts[y] + (some.start - pieces[y].start) // pieces[y].step
+            return slice(low, low + len(some)), some
 
         return place
     order = keys.argsort(stable=True)
