@@ -68,7 +68,7 @@ N = 1 << 20
     ("sequence", {"dense": 1.25, "causal": 1.6, "dilated": 1.05, "blocks": 1.15, "grid": 1.15}), ("heads", {}),
 ])  # fmt: skip
 def test_two_cards_take_half_each_and_what_travels(strategy, most):
-    """Forward: half of q, k, v and out, and stages, gathered rows, queries that moved; by heads q, k and v once more."""
+    """Forward: half of q, k, v and out, and stages, gathered rows, moved queries; by heads q, k and v once more."""
     for name, pattern in EVERY.items():
         case = Case(pattern, N, **LARGE)
         whole, *parts = (estimate.trace(case, world=x, rank=y, strategy=strategy) for x, y in ((1, 0), (2, 0), (2, 1)))
