@@ -541,7 +541,8 @@ def peak(rank, world, case, strategy) -> int:
     for _ in range(5):  # the first time makes the plan, which is no tensor of a card
         with VirtualCard(8) as card, patch.object(fused, "kernel", lambda q, mask=None: "unfused"):
             indices = [x.view(-1) for x in on_card(case.pattern)]
-            q, k, v = (torch.randn(case.batch, rows, case.heads, case.head_dim, requires_grad=backward) for _ in "qkv")
+            heads = case.heads, case.kv_heads, case.kv_heads
+            q, k, v = (torch.randn(case.batch, rows, h, case.head_dim, requires_grad=backward) for h in heads)
             upstream = torch.randn(q.shape) if backward else None
             out = door.attention(q, k, v, case.pattern, strategy=strategy, backend="torch")
             if backward:
