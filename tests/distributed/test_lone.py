@@ -56,6 +56,13 @@ def test_a_lone_rank_takes_what_it_takes_among_others(ranks, nothing_fused, name
     assert [alone(case, 2, rank, strategy) for rank in range(2)] == [real[x] - told - 8 * curve[x] for x in range(2)]
 
 
+@pytest.mark.parametrize("name", ["causal", "dilated"])
+def test_so_it_does_where_heads_share_keys(ranks, nothing_fused, name):
+    case = Case(PATTERNS[name], mode="fwd", **SIZES | {"kv_heads": 2})
+    real = ranks(2).run(work.peak, case, "sequence")
+    assert [alone(case, 2, rank, "sequence") for rank in range(2)] == real
+
+
 # --- on a card that is not there --------------------------------------------------------------------------------------
 
 LARGE = {"heads": 16, "head_dim": 64, "dtype": "bfloat16", "backend": "auto"}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests import tools
+from tests.distributed import races
 from tests.distributed.cases import CASES, drawn
 from tests.tools import Case
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, VirtualCard, attention, layouts, orderings
@@ -191,6 +192,31 @@ def mutated(rank, world, name, id):
             if "not finite" in str(error):
                 return torch.inf
             raise
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def on_streams(rank, world, id, forgets=None, hastens=None):
+    """(the errors, what is not ordered) of three calls, of which the last two begin before ranks have agreed.
+
+    forgets: a rank that has lost its plan before the last one; hastens: something that does not wait (`races`)
+    """
+    case, shards = CASES[id]
+    pattern, inputs, rows = case.pattern(), case.inputs(torch.float64), rows_of(case, shards[world], rank)
+    want, mine = tools.oracle(inputs, pattern), shard(inputs, rows)
+    mutants = {"what is there": (races.Stream, "wait_event"), "what arrives": (races.Work, "wait")}
+    errors = []
+    with races.Races() as found, contextlib.ExitStack() as stack:
+        if hastens:
+            stack.enter_context(patch.object(*mutants[hastens], lambda *_: None))
+        for time in range(3):
+            if time == 2 and rank == forgets:
+                del pattern._shared
+            got = tools.differentiate(run(pattern), mine, pattern)
+            errors += [float((x - part(name, want[name], rows)).abs().max()) for name, x in got.items()]
+            del got
+    return errors, sorted(found.found)
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -515,7 +541,8 @@ def peak(rank, world, case, strategy) -> int:
     for _ in range(5):  # the first time makes the plan, which is no tensor of a card
         with VirtualCard(8) as card, patch.object(fused, "kernel", lambda q, mask=None: "unfused"):
             indices = [x.view(-1) for x in on_card(case.pattern)]
-            q, k, v = (torch.randn(case.batch, rows, case.heads, case.head_dim, requires_grad=backward) for _ in "qkv")
+            heads = case.heads, case.kv_heads, case.kv_heads
+            q, k, v = (torch.randn(case.batch, rows, h, case.head_dim, requires_grad=backward) for h in heads)
             upstream = torch.randn(q.shape) if backward else None
             out = door.attention(q, k, v, case.pattern, strategy=strategy, backend="torch")
             if backward:

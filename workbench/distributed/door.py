@@ -274,10 +274,12 @@ class _Attend(torch.autograd.Function):
         def settle() -> None:
             if call.settle is not None and (found := call.settle())[0] is not call.made:
                 raise _Anew(*found)
+
+        def bring() -> None:
             if regroup:
                 regroup.bring(q, rows)
 
-        out, lse = ready.forward(rows, k, v, call.scale, call.backend, call.buffers, settle)
+        out, lse = ready.forward(rows, k, v, call.scale, call.backend, call.buffers, settle, bring)
         ctx.save_for_backward(rows, k, v, out, lse)
         ctx.set_materialize_grads(False)
         ctx.call = call._replace(buffers=None, settle=None)
@@ -313,8 +315,11 @@ class _Attend(torch.autograd.Function):
         def settle() -> None:
             if answers is not None:
                 answers()
+
+        def bring() -> None:
             for x, to in moves:
                 regroup.bring(x, to)
 
-        dq, dk, dv = ready.backward(grad, grad_lse, rows, k, v, out, lse, call.scale, call.backend, buffers, settle)
+        more = call.scale, call.backend, buffers, settle, bring
+        dq, dk, dv = ready.backward(grad, grad_lse, rows, k, v, out, lse, *more)
         return regroup.back(dq) if regroup else dq, dk, dv, None

@@ -118,11 +118,15 @@ class Sequence:
         return Buffers(sent, received, gradients, returned, arrived)
 
     def forward(
-        self, q, k, v, scale: float, backend: str, buffers: Buffers, settle: Callable[[], None]
-    ) -> tuple[Tensor, Tensor]:
-        """out (B, Q, H, D) and lse (B, H, Q) from q (B, Q, H, D), k and v (B, L, G, D). settle: see `_stages`."""
+        self, q, k, v, scale: float, backend: str, buffers: Buffers,
+        settle: Callable[[], None], bring: Callable[[], None],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """out (B, Q, H, D) and lse (B, H, Q) from q (B, Q, H, D), k and v (B, L, G, D).
+
+        settle, bring: see `_stages`
+        """
         out, lse = buffers.results
-        for _, x, found in self._stages(k, v, buffers, settle):
+        for _, x, found in self._stages(k, v, buffers, settle, bring):
             for task in found:
                 keys = task.gather(k, v, buffers.received[x % len(buffers.received)])
                 part = local.forward(task.take(q), *keys, task.job.pattern, scale, backend)
@@ -138,10 +142,12 @@ class Sequence:
         """Whether what needs no rows of others is begun before the ranks have agreed: a card computes it meanwhile."""
         return q.device.type == "cuda"
 
-    def _stages(self, k, v, buffers: Buffers, settle: Callable[[], None]) -> Iterator[tuple[Stage | None, int, list]]:
+    def _stages(
+        self, k, v, buffers: Buffers, settle: Callable[[], None], bring: Callable[[], None]
+    ) -> Iterator[tuple[Stage | None, int, list]]:
         """(stage, its number, its jobs), while the rows of the next stages travel; first what needs no rows.
 
-        settle: returns once the ranks have agreed that rows may travel, and the queries to be computed are there.
+        settle: returns once the ranks have agreed that rows may travel; bring: then the queries to be computed do.
         """
         stages, pending = self.plan.stages, []
 
@@ -154,11 +160,6 @@ class Sequence:
                 sent, received = (side[x % len(side)] for side in (buffers.sent, buffers.received))
                 pending.append(self.exchange.fetch(stages[x], sent, received))
 
-        def begin() -> None:
-            for x in range(self.ahead):
-                pack(x)
-            settle()
-
         if self.early(k):
             # what travels waits for what there is now, not for what is computed of it meanwhile
             beside, there, moved = streams.beside(k.device), torch.cuda.Event(), torch.cuda.Event()
@@ -166,7 +167,11 @@ class Sequence:
             yield None, 0, self.first
             with torch.cuda.stream(beside):
                 beside.wait_event(there)
-                begin()
+                for x in range(self.ahead):
+                    pack(x)
+            settle()  # on the caller's stream: an allocator gives memory to a stream, and the caller's uses this
+            with torch.cuda.stream(beside):
+                bring()
                 fetch(0)
                 moved.record()
             yield None, 0, self.second
@@ -175,7 +180,10 @@ class Sequence:
                     fetch(x)
             moved.wait()
         else:
-            begin()
+            for x in range(self.ahead):
+                pack(x)
+            settle()
+            bring()
             for x in range(self.ahead):
                 fetch(x)
             yield None, 0, [*self.first, *self.second]
@@ -199,12 +207,12 @@ class Sequence:
 
     def backward(
         self, grad, grad_lse, q, k, v, out, lse, scale: float, backend: str, buffers: Buffers,
-        settle: Callable[[], None],
+        settle: Callable[[], None], bring: Callable[[], None],
     ):  # fmt: skip
         """(dq (B, Q, H, D), dk, dv (B, L, G, D)) from the gradients of out and of lse (or None)."""
         dq, dk, dv = buffers.results
         returning = None
-        for stage, x, found in self._stages(k, v, buffers, settle):
+        for stage, x, found in self._stages(k, v, buffers, settle, bring):
             received, returned = (side[x % len(side)] for side in (buffers.received, buffers.returned))
             if stage is not None and self.written.received[stage] < sum(self.exchange.splits[stage][1]):
                 returned.zero_()

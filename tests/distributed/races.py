@@ -1,0 +1,201 @@
+"""Whether a card's streams are ordered, found without a card: which has read and written which element, and when.
+
+Streams and events are stand-ins that keep vector clocks; tensors are on the CPU, where everything runs at once. What a
+stream does is ordered behind another's only by an event, by the start and the wait of a transfer, or by the host.
+An allocator gives memory back to the stream on which it was made: what others do with it has to be over by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import weakref
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from workbench.distributed import door, exchange, streams
+from workbench.distributed.sequence import Sequence
+
+MAIN, BESIDE, WIRE = range(3)  # the caller's stream, the one for what travels, and the communicator's own
+NAMES = ("main", "beside", "wire")
+agreement = sys.modules[door.agree.__module__]  # the package has the function under the module's name
+
+
+class Memory:
+    """What has happened to a storage. By byte: the last write (stream, when) and each stream's last read."""
+
+    def __init__(self, size: int, stream: int):
+        self.stream, self.last = stream, np.zeros(3, dtype=np.int64)
+        self.writer, self.written = np.full(size, MAIN), np.zeros(size, dtype=np.int64)
+        self.read = np.zeros((3, size), dtype=np.int64)
+
+
+class Races(TorchDispatchMode):
+    """Meanwhile `distributed.attention` takes the way that it takes on CUDA. found: what is not ordered, in words."""
+
+    def __init__(self):
+        super().__init__()
+        self.clock = np.zeros((3, 3), dtype=np.int64)  # [x, y]: how much of stream y is over before stream x goes on
+        self.now, self.aside = MAIN, False
+        self.memory: dict[int, Memory] = {}
+        self.found: set[str] = set()
+
+    def __enter__(self):
+        self.patches = contextlib.ExitStack()
+        for where in (
+            (Sequence, "early", lambda *_: True), (streams, "beside", lambda _: Stream(self)),
+            (torch.cuda, "Event", lambda: Event(self)), (torch.cuda, "stream", self._on_stream),
+            (exchange, "all_to_all", self._transfer(exchange.all_to_all)),
+            (agreement, "_gather", self._gather(agreement._gather)),
+        ):  # fmt: skip
+            self.patches.enter_context(patch.object(*where))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.patches.close()
+
+    # --- order --------------------------------------------------------------------------------------------------------
+
+    def tick(self, stream: int) -> np.ndarray:
+        """One more thing on a stream; the clock with it."""
+        self.clock[stream, stream] += 1
+        return self.clock[stream].copy()
+
+    def wait(self, stream: int, clock: np.ndarray) -> None:
+        self.clock[stream] = np.maximum(self.clock[stream], clock)
+
+    @contextlib.contextmanager
+    def _on_stream(self, _):
+        before, self.now = self.now, BESIDE
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def _transfer(self, real):
+        def all_to_all(target, source, into, out, group, wait=True):
+            self.wait(WIRE, self.clock[self.now])
+            done = self.tick(WIRE)
+            self.touch("a transfer", WIRE, [source], [target])
+            with self._unseen():
+                real(target, source, into, out, group)
+            work = Work(self, done)
+            return work.wait() if wait else work
+
+        return all_to_all
+
+    def _gather(self, real):
+        def gather(*what):
+            self.wait(WIRE, self.clock[self.now])
+            done = self.tick(WIRE)
+            with self._unseen():
+                answers = real(*what)
+
+            def told():
+                self.wait(BESIDE, done)
+                for x in (MAIN, WIRE):  # the host has the numbers: nothing begins before
+                    self.wait(x, self.clock[BESIDE])
+                with self._unseen():
+                    return answers()
+
+            return told
+
+        return gather
+
+    @contextlib.contextmanager
+    def _unseen(self):
+        self.aside = True
+        yield
+        self.aside = False
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if self.aside or function.is_view or function.namespace == "c10d":
+            return function(*args, **(kwargs or {}))
+        given = list(itertools.zip_longest(function._schema.arguments[: len(args)], args))
+        given += [(x, (kwargs or {})[x.name]) for x in function._schema.arguments if x.name in (kwargs or {})]
+        sides = [], []
+        for argument, x in given:
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            sides[writes].extend(y for y in tree_leaves(x) if isinstance(y, torch.Tensor))
+        old = {x.untyped_storage()._cdata for x in (*sides[0], *sides[1])}
+        self.tick(self.now)
+        self.touch(str(function), self.now, *sides)
+        results = function(*args, **(kwargs or {}))
+        new = [x for x in tree_leaves(results) if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in old]
+        self.touch(
+            str(function), self.now, [], new
+        )  # also what is empty: its stream may have used the memory just before
+        return results
+
+    def touch(self, what: str, stream: int, reads: list, writes: list) -> None:
+        """Note what a stream does, and what of that is not behind what others did with the same bytes."""
+        clock = self.clock[stream]
+        for x, write in [*((x, False) for x in reads), *((x, True) for x in writes)]:
+            memory, place = self._memory(x), _bytes(x)
+            late = memory.written[place] > clock[memory.writer[place]]
+            before = {NAMES[y] for y in memory.writer[place][late]}
+            if write:
+                before |= {NAMES[y] for y in range(3) if (memory.read[y][place] > clock[y]).any()}
+                memory.writer[place], memory.written[place] = stream, clock[stream]
+            else:
+                memory.read[stream][place] = clock[stream]
+            memory.last[stream] = clock[stream]
+            if before:
+                self.found.add(f"{what} {'writes' if write else 'reads'} on {NAMES[stream]}, not behind {before}")
+
+    def _memory(self, x: torch.Tensor) -> Memory:
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key not in self.memory:
+            self.memory[key] = Memory(storage.nbytes(), self.now)
+            weakref.finalize(storage, self._free, key, self.memory[key])
+        return self.memory[key]
+
+    def _free(self, key: int, memory: Memory) -> None:
+        self.memory.pop(key, None)
+        busy = {NAMES[x] for x in range(3) if memory.last[x] > self.clock[memory.stream, x]}
+        if busy:
+            self.found.add(f"memory goes back to {NAMES[memory.stream]}, not behind {busy}")
+
+
+class Stream:
+    def __init__(self, races: Races):
+        self.races = races
+
+    def wait_event(self, event) -> None:
+        self.races.wait(BESIDE, event.clock)
+
+
+class Event:
+    def __init__(self, races: Races):
+        self.races = races
+
+    def record(self) -> None:
+        self.clock = self.races.tick(self.races.now)
+
+    def wait(self) -> None:
+        self.races.wait(self.races.now, self.clock)
+
+
+class Work:
+    def __init__(self, races: Races, done: np.ndarray):
+        self.races, self.done = races, done
+
+    def wait(self) -> None:
+        self.races.wait(self.races.now, self.done)
+
+
+def _bytes(x: torch.Tensor) -> np.ndarray:
+    """Where the first byte of each of its elements is in its storage."""
+    place = np.array([x.storage_offset()])
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        place = np.add.outer(place, np.arange(size) * stride).ravel()
+    return place * x.element_size()

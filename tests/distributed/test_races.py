@@ -1,0 +1,31 @@
+"""What a card does on its two streams is ordered wherever it uses the same memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import work
+
+IDS = ("dense", "dense-causal", "geometric", "rates-that-share-no-divisor-causal", "blocks-cut-causal", "grid-hilbert")
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_streams_are_ordered_and_give_what_one_device_gives(ranks, id):
+    for errors, races in ranks(2).run(work.on_streams, id):
+        assert max(errors) < work.TOLERANCE and races == []
+
+
+def test_so_they_are_where_a_rank_has_forgotten_the_plan(ranks):
+    """What has been computed is void, and all is made anew: for the stream that uses it."""
+    for id in ("dense-causal", "geometric"):
+        for errors, races in ranks(2).run(work.on_streams, id, forgets=1):
+            assert max(errors) < work.TOLERANCE and races == []
+
+
+@pytest.mark.parametrize(
+    "what, words",
+    [("what is there", "beside, not behind {'main'}"), ("what arrives", "main, not behind {'wire'}")],
+)
+def test_what_does_not_wait_is_found(ranks, what, words):
+    for _, races in ranks(2).run(work.on_streams, "dense-causal", hastens=what):
+        assert any(words in x for x in races)
