@@ -287,14 +287,17 @@ def fills(plan: Plan, rank: int, stage: Stage | None, job: Job) -> list[Fill]:
 def _places(keys: range | Rows | Tensor):
     """place(start, stop, parcel) -> (where in the keys, which positions): those in [start, stop), or a parcel's."""
     if not isinstance(keys, Tensor):
-        pieces = [x for x in ((keys,) if isinstance(keys, range) else keys.pieces) if x]
-        lasts, firsts = [x[-1] for x in pieces], list(itertools.accumulate(map(len, pieces), initial=0))
+        pieces = (keys,) if isinstance(keys, range) else keys.pieces
+        firsts = itertools.accumulate(map(len, pieces), initial=0)
+        ordered = sorted(((x, first) for x, first in zip(pieces, firsts, strict=False) if x), key=lambda y: y[0].start)
+        lasts = [x[-1] for x, _ in ordered]
 
         def place(start, stop, parcel=None):
             y = bisect.bisect_left(lasts, start)  # pieces before it end before `start`: of many ranks there are many
-            if y == len(pieces) or not (some := clip(pieces[y], start, stop)):
+            if y == len(ordered) or not (some := clip(ordered[y][0], start, stop)):
                 return slice(0, 0), range(0)
-            low = firsts[y] + (some.start - pieces[y].start) // pieces[y].step
+            piece, first = ordered[y]
+            low = first + (some.start - piece.start) // piece.step
             return slice(low, low + len(some)), some
 
         return place
