@@ -65,6 +65,8 @@ class Exchange:
             self.slots[stage] = tuple(slots for slots, _ in sides)
             self.splits[stage] = tuple(splits for _, splits in sides)
             self.puts[stage] = [put for line in self.slots[stage][0] for put in _puts(line)]
+        # elements of the largest stage that this rank sends, and receives
+        self.room = [max((sum(x[side]) for x in self.splits.values()), default=0) for side in (0, 1)]
 
     def _slots(self, parcels, mine: bool):
         start, slots, splits = 0, [], []
@@ -83,9 +85,6 @@ class Exchange:
             splits.append(start - begin)
         return slots, splits
 
-    def room(self, side: int) -> int:
-        """Elements of the largest stage that this rank sends (0) or receives (1)."""
-        return max((sum(splits[side]) for splits in self.splits.values()), default=0)
 
     def row(self, slot: Slot) -> int:
         """Elements of a row of the slot's block."""

@@ -151,7 +151,7 @@ class Plan:
         """The exchanges, in order, the same on all ranks; at least one, in which nothing may move."""
         own, most, share = max(1, self.n * self.kv_heads // self.world), int(self.units.sum(0).max()), SHARE
         if isinstance(self.pattern, Dense):
-            worth = int(self.pairs.max()) // PAIRS
+            worth = int(self.pairs.max()) // (PAIRS * (2 if self.zigzag else 1))  # an early and a late part: two calls
         elif isinstance(self.pattern, Dilated):
             worth, share = most // (2 * LEAST), 8 * SHARE  # what few rows need takes several copies of them
         else:

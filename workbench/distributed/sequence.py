@@ -93,8 +93,8 @@ class Sequence:
         b, _, h, d = q.shape
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         deep = min(self.ahead, len(self.plan.stages))
-        sent = [k.new_empty(self.exchange.room(0)) for _ in range(deep)]
-        room = self.exchange.room(1) + self.behind
+        sent = [k.new_empty(self.exchange.room[0]) for _ in range(deep)]
+        room = self.exchange.room[1] + self.behind
         received = [k.new_empty(room) for _ in range(min(self.ahead + 1, len(self.plan.stages)))]
         if not backward:
             of_q = wide if self.several and not local.narrow(q) else q.dtype
@@ -113,8 +113,8 @@ class Sequence:
         make = k.new_zeros if self.written.own < k[..., 0].numel() else k.new_empty
         gradients = [dq, *(None if self.all_keys else make(k.shape, dtype=wide) for _ in "kv")]
         two = range(min(2, len(self.plan.stages)))  # one is put together while the other travels
-        returned = [k.new_empty(self.exchange.room(1), dtype=wide) for _ in two]
-        arrived = [k.new_empty(self.exchange.room(0), dtype=wide)]
+        returned = [k.new_empty(self.exchange.room[1], dtype=wide) for _ in two]
+        arrived = [k.new_empty(self.exchange.room[0], dtype=wide)]
         return Buffers(sent, received, gradients, returned, arrived)
 
     def forward(
