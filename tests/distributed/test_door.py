@@ -62,6 +62,14 @@ def test_an_out_of_memory_in_the_backward_is_raised_on_all_and_the_group_goes_on
     ]
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_an_out_of_memory_before_ranks_have_agreed_is_raised_on_all_and_the_group_goes_on(ranks, backward):
+    assert ranks(2).run(work.out_of_memory_beside, backward) == [
+        ("OutOfMemoryError", "rank 1: no room"),
+        ("OutOfMemoryError", "no room"),
+    ]
+
+
 @pytest.mark.parametrize("strategy", ["sequence", "heads"])
 def test_a_gradient_of_a_gradient_is_refused_not_left_out(ranks, strategy):
     assert all("once_differentiable" in text for text in ranks(2).run(work.gradient_of_a_gradient, strategy))

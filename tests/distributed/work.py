@@ -15,7 +15,7 @@ from tests.distributed import races
 from tests.distributed.cases import CASES, drawn
 from tests.tools import Case
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, VirtualCard, attention, layouts, orderings
-from workbench.distributed import Plan, Shards, door, exchange, plans, tasks
+from workbench.distributed import Plan, Shards, door, exchange, local, plans, tasks
 from workbench.distributed.sequence import Sequence
 from workbench.distributed.shards import clip
 from workbench.execution import fused
@@ -396,6 +396,30 @@ def out_of_memory_backward(rank, world, strategy):
             found = type(raised).__name__, str(raised)
     out.backward(mine[3])
     assert all(x.grad is not None for x in leaves)
+    return found
+
+
+def out_of_memory_beside(rank, world, backward):
+    """What each rank raises where the last one runs out of memory while it attends to its own rows, before ranks have
+    agreed; then the same again, with memory."""
+    case, shards = CASES["dense"]
+    pattern, inputs, rows = case.pattern(), case.inputs(torch.float64), rows_of(case, shards[world], rank)
+    want, mine = tools.oracle(inputs, pattern), shard(inputs, rows)
+    call = run(pattern)
+    error = torch.OutOfMemoryError("no room") if rank == world - 1 else None
+    found = None
+    with races.Races():
+        tools.differentiate(call, mine, pattern)  # from now on the plan is there
+        leaves = [x.clone().requires_grad_() for x in mine[:3]]
+        out = call(*leaves, pattern)[0] if backward else None
+        where = patch.object(local, "backward" if backward else "forward", side_effect=error)
+        with where if error else contextlib.nullcontext():
+            try:
+                out.backward(mine[3], retain_graph=True) if backward else call(*leaves, pattern)
+            except Exception as raised:
+                found = type(raised).__name__, str(raised)
+        got = tools.differentiate(call, mine, pattern)
+    assert max(float((x - part(name, want[name], rows)).abs().max()) for name, x in got.items()) < TOLERANCE
     return found
 
 

@@ -56,9 +56,9 @@ def attention(
     backend: "auto", "torch" or "triton", for what a rank computes.
 
     All ranks of the group call this, and its backward, together. ValueError on every rank, before data moves, where one
-    rank's input is wrong or ranks differ in what they want; so for an out-of-memory while buffers are made, on forward
-    and backward. What moves: keys and values once forward and once backward, and their gradients in float32 (float64),
-    as `Plan.bytes` says.
+    rank's input is wrong or ranks differ in what they want; so for an out-of-memory while buffers are made or, on a
+    card, own rows are attended to meanwhile, on forward and backward. What moves: keys and values once forward and once
+    backward, and their gradients in float32 (float64), as `Plan.bytes` says.
     """
     q, k, v, call = _agreed(q, k, v, pattern, group, strategy, scale, return_lse, backend)
     if call is None:
@@ -73,7 +73,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, group=None, strat
     q, k, v, call = _agreed(q, k, v, pattern, group, strategy, None, False, "auto")
     if call is None:
         return f"one rank: {dispatch.explain(q, k, v, pattern)}"
-    made, sizes = (call.settle or (lambda: call))()[0], (q.element_size(), q.shape[3], q.shape[0])
+    made = call.tell(None)()[0] if call.tell else call.made
+    sizes = q.element_size(), q.shape[3], q.shape[0]
     forward, backward = (made.plan.bytes(*sizes, mode=mode) for mode in ("fwd", "bwd"))
     return (
         f"{made.plan.strategy}: {made.why}; forward moves {int(forward.sum()):,} bytes, at most "
@@ -90,12 +91,13 @@ class Made(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call. made: its plan, and buffers: what the forward needs; settle: what has yet to confirm or replace them,
-    or raises, before anything is sent. device: where what ranks tell each other has to be."""
+    """One call. made: its plan, and buffers: what the forward needs; tell: tells the other ranks of this call, or of
+    the error that ends it, where that has yet to be done. What it gives confirms or replaces plan and buffers, or
+    raises, before anything is sent. device: where what ranks tell each other has to be."""
 
     made: Made
     buffers: Buffers | None
-    settle: Callable[[], tuple[Made, Buffers | None]] | None
+    tell: Callable[[Exception | None], Callable[[], tuple[Made, Buffers | None]]] | None
     rank: int
     group: object
     device: torch.device
@@ -130,30 +132,34 @@ def _agreed(
         numbers += _numbers(q, k, v, pattern, strategy, scale, backend, return_lse)
     except Exception as found:
         error = found
-    answers = ask(group, device, error, numbers)
 
-    def settle() -> tuple[Made, Buffers | None]:
-        """What all ranks agree on; raises where they do not."""
-        told = answers()
-        same(told[:, 3:], SAME)
-        if made is not None and not bool((told[:, 2] != made.plan.digest).any()):
-            return made, buffers
-        anew = room = error = None
-        try:
-            anew = _make(q, k, pattern, told, rank, group, strategy)
-            _keep(pattern, key, anew)
-            room = _buffers(anew, rank, q, k)
-        except Exception as found:
-            error = found
-        same(agree(group, device, error, [anew.plan.digest if anew else 0]), ("plan",))
-        return anew, room
+    def tell(error: Exception | None) -> Callable[[], tuple[Made, Buffers | None]]:
+        answers = ask(group, device, error, numbers)
+
+        def settle() -> tuple[Made, Buffers | None]:
+            """What all ranks agree on; raises where they do not."""
+            told = answers()
+            same(told[:, 3:], SAME)
+            if made is not None and not bool((told[:, 2] != made.plan.digest).any()):
+                return made, buffers
+            anew = room = error = None
+            try:
+                anew = _make(q, k, pattern, told, rank, group, strategy)
+                _keep(pattern, key, anew)
+                room = _buffers(anew, rank, q, k)
+            except Exception as found:
+                error = found
+            same(agree(group, device, error, [anew.plan.digest if anew else 0]), ("plan",))
+            return anew, room
+
+        return settle
 
     scale = 1 / math.sqrt(q.shape[-1]) if error is None and scale is None else scale
-    call = Call(made, buffers, settle, rank, group, device, scale, backend, return_lse)
+    call = Call(made, buffers, tell, rank, group, device, scale, backend, return_lse)
     if error is None and made is not None and made.ready is not None and made.ready.early(q):
         return q, k, v, call
-    made, buffers = settle()
-    return q, k, v, call._replace(made=made, buffers=buffers, settle=None)
+    made, buffers = tell(error)()
+    return q, k, v, call._replace(made=made, buffers=buffers, tell=None)
 
 
 def _check_names(strategy: str) -> None:
@@ -264,25 +270,34 @@ class _Attend(torch.autograd.Function):
             return _Attend._forward(ctx, q, k, v, call)
         except _Anew as anew:
             made, buffers = anew.args
-            return _Attend._forward(ctx, q, k, v, call._replace(made=made, buffers=buffers, settle=None))
+            return _Attend._forward(ctx, q, k, v, call._replace(made=made, buffers=buffers, tell=None))
 
     @staticmethod
     def _forward(ctx, q, k, v, call: Call):
         ready, regroup = call.made.ready, call.made.ready.regroup
-        rows = regroup.kept(q) if regroup else q
 
-        def settle() -> None:
-            if call.settle is not None and (found := call.settle())[0] is not call.made:
-                raise _Anew(*found)
+        def tell(error: Exception | None) -> Callable[[], None]:
+            settle = call.tell(error)
 
-        def bring() -> None:
-            if regroup:
-                regroup.bring(q, rows)
+            def confirm() -> None:
+                if (found := settle())[0] is not call.made:
+                    raise _Anew(*found)
 
-        out, lse = ready.forward(rows, k, v, call.scale, call.backend, call.buffers, settle, bring)
+            return confirm
+
+        def attend(begin):
+            rows = regroup.kept(q) if regroup else q
+
+            def bring() -> None:
+                if regroup:
+                    regroup.bring(q, rows)
+
+            return rows, *ready.forward(rows, k, v, call.scale, call.backend, call.buffers, begin, bring)
+
+        rows, out, lse = _telling(call, tell if call.tell else None, attend)
         ctx.save_for_backward(rows, k, v, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.call = call._replace(buffers=None, settle=None)
+        ctx.call = call._replace(buffers=None, tell=None)
         if regroup:
             out = regroup.back(out)
             lse = regroup.back(lse.transpose(1, 2)).transpose(1, 2) if call.return_lse else None
@@ -297,29 +312,50 @@ class _Attend(torch.autograd.Function):
             buffers = ready.prepare(rows, k, backward=True)
         except Exception as found:
             error = found
-        answers = ask(call.group, call.device, error, [int(grad_lse is not None)])
+        tell = functools.partial(ask, call.group, call.device, numbers=[int(grad_lse is not None)])
         regroup, held = ready.regroup, len(ready.plan.queries(call.rank))
-        grad = out.new_zeros(out.shape[0], held, *out.shape[2:]) if grad is None else grad
         if error is not None or not ready.early(rows) or regroup and call.return_lse:
-            told, answers = answers(), None
+            told, tell = tell(error)(), None
             if regroup and bool(told.any()) and grad_lse is None:
                 grad_lse = lse.new_zeros(*lse.shape[:2], held)
-        moves = []  # what is regrouped, and to where
-        if regroup:
-            moves.append((grad, grad := regroup.kept(grad)))
-            if grad_lse is not None:
-                its_rows = grad_lse.transpose(1, 2)
-                moves.append((its_rows, to := regroup.kept(its_rows)))
-                grad_lse = to.transpose(1, 2)
 
-        def settle() -> None:
-            if answers is not None:
-                answers()
+        def attend(begin):
+            of_out, of_lse, moves = grad, grad_lse, []  # what is regrouped, and to where
+            if of_out is None:
+                of_out = out.new_zeros(out.shape[0], held, *out.shape[2:])
+            if regroup:
+                moves.append((of_out, of_out := regroup.kept(of_out)))
+                if of_lse is not None:
+                    its_rows = of_lse.transpose(1, 2)
+                    moves.append((its_rows, to := regroup.kept(its_rows)))
+                    of_lse = to.transpose(1, 2)
 
-        def bring() -> None:
-            for x, to in moves:
-                regroup.bring(x, to)
+            def bring() -> None:
+                for x, to in moves:
+                    regroup.bring(x, to)
 
-        more = call.scale, call.backend, buffers, settle, bring
-        dq, dk, dv = ready.backward(grad, grad_lse, rows, k, v, out, lse, *more)
+            more = call.scale, call.backend, buffers, begin, bring
+            return ready.backward(of_out, of_lse, rows, k, v, out, lse, *more)
+
+        dq, dk, dv = _telling(call, tell, attend)
         return regroup.back(dq) if regroup else dq, dk, dv, None
+
+
+def _telling(call: Call, tell: Callable[[Exception | None], Callable] | None, attend: Callable[[Callable], tuple]):
+    """attend(begin), which calls `begin` once its own rows are on their way through the card: it tells the other ranks
+    that this one takes part, and gives what waits for theirs. An error before that is told instead, and raised on all.
+    tell: None where ranks have agreed already. Where the card itself has to carry what is told, it is told at once.
+    """
+    waits = (lambda: None) if tell is None else tell(None) if call.device.type == "cuda" else None
+
+    def begin() -> Callable:
+        nonlocal waits
+        waits = waits or tell(None)
+        return waits
+
+    try:
+        return attend(begin)
+    except Exception as error:
+        if waits is None:
+            tell(error)()
+        raise

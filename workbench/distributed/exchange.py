@@ -85,7 +85,6 @@ class Exchange:
             splits.append(start - begin)
         return slots, splits
 
-
     def row(self, slot: Slot) -> int:
         """Elements of a row of the slot's block."""
         return slot.width * math.prod(self.shape)

@@ -119,14 +119,14 @@ class Sequence:
 
     def forward(
         self, q, k, v, scale: float, backend: str, buffers: Buffers,
-        settle: Callable[[], None], bring: Callable[[], None],
+        begin: Callable[[], Callable[[], None]], bring: Callable[[], None],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """out (B, Q, H, D) and lse (B, H, Q) from q (B, Q, H, D), k and v (B, L, G, D).
 
-        settle, bring: see `_stages`
+        begin, bring: see `_stages`
         """
         out, lse = buffers.results
-        for _, x, found in self._stages(k, v, buffers, settle, bring):
+        for _, x, found in self._stages(k, v, buffers, begin, bring):
             for task in found:
                 keys = task.gather(k, v, buffers.received[x % len(buffers.received)])
                 part = local.forward(task.take(q), *keys, task.job.pattern, scale, backend)
@@ -143,11 +143,12 @@ class Sequence:
         return q.device.type == "cuda"
 
     def _stages(
-        self, k, v, buffers: Buffers, settle: Callable[[], None], bring: Callable[[], None]
+        self, k, v, buffers: Buffers, begin: Callable[[], Callable[[], None]], bring: Callable[[], None]
     ) -> Iterator[tuple[Stage | None, int, list]]:
         """(stage, its number, its jobs), while the rows of the next stages travel; first what needs no rows.
 
-        settle: returns once the ranks have agreed that rows may travel; bring: then the queries to be computed do.
+        begin: asks the ranks whether rows may travel, and gives what returns once they have agreed; bring: then the
+        queries to be computed do.
         """
         stages, pending = self.plan.stages, []
 
@@ -165,6 +166,7 @@ class Sequence:
             beside, there, moved = streams.beside(k.device), torch.cuda.Event(), torch.cuda.Event()
             there.record()
             yield None, 0, self.first
+            settle = begin()
             with torch.cuda.stream(beside):
                 beside.wait_event(there)
                 for x in range(self.ahead):
@@ -182,7 +184,7 @@ class Sequence:
         else:
             for x in range(self.ahead):
                 pack(x)
-            settle()
+            begin()()
             bring()
             for x in range(self.ahead):
                 fetch(x)
@@ -207,12 +209,12 @@ class Sequence:
 
     def backward(
         self, grad, grad_lse, q, k, v, out, lse, scale: float, backend: str, buffers: Buffers,
-        settle: Callable[[], None], bring: Callable[[], None],
+        begin: Callable[[], Callable[[], None]], bring: Callable[[], None],
     ):  # fmt: skip
         """(dq (B, Q, H, D), dk, dv (B, L, G, D)) from the gradients of out and of lse (or None)."""
         dq, dk, dv = buffers.results
         returning = None
-        for stage, x, found in self._stages(k, v, buffers, settle, bring):
+        for stage, x, found in self._stages(k, v, buffers, begin, bring):
             received, returned = (side[x % len(side)] for side in (buffers.received, buffers.returned))
             if stage is not None and self.written.received[stage] < sum(self.exchange.splits[stage][1]):
                 returned.zero_()
