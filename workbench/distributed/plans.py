@@ -26,6 +26,7 @@ SHARE = 16  # a stage of the exchange takes a rank about a 16th of what its own 
 PAIRS = 3 << 30
 LEAST = 3 << 14  # and of others not fewer rows of a key head than are worth the launches (12 MB at head_dim 64),
 PIECES = 4  # nor less than a quarter of what others hold of a key head: what arrives in pieces has to be merged
+CALLS = 3  # of a causal stage, at least: early and late queries, to what they see whole and to a triangle
 
 
 class Stage(NamedTuple):
@@ -151,7 +152,7 @@ class Plan:
         """The exchanges, in order, the same on all ranks; at least one, in which nothing may move."""
         own, most, share = max(1, self.n * self.kv_heads // self.world), int(self.units.sum(0).max()), SHARE
         if isinstance(self.pattern, Dense):
-            worth = int(self.pairs.max()) // (PAIRS * (2 if self.zigzag else 1))  # an early and a late part: two calls
+            worth = int(self.pairs.max()) // (PAIRS * (CALLS if self.zigzag else 1))
         elif isinstance(self.pattern, Dilated):
             worth, share = most // (2 * LEAST), 8 * SHARE  # what few rows need takes several copies of them
         else:

@@ -26,7 +26,7 @@ from workbench.distributed.plans import Plan, Stage
 from workbench.distributed.tasks import Task, Written
 from workbench.patterns import Dense, Dilated
 
-AHEAD = 2  # stages that travel, where attention leaves a card to them only as it ends
+AHEAD = 2  # stages that travel, where a stage may be one call, which leaves a card to them only as it ends
 
 
 class Buffers(NamedTuple):
@@ -58,7 +58,7 @@ class Sequence:
         ends = list(itertools.accumulate(map(len, work), initial=0))
         self.work, self.queries = list(zip(work, ends[:-1], strict=True)), ends[-1]  # (queries, where they begin)
         self.several = isinstance(plan.pattern, (Dense, Dilated))
-        self.ahead = AHEAD if self.several else 1
+        self.ahead = AHEAD if self.several and not plan.zigzag else 1
 
         def tasks(stage: Stage | None, found: list[Job]) -> list[Task]:
             more = stage, self.exchange, self.work, plan.kv_heads
