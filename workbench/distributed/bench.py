@@ -72,8 +72,13 @@ def _sync(device: str) -> None:
 
 
 def _barrier(device: str) -> None:
-    """All ranks leave it together, nothing running on their cards."""
+    """All ranks leave it together, nothing running on their cards.
+
+    First they wait on the host: NCCL's barrier would run meanwhile on a card that another rank may compute on, as
+    DataParallel's does.
+    """
     _sync(device)
+    dist.all_reduce(torch.zeros(1))
     dist.barrier(**({"device_ids": [torch.cuda.current_device()]} if device.startswith("cuda") else {}))
     _sync(device)
 

@@ -79,7 +79,7 @@ def local(plan: Plan, rank: int) -> Local:
         held = plan.queries(rank)
         stay = [held.start <= x.start and x.stop <= held.stop for x in plan.work(rank)]
         here, moved = ([x for x, its in zip(plan.work(rank), stay, strict=True) if its == y] for y in (True, False))
-    pairs = sum(map(len, here)) * len(own) * plan.heads // plan.kv_heads  # about, of a key head
+    pairs = sum(_pairs(x, own, plan.pattern.causal) for x in here) * plan.heads // plan.kv_heads  # of a key head
     few = next((x for x in every if x * pairs >= FIRST), plan.kv_heads)
     rest = [range(max(few, x.heads.start), x.heads.stop) for x in plan.stages if x.piece == 0 and x.heads.stop > few]
     return Local(
@@ -87,6 +87,13 @@ def local(plan: Plan, rank: int) -> Local:
         [job for heads in rest for job in _dense(plan, heads, [own], here)],
         {x: _dense(plan, x.heads, [own], moved) for x in plan.stages if moved and x.piece == 0},
     )
+
+
+def _pairs(queries: range, keys: range, causal: bool) -> int:
+    """(query, key) pairs; of causal ones the queries are among the keys or behind them."""
+    if not causal or queries.start >= keys.stop:
+        return len(queries) * len(keys)
+    return len(queries) * (queries.start + queries.stop + 1 - 2 * keys.start) // 2
 
 
 def remote(plan: Plan, rank: int, stage: Stage) -> list[Job]:
