@@ -31,13 +31,14 @@ help:
 	@echo "make test   [ARGS='...']   lint, then run the tests (ARGS go to pytest)"
 	@echo "make lab                   open JupyterLab"
 	@echo "make doctor                say what works on this machine, and why not"
-	@echo "make picture               draw the README's picture from the committed H100 records"
+	@echo "make picture               draw the README's pictures from the committed records"
 	@echo "make lint                  ruff over code and notebooks"
 	@echo "make clean                 remove .venv, caches and this machine's reports; records are kept"
 	@echo "Without an activated environment that has the packages, each first makes .venv by $(PYTHON) (PYTHON=...)."
 
 picture: $(SETUP)
 	@$(RUN) -c "from workbench.plots import speed; speed.picture('outputs/readme.png')"
+	@$(RUN) -c "from workbench.plots import scaling; scaling.picture('outputs/cards.png')"
 
 report: $(SETUP)
 	@$(RUN) -m workbench report $(ARGS)

@@ -33,6 +33,18 @@ MARKS = {"sequence": "o", "heads": "s", "context parallel": "D", "data parallel"
 SCALINGS = {"strong": "strong: the same N on all ranks together", "weak": "weak: as many positions on each rank"}
 
 
+def picture(path: str, machine: str = "h200x2") -> None:
+    """The README's picture of several cards: speed-ups from the records committed for a machine kind, to `path`."""
+    from workbench import multicard
+
+    rows = multicard.ok(multicard.recorded([machine])[0])
+    rows = rows[rows["kind"].isin(multicard.KINDS)]
+    fig, first = speedups(rows), rows.iloc[0]
+    sizes = f"{first['dtype']}, {int(first['heads'])} heads x {int(first['head_dim'])}"
+    fig.suptitle(f"{int(rows['nproc'].max())} x {first['run_device']}, {sizes}", fontsize=10)
+    fig.savefig(path, dpi=110, metadata={"Description": fig.get_label()})
+
+
 def speedups(rows: pd.DataFrame, recorded: pd.DataFrame | None = None, most: Callable[[int], int] | None = None):
     """A panel a pattern (column), number of ranks and mode (row): times faster than one device at the same N, with
     intervals. A pattern that no strategy ran has none.
