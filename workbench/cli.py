@@ -123,6 +123,9 @@ def parser() -> argparse.ArgumentParser:
     scale.add_argument(
         "--seconds", type=float, default=20.0, metavar="S", help="for a case's rounds (default: %(default)g)"
     )
+    scale.add_argument(
+        "--within", type=float, metavar="S", help="seconds after which no case is begun; the same line again goes on"
+    )
     scale.add_argument("--json", action="store_true", help="a list of objects, one a strategy")
     scale.set_defaults(command=_scale)
     return top
@@ -213,7 +216,7 @@ def _scale(arguments) -> int:
         cases = {name: Case(x, *sizes, kv_heads=arguments.kv_heads) for name, x in patterns.items()}
     frame = scaling.sweep(
         cases, arguments.nproc, arguments.strategies or scaling.STRATEGIES, samples=arguments.samples,
-        seconds=arguments.seconds, profile="gpu" if cards else "quick",
+        seconds=arguments.seconds, within_s=arguments.within, profile="gpu" if cards else "quick",
         say=None if arguments.json else lambda *words, **_: print(*words, file=sys.stderr, flush=True),
     )  # fmt: skip
     print(frame.to_json(orient="records", indent=1) if arguments.json else scaling.table(frame))

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from workbench import BlockSparse, Dense, Dilated, layouts, records
+from tests.distributed import drawn
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, layouts, records
 from workbench.distributed import bench, strategies
 from workbench.distributed.strategies import ONE
 from workbench.patterns.dilated import geometric
@@ -236,6 +237,13 @@ def test_two_ranks_hold_a_longer_sequence_and_lengths_are_tried_once(folder):
         scaling.longest(case, folder=folder / "long", say=None)
 
 
+def test_no_case_is_begun_after_the_time_and_what_is_measured_comes_all_the_same(rows, folder, capsys):
+    case = Case(Dilated([64], [2]), 4096, 2, 16)
+    late = scaling.sweep({"late": case}, 2, ["sequence"], within_s=0, folder=folder / "within")
+    assert late.empty and "1/1: late: not begun" in capsys.readouterr().out
+    assert scaling.table(late) == "nothing was measured" and not scaling.failed(late)
+
+
 def test_the_link_is_measured_by_message(folder):
     found = link.measure(2, [1 << 16, 1 << 20], samples=3, folder=folder / "link")
     assert found["message_bytes"].tolist() == [1 << 16, 1 << 20] and (found["status"] == "ok").all()
@@ -325,7 +333,7 @@ def test_torchs_context_parallel_leaves_no_trace(causal):
 
 def test_groups_are_cases_for_several_cards():
     cases = scaling_groups.cases(["all"])
-    assert {case.device for case in cases.values()} == {"cuda"} and len(cases) == 18
+    assert {case.device for case in cases.values()} == {"cuda"} and len(cases) == 26
     assert 0.045 < cases["local and strided fwd 262144"].pattern.density(262_144, 1) < 0.055
     assert list(scaling_groups.cases(["dilation"], "cpu", "float32")) == [
         "dilated r=1 fwd 131072",
@@ -343,3 +351,39 @@ def test_geometric_segments_grow_by_four_until_one_is_all(n, lengths):
     assert list(pattern.segment_lengths) == lengths and pattern.causal
     assert list(pattern.dilation_rates) == [2**x for x in range(len(lengths))]
     assert geometric(n, first=n).segment_lengths == (n,) and geometric(3, first=1).segment_lengths == (1, 3)
+
+
+# --- what one device cannot do ----------------------------------------------------------------------------------------
+
+LONG = {
+    "dense": Dense(),
+    "causal": Dense(causal=True),
+    "longnet": Dilated([16, 64, 256], [1, 2, 4]),
+    "longnet-causal": Dilated([16, 64, 256], [1, 2, 4], causal=True),
+    "blocks": BlockSparse(layouts.local(2) | layouts.strided(4), 16),
+    "grid": Neighborhood((16, 16), 2),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("strategy", ["sequence", "heads"])
+def test_a_call_too_large_for_one_device_is_compared_with_float64(ranks, name, strategy):
+    case = bench.described(Case(LONG[name], 256, 4, 8, kv_heads=2))
+    for found in ranks(2).run(drawn.facts, case, strategy):
+        assert found["errors"]["out"][1] <= 1 and found["compared"] > 8 and found["unchecked"] is None
+        assert found["compared_with"].startswith("float64")
+
+
+def test_and_a_wrong_row_is_found(ranks):
+    case = bench.described(Case(LONG["longnet"], 256, 4, 8))
+    right, wrong = ranks(2).run(drawn.facts, case, "sequence", True)
+    assert right["errors"]["out"][1] <= 1 and wrong["errors"]["out"][1] > 1
+
+
+def test_rows_that_are_drawn_again_are_those_that_ranks_hold():
+    case = Case(Dense(), 10_000, 3, 4, batch=2, kv_heads=1)
+    at = torch.tensor([0, 4095, 4096, 4097, 9999, 17])
+    for name in "qkv":
+        whole = strategies.make(case, name, range(2), (range(10_000),))
+        assert torch.equal(strategies.remake(case, name, at), whole[:, at])
+        assert torch.equal(strategies.make(case, name, range(1, 2), (range(4090, 5000),)), whole[1:, 4090:5000])

@@ -105,9 +105,10 @@ class Counted:
 def exact(rank, world, id, strategy="sequence"):
     """(errors, bytes sent to each rank, bytes planned) of forward and backward."""
     case, shards = CASES[id]
+    lengths = shards[world] if world in shards else Shards.even(case.n, world).lengths
     with Counted(world) as counted:
-        found = compare(rank, case, shards[world], strategy)
-        plan = plan_of(case, shards[world], strategy)
+        found = compare(rank, case, lengths, strategy)
+        plan = plan_of(case, lengths, strategy)
         planned = plan.bytes(8, case.head_dim, case.batch, "fwdbwd", lse=True)[rank].tolist()
     return found, counted.sent, planned
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial, wraps
 
@@ -27,7 +28,7 @@ from workbench.probes.error import RELATIVE
 from workbench.probes.frontier import card_of
 from workbench.probes.outcome import attempt
 from workbench.probes.timing import AA
-from workbench.probes.validity import edges
+from workbench.probes.validity import Exact, edges, sample
 
 SMALL = 1 << 20  # elements of a result up to which all of its rows are compared
 DRAWN = 32  # rows compared beside those at edges, where there are more
@@ -102,8 +103,9 @@ def facts(case: dict, strategy: str, checked: bool = True) -> dict:
     peak_bytes, extra_bytes: of the first call, with and above the inputs, a list by card (of "data parallel", whose
     rank 0 uses all cards; else one). sent_bytes: floating-point data that this rank sent, control_bytes: the rest;
     None where it is not torch.distributed that moves it. busy: a list by card, see `busy`.
-    errors: by result (largest absolute error, error over what is allowed) against the one-device call on rank 0;
-    compared: rows of out or dq; unchecked: why there is nothing to compare with.
+    errors: by result (largest absolute error, error over what is allowed) against the one-device call on rank 0, or,
+    of a forward that one device cannot do, against float64, as `compared_with` says; compared: rows of out or dq;
+    unchecked: why there is nothing to compare with.
     """
     case, (rank, world) = read(case), _place()
     expected, why = _reference(case, rank, world) if checked else (None, None)
@@ -117,9 +119,11 @@ def facts(case: dict, strategy: str, checked: bool = True) -> dict:
         _sync(case.device)
         found = {"extra_bytes": extra, "peak_bytes": [extra[0] + work.inputs_bytes, *extra[1:]], "unchecked": why}
         found |= {"sent_bytes": None if several else traffic.rows, "control_bytes": traffic.control}
-        found |= {"errors": {}, "compared": 0}
+        found |= {"errors": {}, "compared": 0, "compared_with": None}
         if expected is not None:
             found |= _compare(work, results, expected, world)
+        elif checked and case.mode == "fwd":
+            found |= _compare_drawn(work, results) | {"unchecked": None}
         del results
         found["busy"] = busy(work, world if several and not work.idle else 1)
     return found
@@ -246,7 +250,59 @@ def _compare(work: Work, results: dict[str, Tensor], expected: dict[str, Tensor]
         relative = off.norm(dim=-1) / size.clamp(min=torch.finfo(case.dtype).tiny)
         errors[name] = [_largest(off.abs()), _largest(relative) / allowed]
         compared = max(compared, len(here)) if name in ("out", "dq") else compared
-    return {"errors": errors, "compared": compared}
+    return {"errors": errors, "compared": compared, "compared_with": "one device"}
+
+
+class _Drawn(Exact):
+    """The definition in float64, of inputs that no device holds: rows are drawn again as they are needed."""
+
+    def __init__(self, case: Case):
+        sizes = {"q": (case.nq, case.heads), "k": (case.n, case.kv_heads), "v": (case.n, case.kv_heads)}
+        shapes = [(case.batch, *sizes[name], case.head_dim) for name in "qkv"]
+        super().__init__(case.pattern, *(torch.empty(shape, device="meta") for shape in shapes))
+        self.case, self.device = case, torch.device(case.device)
+
+    def take(self, x: Tensor, b: int, at: range | Tensor, h: int) -> Tensor:
+        name = next(name for name in "qkv" if x is getattr(self, name))
+        rows = torch.arange(at.start, at.stop, at.step) if isinstance(at, range) else at.cpu()
+        return strategies.remake(self.case, name, rows)[b, :, h].double()
+
+
+def _compare_drawn(work: Work, results: dict[str, Tensor]) -> dict:
+    """errors, compared and compared_with of `facts`: rows of out that this rank has, each against its own keys.
+
+    They are those of `validity.sample` in each run of rows that the rank has: both sides of where offsets stop to fit
+    in 32 bits, of edges, and random ones; and of each dilated branch a row that it keeps.
+    """
+    case, exact, at = work.case, _Drawn(work.case), defaultdict(list)
+    shift, place = case.n - case.nq, 0
+    for rows in work.share.rows("out", case) if results else ():
+        shape = (len(work.share.batch), len(rows), case.heads, case.head_dim)
+        first = rows.start + shift
+        for b, i, h in sample(shape, case.pattern, first, case.seed):
+            at[work.share.batch.start + b, h].append((place + i, first + i))
+        last = rows.stop - 1 + shift
+        for branch, (w, r) in enumerate(zip(*_branches(case.pattern), strict=True)):
+            for h in range(case.heads):
+                o = case.pattern.offset(branch, h, case.heads)
+                kept = None if o is None else last // w * w + (last % w - o) // r * r + o
+                if kept is not None and kept >= first:
+                    at[work.share.batch.start, h].append((place + kept - first, kept))
+        place += len(rows)
+    absolute, relative, compared = 0.0, 0.0, 0
+    allowed = RELATIVE.get(case.dtype, 2 * torch.finfo(case.dtype).eps)
+    for (b, h), rows in at.items():
+        here, positions = (torch.tensor(x) for x in zip(*sorted(set(rows)), strict=True))
+        want, size = exact.rows(b, h, positions)["out"]
+        off = results["out"][b - work.share.batch.start, here.to(want.device), h].double() - want
+        absolute, compared = max(absolute, _largest(off.abs())), compared + len(here)
+        relative = max(relative, _largest(off.norm(dim=1) / size.clamp(min=torch.finfo(case.dtype).tiny)))
+    errors = {"out": [absolute, relative / allowed]} if compared else {}
+    return {"errors": errors, "compared": compared, "compared_with": "float64, keys drawn again"}
+
+
+def _branches(pattern) -> tuple:
+    return getattr(pattern, "segment_lengths", ()), getattr(pattern, "dilation_rates", ())
 
 
 def _arange(x: range) -> Tensor:

@@ -40,7 +40,7 @@ ONE = "one device"
 OURS = ("sequence", "heads")
 STRATEGIES = (ONE, "data parallel", "distributed data parallel", *OURS, "context parallel")
 SHORT = {"data parallel": "DataParallel", "distributed data parallel": "DDP"}  # names that users know them by
-CHUNK = 4096  # rows that are drawn at once
+CHUNK, MOST = 4096, 1 << 18  # rows that are drawn at once, and of a long sequence
 TENSORS = ("q", "k", "v", "upstream")
 
 
@@ -116,21 +116,43 @@ def make(case: Case, name: str, batch: range, rows: tuple[range, ...]) -> Tensor
 
     A chunk of rows has a seed of its own, so that a rank draws no more than what it holds, and a chunk.
     """
-    heads = case.kv_heads if name in "kv" else case.heads
-    random = torch.Generator(case.device)
-    found = torch.empty(len(batch), sum(map(len, rows)), heads, case.head_dim, dtype=case.dtype, device=case.device)
+    many, size = _heads(case, name), _chunk(case)
+    found = torch.empty(len(batch), sum(map(len, rows)), many, case.head_dim, dtype=case.dtype, device=case.device)
     start = 0
     for part in rows if batch else ():
-        for first in range(part.start // CHUNK * CHUNK, part.stop, CHUNK):
-            random.manual_seed(zlib.crc32(f"{case.seed} {name} {first}".encode()))  # the CPU's takes 32 bits of a seed
-            drawn = torch.randn(
-                case.batch, CHUNK, heads, case.head_dim, generator=random, dtype=case.dtype, device=case.device
-            )
-            some = range(max(part.start, first), min(part.stop, first + CHUNK))
-            drawn = drawn[batch.start : batch.stop, some.start - first : some.stop - first]
+        for first in range(part.start // size * size, part.stop, size):
+            some = range(max(part.start, first), min(part.stop, first + size))
+            drawn = _draw(case, name, first)[batch.start : batch.stop, some.start - first : some.stop - first]
             found[:, start : start + len(some)] = drawn
             start += len(some)
     return found
+
+
+def remake(case: Case, name: str, rows: Tensor) -> Tensor:
+    """(B, m, heads, D): single rows (int64 (m), on the CPU) of what `make` makes."""
+    size = _chunk(case)
+    found = torch.empty(case.batch, len(rows), _heads(case, name), case.head_dim, dtype=case.dtype, device=case.device)
+    for x in (rows // size).unique().tolist():
+        here = (rows // size == x).nonzero().flatten()
+        drawn = _draw(case, name, x * size)
+        found[:, here.to(found.device)] = drawn[:, (rows[here] - x * size).to(found.device)]
+    return found
+
+
+def _heads(case: Case, name: str) -> int:
+    return case.kv_heads if name in "kv" else case.heads
+
+
+def _chunk(case: Case) -> int:
+    return max(CHUNK, min(MOST, case.n // 1024))
+
+
+def _draw(case: Case, name: str, first: int) -> Tensor:
+    """A chunk of rows, from `first` on, of all sequences."""
+    random = torch.Generator(case.device)
+    random.manual_seed(zlib.crc32(f"{case.seed} {name} {first}".encode()))  # the CPU's takes 32 bits of a seed
+    shape = case.batch, _chunk(case), _heads(case, name), case.head_dim
+    return torch.randn(shape, generator=random, dtype=case.dtype, device=case.device)
 
 
 # --- what a rank calls ------------------------------------------------------------------------------------------------

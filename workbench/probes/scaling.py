@@ -8,6 +8,7 @@ Dimensions: B batch, N keys, H heads, D head_dim.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -31,18 +32,19 @@ BENCH = "workbench.distributed.bench"
 MEASURED = (
     "samples_ms", "median_ms", "speedup", "speedup_low", "speedup_high", "peak_bytes", "extra_bytes", "peak_by_card",
     "extra_by_card", "sent_bytes", "control_bytes", "planned_bytes", "busy", "valid", "limiter", "max_abs_error",
-    "errors", "compared", "unchecked",
+    "errors", "compared", "compared_with", "unchecked",
 )  # fmt: skip
 
 
 def sweep(
     cases: Mapping[str, Case], nproc: int = 2, strategies: Iterable[str] = STRATEGIES, *, samples: int = 9,
-    seconds: float = 20.0, timeout_s: float = 600.0, profile="quick", folder=None, check=True,
-    say: Callable | None = print,
+    seconds: float = 20.0, timeout_s: float = 600.0, within_s: float | None = None, profile="quick", folder=None,
+    check=True, say: Callable | None = print,
 ) -> pd.DataFrame:  # fmt: skip
     """Every case by every strategy on nproc ranks, and on one device, which is always measured: a row each, and "A/A".
 
     samples, seconds: rounds of a case, and about how long no new one is begun; timeout_s: for any job of the ranks.
+    within_s: after so long no case is begun that has something to measure; the same call again goes on with those.
     check: compare with the one-device result. profile, folder: as in `records.start`.
     Each row is a record once its case is measured, and what is settled is not measured again, whatever its label. A
     strategy that fails, on whichever rank, is a row with its status. ValueError for a strategy that is none, cases on
@@ -57,7 +59,7 @@ def sweep(
     from_records: whether an earlier sweep measured it; no field of the record.
     valid: whether the sampled rows are the one device's, None where that is not known; limiter "validity": they are
         not, and there is no time for such a row; max_abs_error, errors ([absolute, over what is allowed] by result),
-        compared (rows), unchecked (why not).
+        compared (rows), compared_with (one device; or, where it cannot do a forward, float64), unchecked (why not).
     Memory, bytes and busy share are taken in another pool than times.
     """
     wanted = [ONE, *dict.fromkeys(x for x in strategies if x != ONE)]
@@ -66,12 +68,19 @@ def sweep(
             raise ValueError(f"strategy={name!r}: want one of {', '.join(STRATEGIES)}, or your own as module:function")
     backend = _backend(cases.values())
     recorder = records.start("scaling", profile, folder)
-    rows = []
+    rows, begin = [], time.monotonic()
     with Pool(nproc, backend) as for_facts, Pool(nproc, backend) as for_times:
         for number, (label, case) in enumerate(cases.items(), 1):
             fields = {"stage": "sweep", "nproc": nproc, "check": check} | case.fields()
             known = {name: _settled(recorder, fields | _who(name, nproc)) for name in (*wanted, AA)}
             todo = [name for name in wanted if known[name] is None]
+            if todo and within_s is not None and time.monotonic() - begin > within_s:
+                if say:
+                    say(
+                        f"{number}/{len(cases)}: {label}: not begun, the time is over; run it again to go on",
+                        flush=True,
+                    )
+                continue
             if say:
                 say(f"{number}/{len(cases)}: {label}, N = {case.n:,}{'' if todo else ', from the records'}", flush=True)
             fresh = {}
@@ -136,7 +145,8 @@ def _together(name: str, ranks: list[dict], check: bool) -> dict:
     row |= {x: [rank[x] for rank in ranks] for x in ("sent_bytes", "control_bytes")}
     if name == "data parallel":
         row["sent_bytes"] = None
-    row |= {"unchecked": ranks[0]["unchecked"], "compared": sum(rank["compared"] for rank in ranks)}
+    row |= {x: ranks[0][x] for x in ("unchecked", "compared_with")}
+    row["compared"] = sum(rank["compared"] for rank in ranks)
     if not check or name == ONE or row["unchecked"]:
         return row
     results = sorted({x for rank in ranks for x in rank["errors"]})
@@ -146,7 +156,8 @@ def _together(name: str, ranks: list[dict], check: bool) -> dict:
     if not row["valid"]:
         off, times = errors[worst]
         row["limiter"] = "validity"
-        row["error"] = f"wrong: {worst} is off one device's by up to {off:.3g}, {times:.3g} times what is allowed"
+        other = "one device's" if row["compared_with"] == "one device" else row["compared_with"]
+        row["error"] = f"wrong: {worst} is off {other} by up to {off:.3g}, {times:.3g} times what is allowed"
     return row
 
 
@@ -193,6 +204,8 @@ def table(rows: pd.DataFrame) -> str:
     """A sweep's rows as text: speed-up with its interval, and of the card or rank that has most, MiB at the peak and
     sent; busy by card. A note has why a row has no time, or was not compared, whether its speed-up is within the noise
     (see `beyond_noise`), and whether it is from the records."""
+    if rows.empty:
+        return "nothing was measured"
     lines, beside = [], {x: group.set_index("strategy") for x, group in rows.groupby(["label", "nproc"])}
     for row in rows.to_dict("records"):
         timed, sent = row["status"] == "ok" and pd.notna(row["speedup"]), row["sent_bytes"]
@@ -218,7 +231,9 @@ def table(rows: pd.DataFrame) -> str:
 
 def failed(rows: pd.DataFrame) -> bool:
     """Whether a strategy is wrong, or has failed for another reason than that it is not for such a case or machine."""
-    return bool((~rows["status"].isin(["ok", "refused", "unsupported"]) | (rows["limiter"] == "validity")).any())
+    return len(rows) > 0 and bool(
+        (~rows["status"].isin(["ok", "refused", "unsupported"]) | (rows["limiter"] == "validity")).any()
+    )
 
 
 def _number(x, form: str, unit: float = 1) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from workbench.patterns import BlockSparse, Dense, Dilated, layouts
+from workbench import orderings
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, layouts
 from workbench.patterns.dilated import geometric
 from workbench.probes.case import Case
 
 SIZES = ((12, 64), (8, 128))  # heads, head_dim
+GRID, RADIUS = (1024, 1024), 8
+BILLION = 1 << 30
 SPARSE = layouts.local(19) | layouts.strided(32)  # of the 2,048 blocks of 128 of 262,144: 5 %
 
 
@@ -37,6 +40,21 @@ def groups(device: str = "cuda", dtype: str = "bfloat16") -> dict[str, Callable[
     found["dilation 131072"] = lambda: {
         f"dilated r={r} fwd 131072": case(Dilated((32_768, 131_072), (r, r)), 131_072) for r in (1, 2)
     }
+    # for four cards and more
+    found["dense 524288"] = lambda: {
+        f"dense 12x64 {mode} 524288": case(Dense(), 524_288, mode=mode) for mode in ("fwd", "fwdbwd")
+    }
+    found["longnet 4194304"] = lambda: {
+        f"longnet-geometric {mode} 4194304": case(geometric(1 << 22), 1 << 22, mode=mode) for mode in ("fwd", "fwdbwd")
+    }
+    found["neighborhood 1048576"] = lambda: {
+        f"neighborhood {name} fwd 1048576": case(Neighborhood(GRID, RADIUS, getattr(orderings, name)(GRID)), 1 << 20)
+        for name in ("row_major", "hilbert")
+    }
+    for n in (BILLION // 4, BILLION):
+        found[f"longnet {n}"] = lambda n=n: {
+            f"longnet-geometric 2x32 float16 fwd {n}": Case(geometric(n), n, 2, 32, "float16", device=device)
+        }
     return found
 
 

@@ -1,0 +1,25 @@
+"""What a rank does in `test_scaling`, where one device cannot hold what all hold together."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+from workbench.distributed import bench, door
+
+
+def facts(rank, world, case, strategy, spoilt=False):
+    """`bench.facts` of a case that is too much for one device; spoilt: one number of one rank is another."""
+    right = door.attention
+
+    def attention(*arguments, **named):
+        out = right(*arguments, **named)
+        if spoilt and rank == world - 1:
+            out[0, -1, -1, 0] += 0.01
+        return out
+
+    with (
+        patch.object(bench, "_reference", lambda *_: (None, "no room for it")),
+        patch.object(door, "attention", attention),
+    ):
+        found = bench.facts(case, strategy)
+    return {x: found[x] for x in ("errors", "compared", "compared_with", "unchecked")}
