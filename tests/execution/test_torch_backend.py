@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import tools
 from tests.tools import TABLE
-from workbench import BlockSparse, Dilated, Predicate, attention, layouts
+from workbench import BlockSparse, Dilated, Neighborhood, Predicate, attention, layouts, reference
 from workbench.execution import flex, fused, torch_backend
 
 PATTERNS = {
@@ -242,3 +242,22 @@ def test_the_span_of_a_view_is_that_of_its_own_strides():
     assert fused.span(x) == x.numel()
     assert fused.span(x[:, 1].permute(1, 0, 2, 3)) == 5 * 24 + 12
     assert fused.span(torch.empty(1, 5).expand(7, 5)) == 5
+
+
+def test_lists_of_blocks_are_made_once_for_all_numbers_of_heads_that_see_the_same(monkeypatch):
+    """As by one device and by heads in turn; a predicate may ask for the head."""
+    made = []
+    for kind in (BlockSparse, Neighborhood, Predicate):
+        real = kind.blocks
+        monkeypatch.setattr(kind, "blocks", lambda self, *sizes, real=real: made.append(sizes[1]) or real(self, *sizes))
+    for pattern, want in (
+        (BlockSparse(layouts.local(1), 8), [1]),
+        (Neighborhood((8, 8), 1), [1]),
+        (Predicate(tools.every_third), [4, 2, 4]),
+    ):
+        made.clear()
+        for heads in (4, 2, 4):
+            q, k, v = torch.randn(3, 1, 64, heads, 8, dtype=torch.float64).unbind()
+            out = attention(q, k, v, pattern, backend="torch")
+            assert tools.relative(out, reference(q, k, v, pattern)[0]) < 1e-12
+        assert made == want

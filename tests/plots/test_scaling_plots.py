@@ -61,7 +61,7 @@ def test_cards_have_a_bar_each_and_what_is_not_counted_says_so(rows):  # noqa: F
 def test_curves_tell_modelled_from_measured(rows):  # noqa: F811
     curves = multicard.curves(rows, 1e9, (2, 16, 64), 64)
     fig = draw.curves(curves, multicard.efficiency(rows))
-    assert labels(fig) == ["dense, modelled", "longnet, modelled", "dense, measured here", "longnet, measured here"]
+    assert labels(fig) == ["dense, modelled", "longnet, modelled", "dense, measured", "longnet, measured"]
     assert len(fig.axes[0].collections) >= 2, "a band each"
     assert labels(draw.curves(curves)) == ["dense, modelled", "longnet, modelled"]
 

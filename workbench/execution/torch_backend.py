@@ -71,11 +71,12 @@ def run(direction: str, tensors: tuple[Tensor, ...], pattern, n: int, scale: flo
 
 def blocks_of(pattern, q: Tensor, n: int):
     """The pattern's blocks for these sizes, kept with the pattern: a predicate's take N^2 evaluations to find."""
-    key = (n, q.shape[2], q.shape[1], str(q.device))
+    heads = 1 if pattern.same_heads else q.shape[2]
+    key = (n, heads, q.shape[1], str(q.device))
     kept = pattern.__dict__.setdefault("_blocks", {})
     if key not in kept:
         kept.clear()  # the last sizes only
-        kept[key] = pattern.blocks(n, q.shape[2], q.shape[1]).to(q.device)
+        kept[key] = pattern.blocks(n, heads, q.shape[1]).to(q.device)
     return kept[key]
 
 

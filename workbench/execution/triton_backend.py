@@ -124,12 +124,13 @@ def plan_of(pattern, q: Tensor, n: int):
     """The pattern's lists of blocks for these sizes, kept with the pattern."""
     from workbench.execution.kernels import blocks
 
-    key = (n, q.shape[1], q.shape[2], str(q.device))
+    heads = 1 if pattern.same_heads else q.shape[2]
+    key = (n, q.shape[1], heads, str(q.device))
     kept = pattern.__dict__.get("_plan")
     if kept is None or kept[0] != key:
         batch = getattr(pattern, "batch", None)
         each = [pattern] if batch is None else [pattern.for_batch(x) for x in range(batch)]
-        found = [x.blocks(n, q.shape[2], q.shape[1], block_size_of(pattern)) for x in each]
+        found = [x.blocks(n, heads, q.shape[1], block_size_of(pattern)) for x in each]
         pattern._plan = kept = (key, blocks.make_plan(found, pattern, q.device))  # the last sizes only
     return kept[1]
 

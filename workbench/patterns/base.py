@@ -96,6 +96,7 @@ class Pattern:
     """
 
     causal = False
+    same_heads = False  # whether all heads see the same, however many there are
     handle: int  # how a torch operator, which takes no Python objects, names a pattern; never reused in a process
 
     def __new__(cls, *args, **kwargs):

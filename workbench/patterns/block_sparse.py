@@ -59,6 +59,10 @@ class BlockSparse(Pattern):
         self.causal_rank = causal_rank
 
     @property
+    def same_heads(self) -> bool:
+        return not self.layout.per_head and self.predicate is None
+
+    @property
     def batch(self) -> int | None:
         """The batch size where the layout differs by batch entry, else None."""
         return self.layout.batch

@@ -23,6 +23,8 @@ class Neighborhood(Pattern):
     leaves cells out, those are no tokens. N is the number of tokens.
     """
 
+    same_heads = True
+
     def __init__(self, shape, radius, ordering=None):
         self.shape = wholes("shape", shape if isinstance(shape, (tuple, list)) else [shape], 1)
         if isinstance(radius, (tuple, list)):

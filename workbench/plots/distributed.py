@@ -31,7 +31,7 @@ def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64, 
     fig, axes = plt.subplots(
         2,
         many,
-        figsize=(3.1 * many + 1, 4.6),
+        figsize=(3.1 * many + 1, 5.2),
         height_ratios=(3, 1),
         squeeze=False,
         sharey="row" if many == 1 else False,
@@ -48,7 +48,7 @@ def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64, 
             shown, norm=norm, cmap=style.SEQUENTIAL, extent=(*ends, *ends[::-1]), interpolation="nearest"
         )
         above.set(
-            title=f"{name}\n{plan.world} ranks, {EngFormatter('B', places=1)(total)}",
+            title=f"{name}\nN = {plan.n:,}, {plan.world} ranks\n{EngFormatter('B', places=1)(total)} in all",
             xlabel="to rank",
             ylabel="from rank",
         )
@@ -61,7 +61,7 @@ def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64, 
         color = family_color(type(plan.pattern).__name__)
         below.fill_between(np.arange(plan.world + 1) - 0.5, np.append(share, share[-1]), step="post", color=color, lw=0)
         below.axhline(1, color="#666666", lw=0.8)
-        below.set(xlabel=f"rank (max / mean {plan.balance:.2f})", ylabel="pairs / mean", xlim=ends, ylim=(0, None))
+        below.set(xlabel=f"rank (pairs: max / mean {plan.balance:.2f})", ylabel="pairs", xlim=ends, ylim=(0, None))
         told.append(f"{name} on {plan.world} ranks moves {total:,} bytes, balance {plan.balance:.2f}")
     if norm is not None:
         room = max(1.1, (norm.vmax / norm.vmin) ** 0.12)

@@ -213,7 +213,7 @@ def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
                 place = [world * 1.09 ** (x + shift) for x in range(len(some))]  # beside those of other patterns
                 ends = some["efficiency"] - some["low"], some["high"] - some["efficiency"]
                 ax.errorbar(place, some["efficiency"], yerr=ends, fmt="o", ms=6, capsize=2, color=color)
-                handles[f"{kind}, measured here"] = Line2D([], [], ls="", marker="o", color=color)
+                handles[f"{kind}, measured"] = Line2D([], [], ls="", marker="o", color=color)
                 words += [f"{kind}, {scaling}, {world} ranks: {x:.0%} measured" for x in some["efficiency"]]
         ax.axhline(1, color="#444444", lw=1.2, ls=(0, (6, 3)))
         ax.set(xscale="log", title=title, xlabel="ranks", ylim=(0, 1.15))
