@@ -98,8 +98,10 @@ def parser() -> argparse.ArgumentParser:
     )
     scale.add_argument("--nproc", type=int, default=2, metavar="P", help="cards, or processes (default: %(default)s)")
     scale.add_argument(
-        "--pattern", nargs="+", default=[], metavar="NAME", help="a name, or a pattern's spec as JSON (default: dense)"
-    )
+        "--pattern", nargs="+", default=[], metavar="NAME",
+        help="a name (another word lists them; longnet is the paper's, notebook 04 has longnet-geometric), or a "
+        "pattern's spec as JSON (default: dense)",
+    )  # fmt: skip
     scale.add_argument("--n", type=int, metavar="N", help="tokens of all cards together (default: 131072, CPU: 4096)")
     scale.add_argument("--heads", type=int, default=12, metavar="H", help="query heads (default: %(default)s)")
     scale.add_argument("--kv-heads", type=int, metavar="H", help="key heads (default: as many)")
