@@ -62,12 +62,17 @@ def test_an_out_of_memory_in_the_backward_is_raised_on_all_and_the_group_goes_on
     ]
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_an_out_of_memory_before_ranks_have_agreed_is_raised_on_all_and_the_group_goes_on(ranks, backward):
-    assert ranks(2).run(work.out_of_memory_beside, backward) == [
-        ("OutOfMemoryError", "rank 1: no room"),
-        ("OutOfMemoryError", "no room"),
-    ]
+@pytest.mark.parametrize("backward, forgets", [(False, ()), (False, (0,)), (False, (0, 1)), (True, ())])
+def test_an_out_of_memory_before_ranks_have_agreed_is_raised_on_all_and_the_group_goes_on(ranks, backward, forgets):
+    first, last = ranks(2).run(work.out_of_memory_beside, backward, forgets)
+    assert first[0] == ("OutOfMemoryError", "rank 1: no room") and last[0] == ("OutOfMemoryError", "no room")
+    assert first[1] == last[1] == []
+
+
+def test_another_strategy_may_be_the_better_one_for_other_lengths_of_other_ranks(ranks):
+    for found in ranks(2).run(work.flips):
+        assert [strategy for strategy, _ in found] == ["sequence", "heads", "sequence"]
+        assert max(error for _, error in found) < work.TOLERANCE
 
 
 @pytest.mark.parametrize("strategy", ["sequence", "heads"])

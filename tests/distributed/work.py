@@ -400,17 +400,19 @@ def out_of_memory_backward(rank, world, strategy):
     return found
 
 
-def out_of_memory_beside(rank, world, backward):
-    """What each rank raises where the last one runs out of memory while it attends to its own rows, before ranks have
-    agreed; then the same again, with memory."""
+def out_of_memory_beside(rank, world, backward, forgets=()):
+    """(what each rank raises where the last one runs out of memory while it attends to its own rows, before ranks have
+    agreed; what is not ordered); then the same again, with memory. forgets: the ranks that have no plan then."""
     case, shards = CASES["dense"]
     pattern, inputs, rows = case.pattern(), case.inputs(torch.float64), rows_of(case, shards[world], rank)
     want, mine = tools.oracle(inputs, pattern), shard(inputs, rows)
     call = run(pattern)
     error = torch.OutOfMemoryError("no room") if rank == world - 1 else None
     found = None
-    with races.Races():
+    with races.Races() as races_found:
         tools.differentiate(call, mine, pattern)  # from now on the plan is there
+        if rank in forgets:
+            del pattern._shared
         leaves = [x.clone().requires_grad_() for x in mine[:3]]
         out = call(*leaves, pattern)[0] if backward else None
         where = patch.object(local, "backward" if backward else "forward", side_effect=error)
@@ -421,6 +423,20 @@ def out_of_memory_beside(rank, world, backward):
                 found = type(raised).__name__, str(raised)
         got = tools.differentiate(call, mine, pattern)
     assert max(float((x - part(name, want[name], rows)).abs().max()) for name, x in got.items()) < TOLERANCE
+    return found, sorted(races_found.found)
+
+
+def flips(rank, world):
+    """[(the strategy taken, the error)] of calls by "auto", where another rank's rows become many and few again."""
+    pattern, found = Dense(), []
+    with races.Races():
+        for lengths in ((16,) * world, (16,) * (world - 1) + (64,), (16,) * world):
+            case = Case("", lambda: pattern, sum(lengths), heads=2 * world)
+            inputs, rows = case.inputs(torch.float64), rows_of(case, lengths, rank)
+            want = tools.oracle(inputs, pattern)
+            got = tools.differentiate(run(pattern, "auto"), shard(inputs, rows), pattern)
+            error = max(float((x - part(name, want[name], rows)).abs().max()) for name, x in got.items())
+            found.append((list(pattern._shared["plans"].values())[-1].plan.strategy, error))
     return found
 
 

@@ -63,9 +63,17 @@ def attention(
     q, k, v, call = _agreed(q, k, v, pattern, group, strategy, scale, return_lse, backend)
     if call is None:
         return dispatch.attention(q, k, v, pattern, scale=scale, backend=backend, return_lse=return_lse)
-    by = heads.Attend if isinstance(call.made.plan, HeadsPlan) else _Attend
-    found = by.apply(q, k, v, call)
+    try:
+        found = _function(call).apply(q, k, v, call)
+    except _Anew as anew:
+        made, buffers = anew.args
+        call = call._replace(made=made, buffers=buffers, tell=None)
+        found = _function(call).apply(q, k, v, call)
     return (dispatch._divided(found[0], pattern), found[1]) if return_lse else dispatch._divided(found, pattern)
+
+
+def _function(call: Call) -> type[torch.autograd.Function]:
+    return heads.Attend if isinstance(call.made.plan, HeadsPlan) else _Attend
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, group=None, strategy: str = "auto") -> str:
@@ -266,17 +274,11 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, call: Call):
         q, k, v = map(unit_stride, (q, k, v))
-        try:
-            return _Attend._forward(ctx, q, k, v, call)
-        except _Anew as anew:
-            made, buffers = anew.args
-            return _Attend._forward(ctx, q, k, v, call._replace(made=made, buffers=buffers, tell=None))
-
-    @staticmethod
-    def _forward(ctx, q, k, v, call: Call):
         ready, regroup = call.made.ready, call.made.ready.regroup
 
         def tell(error: Exception | None) -> Callable[[], None]:
+            if call.tell is None:  # all have this plan, which is new, but not yet that all could begin
+                return ask(call.group, call.device, error, [])
             settle = call.tell(error)
 
             def confirm() -> None:
@@ -294,7 +296,7 @@ class _Attend(torch.autograd.Function):
 
             return rows, *ready.forward(rows, k, v, call.scale, call.backend, call.buffers, begin, bring)
 
-        rows, out, lse = _telling(call, tell if call.tell else None, attend)
+        rows, out, lse = _telling(call, tell if ready.early(q) else None, attend)
         ctx.save_for_backward(rows, k, v, out, lse)
         ctx.set_materialize_grads(False)
         ctx.call = call._replace(buffers=None, tell=None)
@@ -315,7 +317,8 @@ class _Attend(torch.autograd.Function):
         tell = functools.partial(ask, call.group, call.device, numbers=[int(grad_lse is not None)])
         regroup, held = ready.regroup, len(ready.plan.queries(call.rank))
         if error is not None or not ready.early(rows) or regroup and call.return_lse:
-            told, tell = tell(error)(), None
+            told = tell(error)()
+            tell = functools.partial(ask, call.group, call.device, numbers=[]) if ready.early(rows) else None
             if regroup and bool(told.any()) and grad_lse is None:
                 grad_lse = lse.new_zeros(*lse.shape[:2], held)
 

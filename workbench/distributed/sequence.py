@@ -171,7 +171,13 @@ class Sequence:
                 beside.wait_event(there)
                 for x in range(self.ahead):
                     pack(x)
-            settle()  # on the caller's stream: an allocator gives memory to a stream, and the caller's uses this
+            try:
+                settle()  # on the caller's stream: an allocator gives memory to a stream, and the caller's uses this
+            except Exception:
+                with torch.cuda.stream(beside):
+                    moved.record()
+                moved.wait()  # what was packed goes back to the allocator
+                raise
             with torch.cuda.stream(beside):
                 bring()
                 fetch(0)
