@@ -15,10 +15,11 @@ def test_streams_are_ordered_and_give_what_one_device_gives(ranks, id):
         assert max(errors) < work.TOLERANCE and races == []
 
 
-def test_so_they_are_where_a_rank_has_forgotten_the_plan(ranks):
+@pytest.mark.parametrize("by_host", [False, True])
+def test_so_they_are_where_a_rank_has_forgotten_the_plan(ranks, by_host):
     """What has been computed is void, and all is made anew: for the stream that uses it."""
     for id in ("dense-causal", "geometric"):
-        for errors, races in ranks(2).run(work.on_streams, id, forgets=1):
+        for errors, races in ranks(2).run(work.on_streams, id, forgets=1, by_host=by_host):
             assert max(errors) < work.TOLERANCE and races == []
 
 

@@ -198,17 +198,18 @@ def mutated(rank, world, name, id):
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
-def on_streams(rank, world, id, forgets=None, hastens=None):
+def on_streams(rank, world, id, forgets=None, hastens=None, by_host=False):
     """(the errors, what is not ordered) of three calls, of which the last two begin before ranks have agreed.
 
-    forgets: a rank that has lost its plan before the last one; hastens: something that does not wait (`races`)
+    forgets: a rank that has lost its plan before the last one; hastens: something that does not wait; by_host: see
+    `races`
     """
     case, shards = CASES[id]
     pattern, inputs, rows = case.pattern(), case.inputs(torch.float64), rows_of(case, shards[world], rank)
     want, mine = tools.oracle(inputs, pattern), shard(inputs, rows)
     mutants = {"what is there": (races.Stream, "wait_event"), "what arrives": (races.Work, "wait")}
     errors = []
-    with races.Races() as found, contextlib.ExitStack() as stack:
+    with races.Races(by_host) as found, contextlib.ExitStack() as stack:
         if hastens:
             stack.enter_context(patch.object(*mutants[hastens], lambda *_: None))
         for time in range(3):
@@ -398,6 +399,30 @@ def out_of_memory_backward(rank, world, strategy):
     out.backward(mine[3])
     assert all(x.grad is not None for x in leaves)
     return found
+
+
+def left_by_an_error(rank, world, backward):
+    """(bytes of tensors that an error of the last rank leaves alive before there is a collection, what is not ordered).
+
+    It comes while its own rows are attended to, before ranks have agreed, by the host.
+    """
+    pattern = Dense()
+    leaves = [torch.randn(1, 512, 2, 8, requires_grad=True) for _ in range(3)]  # 32 KB each
+    with races.Races(by_host=True) as found:
+        for _ in range(2):
+            out = run(pattern)(*leaves, pattern)[0]
+            torch.autograd.grad(out, leaves, out.detach(), retain_graph=True)
+        gc.collect()
+        gc.disable()
+        before = alive()
+        where = patch.object(local, "backward" if backward else "forward", side_effect=torch.OutOfMemoryError)
+        with where if rank == world - 1 else contextlib.nullcontext(), contextlib.suppress(torch.OutOfMemoryError):
+            torch.autograd.grad(out, leaves, leaves[0].detach()) if backward else run(pattern)(*leaves, pattern)
+            raise AssertionError("no error")
+    del where
+    left = alive() - before
+    gc.enable()
+    return left, sorted(found.found)
 
 
 def out_of_memory_beside(rank, world, backward, forgets=()):

@@ -30,6 +30,7 @@ def ask(group, device, error: Exception | None, numbers: list[int]) -> Callable[
     answers = _gather([state, *numbers], torch.int64, group, device)
 
     def agreed() -> Tensor:
+        nonlocal error
         told = answers()
         failed = told[:, 0].nonzero().flatten().tolist()
         if not failed:
@@ -37,7 +38,10 @@ def ask(group, device, error: Exception | None, numbers: list[int]) -> Callable[
         text = list(str(error or "").encode()[:TEXT].ljust(TEXT, b"\0"))
         messages = _gather(text, torch.uint8, group, device)()
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                error = None  # its traceback has this frame: else all that was made before it waits for the collector
         first = failed[0]
         why = bytes(messages[first].tolist()).rstrip(b"\0").decode(errors="replace")
         raise KINDS[int(told[first, 0]) - 1](f"rank {first}: {why}")
