@@ -27,8 +27,7 @@ PATTERNS = {
 
 SIZES = {"n": 1024, "heads": 4, "head_dim": 16, "dtype": "float32", "backend": "torch"}
 MODES = ["fwd", "fwdbwd"]
-HOSTS = {("grid", "heads"): (1024, 1024), ("grid", "sequence"): (512 + 64,) * 2,  # 2 lines of the other rank's
-         ("blocks-causal", "sequence"): (8, 10)}  # fmt: skip
+HOSTS = {("grid", "heads"): (1024, 1024), ("grid", "sequence"): (512 + 64,) * 2}  # 2 lines of the other rank's
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def alone(case, world, rank, strategy):
 @pytest.mark.parametrize("strategy", ["sequence", "heads"])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_a_lone_rank_takes_what_it_takes_among_others(ranks, nothing_fused, name, strategy, mode):
-    """To the byte, but for what is the host's where there is a card: what ranks told, and the numbers of columns."""
+    """To the byte, but for what is the host's where there is a card: what ranks told, and the curve."""
     case = Case(PATTERNS[name], mode=mode, **SIZES)
     real = ranks(2).run(work.peak, case, strategy)
     told = 2 * 2 * 8 if mode == "fwdbwd" else 0

@@ -6,7 +6,8 @@ import pytest
 
 from tests.distributed import work
 
-IDS = ("dense", "dense-causal", "geometric", "rates-that-share-no-divisor-causal", "blocks-cut-causal", "grid-hilbert")
+IDS = ("dense", "dense-causal", "geometric", "rates-that-share-no-divisor-causal", "blocks-cut-causal",
+       "blocks-whole-at-both-ends", "grid-hilbert")  # fmt: skip
 
 
 @pytest.mark.parametrize("id", IDS)
@@ -18,7 +19,7 @@ def test_streams_are_ordered_and_give_what_one_device_gives(ranks, id):
 @pytest.mark.parametrize("by_host", [False, True])
 def test_so_they_are_where_a_rank_has_forgotten_the_plan(ranks, by_host):
     """What has been computed is void, and all is made anew: for the stream that uses it."""
-    for id in ("dense-causal", "geometric"):
+    for id in ("dense-causal", "geometric", "blocks-whole-causal"):
         for errors, races in ranks(2).run(work.on_streams, id, forgets=1, by_host=by_host):
             assert max(errors) < work.TOLERANCE and races == []
 

@@ -20,6 +20,7 @@ EDGE = layouts.local(1) | layouts.global_(1)
 PATTERNS = {
     "blocks": lambda: wb.BlockSparse(EDGE, 16),
     "blocks-causal": lambda: wb.BlockSparse(EDGE, 16, True),
+    "blocks-both-ends": lambda: wb.BlockSparse(layouts.local(1), 16),
     "blocks-wide": lambda: wb.BlockSparse(EDGE, (16, 32)),
     "blocks-tall-causal": lambda: wb.BlockSparse(EDGE, (32, 16), True),
     "blocks-by-head": lambda: wb.BlockSparse(layouts.random(0.3, 2, per_head=True), 16),
@@ -32,15 +33,19 @@ PATTERNS = {
 }
 
 
+CUT, WHOLE = (43, 64, 43), (64, 96, 32)  # lengths of shards; the second are whole blocks
+SHARDS = [(name, CUT) for name in PATTERNS] + [(name, WHOLE) for name in PATTERNS if name.startswith("blocks")]
+
+
 @pytest.mark.skipif(not triton_backend.INSTALLED, reason="Triton is not installed")
 @pytest.mark.parametrize("rank", range(3))
-@pytest.mark.parametrize("name", PATTERNS)
-def test_the_kernels_take_what_a_rank_attends_to_as_the_torch_backend_does(name, rank):
+@pytest.mark.parametrize(("name", "lengths"), SHARDS)
+def test_the_kernels_take_what_a_rank_attends_to_as_the_torch_backend_does(name, lengths, rank):
     if not triton_backend.interpreted():
         pytest.skip("the kernels run on this machine's card: tests/gpu")
     pattern = PATTERNS[name]()
-    found = plan(pattern, Shards((43, 64, 43)), 4, 2)
-    q, k, v, *_ = Case("", None, 150, heads=4, kv_heads=2).inputs(torch.float32)
+    found = plan(pattern, Shards(lengths), 4, 2)
+    q, k, v, *_ = Case("", None, sum(lengths), heads=4, kv_heads=2).inputs(torch.float32)
     stage = Stage(range(1, 2))
     for job in jobs.local(found, rank).first + jobs.remote(found, rank, stage):
         for strand in job.strands:
@@ -94,10 +99,12 @@ def test_some_heads_of_other_patterns(whole):
     assert torch.equal(part.multiplicity(40, 2), whole.multiplicity(40, 6)[2:4])
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-def test_the_jobs_of_all_ranks_make_up_the_pattern(name):
-    pattern, n, heads = PATTERNS[name](), 150, 4
-    found, total = plan(pattern, Shards((43, 0, 64, 43)), heads, 2), torch.zeros(heads, n, n, dtype=torch.int32)
+@pytest.mark.parametrize(("name", "lengths"), SHARDS)
+def test_the_jobs_of_all_ranks_make_up_the_pattern(name, lengths):
+    pattern, n, heads = PATTERNS[name](), sum(lengths), 4
+    found = plan(pattern, Shards((lengths[0], 0, *lengths[1:])), heads, 2)
+    assert found.apart == (lengths is WHOLE)
+    total = torch.zeros(heads, n, n, dtype=torch.int32)
     for rank in range(4):
         for job in jobs.local(found, rank).first + jobs.remote(found, rank, Stage(range(2))):
             first = 0
@@ -112,3 +119,13 @@ def test_the_jobs_of_all_ranks_make_up_the_pattern(name):
                     total[h, rows[:, None], keys[keys >= 0]] += one[:, keys >= 0]
                     first += 1
     assert torch.equal(total, pattern.multiplicity(n, heads))
+
+
+def test_of_whole_blocks_only_what_arrives_is_beside_the_own_rows_and_only_for_the_queries_that_see_it():
+    found = plan(wb.BlockSparse(layouts.local(1), 16), Shards((64, 160, 64)), 4)
+    own, *others = jobs.local(found, 1).first + jobs.remote(found, 1, Stage(range(4)))
+    assert own.strands[0].keys == own.strands[0].queries == range(64, 224)
+    assert [job.strands[0].queries for job in others] == [range(64, 80), range(208, 224)]
+    for job in others:
+        keys = job.strands[0].keys
+        assert keys[keys >= 0].tolist() == [*range(48, 64), *range(224, 240)]

@@ -54,6 +54,7 @@ def attention(
     strategy: "sequence" (each rank attends for its own rows, and gets the key rows that these touch), "heads" (each
     rank attends to everything for a part of the heads), or "auto", the one that moves fewer bytes (see `explain`).
     backend: "auto", "torch" or "triton", for what a rank computes.
+    Block-sparse attention is faster, and takes less memory, where shards are whole blocks of queries and of keys.
 
     All ranks of the group call this, and its backward, together. ValueError on every rank, before data moves, where one
     rank's input is wrong or ranks differ in what they want; so for an out-of-memory while buffers are made or, on a

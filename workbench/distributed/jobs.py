@@ -63,7 +63,7 @@ class Local(NamedTuple):
 
 
 def local(plan: Plan, rank: int) -> Local:
-    """Dense attention to a rank's own rows, or whole segments of dilated branches.
+    """Attention to a rank's own rows: dense, whole segments of dilated branches, or blocks where shards are whole ones.
 
     A kernel that takes a whole card leaves nothing to an exchange until it ends. So dense attention begins with the few
     heads that take as long as agreeing does: what travels then has the other heads' time. These are cut as the stages
@@ -72,6 +72,8 @@ def local(plan: Plan, rank: int) -> Local:
     own, every = plan.shards[rank], range(plan.kv_heads)
     if not any(plan.work(rank)) or not plan.heads:
         return Local([], [], {})
+    if plan.apart:
+        return Local(_own_blocks(plan, rank), [], {})
     if not isinstance(plan.pattern, Dense):
         return Local(_whole_segments(plan, rank) if isinstance(plan.pattern, views.Dilated) else [], [], {})
     here, moved = plan.work(rank), []
@@ -105,6 +107,8 @@ def remote(plan: Plan, rank: int, stage: Stage) -> list[Job]:
         return _dense(plan, stage.heads, others, plan.work(rank))
     if isinstance(plan.pattern, views.Dilated):
         return _dilated(plan, rank, stage)
+    if plan.apart:
+        return _other_blocks(plan, rank, stage)
     return _gathered(plan, rank, stage)
 
 
@@ -223,19 +227,75 @@ def _dilated(plan: Plan, rank: int, stage: Stage) -> list[Job]:
 # --- block-sparse and neighborhood ------------------------------------------------------------------------------------
 
 
+def _needed(plan: Plan, rank: int, stage: Stage) -> Tensor:
+    """int64, ascending: the rows of others that some head of a stage needs."""
+    rows = [need.rows.positions for need in plan.needs(rank) if set(need.heads) & set(stage.heads)]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *rows]).unique()
+
+
+def _kept(plan: Plan, rank: int, stage: Stage) -> dict:
+    """By batch entry, the views of the pattern for a stage. One for all stages whose heads see the same: executions
+    keep their lists of blocks with it."""
+    pattern = plan.pattern
+    by_head = isinstance(pattern, BlockSparse) and (pattern.layout.per_head or pattern.predicate is not None)
+    return plan.views.setdefault((rank, _heads_of(plan, stage.heads) if by_head else None), {})
+
+
+def _by_batch(pattern: Pattern) -> list[tuple[int | None, Pattern]]:
+    """(batch entry, its pattern); None where all have the same."""
+    batch = getattr(pattern, "batch", None)
+    return [(None, pattern)] if batch is None else [(b, pattern.for_batch(b)) for b in range(batch)]
+
+
+def _own_blocks(plan: Plan, rank: int) -> list[Job]:
+    own = plan.shards[rank]
+    strand = Strand(plan.queries(rank), slice(0, plan.heads), own, slice(0, plan.kv_heads))
+    return [Job(views.own_blocks(one, own, plan.n), (strand,), batch=b) for b, one in _by_batch(plan.pattern)]
+
+
+def _other_blocks(plan: Plan, rank: int, stage: Stage) -> list[Job]:
+    """Attention to what arrives, of the queries that see some of it."""
+    bk = plan.pattern.block_size[1]
+    columns = (_needed(plan, rank, stage) // bk).unique()
+    heads, kept = _heads_of(plan, stage.heads), _kept(plan, rank, stage)
+    spot = slice(heads.start, heads.stop), slice(stage.heads.start, stage.heads.stop)
+    sizes = columns, plan.n, heads.start, len(heads), plan.heads
+    found = []
+    for batch, one in _by_batch(plan.pattern) if len(columns) else ():
+        if batch not in kept:
+            every = views.other_blocks(one, plan.queries(rank), *sizes)
+            runs = _runs(every, plan.queries(rank), len(heads))
+            kept[batch] = [(run, views.other_blocks(one, run, *sizes)) for run in runs]
+        found += [
+            Job(view.pattern, (Strand(run, spot[0], view.position, spot[1]),), view.spare, batch)
+            for run, view in kept[batch]
+        ]
+    return found
+
+
+def _runs(view: views.Gathered, queries: range, heads: int) -> list[range]:
+    """The queries that see some key, whole blocks of them: one range, or two with most of the queries between them."""
+    bq = view.pattern.block_size[0]
+    seen = view.pattern.row_counts(len(view.position), heads, len(queries))[0].any(0).nonzero().flatten()
+    if not len(seen):
+        return []
+    first = queries.start // bq
+    ends = [int(seen[0]), int(seen[-1]) + 1]
+    gaps = seen.diff()
+    if len(gaps) and 2 * int(gaps.max()) > len(queries) // bq:
+        before = int(gaps.argmax())
+        ends[1:1] = [int(seen[before]) + 1, int(seen[before + 1])]
+    pairs = zip(ends[::2], ends[1::2], strict=True)
+    return [clip(queries, (first + start) * bq, (first + stop) * bq) for start, stop in pairs]
+
+
 def _gathered(plan: Plan, rank: int, stage: Stage) -> list[Job]:
     own, queries, pattern = plan.shards[rank], plan.queries(rank), plan.pattern
-    heads = _heads_of(plan, stage.heads)
-    rows = [need.rows.positions for need in plan.needs(rank) if set(need.heads) & set(stage.heads)]
-    needed = torch.cat([torch.zeros(0, dtype=torch.int64), *rows]).unique()
-    # one view for all stages whose heads see the same: executions keep their lists of blocks with it
-    by_head = isinstance(pattern, BlockSparse) and (pattern.layout.per_head or pattern.predicate is not None)
-    kept = plan.views.setdefault((rank, heads if by_head else None), {})
+    heads, needed, kept = _heads_of(plan, stage.heads), _needed(plan, rank, stage), _kept(plan, rank, stage)
     spot = slice(heads.start, heads.stop), slice(stage.heads.start, stage.heads.stop)
 
-    def job(batch: int | None = None) -> Job:
+    def job(batch: int | None, one: Pattern) -> Job:
         if batch not in kept:
-            one = pattern if batch is None else pattern.for_batch(batch)
             if isinstance(pattern, Neighborhood):
                 kept[batch] = views.neighborhood(one, queries, own, needed)
             else:
@@ -245,8 +305,7 @@ def _gathered(plan: Plan, rank: int, stage: Stage) -> list[Job]:
         strand = Strand(queries, spot[0], gathered.position, spot[1])
         return Job(gathered.pattern, (strand,), gathered.spare, batch)
 
-    batch = getattr(pattern, "batch", None)
-    return [job()] if batch is None else [job(b) for b in range(batch)]
+    return [job(b, one) for b, one in _by_batch(pattern)]
 
 
 # --- what a job gathers -----------------------------------------------------------------------------------------------
@@ -315,8 +374,10 @@ def _places(keys: range | Rows | Tensor):
         if parcel is not None:
             rows = parcel.rows.positions
             return as_index(order[torch.searchsorted(ascending, rows)]), rows
-        low = int((keys == start).nonzero()[0]) if start < stop else 0  # own rows lie in a row
-        return slice(low, low + stop - start), range(start, stop)
+        low = (keys == start).nonzero().flatten() if start < stop else ()
+        if not len(low):
+            return slice(0, 0), range(0)
+        return slice(int(low[0]), int(low[0]) + stop - start), range(start, stop)  # own rows lie in a row, or nowhere
 
     return place
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
@@ -64,8 +65,17 @@ class Plan:
         self.nq = one.check(shards.n, heads, nq)
         self.pattern, self.shards, self.heads, self.kv_heads = pattern, shards, heads, kv_heads
         self.zigzag = isinstance(pattern, Dense) and pattern.causal
+        self.apart = self._apart()
         self._parcels: dict[tuple, list[Need]] = {}
         self.views: dict[tuple, dict] = {}  # what ranks gather (`jobs`)
+
+    def _apart(self) -> bool:
+        """Whether block-sparse attention to a rank's own rows is one call, and to what arrives others: where shards
+        are whole blocks, of which only the layout says whether they are visible."""
+        pattern = self.pattern
+        if not isinstance(pattern, BlockSparse) or pattern.predicate is not None or pattern.causal_rank is not None:
+            return False
+        return all(x % math.lcm(*pattern.block_size) == 0 for x in self.shards.starts)
 
     @property
     def n(self) -> int:
@@ -156,7 +166,7 @@ class Plan:
         elif isinstance(self.pattern, Dilated):
             worth, share = most // (2 * LEAST), 8 * SHARE  # what few rows need takes several copies of them
         else:
-            most += own if most else 0  # a rank's own rows are put beside what arrives
+            most += own if most and not self.apart else 0  # a rank's own rows are put beside what arrives
             worth = most // LEAST
         many = max(1, min(-(-most * share // own), worth))
         heads = max(1, self.kv_heads // many)  # of a stage

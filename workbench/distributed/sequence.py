@@ -57,8 +57,9 @@ class Sequence:
         work = plan.work(rank)
         ends = list(itertools.accumulate(map(len, work), initial=0))
         self.work, self.queries = list(zip(work, ends[:-1], strict=True)), ends[-1]  # (queries, where they begin)
-        self.several = isinstance(plan.pattern, (Dense, Dilated))
-        self.ahead = AHEAD if self.several and not plan.zigzag else 1
+        # whether a row is merged of several jobs' results
+        self.several = plan.apart or isinstance(plan.pattern, (Dense, Dilated))
+        self.ahead = AHEAD if self.several and not plan.zigzag and not plan.apart else 1
 
         def tasks(stage: Stage | None, found: list[Job]) -> list[Task]:
             more = stage, self.exchange, self.work, plan.kv_heads
@@ -74,10 +75,10 @@ class Sequence:
         self.behind = max((x.behind * x.key_heads for x in each), default=0) * math.prod(self.exchange.shape)
         self.once = len(each) == 1 and not self.exchange.moves  # nothing is ever added to what the one job gives
         # a row of dq is then a sum of few parts, whatever the number of ranks; and of dk and dv, if few ranks return
-        # theirs: such sums may be rounded each time, as a single device does with a branch's
-        self.few = isinstance(plan.pattern, Dilated)
+        # theirs: such sums may be rounded each time, as a single device does with a branch's, or are of two parts
+        self.few = plan.apart or isinstance(plan.pattern, Dilated)
         returning = int((plan.units[rank] > 0).sum())
-        self.few_keys = self.few and returning <= len(plan.pattern.segment_lengths)
+        self.few_keys = self.few and returning <= (1 if plan.apart else len(plan.pattern.segment_lengths))
         whole = Strand(work[0], slice(0, plan.heads), plan.shards[rank], slice(0, plan.kv_heads))
         first = each[0].job if each else None
         # whether the first job gives every row of out and dq, and of dk and dv

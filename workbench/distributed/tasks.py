@@ -41,7 +41,8 @@ class Part(NamedTuple):
 class Task:
     """A job of a stage (None: before all stages). work: the queries of the rank, each with where they begin.
 
-    keys: how many; behind: how many rows of the rank itself lie behind what arrives, once they are put there
+    keys: how many; lying: where in a stage's buffer they lie as they arrive, if so, and behind them so many rows: the
+    rank's own, once they are put there, or padding that nobody sees
     """
 
     def __init__(self, job: Job, fills: list[Fill], stage: Stage | None, exchange: Exchange, work, key_heads: int):
@@ -58,41 +59,39 @@ class Task:
         own = [x for x in self.fills if x.parcel is None]
         # keys that are the rank's own rows, and nothing else, are a view of them
         self.own = own[0] if own == self.fills and len(own) == 1 and _length(own[0].to) == self.keys else None
-        self.lying = self._lying(stage)
-        self.behind = _length(own[0].to) if self.lying and own else 0
+        self.lying, self.behind = self._lying(stage)
         self.full = sum(_length(x.to) * _length(x.to_heads) for x in self.fills) == self.keys * self.key_heads
 
-    def _lying(self, stage: Stage | None) -> Slot | None:
-        """Where in a stage's buffer the job's keys lie as they arrive, with the rank's own rows behind them, if so."""
-        found, rows = None, 0
+    def _lying(self, stage: Stage | None) -> tuple[Slot | None, int]:
+        found, rows, no = None, 0, (None, 0)
         received = [x for x in self.parts if x.slot is not None]
         for _, of_source in itertools.groupby(received, lambda part: part.slot.start):
             for x in (parts := list(of_source)):
                 if isinstance(x.rows, Tensor) or isinstance(x.to, Tensor) or (x.rows.step or 1) != 1:
-                    return None
+                    return no
                 its_heads = slice(x.slot.at, x.slot.at + x.count * len(x.slot.heads))
                 if _plain(x.heads) != its_heads or x.its_heads.indices(len(x.slot.heads)) != (0, len(x.slot.heads), 1):
-                    return None
+                    return no
             first = parts[0]
             if any((x.to, x.rows) != (first.to, first.rows) for x in parts) or first.to.start != rows:
-                return None
+                return no
             if first.slot.width != self.key_heads or sum(length(x.heads) for x in parts) != self.key_heads:
-                return None
+                return no
             start = first.slot.start + first.rows.start * self.exchange.row(first.slot)
             if found is not None and found.start + rows * self.exchange.row(found) != start:
-                return None
+                return no
             found = found or first.slot._replace(start=start, at=0, heads=tuple(range(self.key_heads)))
             rows += length(first.rows)
         if found is None:
-            return None
-        end = found.start + rows * self.exchange.row(found)
-        if (own := [x for x in self.parts if x.slot is None]) and (
-            any(x.to != slice(rows, self.keys) for x in own)
-            or sum(length(x.heads) for x in own) != self.key_heads
-            or end != sum(self.exchange.splits[stage][1])
+            return no
+        behind, own = self.keys - rows, [x for x in self.parts if x.slot is None]
+        if behind and found.start + rows * self.exchange.row(found) != sum(self.exchange.splits[stage][1]):
+            return no  # something else arrives there
+        if own and (
+            any(x.to != slice(rows, self.keys) for x in own) or sum(length(x.heads) for x in own) != self.key_heads
         ):
-            return None  # behind them something else arrives
-        return found._replace(rows=self.keys) if rows == self.keys or own else None
+            return no
+        return found._replace(rows=self.keys), behind
 
     def _parts(self) -> list[Part]:
         """The fills, as few copies: own rows by skews, received ones by parcels that lie side by side."""

@@ -99,6 +99,39 @@ def neighborhood(pattern: Neighborhood, queries: range, own: range, needed: Tens
     return Gathered(Neighborhood(pattern.shape, pattern.radius, curve), position, len(queries))
 
 
+def own_blocks(pattern: BlockSparse, own: range, n: int) -> BlockSparse:
+    """The pattern among the rows of one rank, where these are whole blocks."""
+    (bq, bk), layout = pattern.block_size, pattern.layout
+    grid = (n // bq, n // bk)
+
+    def visible(h, i, j, _):
+        return layout.visible(h, i + own.start // bq, j + own.start // bk, grid)
+
+    return BlockSparse(Layout("own", {}, visible, layout.per_head), pattern.block_size, pattern.causal)
+
+
+def other_blocks(
+    pattern: BlockSparse, queries: range, columns: Tensor, n: int, first: int, heads: int, all_heads: int
+) -> Gathered:
+    """Key blocks of other ranks, int64 (columns,), all of them behind no query that sees them; ranks have whole blocks.
+
+    Behind these blocks is padding, so that there are as many keys as queries.
+    """
+    pattern = some_heads(pattern, first, heads, all_heads)
+    (bq, bk), both, layout = pattern.block_size, math.lcm(*pattern.block_size), pattern.layout
+    rows = -(-max(len(columns) * bk, len(queries)) // both) * both
+    columns = torch.cat([columns, torch.full((rows // bk - len(columns),), -1)])
+    moved, grid = (rows - queries.stop) // bq, (n // bq, n // bk)
+
+    def visible(h, i, j, _):
+        column = columns.to(j.device)[j.long()]
+        return layout.visible(h, i - moved, column.clamp(min=0).to(j.dtype), grid) & (column >= 0)
+
+    view = BlockSparse(Layout("others", {}, visible, layout.per_head), pattern.block_size)
+    position = (columns[:, None] * bk + torch.arange(bk)).masked_fill(columns[:, None] < 0, -1).flatten()
+    return Gathered(view, position, len(queries))
+
+
 def block_sparse(
     pattern: BlockSparse, queries: range, own: range, needed: Tensor, n: int, first: int, heads: int, all_heads: int
 ) -> Gathered:

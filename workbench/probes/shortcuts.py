@@ -11,6 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from workbench.execution import block_sparse, fused
-from workbench.patterns import BlockSparse, Neighborhood
+from workbench.patterns import BlockSparse, Neighborhood, Pattern
 from workbench.patterns.base import Blocks
 from workbench.probes.absent import CUDA, replaced
 
@@ -29,6 +30,7 @@ class Shortcuts:
 
     def __init__(self, births):
         self.births = births
+        self.lists: weakref.WeakKeyDictionary[Pattern, tuple[tuple, Listed]] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
     def taken(self):
@@ -52,6 +54,8 @@ class Shortcuts:
     def blocks_of(self, pattern, q: Tensor, n: int) -> Listed:
         """As `torch_backend.blocks_of`, with lists that have lengths and no contents."""
         sizes = n, q.shape[2], q.shape[1]
+        if self.lists.get(pattern, (None,))[0] == sizes:
+            return self.lists[pattern][1]
         with _disable_current_modes():  # the host makes them, and moves to the card what an execution reads
             if isinstance(pattern, BlockSparse):
                 block_size, counts = pattern.block_size, pattern.row_counts(*sizes)
@@ -61,7 +65,9 @@ class Shortcuts:
         lines, listed = counts[0].numel(), int(counts[0].sum())
         tensors = [self.given(*x) for x in ((lines + 1, "starts"), (listed, "columns", torch.int32))]
         tensors.append(self.given(listed, "full", torch.bool))
-        return Listed(block_size, n, q.shape[1], len(counts[0]), *tensors, counts)
+        made = Listed(block_size, n, q.shape[1], len(counts[0]), *tensors, counts)
+        self.lists[pattern] = sizes, made
+        return made
 
     def strips(self, blocks: Listed, limit: int):
         """`block_sparse.strips` line by line, with the lengths that the numbers of blocks give: the same storages."""
