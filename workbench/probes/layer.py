@@ -6,6 +6,7 @@ Dimensions: N tokens, E embed_dim, H heads, D = E / H head_dim.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
@@ -70,6 +71,7 @@ def measure(
 
 def predict(pattern: Pattern, card="h100", *, n: int, embed_dim=768, heads=12, dtype="bfloat16") -> estimate.Estimate:
     """What `measure` would find on a card that need not be there: bytes of a layer's pass, x and parameters too."""
+    pattern = copy.copy(pattern)  # a pattern keeps its tables, and those of a trace have no data
     case = _cases({"layer": pattern}, (), n, embed_dim, heads, dtype, "cuda")["layer"]
 
     def prepare(make):
