@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.execution.fused import OFFSETS, span
 from workbench.oracle import reference
-from workbench.patterns import Dense, Pattern
+from workbench.patterns import Dense, Dilated, Pattern
 
 BACKENDS = ("reference", "torch", "flex", "triton")
 AUTOCAST = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
@@ -82,12 +82,12 @@ def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[st
         return backend, "asked for by name"
     if isinstance(pattern, Dense):
         return "torch", "every pair attends, which torch's fused attention computes as it is"
-    dilated, device = hasattr(pattern, "segment_lengths"), q.device.type
+    device = q.device.type
     if device == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
         reason = why_not("triton", q, k, v, pattern)
         if reason is None:
             return "triton", "on this device the pattern has kernels of its own for 16-bit inputs"
-    if dilated:
+    if isinstance(pattern, Dilated):
         return "torch", "a dilated branch is a strided view that fused attention takes without a copy"
     if device == "cuda":
         reason = why_not("flex", q, k, v, pattern, return_lse)
@@ -102,7 +102,7 @@ def kernel_words(q: Tensor, k: Tensor, v: Tensor, pattern) -> str:
     from workbench.execution.triton_backend import by_cudnn, tile_of
 
     m, n, warps, stages, _ = tile_of(q, pattern)
-    kind = "a kernel a branch" if hasattr(pattern, "segment_lengths") else "a kernel over lists of visible blocks"
+    kind = "a kernel a branch" if isinstance(pattern, Dilated) else "a kernel over lists of visible blocks"
     words = f"{kind}, forward tiles of {m} queries x {n} keys, {warps} warps, {stages} stages"
     for direction, found in by_cudnn(q, k, v, pattern).items():
         names = ", ".join(f"w={branch.w:,} r={branch.r}" for branch in found)
@@ -172,10 +172,9 @@ def check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None
         raise ValueError(f"devices {q.device}, {k.device}, {v.device} of {shapes}: want one")
     if scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
         raise ValueError(f"scale={scale!r}: want a finite number above 0, or None for 1 / sqrt(head_dim)")
-    batch = getattr(pattern, "batch", None)
-    if batch not in (None, q.shape[0]):
-        raise ValueError(f"the layout is for a batch of {batch}, but {shapes}")
-    (pattern if batch is None else pattern.for_batch(0)).check(k.shape[1], heads, q.shape[1])
+    if pattern.batch not in (None, q.shape[0]):
+        raise ValueError(f"the layout is for a batch of {pattern.batch}, but {shapes}")
+    pattern.for_batch(0).check(k.shape[1], heads, q.shape[1])
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -230,8 +229,9 @@ def _run_triton(q, k, v, pattern, scale, return_lse):
 
 
 def _divided(out, pattern):
-    """Under heads="partition" each head is in one branch, and the branches are averaged."""
-    return out / pattern.divisor(out.shape[2]) if getattr(pattern, "heads", "all") == "partition" else out
+    """out by the pattern's divisor: where each head is in one branch, the branches are averaged."""
+    divisor = pattern.divisor(out.shape[2])
+    return out if divisor == 1 else out / divisor
 
 
 def _run_flex_or_torch(q, k, v, pattern, scale, return_lse):

@@ -45,7 +45,7 @@ def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
         return None
     if not isinstance(pattern, (BlockSparse, Neighborhood)):
         return f"the kernels know dilated, block-sparse and neighborhood patterns, not {pattern.name}"
-    if getattr(pattern, "predicate", None) is not None:
+    if isinstance(pattern, BlockSparse) and pattern.predicate is not None:
         return "the kernels cannot call the pattern's predicate"
     if isinstance(pattern, Neighborhood) and (bits := coordinate_bits(pattern)) > 62:
         return f"the kernels have 62 bits for the coordinates of a token, and these take {bits}"
@@ -124,15 +124,13 @@ def plan_of(pattern, q: Tensor, n: int):
     """The pattern's lists of blocks for these sizes, kept with the pattern."""
     from workbench.execution.kernels import blocks
 
-    heads = 1 if pattern.same_heads else q.shape[2]
-    key = (n, q.shape[1], heads, str(q.device))
-    kept = pattern.__dict__.get("_plan")
-    if kept is None or kept[0] != key:
-        batch = getattr(pattern, "batch", None)
-        each = [pattern] if batch is None else [pattern.for_batch(x) for x in range(batch)]
-        found = [x.blocks(n, heads, q.shape[1], block_size_of(pattern)) for x in each]
-        pattern._plan = kept = (key, blocks.make_plan(found, pattern, q.device))  # the last sizes only
-    return kept[1]
+    sizes = n, 1 if pattern.same_heads else q.shape[2], q.shape[1]
+
+    def make():
+        found = [one.blocks(*sizes, block_size_of(pattern)) for one in pattern.each()]
+        return blocks.make_plan(found, pattern, q.device)
+
+    return pattern.kept("plan", (*sizes, str(q.device)), make)
 
 
 def tile_of(q: Tensor, pattern):

@@ -11,10 +11,12 @@ import json
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 TILE = 1 << 22  # pairs that a generic (tile by tile) count looks at at once: 32 MB of int64
 
 
@@ -97,6 +99,7 @@ class Pattern:
 
     causal = False
     same_heads = False  # whether all heads see the same, however many there are
+    batch: int | None = None  # the batch size where the pattern differs by batch entry
     handle: int  # how a torch operator, which takes no Python objects, names a pattern; never reused in a process
 
     def __new__(cls, *args, **kwargs):
@@ -105,8 +108,29 @@ class Pattern:
         _living[self.handle] = self
         return self
 
-    def __getstate__(self):  # a copy is a pattern of its own
-        return {k: v for k, v in self.__dict__.items() if k not in ("handle", "_blocks", "_flex", "_plan", "_shared")}
+    def __getstate__(self):  # a copy is a pattern of its own, and keeps tables of its own
+        return {k: v for k, v in self.__dict__.items() if k not in ("handle", "_kept", "_shared")}
+
+    def kept(self, what: str, key: tuple, make: Callable[[], T]) -> T:
+        """make(), kept with the pattern as `what` until it is asked for under another key: the last sizes only."""
+        kept = self.__dict__.setdefault("_kept", {})
+        found = kept.get(what)
+        if found is None or found[0] != key:
+            kept[what] = found = None  # the last one goes before the next is made
+            kept[what] = found = key, make()
+        return found[1]
+
+    def for_batch(self, b: int) -> Pattern:
+        """The pattern of one batch entry: itself where all have the same."""
+        return self
+
+    def each(self) -> list[Pattern]:
+        """The patterns of the batch entries, or the one that all have."""
+        return [self] if self.batch is None else [self.for_batch(b) for b in range(self.batch)]
+
+    def divisor(self, heads: int) -> int:
+        """What the output of the softmax is divided by."""
+        return 1
 
     def count(self, h: Tensor, i: Tensor, j: Tensor, n: int, heads: int) -> Tensor:
         """How often query i of head h sees key j, causality included: broadcastable int64 tensors -> bool or int."""

@@ -68,7 +68,9 @@ class BlockSparse(Pattern):
         return self.layout.batch
 
     def for_batch(self, b: int) -> BlockSparse:
-        """The pattern of one batch entry."""
+        """The pattern of one batch entry: itself where all have the same."""
+        if self.batch is None:
+            return self
         layout = self.layout.for_batch(b)
         return BlockSparse(layout, self.block_size, self.causal, self.predicate, self.causal_rank)
 
