@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from workbench.execution.fused import OFFSETS, span
+from workbench.execution.fused import GRID, OFFSETS, span
 from workbench.oracle import reference
 from workbench.patterns import Dense, Dilated, Pattern
 
 BACKENDS = ("reference", "torch", "flex", "triton")
 AUTOCAST = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-GRID = 65_535  # sequences of one call: fused kernels fold them into a grid dimension that ends here
 
 
 def attention(

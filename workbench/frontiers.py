@@ -74,13 +74,13 @@ def wrong(kind: str) -> pd.DataFrame:
     elements: of q, of all its sequences; said: what the check found.
     """
     columns = ["way", "mode", "batch", "heads", "head_dim", "n", "elements"]
-    rows = _journals(kind)
+    rows = records.committed(kind, "frontier")
     if rows.empty:
         return pd.DataFrame(columns=[*columns, "said"])
     rows = rows[(rows["stage"] == "probe") & (rows["limiter"] == "validity")]
     rows = rows.assign(way=_labels(rows), elements=rows[["batch", "n", "heads", "head_dim"]].prod(axis=1))
     shortest = rows.sort_values("n").drop_duplicates(["way", "batch", "heads", "head_dim", "mode"])
-    said = shortest["error"].str.partition(";")[0]
+    said = shortest["error"].str.split(";").str[0]
     return shortest[columns].assign(said=said)
 
 
@@ -89,7 +89,7 @@ def recorded(kind: str) -> pd.DataFrame:
 
     Of the sizes (batch, heads, head_dim, dtype and mode) that the most of them have.
     """
-    rows = _journals(kind)
+    rows = records.committed(kind, "frontier")
     if rows.empty:
         return rows
     rows = rows[(rows["stage"] == "search") & (rows["status"] == "ok") & rows["measured_n"].notna()]
@@ -97,11 +97,6 @@ def recorded(kind: str) -> pd.DataFrame:
     rows = rows.assign(label=_labels(rows)).drop_duplicates(["label", "budget_bytes", *sizes], keep="last")
     largest_first = sorted(rows.groupby(sizes), key=lambda group: -len(group[1]))
     return largest_first[0][1].reset_index(drop=True) if largest_first else rows
-
-
-def _journals(kind: str) -> pd.DataFrame:
-    journals = sorted((records.default_folder() / kind).glob("*-frontier-*.jsonl"))
-    return records.load(*journals) if journals else pd.DataFrame()
 
 
 def _labels(rows: pd.DataFrame) -> list[str]:

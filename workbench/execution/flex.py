@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
+from workbench.execution.fused import GRID
 from workbench.patterns import BlockSparse, Neighborhood, Predicate
 from workbench.patterns.base import Blocks
 
 BLOCK = 128  # where the pattern does not say
 TILE = 128  # CUDA: the largest tile of torch's kernels, forward and backward; a block is a whole number of tiles
-GRID = 65_535  # CUDA: batch and heads are grid dimensions
 COMPILATIONS = 1 << 20  # no limit: past torch's own it would run unfused, with an N x N tensor
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
-MAX_BATCH = 65_535 // 2  # CUDA kernels fold X and H into grid dimensions of at most 65,535
+GRID = 65_535  # the largest y and z of a CUDA grid, into which kernels fold batch and heads
+MAX_BATCH = GRID // 2
 OFFSETS = 2**31 - 1  # flash's backward fails past so many elements (`dispatch.gradients_past_2_31`)
 SCORES = 1 << 25  # scores that the unfused fallback holds at once
 

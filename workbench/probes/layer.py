@@ -199,11 +199,7 @@ def _peak(call: Callable, device: str, given: int) -> dict:
 
 def recorded(kind: str = "h100x1") -> pd.DataFrame:
     """The rows of the newest run committed for a machine kind; empty where there is none."""
-    folder = records.default_folder() / kind
-    if not list(folder.glob("*.jsonl")):
-        return pd.DataFrame()
-    rows = records.load(folder)
-    rows = rows[rows["probe"] == "layer"].sort_values("run_utc", kind="stable")
+    rows = records.committed(kind, "layer").sort_values("run_utc", kind="stable")
     return rows[rows["run"] == rows["run"].iloc[-1]] if len(rows) else rows
 
 

@@ -18,7 +18,7 @@ from workbench import records
 from workbench.execution.triton_backend import block_size_of
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, layouts
 from workbench.patterns.dilated import PAPER
-from workbench.probes import memory, peers
+from workbench.probes import memory, peers, roofline
 from workbench.probes.case import Case
 from workbench.probes.outcome import attempt
 from workbench.probes.timing import compare
@@ -215,10 +215,7 @@ def block_mask(n: int = 1_048_576, device="cuda") -> dict:
 
 def recorded(kind: str = "h100x1") -> pd.DataFrame:
     """The rows committed for a machine kind, of each group the newest run's, with their rates; empty if none."""
-    folder = records.default_folder() / kind
-    if not list(folder.glob("*.jsonl")):
-        return pd.DataFrame()
-    rows = records.load(folder)
+    rows = records.committed(kind)
     if "suite" not in rows:
         return pd.DataFrame()
     rows = rows[rows["suite"].notna()].sort_values("run_utc", kind="stable")
@@ -254,7 +251,7 @@ def orders(rows: pd.DataFrame) -> pd.DataFrame:
 def rates(rows: pd.DataFrame) -> pd.DataFrame:
     """Suite rows with tflops over attended pairs, and `of_dense`: that over the baseline's of the same group."""
     rows = rows[rows["status"] == "ok"].copy()
-    per_pair = 4 * rows["head_dim"] * rows["mode"].map({"fwd": 1.0, "fwdbwd": 3.5}) * rows["batch"]
+    per_pair = 2 * rows["head_dim"] * rows["mode"].map(roofline.PASSES) * rows["batch"]  # as `roofline.flops`
     rows["tflops"] = per_pair * rows["pairs"].astype(float) / rows["median_ms"].astype(float) / 1e9
     base = rows[rows["label"] == rows["against"]].set_index("suite")["tflops"]
     rows["of_dense"] = rows["tflops"] / rows["suite"].map(base)

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from workbench import dispatch
+from workbench.execution.fused import GRID
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
 from workbench.probes.case import Case
 from workbench.probes.error import LSE, RELATIVE
 
 ELEMENTS = (1 << 31, 1 << 32)  # where an element's offset stops to fit in an int32, and in a uint32
-GRID = 65_535  # the largest y and z of a CUDA grid, into which kernels fold sequences and heads
 RANDOM = 8  # rows between two such places
 CHUNK = 1 << 22  # scores, or elements of keys, held at once: 32 MB of float64
 ROWS = 1 << 12  # queries whose softmaxes are computed at once
