@@ -148,7 +148,7 @@ def ledger(steps: Iterable[tuple[str, int | None]]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def promised(found: Mapping[str, frontier.Lengths], card: str, limit_n: int = 1 << 26) -> pd.DataFrame:
+def promised(found: Mapping[str, frontier.Lengths], card: str) -> pd.DataFrame:
     """A line a way: allocated_n, the longest whose max_memory_allocated is within the card's memory, and real_n.
 
     real_n has room for the CUDA context and for what the allocator reserves; too_much is allocated_n / real_n - 1.
@@ -156,7 +156,7 @@ def promised(found: Mapping[str, frontier.Lengths], card: str, limit_n: int = 1 
     of = cards.find(card)
     lines = []
     for name, at in found.items():
-        real = frontier.search(at, card=of, seconds=math.inf, limit_n=limit_n, say=None)["n"]
+        real = frontier.search(at, card=of, seconds=math.inf, limit_n=1 << 26, say=None)["n"]
         if not real:
             continue
 
