@@ -67,13 +67,8 @@ def parser() -> argparse.ArgumentParser:
         epilog="example: workbench fit --card h100 --heads 12 --mode fwdbwd --pattern longnet --n 1000000",
     )
     fit.add_argument("--card", default="h100", help="such as h100, a100-80gb, gtx1080 (default: %(default)s)")
-    fit.add_argument("--heads", type=int, default=12, metavar="H", help="query heads (default: %(default)s)")
-    fit.add_argument("--kv-heads", type=int, metavar="H", help="key heads (default: as many)")
-    fit.add_argument("--head-dim", type=int, default=64, metavar="D", help="(default: %(default)s)")
-    fit.add_argument("--batch", type=int, default=1, metavar="B", help="(default: %(default)s)")
+    _add_sizes(fit)
     fit.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(%(default)s)")
-    fit.add_argument("--mode", choices=("fwd", "fwdbwd"), default="fwd", help="with gradients? (default: %(default)s)")
-    fit.add_argument("--causal", action="store_true", help="of the patterns that can be")
     fit.add_argument(
         "--pattern", nargs="+", default=[], metavar="NAME", help="a name, or a pattern's spec as JSON (default: a few)"
     )
@@ -103,17 +98,10 @@ def parser() -> argparse.ArgumentParser:
         "pattern's spec as JSON (default: dense)",
     )  # fmt: skip
     scale.add_argument("--n", type=int, metavar="N", help="tokens of all cards together (default: 131072, CPU: 4096)")
-    scale.add_argument("--heads", type=int, default=12, metavar="H", help="query heads (default: %(default)s)")
-    scale.add_argument("--kv-heads", type=int, metavar="H", help="key heads (default: as many)")
-    scale.add_argument("--head-dim", type=int, default=64, metavar="D", help="(default: %(default)s)")
-    scale.add_argument("--batch", type=int, default=1, metavar="B", help="(default: %(default)s)")
+    _add_sizes(scale)
     scale.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32", "float64"), help="(default: bfloat16, on a CPU float32)"
     )
-    scale.add_argument(
-        "--mode", choices=("fwd", "fwdbwd"), default="fwd", help="with gradients? (default: %(default)s)"
-    )
-    scale.add_argument("--causal", action="store_true", help="of the patterns that can be")
     scale.add_argument(
         "--strategies", nargs="+", default=[], metavar="NAME",
         help="ways to use the cards, or your module:function of q, k, v and pattern (default: all)",
@@ -131,6 +119,18 @@ def parser() -> argparse.ArgumentParser:
     scale.add_argument("--json", action="store_true", help="a list of objects, one a strategy")
     scale.set_defaults(command=_scale)
     return top
+
+
+def _add_sizes(command: argparse.ArgumentParser) -> None:
+    """The options of a call of attention that `fit` and `scale` share."""
+    command.add_argument("--heads", type=int, default=12, metavar="H", help="query heads (default: %(default)s)")
+    command.add_argument("--kv-heads", type=int, metavar="H", help="key heads (default: as many)")
+    command.add_argument("--head-dim", type=int, default=64, metavar="D", help="(default: %(default)s)")
+    command.add_argument("--batch", type=int, default=1, metavar="B", help="(default: %(default)s)")
+    command.add_argument(
+        "--mode", choices=("fwd", "fwdbwd"), default="fwd", help="with gradients? (default: %(default)s)"
+    )
+    command.add_argument("--causal", action="store_true", help="of the patterns that can be")
 
 
 def _report(arguments) -> int:

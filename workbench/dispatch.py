@@ -1,4 +1,4 @@
-"""The one door: `attention` checks its input, picks the execution, and says which and why.
+"""The one entry point: `attention` checks its input and picks an execution; `explain` says which, and why.
 
 Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads (G divides H), D
 head_dim.
@@ -97,7 +97,7 @@ def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[st
 
 
 def kernel_words(q: Tensor, k: Tensor, v: Tensor, pattern) -> str:
-    """Which kernels run this and with which tiles, and which branches cuDNN takes instead."""
+    """Which of our kernels run this call, with which tiles, and which branches cuDNN runs instead."""
     from workbench.execution.triton_backend import by_cudnn, tile_of
 
     m, n, warps, stages, _ = tile_of(q, pattern)
@@ -110,11 +110,11 @@ def kernel_words(q: Tensor, k: Tensor, v: Tensor, pattern) -> str:
 
 
 def gradients_past_2_31(*tensors: Tensor) -> bool:
-    """Whether gradients may be wanted of more elements than torch's fast kernels count.
+    """Whether a backward may follow in which torch's fast kernels fail, because offsets exceed 2^31 elements.
 
     Past 2^31 the gradients of cuDNN are silently wrong and FlashAttention accesses memory that is not its own, both in
     torch 2.11 on an H100 (tests/gpu/sdpa_backward_past_2_31.py); the memory-efficient kernel is right. What counts is
-    the last offset from a tensor's first element, in its own strides and in those of its gradient.
+    the largest offset in a tensor, by its own strides and by those of its gradient, which is contiguous.
     """
     if tensors[0].device.type != "cuda" or not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return False
@@ -122,7 +122,10 @@ def gradients_past_2_31(*tensors: Tensor) -> bool:
 
 
 def right_past_2_31():
-    """A context in which torch's attention takes the memory-efficient kernel, else the unfused one, if allowed."""
+    """A context in which torch's attention takes the memory-efficient kernel or else the unfused one.
+
+    ValueError where neither is enabled.
+    """
     allowed = kernels_right_past_2_31()
     if not allowed:
         raise ValueError(
@@ -133,13 +136,13 @@ def right_past_2_31():
 
 
 def kernels_right_past_2_31() -> tuple[str, ...]:
-    """Those kernels of torch's attention, in order of preference, that are not switched off."""
+    """The kernels of torch's attention that are right past 2^31 elements and enabled, in order of preference."""
     cuda = torch.backends.cuda
     switches = {"EFFICIENT_ATTENTION": cuda.mem_efficient_sdp_enabled, "MATH": cuda.math_sdp_enabled}
     return tuple(name for name, enabled in switches.items() if enabled())
 
 
-# as torch.compiler.assume_constant_result does, which would import the compiler wherever this package is: two seconds
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler, which takes two seconds.
 kernels_right_past_2_31._dynamo_marked_constant = True
 
 
@@ -177,7 +180,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under torch.autocast, what torch does to its own attention: inputs that are not float64 are cast."""
+    """Under torch.autocast, the inputs cast as torch casts those of its own attention: all but float64."""
     kind = tensors[0].device.type
     if kind not in AUTOCAST or not torch.is_autocast_enabled(kind):
         return tensors

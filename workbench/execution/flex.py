@@ -28,9 +28,9 @@ from workbench.execution.fused import GRID
 from workbench.patterns import BlockSparse, Neighborhood, Predicate
 from workbench.patterns.base import Blocks
 
-BLOCK = 128  # where the pattern does not say
+BLOCK = 128  # the block size of patterns that have none of their own
 TILE = 128  # CUDA: the largest tile of torch's kernels, forward and backward; a block is a whole number of tiles
-COMPILATIONS = 1 << 20  # no limit: past torch's own it would run unfused, with an N x N tensor
+COMPILATIONS = 1 << 20  # in effect no limit: past torch's own it would run unfused, with an N x N tensor
 
 
 # --- may it run ------------------------------------------------------------------------------------------------------
@@ -178,8 +178,8 @@ def make_plan(pattern, n: int, nq: int, heads: int, key_heads: int, device: str)
         # For a single query torch would take another kernel, which returns NaN where it sees no key; this prevents it.
         options = {"PARTITION_SIZE": 1 << 20}
     else:
-        # For few queries torch takes another kernel, which has no form for more of them than a tile has rows. And it
-        # takes a length that is a multiple of 128 for one that ends with a block, which is not so for larger blocks.
+        # For few queries torch takes another kernel, which fails where they are more than a tile has rows. And torch
+        # takes every length that is a multiple of 128 to end with a whole block, which is wrong for larger blocks.
         options = {"FORCE_USE_FLEX_ATTENTION": (nq + front) * heads // key_heads > TILE}
         if n % bk or (nq + front) % bq:
             options["IS_DIVISIBLE"] = False

@@ -21,8 +21,8 @@ from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, living
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 LENGTH = 1 << 30  # positions are int32 in the kernels, and some are computed one tile beyond the last
-WINDOW = 128  # the block size of a neighborhood on a line, most of whose blocks are visible as a whole
-BLOCK = 64  # and on a grid: smaller blocks hold fewer pairs that are not visible
+WINDOW = 128  # the block size of a neighborhood on a line, most of whose blocks are fully visible
+BLOCK = 64  # of other neighborhoods: smaller blocks hold fewer pairs that are not visible
 
 
 def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
@@ -100,7 +100,7 @@ def attend_backward(
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     execution, pattern = kernels(living(handle), q, k.shape[1])
     grad, q, k, v, out = map(unit_stride, (grad, q, k, v, out))
-    with device_of(q):  # lse may be of a part of the rows, and is read as if it were all
+    with device_of(q):  # the kernels read lse as contiguous, and it may be a slice
         return execution.backward(grad, grad_lse, q, k, v, out, lse.contiguous(), *pattern, scale)
 
 
@@ -143,7 +143,7 @@ def tile_of(q: Tensor, pattern):
 
 
 def by_cudnn(q: Tensor, k: Tensor, v: Tensor, pattern) -> dict[str, list]:
-    """By direction, the branches whose whole segments cuDNN takes. In the backward: of gradients that lie as q does."""
+    """By direction, the branches whose whole segments cuDNN takes (the backward: for gradients laid out as q is)."""
     from workbench.execution.kernels import dilated, strided
 
     if isinstance(pattern, Dense):

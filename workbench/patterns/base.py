@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-TILE = 1 << 22  # pairs that a generic (tile by tile) count looks at at once: 32 MB of int64
+TILE = 1 << 22  # pairs in a tile of a generic count: 32 MB of int64
 
 
 @dataclass(frozen=True)
 class Blocks:
     """The blocks of the (query, key) grid that hold a visible pair, row by row (CSR).
 
-    Block boundaries are absolute positions: query block a covers [a * bq, (a + 1) * bq) and the first one that holds a
-    query is `first`. `layouts` is 1 where all heads share one layout, else the number of heads.
+    Block boundaries are absolute positions: query block a covers [a * bq, (a + 1) * bq), and `first` is the first block
+    that holds a query. `layouts` is 1 where all heads share one layout, else the number of heads.
 
     starts: int64 (layouts * rows + 1), row x of layout g spans columns[starts[g * rows + x] : starts[g * rows + x + 1]]
     columns: int32, key blocks, ascending within a row
@@ -63,7 +63,7 @@ class Blocks:
     def row_counts(self) -> Tensor:
         """int64 (2, layouts, rows): how many blocks each row has, and how many of them are full.
 
-        A last key block that is cut off by the end counts as not full.
+        A last key block that is shorter than the others counts as not full.
         """
         full, lines = self.full, len(self.starts) - 1
         if self.n % self.block_size[1]:
@@ -92,7 +92,7 @@ def living(handle: int) -> Pattern:
 
 
 class Pattern:
-    """What attends to what. Subclasses define `count`; whatever has a closed form they override.
+    """What attends to what. Subclasses define `count`, and override what they have a closed form for.
 
     Every method takes `n` (keys), `heads` (query heads) and `nq` (queries: the last nq of the n positions; default n).
     """
@@ -199,7 +199,7 @@ class Pattern:
         raise NotImplementedError(f"{self} has no block form")
 
     def row_counts(self, n: int, heads: int, nq: int | None = None, block_size=None) -> Tensor:
-        """`Blocks.row_counts` of `blocks`; without the list where there is a rule."""
+        """`Blocks.row_counts` of `blocks`, without making the list where there is a rule for its length."""
         return self.blocks(n, heads, nq, *(() if block_size is None else (block_size,))).row_counts()
 
     def _uncovered(self, n: int, heads: int, nq: int) -> Tensor:
@@ -233,19 +233,19 @@ class Pattern:
 
 
 def repeated(counts: Callable[[int], Tensor], n: int, block: int, period: int, reach: int) -> Tensor:
-    """counts(n) (..., rows of `block` tokens) of a pattern that looks the same `period` rows on, from short lengths.
+    """counts(n), (..., rows of `block` tokens), of a periodic pattern, extrapolated from two short lengths.
 
-    Which blocks a row has depends on where rows and columns are in their period and, up to `reach` blocks, on how far
-    they are from each other and from the ends. A period more of columns on one side of a row, beyond the reach, then
-    adds so many blocks each time.
+    For patterns in which a block's visibility depends on its row and column modulo `period` and, within `reach` blocks,
+    on their distance from each other and from the ends. Each further period of columns on one side of a row, beyond the
+    reach, then adds the same number of blocks.
     """
     reach, step = reach + 1, period * block
-    turns = (n - (2 * reach + period + 1) * block) // step  # periods that can be taken out
+    turns = (n - (2 * reach + period + 1) * block) // step  # periods that can be left out
     if turns < 1:
         return counts(n)
     short, longer = counts(n - turns * step), counts(n - (turns - 1) * step)
     row = torch.arange(-(-n // block))
-    before = ((row - reach) // period).clamp(0, turns)  # of these periods, so many lie before the row
+    before = ((row - reach) // period).clamp(0, turns)  # how many of them lie before the row
     row = row - before * period
     here = short[..., row]
     return here + before * (longer[..., row + period] - here) + (turns - before) * (longer[..., row] - here)
