@@ -70,17 +70,22 @@ def parser() -> argparse.ArgumentParser:
     _add_sizes(fit)
     fit.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(%(default)s)")
     fit.add_argument(
-        "--pattern", nargs="+", default=[], metavar="NAME", help="a name, or a pattern's spec as JSON (default: a few)"
-    )
+        "--pattern", nargs="+", default=[], metavar="NAME",
+        help="a name (any other word is refused with the list), or a pattern's spec as JSON (default: dense, longnet "
+        "and window)",
+    )  # fmt: skip
     fit.add_argument(
-        "--backend", nargs="+", default=[], metavar="NAME", help="or your module:function of q, k and v (default: some)"
-    )
-    fit.add_argument("--n", type=int, metavar="N", help="also what each needs for N tokens")
+        "--backend", nargs="+", default=[], metavar="NAME",
+        help="a backend, or your module:function of q, k and v (default: those that run the pattern well)",
+    )  # fmt: skip
+    fit.add_argument("--n", type=int, metavar="N", help="also show what each needs for N tokens")
     fit.add_argument(
         "--budget-gib", type=float, metavar="GIB", help="what tensors may take (default: the card's, less its context)"
     )
-    fit.add_argument("--seconds", type=float, default=60.0, metavar="S", help="a call may take (default: %(default)g)")
-    fit.add_argument("--json", action="store_true", help="a list of objects, one an execution")
+    fit.add_argument(
+        "--seconds", type=float, default=60.0, metavar="S", help="time limit of a call (default: %(default)g)"
+    )
+    fit.add_argument("--json", action="store_true", help="print JSON: a list of objects, one for each execution")
     fit.set_defaults(command=_fit)
 
     scale = commands.add_parser(
@@ -94,8 +99,8 @@ def parser() -> argparse.ArgumentParser:
     scale.add_argument("--nproc", type=int, default=2, metavar="P", help="cards, or processes (default: %(default)s)")
     scale.add_argument(
         "--pattern", nargs="+", default=[], metavar="NAME",
-        help="a name (another word lists them; longnet is the paper's, notebook 04 has longnet-geometric), or a "
-        "pattern's spec as JSON (default: dense)",
+        help="a name (any other word is refused with the list; longnet is the paper's, notebook 04 has "
+        "longnet-geometric), or a pattern's spec as JSON (default: dense)",
     )  # fmt: skip
     scale.add_argument("--n", type=int, metavar="N", help="tokens of all cards together (default: 131072, CPU: 4096)")
     _add_sizes(scale)
@@ -116,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
     scale.add_argument(
         "--within", type=float, metavar="S", help="seconds after which no case is begun; the same line again goes on"
     )
-    scale.add_argument("--json", action="store_true", help="a list of objects, one a strategy")
+    scale.add_argument("--json", action="store_true", help="print JSON: a list of objects, one for each strategy")
     scale.set_defaults(command=_scale)
     return top
 

@@ -21,10 +21,10 @@ from workbench import cards, records
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, layouts
 from workbench.probes import allocator, estimate, fit, frontier
 from workbench.probes.case import Case
+from workbench.probes.frontier import GRAIN
 from workbench.probes.trace import Event
 
 KINDS = {"Dense": "dense", "Dilated": "dilated", "BlockSparse": "blocks", "Neighborhood": "window"}
-GRAIN = 128  # lengths are multiples of it
 STEP = 0.02  # 0.2 % for a prediction, see `frontier.search`
 
 # What the reports say fits on 8 GB (and, by 35 KB a token and linear scaling, on other cards): report, what, sizes, N.

@@ -34,7 +34,7 @@ EFFICIENCY = Path(__file__).with_name("efficiency.json")
 KEPT = 512  # traces
 NAMES = ("q", "k", "v", "gradient of out")
 ONE = lone.Rank(1)
-# events, how many of them make the inputs, what is known to compute wrongly, backend, strategy of a rank
+# (events, how many of them make the inputs, what is known to compute wrongly, backend, a rank's strategy)
 Life = tuple[list[Event], int, set[str], str, str | None]
 
 
@@ -244,7 +244,7 @@ def operations(case: Case) -> int:
 
 
 def block_pairs(case: Case) -> int:
-    """(head, query, key) in the blocks that the kernels visit."""
+    """(head, query, key) in the blocks that the kernels visit, of a neighborhood."""
     from workbench.execution.triton_backend import block_size_of
 
     key = repr((case.pattern.spec(), case.n, case.nq))

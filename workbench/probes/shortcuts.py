@@ -1,8 +1,8 @@
-"""What a trace may leave out and still know all of the memory: the contents of lists of blocks, many of equal calls.
+"""What a trace leaves out and still gets the same peaks: the contents of lists of blocks, and most of many equal calls.
 
 Lists of blocks on the card have the lengths that the pattern's counts give, and no contents. Of equal calls in a row a
-few are made, which bring all of the memory; their events are repeated for some of the others, until the allocator's
-free blocks have settled.
+few are run, which show all the memory that such a call takes; their events are repeated for some of the others, until
+the allocator's free blocks have settled.
 """
 
 from __future__ import annotations
@@ -166,6 +166,7 @@ class Shortcuts:
         return made
 
     def nonzero(self, x: Tensor, many: int) -> Tensor:
+        """x.nonzero() of a line, with `many` results; x lives until they are made."""
         return self.given((many, 1), "nonzero").squeeze(1)
 
 
