@@ -189,9 +189,9 @@ class Pattern:
         nq = self.check(n, heads, nq)
         return self.distinct(n, heads, nq) / max(1, heads * nq * n)
 
-    def block_density(self, n: int, heads: int, nq: int | None = None, block_size=128) -> float:
-        """Blocks that hold a visible pair, over all blocks and heads."""
-        blocks = self.blocks(n, heads, nq, block_size)
+    def block_density(self, n: int, heads: int, nq: int | None = None, block_size=None) -> float:
+        """Blocks that hold a visible pair, over all blocks and heads. block_size: by default that of `blocks`."""
+        blocks = self.blocks(n, heads, nq, *(() if block_size is None else (block_size,)))
         return len(blocks.columns) / max(1, blocks.layouts * blocks.rows * blocks.cols)
 
     def blocks(self, n: int, heads: int, nq: int | None = None, block_size=128) -> Blocks:

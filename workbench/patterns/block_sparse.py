@@ -134,10 +134,6 @@ class BlockSparse(Pattern):
         whole = super().row_counts  # of all positions
         return repeated(lambda m: whole(m, heads), n, bq, *layout.repeats)[..., first:]
 
-    def block_density(self, n, heads, nq=None, block_size=None):
-        blocks = self.blocks(n, heads, nq, block_size)
-        return len(blocks.columns) / max(1, blocks.layouts * blocks.rows * blocks.cols)
-
     def _by_head(self, n, heads) -> bool:
         if self.layout.per_head or self.predicate is None or not n or heads < 2:
             return self.layout.per_head

@@ -60,9 +60,6 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
         ax.set(xscale="log", xlabel="budget: what the allocator may reserve")
         ax.xaxis.set_major_formatter(FuncFormatter(_budget))
         ax.xaxis.set_minor_formatter(NullFormatter())
-        budgets = sorted(
-            {*rows["budget_bytes"], *([] if recorded is None or recorded.empty else recorded["budget_bytes"])}
-        )
         ax.set_xticks(_apart(budgets), minor=False)
         ax.tick_params(axis="x", labelsize=9)
     if len(late):

@@ -286,11 +286,16 @@ def efficiency() -> dict[str, list[dict]]:
 
 
 def write_efficiency(kind: str = "h100x1") -> dict:
-    """Make the efficiency table from the records that are committed for a machine kind: medians of timings."""
+    """Write the efficiency table from the timings committed for a machine kind; returns its families.
+
+    ValueError where there are none.
+    """
     from workbench import patterns, records
 
-    card, found = cards.find(kind.partition("x")[0]), {}
+    card, found = cards.find(kind.rpartition("x")[0]), {}
     timed = records.committed(kind, "timing")
+    if timed.empty:
+        raise ValueError(f"kind={kind!r}: want a machine kind with committed timings")
     usual = timed["dtype"].isin(card.matmul_tflops) & timed["median_ms"].notna()
     timed = timed[(timed["status"] == "ok") & usual]
     for _, row in timed.iterrows():
