@@ -79,6 +79,14 @@ def test_records_are_found_by_machine_with_their_labels(tmp_path, monkeypatch):
     assert "run_device" in found
 
 
+@pytest.mark.parametrize("kind", ["h100x1", "h200x1", "h200x2", "no-such-card"])
+def test_calls_that_computed_something_else_are_found_or_none_are(kind):
+    found, rows = frontiers.wrong(kind), frontiers.records.committed(kind, "frontier").to_dict("records")
+    there_are = any(row["stage"] == "probe" and row["limiter"] == "validity" for row in rows)
+    assert bool(len(found)) == there_are and list(found)[-1] == "said"
+    assert all(words.startswith("wrong: ") for words in found["said"])
+
+
 CHOICES = {"card": ["gtx1080", "h100"], "heads": [8], "head_dim": [64], "dtype": ["float16"], "mode": ["fwd"],
            "way": ["dense, auto", "dilated, triton"]}  # fmt: skip
 

@@ -67,25 +67,25 @@ def parser() -> argparse.ArgumentParser:
         epilog="example: workbench fit --card h100 --heads 12 --mode fwdbwd --pattern longnet --n 1000000",
     )
     fit.add_argument("--card", default="h100", help="such as h100, a100-80gb, gtx1080 (default: %(default)s)")
-    fit.add_argument("--heads", type=int, default=12, metavar="H", help="query heads (default: %(default)s)")
-    fit.add_argument("--kv-heads", type=int, metavar="H", help="key heads (default: as many)")
-    fit.add_argument("--head-dim", type=int, default=64, metavar="D", help="(default: %(default)s)")
-    fit.add_argument("--batch", type=int, default=1, metavar="B", help="(default: %(default)s)")
+    _add_sizes(fit)
     fit.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(%(default)s)")
-    fit.add_argument("--mode", choices=("fwd", "fwdbwd"), default="fwd", help="with gradients? (default: %(default)s)")
-    fit.add_argument("--causal", action="store_true", help="of the patterns that can be")
     fit.add_argument(
-        "--pattern", nargs="+", default=[], metavar="NAME", help="a name, or a pattern's spec as JSON (default: a few)"
-    )
+        "--pattern", nargs="+", default=[], metavar="NAME",
+        help="a name (any other word is refused with the list), or a pattern's spec as JSON (default: dense, longnet "
+        "and window)",
+    )  # fmt: skip
     fit.add_argument(
-        "--backend", nargs="+", default=[], metavar="NAME", help="or your module:function of q, k and v (default: some)"
-    )
-    fit.add_argument("--n", type=int, metavar="N", help="also what each needs for N tokens")
+        "--backend", nargs="+", default=[], metavar="NAME",
+        help="a backend, or your module:function of q, k and v (default: those that run the pattern well)",
+    )  # fmt: skip
+    fit.add_argument("--n", type=int, metavar="N", help="also show what each needs for N tokens")
     fit.add_argument(
         "--budget-gib", type=float, metavar="GIB", help="what tensors may take (default: the card's, less its context)"
     )
-    fit.add_argument("--seconds", type=float, default=60.0, metavar="S", help="a call may take (default: %(default)g)")
-    fit.add_argument("--json", action="store_true", help="a list of objects, one an execution")
+    fit.add_argument(
+        "--seconds", type=float, default=60.0, metavar="S", help="time limit of a call (default: %(default)g)"
+    )
+    fit.add_argument("--json", action="store_true", help="print JSON: a list of objects, one for each execution")
     fit.set_defaults(command=_fit)
 
     scale = commands.add_parser(
@@ -99,21 +99,14 @@ def parser() -> argparse.ArgumentParser:
     scale.add_argument("--nproc", type=int, default=2, metavar="P", help="cards, or processes (default: %(default)s)")
     scale.add_argument(
         "--pattern", nargs="+", default=[], metavar="NAME",
-        help="a name (another word lists them; longnet is the paper's, notebook 04 has longnet-geometric), or a "
-        "pattern's spec as JSON (default: dense)",
+        help="a name (any other word is refused with the list; longnet is the paper's, notebook 04 has "
+        "longnet-geometric), or a pattern's spec as JSON (default: dense)",
     )  # fmt: skip
     scale.add_argument("--n", type=int, metavar="N", help="tokens of all cards together (default: 131072, CPU: 4096)")
-    scale.add_argument("--heads", type=int, default=12, metavar="H", help="query heads (default: %(default)s)")
-    scale.add_argument("--kv-heads", type=int, metavar="H", help="key heads (default: as many)")
-    scale.add_argument("--head-dim", type=int, default=64, metavar="D", help="(default: %(default)s)")
-    scale.add_argument("--batch", type=int, default=1, metavar="B", help="(default: %(default)s)")
+    _add_sizes(scale)
     scale.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32", "float64"), help="(default: bfloat16, on a CPU float32)"
     )
-    scale.add_argument(
-        "--mode", choices=("fwd", "fwdbwd"), default="fwd", help="with gradients? (default: %(default)s)"
-    )
-    scale.add_argument("--causal", action="store_true", help="of the patterns that can be")
     scale.add_argument(
         "--strategies", nargs="+", default=[], metavar="NAME",
         help="ways to use the cards, or your module:function of q, k, v and pattern (default: all)",
@@ -128,9 +121,21 @@ def parser() -> argparse.ArgumentParser:
     scale.add_argument(
         "--within", type=float, metavar="S", help="seconds after which no case is begun; the same line again goes on"
     )
-    scale.add_argument("--json", action="store_true", help="a list of objects, one a strategy")
+    scale.add_argument("--json", action="store_true", help="print JSON: a list of objects, one for each strategy")
     scale.set_defaults(command=_scale)
     return top
+
+
+def _add_sizes(command: argparse.ArgumentParser) -> None:
+    """The options of a call of attention that `fit` and `scale` share."""
+    command.add_argument("--heads", type=int, default=12, metavar="H", help="query heads (default: %(default)s)")
+    command.add_argument("--kv-heads", type=int, metavar="H", help="key heads (default: as many)")
+    command.add_argument("--head-dim", type=int, default=64, metavar="D", help="(default: %(default)s)")
+    command.add_argument("--batch", type=int, default=1, metavar="B", help="(default: %(default)s)")
+    command.add_argument(
+        "--mode", choices=("fwd", "fwdbwd"), default="fwd", help="with gradients? (default: %(default)s)"
+    )
+    command.add_argument("--causal", action="store_true", help="of the patterns that can be")
 
 
 def _report(arguments) -> int:

@@ -1,4 +1,4 @@
-"""The one door: `attention` checks its input, picks the execution, and says which and why.
+"""The one entry point: `attention` checks its input and picks an execution; `explain` says which, and why.
 
 Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads (G divides H), D
 head_dim.
@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from workbench.execution.fused import OFFSETS, span
+from workbench.execution.fused import GRID, OFFSETS, span
 from workbench.oracle import reference
-from workbench.patterns import Dense, Pattern
+from workbench.patterns import Dense, Dilated, Pattern
 
 BACKENDS = ("reference", "torch", "flex", "triton")
 AUTOCAST = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-GRID = 65_535  # sequences of one call: fused kernels fold them into a grid dimension that ends here
 
 
 def attention(
@@ -82,12 +81,12 @@ def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[st
         return backend, "asked for by name"
     if isinstance(pattern, Dense):
         return "torch", "every pair attends, which torch's fused attention computes as it is"
-    dilated, device = hasattr(pattern, "segment_lengths"), q.device.type
+    device = q.device.type
     if device == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
         reason = why_not("triton", q, k, v, pattern)
         if reason is None:
             return "triton", "on this device the pattern has kernels of its own for 16-bit inputs"
-    if dilated:
+    if isinstance(pattern, Dilated):
         return "torch", "a dilated branch is a strided view that fused attention takes without a copy"
     if device == "cuda":
         reason = why_not("flex", q, k, v, pattern, return_lse)
@@ -98,11 +97,11 @@ def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[st
 
 
 def kernel_words(q: Tensor, k: Tensor, v: Tensor, pattern) -> str:
-    """Which kernels run this and with which tiles, and which branches cuDNN takes instead."""
+    """Which of our kernels run this call, with which tiles, and which branches cuDNN runs instead."""
     from workbench.execution.triton_backend import by_cudnn, tile_of
 
     m, n, warps, stages, _ = tile_of(q, pattern)
-    kind = "a kernel a branch" if hasattr(pattern, "segment_lengths") else "a kernel over lists of visible blocks"
+    kind = "a kernel a branch" if isinstance(pattern, Dilated) else "a kernel over lists of visible blocks"
     words = f"{kind}, forward tiles of {m} queries x {n} keys, {warps} warps, {stages} stages"
     for direction, found in by_cudnn(q, k, v, pattern).items():
         names = ", ".join(f"w={branch.w:,} r={branch.r}" for branch in found)
@@ -111,11 +110,11 @@ def kernel_words(q: Tensor, k: Tensor, v: Tensor, pattern) -> str:
 
 
 def gradients_past_2_31(*tensors: Tensor) -> bool:
-    """Whether gradients may be wanted of more elements than torch's fast kernels count.
+    """Whether a backward may follow in which torch's fast kernels fail, because offsets exceed 2^31 elements.
 
     Past 2^31 the gradients of cuDNN are silently wrong and FlashAttention accesses memory that is not its own, both in
     torch 2.11 on an H100 (tests/gpu/sdpa_backward_past_2_31.py); the memory-efficient kernel is right. What counts is
-    the last offset from a tensor's first element, in its own strides and in those of its gradient.
+    the largest offset in a tensor, by its own strides and by those of its gradient, which is contiguous.
     """
     if tensors[0].device.type != "cuda" or not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return False
@@ -123,7 +122,10 @@ def gradients_past_2_31(*tensors: Tensor) -> bool:
 
 
 def right_past_2_31():
-    """A context in which torch's attention takes the memory-efficient kernel, else the unfused one, if allowed."""
+    """A context in which torch's attention takes the memory-efficient kernel or else the unfused one.
+
+    ValueError where neither is enabled.
+    """
     allowed = kernels_right_past_2_31()
     if not allowed:
         raise ValueError(
@@ -134,13 +136,13 @@ def right_past_2_31():
 
 
 def kernels_right_past_2_31() -> tuple[str, ...]:
-    """Those kernels of torch's attention, in order of preference, that are not switched off."""
+    """The kernels of torch's attention that are right past 2^31 elements and enabled, in order of preference."""
     cuda = torch.backends.cuda
     switches = {"EFFICIENT_ATTENTION": cuda.mem_efficient_sdp_enabled, "MATH": cuda.math_sdp_enabled}
     return tuple(name for name, enabled in switches.items() if enabled())
 
 
-# as torch.compiler.assume_constant_result does, which would import the compiler wherever this package is: two seconds
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler, which takes two seconds.
 kernels_right_past_2_31._dynamo_marked_constant = True
 
 
@@ -172,14 +174,13 @@ def check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None
         raise ValueError(f"devices {q.device}, {k.device}, {v.device} of {shapes}: want one")
     if scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
         raise ValueError(f"scale={scale!r}: want a finite number above 0, or None for 1 / sqrt(head_dim)")
-    batch = getattr(pattern, "batch", None)
-    if batch not in (None, q.shape[0]):
-        raise ValueError(f"the layout is for a batch of {batch}, but {shapes}")
-    (pattern if batch is None else pattern.for_batch(0)).check(k.shape[1], heads, q.shape[1])
+    if pattern.batch not in (None, q.shape[0]):
+        raise ValueError(f"the layout is for a batch of {pattern.batch}, but {shapes}")
+    pattern.for_batch(0).check(k.shape[1], heads, q.shape[1])
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under torch.autocast, what torch does to its own attention: inputs that are not float64 are cast."""
+    """Under torch.autocast, the inputs cast as torch casts those of its own attention: all but float64."""
     kind = tensors[0].device.type
     if kind not in AUTOCAST or not torch.is_autocast_enabled(kind):
         return tensors
@@ -230,8 +231,9 @@ def _run_triton(q, k, v, pattern, scale, return_lse):
 
 
 def _divided(out, pattern):
-    """Under heads="partition" each head is in one branch, and the branches are averaged."""
-    return out / pattern.divisor(out.shape[2]) if getattr(pattern, "heads", "all") == "partition" else out
+    """out by the pattern's divisor: where each head is in one branch, the branches are averaged."""
+    divisor = pattern.divisor(out.shape[2])
+    return out if divisor == 1 else out / divisor
 
 
 def _run_flex_or_torch(q, k, v, pattern, scale, return_lse):

@@ -21,10 +21,10 @@ from workbench import cards, records
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, layouts
 from workbench.probes import allocator, estimate, fit, frontier
 from workbench.probes.case import Case
+from workbench.probes.frontier import GRAIN
 from workbench.probes.trace import Event
 
 KINDS = {"Dense": "dense", "Dilated": "dilated", "BlockSparse": "blocks", "Neighborhood": "window"}
-GRAIN = 128  # lengths are multiples of it
 STEP = 0.02  # 0.2 % for a prediction, see `frontier.search`
 
 # What the reports say fits on 8 GB (and, by 35 KB a token and linear scaling, on other cards): report, what, sizes, N.
@@ -74,13 +74,13 @@ def wrong(kind: str) -> pd.DataFrame:
     elements: of q, of all its sequences; said: what the check found.
     """
     columns = ["way", "mode", "batch", "heads", "head_dim", "n", "elements"]
-    rows = _journals(kind)
+    rows = records.committed(kind, "frontier")
     if rows.empty:
         return pd.DataFrame(columns=[*columns, "said"])
     rows = rows[(rows["stage"] == "probe") & (rows["limiter"] == "validity")]
     rows = rows.assign(way=_labels(rows), elements=rows[["batch", "n", "heads", "head_dim"]].prod(axis=1))
     shortest = rows.sort_values("n").drop_duplicates(["way", "batch", "heads", "head_dim", "mode"])
-    said = shortest["error"].str.partition(";")[0]
+    said = shortest["error"].str.split(";").str[0]
     return shortest[columns].assign(said=said)
 
 
@@ -89,7 +89,7 @@ def recorded(kind: str) -> pd.DataFrame:
 
     Of the sizes (batch, heads, head_dim, dtype and mode) that the most of them have.
     """
-    rows = _journals(kind)
+    rows = records.committed(kind, "frontier")
     if rows.empty:
         return rows
     rows = rows[(rows["stage"] == "search") & (rows["status"] == "ok") & rows["measured_n"].notna()]
@@ -97,11 +97,6 @@ def recorded(kind: str) -> pd.DataFrame:
     rows = rows.assign(label=_labels(rows)).drop_duplicates(["label", "budget_bytes", *sizes], keep="last")
     largest_first = sorted(rows.groupby(sizes), key=lambda group: -len(group[1]))
     return largest_first[0][1].reset_index(drop=True) if largest_first else rows
-
-
-def _journals(kind: str) -> pd.DataFrame:
-    journals = sorted((records.default_folder() / kind).glob("*-frontier-*.jsonl"))
-    return records.load(*journals) if journals else pd.DataFrame()
 
 
 def _labels(rows: pd.DataFrame) -> list[str]:
@@ -153,7 +148,7 @@ def ledger(steps: Iterable[tuple[str, int | None]]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def promised(found: Mapping[str, frontier.Lengths], card: str, limit_n: int = 1 << 26) -> pd.DataFrame:
+def promised(found: Mapping[str, frontier.Lengths], card: str) -> pd.DataFrame:
     """A line a way: allocated_n, the longest whose max_memory_allocated is within the card's memory, and real_n.
 
     real_n has room for the CUDA context and for what the allocator reserves; too_much is allocated_n / real_n - 1.
@@ -161,7 +156,7 @@ def promised(found: Mapping[str, frontier.Lengths], card: str, limit_n: int = 1 
     of = cards.find(card)
     lines = []
     for name, at in found.items():
-        real = frontier.search(at, card=of, seconds=math.inf, limit_n=limit_n, say=None)["n"]
+        real = frontier.search(at, card=of, seconds=math.inf, limit_n=1 << 26, say=None)["n"]
         if not real:
             continue
 

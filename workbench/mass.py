@@ -31,7 +31,7 @@ def captured_mass(q: Tensor, k: Tensor, pattern, scale: float | None = None) -> 
     total = torch.zeros(heads, dtype=torch.float64, device=q.device)
     step = max(1, SCORES // max(1, heads * n))
     for x in range(b):
-        one = pattern.for_batch(x) if getattr(pattern, "batch", None) else pattern
+        one = pattern.for_batch(x)
         for start in range(0, nq, step):
             i = torch.arange(start, min(nq, start + step), device=q.device)[:, None] + n - nq
             s = q[x, :, start : start + step] @ k[x].transpose(-1, -2) * scale  # (H, rows, N)

@@ -19,10 +19,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float | None = No
     N x N memory: meant for small N. scale defaults to 1 / sqrt(D).
     """
     (b, nq, h, d), n = q.shape, k.shape[1]
-    if getattr(pattern, "batch", None):  # a layout of its own for each sequence of the batch
-        c = torch.stack([pattern.for_batch(x).multiplicity(n, h, nq) for x in range(b)])
-    else:
-        c = pattern.multiplicity(n, h, nq)[None]  # (1, H, Nq, N)
+    c = torch.stack([one.multiplicity(n, h, nq) for one in pattern.each()])  # (B or 1, H, Nq, N)
     c = c.to(q.device, torch.float64)
 
     q, k, v = (x.double() for x in (q, k, v))
@@ -39,6 +36,4 @@ def reference(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float | None = No
     total = total.masked_fill(~seen, 1)
     out = torch.einsum("bhtj,bjhd->bthd", weight / total, v)
     lse = (total.log() + top).masked_fill(~seen, -torch.inf).squeeze(-1)
-    if hasattr(pattern, "divisor"):  # the head-partitioned dilated pattern averages its branches
-        out = out / pattern.divisor(h)
-    return out, lse
+    return out / pattern.divisor(h), lse

@@ -124,10 +124,20 @@ def load(*paths):
     Every field that records have by design is a column, empty where no row has it. Lines that are no JSON object (the
     half-written end of a killed run) are left out. FileNotFoundError for a path that is not there.
     """
+    return _frame(_journals(paths))
+
+
+def committed(kind: str, probe: str | None = None):
+    """`load` of the journals of a machine kind, all rows or those of one probe; no rows where there are none."""
+    frame = _frame(sorted((default_folder() / kind).glob("*.jsonl")))
+    return frame if probe is None else frame[frame["probe"] == probe]
+
+
+def _frame(journals: list[Path]):
     import pandas as pd
 
     runs, rows = {}, []
-    for journal in _journals(paths):
+    for journal in journals:
         for line in _parse(journal.read_bytes()):
             if line.get("kind") == "run":
                 runs[line.get("run")] = {f"run_{x}": y for x, y in line.items() if x not in ("kind", "run")}

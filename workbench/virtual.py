@@ -59,7 +59,7 @@ class VirtualCard:
 
     @property
     def allocated_bytes(self) -> int:
-        """Now, as the three below are at their highest."""
+        """Bytes of the blocks in use now; the peaks below are since the card was made."""
         return self._births.settled().allocated
 
     @property

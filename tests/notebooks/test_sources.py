@@ -33,7 +33,7 @@ def test_one_cell_of_parameters_all_literals_with_a_profile(nb):
 
 def test_profiles_set_only_what_is_declared_each_of_its_kind(nb):
     own = nb["metadata"]["workbench"]
-    assert own["title"] and set(own["profiles"]) == set(notebooks.PROFILES)
+    assert set(own["profiles"]) == set(notebooks.PROFILES)
     for profile in notebooks.PROFILES:
         notebooks.settle({"notebook": nb}, profile, {})  # raises where one does not fit
 

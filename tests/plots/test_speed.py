@@ -2,6 +2,7 @@ import pandas as pd
 import pytest
 
 from workbench.plots import speed as draw
+from workbench.plots import style
 from workbench.probes import speed
 
 
@@ -49,4 +50,4 @@ def test_break_even_shows_the_noise_beside_the_gain():
 
 @pytest.mark.parametrize(("n", "text"), [(4096, "4K"), (1 << 20, "1M"), (1000, "1000"), (1536, "1536")])
 def test_lengths_are_written_short(n, text):
-    assert draw.tokens(n) == text
+    assert style.length(n) == text

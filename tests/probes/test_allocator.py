@@ -149,17 +149,6 @@ def test_out_of_memory_says_what_there_was():
     allocator.malloc(424 * MIB)
 
 
-def test_peaks_begin_anew():
-    allocator = Allocator()
-    handle = allocator.malloc(30 * MIB)
-    small = allocator.malloc(3)
-    allocator.free(handle)
-    allocator.empty_cache()
-    allocator.reset_peaks()
-    assert (allocator.peak_requested, allocator.peak_allocated, allocator.peak_reserved) == (3, 512, 2 * MIB)
-    allocator.free(small)
-
-
 # --- expandable segments ---------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,17 @@ import json
 import pytest
 import torch
 
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, attention, layouts, patterns, records
+from workbench import (
+    BlockSparse,
+    Dense,
+    Dilated,
+    Neighborhood,
+    Predicate,
+    attention,
+    layouts,
+    patterns,
+    records,
+)
 from workbench.probes import layer, peers
 
 TINY = {"n": 256, "embed_dim": 32, "heads": 4, "dtype": "float32", "device": "cpu", "samples": 3, "seconds": 2.0}
@@ -105,6 +115,15 @@ def test_a_card_says_how_much_memory_a_layer_takes(tmp_path):
     given = 2 * (2 * 8192 * 768 + 4 * (768 * 768 + 768))  # x, upstream gradient and parameters, of 2 bytes each
     ran = rows.drop("A/A")
     assert (ran["peak_bytes"] - ran["extra_bytes"]).tolist() == [given] * 2 and (ran["extra_bytes"] > given / 2).all()
+
+
+@pytest.mark.parametrize("make", [lambda: Predicate(lambda h, i, j: i >= j), lambda: BlockSparse(layouts.local(1), 64)])
+def test_a_prediction_leaves_nothing_on_the_pattern(make):
+    """Flex tables without data, kept under the key of a real card, would be taken by a call on that card."""
+    pattern = make()
+    before = dict(pattern.__dict__)
+    layer.predict(pattern, n=256, embed_dim=64, heads=2)
+    assert pattern.__dict__ == before
 
 
 def test_a_layers_peak_is_predicted_as_it_was_measured():

@@ -91,6 +91,13 @@ def test_a_machine_kind_without_records_has_none():
     assert rows.empty and best is None
 
 
+@pytest.mark.parametrize("kind", ["h100x1", "h200x1", "h200x2"])
+def test_a_machine_kind_whose_records_are_of_other_probes_has_none(kind):
+    rows, _ = speed.recorded(kind)
+    timed = records.committed(kind, "timing")
+    assert len(rows) == 0 if timed.empty else 0 < len(rows) <= len(timed)
+
+
 def test_committed_records_have_a_ceiling_for_their_dtype():
     rows, best = speed.recorded("h100x1")
     done = rows[rows["status"] == "ok"]

@@ -1,9 +1,9 @@
 """Block-sparse attention by gathering: rows with equally many key blocks go through one fused call, in bounded memory.
 
-A pattern's `blocks` list, for each row of query blocks, the key blocks it needs. Rows are cut into strips of at most
-`limit` key blocks, wholly visible blocks apart from partial ones (these carry a mask computed from `Pattern.count`);
-strips of equal length are stacked, their keys gathered, and the results merged by log-sum-exp. One layout for all heads
-keeps the heads together; a layout a head makes every (head, block) a unit of its own.
+A pattern's `blocks` list the key blocks that each query block needs. Rows are cut into strips of at most `limit` key
+blocks, fully visible blocks apart from partial ones (which carry a mask computed from `Pattern.count`); strips of equal
+length are stacked, their keys gathered, and the results merged by log-sum-exp. Where all heads share a layout they stay
+together in a unit; where layouts differ by head, every (head, block) is a unit of its own.
 
 Dimensions: N keys, Nq queries, H query heads, G key heads, D head_dim; U units = layouts x blocks, R strips, C key
 blocks a strip, a x c the block size.
@@ -22,7 +22,7 @@ from workbench.execution import fused
 from workbench.execution.merge import merge_
 from workbench.patterns.base import Blocks
 
-ELEMENTS = 1 << 20  # gathered key elements a fused call: 4 MB in float32, which a CPU's cache holds for the call
+ELEMENTS = 1 << 20  # gathered key elements a fused call: 4 MB in float32, which stay in a CPU's cache
 SCORES = 1 << 24  # mask elements a fused call
 
 
@@ -80,7 +80,7 @@ class Grid:
     def __init__(self, pattern, blocks: Blocks, heads: int, key_heads: int):
         self.pattern, self.blocks, self.heads = pattern, blocks, heads
         self.a, self.c = blocks.block_size
-        self.split = blocks.layouts > 1  # a layout a head: units hold one head
+        self.split = blocks.layouts > 1  # layouts differ by head: units hold one head
         self.group = heads // key_heads
         self.front = (blocks.n - blocks.nq) - blocks.first * self.a  # rows of the first block that are no queries
         self.missing = blocks.cols * self.c - blocks.n  # positions that the last key block lacks
@@ -136,7 +136,7 @@ class Grid:
 def take(units: Tensor, index: Tensor, room: Tensor | None = None) -> Tensor:
     """units[index] along the first dimension, in 2-D, where index_select copies whole rows (50x faster on a CPU).
 
-    room: memory to put it in, to be used again: fresh pages cost nearly as much as the copy.
+    room: a buffer for the result, reused between calls: fresh pages cost nearly as much as the copy.
     """
     flat = units.flatten(1)
     out = None if room is None else room[: len(index) * flat.shape[1]].view(len(index), -1)

@@ -1,4 +1,4 @@
-"""Dilated attention on strided views: a fused call a (branch, residue), merged by log-sum-exp. Nothing is gathered.
+"""Dilated attention on strided views: a fused call for each (branch, residue), merged by log-sum-exp, no gathering.
 
 A branch (w, r) keeps, in each segment of w positions, the positions o, o + r, o + 2r, ... for heads of offset o. That
 selection of a (B, N, H, D) tensor is a view of shape (B x segments, heads, positions, D), which fused attention takes
@@ -18,7 +18,7 @@ from torch import Tensor
 from workbench.execution import fused
 from workbench.execution.merge import merge_
 
-ELEMENTS = 1 << 24  # of a fused call's output: bounds what a forward holds beside its result
+ELEMENTS = 1 << 24  # of a fused call's output: bounds a forward's memory beyond its result
 
 
 class Piece(NamedTuple):
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 
 def pieces(pattern, n: int, nq: int, heads: int, key_heads: int) -> Iterator[Piece]:
-    """The fused calls that make up the pattern. Selections without a query or a key are left out."""
+    """The fused calls that make up the pattern; those without a query or a key are left out."""
     group = heads // key_heads
     for branch, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
         for start, length, count, skip in spans(n, nq, w):

@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
+from workbench.execution.fused import GRID
 from workbench.patterns import BlockSparse, Neighborhood, Predicate
 from workbench.patterns.base import Blocks
 
-BLOCK = 128  # where the pattern does not say
+BLOCK = 128  # the block size of patterns that have none of their own
 TILE = 128  # CUDA: the largest tile of torch's kernels, forward and backward; a block is a whole number of tiles
-GRID = 65_535  # CUDA: batch and heads are grid dimensions
-COMPILATIONS = 1 << 20  # no limit: past torch's own it would run unfused, with an N x N tensor
+COMPILATIONS = 1 << 20  # in effect no limit: past torch's own it would run unfused, with an N x N tensor
 
 
 # --- may it run ------------------------------------------------------------------------------------------------------
@@ -70,9 +70,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, pattern, return_lse: bool = False) 
 
 def counts_repeats(pattern, n: int, heads: int) -> bool:
     """Whether a query may see a key more than once: then `count` is not bool."""
-    pattern = pattern.for_batch(0) if getattr(pattern, "batch", None) else pattern
     zero = torch.zeros(1, 1, 1, dtype=torch.int64)
-    return pattern.count(zero, zero, zero, n, heads).dtype != torch.bool
+    return pattern.for_batch(0).count(zero, zero, zero, n, heads).dtype != torch.bool
 
 
 def no_cpu_kernel() -> str | None:
@@ -158,18 +157,13 @@ class Plan(NamedTuple):
 def plan_of(pattern, q: Tensor, k: Tensor) -> Plan:
     """The plan for these sizes, kept with the pattern: a predicate's blocks take N^2 evaluations to find."""
     key = (k.shape[1], q.shape[1], q.shape[2], k.shape[2], str(q.device))
-    kept = pattern.__dict__.get("_flex")
-    if kept is None or kept[0] != key:
-        pattern._flex = kept = (key, make_plan(pattern, *key))  # the last sizes only
-    return kept[1]
+    return pattern.kept("flex", key, lambda: make_plan(pattern, *key))
 
 
 def make_plan(pattern, n: int, nq: int, heads: int, key_heads: int, device: str) -> Plan:
     cpu = torch.device(device).type == "cpu"
     block_size = bq, bk = block_size_of(pattern)
-    batch = getattr(pattern, "batch", None)
-    each = [pattern] if batch is None else [pattern.for_batch(x) for x in range(batch)]
-    blocks = [x.blocks(n, heads, nq, block_size) for x in each]
+    blocks = [one.blocks(n, heads, nq, block_size) for one in pattern.each()]
     rows = blocks[0].rows
     first = n - nq if rows == 1 else blocks[0].first * bq  # the position of the kernel's query 0
     front = n - nq - first
@@ -184,8 +178,8 @@ def make_plan(pattern, n: int, nq: int, heads: int, key_heads: int, device: str)
         # For a single query torch would take another kernel, which returns NaN where it sees no key; this prevents it.
         options = {"PARTITION_SIZE": 1 << 20}
     else:
-        # For few queries torch takes another kernel, which has no form for more of them than a tile has rows. And it
-        # takes a length that is a multiple of 128 for one that ends with a block, which is not so for larger blocks.
+        # For few queries torch takes another kernel, which fails where they are more than a tile has rows. And torch
+        # takes every length that is a multiple of 128 to end with a whole block, which is wrong for larger blocks.
         options = {"FORCE_USE_FLEX_ATTENTION": (nq + front) * heads // key_heads > TILE}
         if n % bk or (nq + front) % bq:
             options["IS_DIVISIBLE"] = False

@@ -1,8 +1,8 @@
-"""Fused attention that also returns its log-sum-exp, and its backward under a log-sum-exp of the caller's.
+"""Fused attention that also returns its log-sum-exp, and a backward that takes out and log-sum-exp as arguments.
 
-One call of `forward` is one softmax over the keys it is given. Several calls over disjoint parts of the keys are one
-softmax after `merge.merge_`, and `backward` then takes the merged `out` and `lse`: the gradient of a part needs nothing
-else (P = exp(S - lse), dS = P * (dO V^T - rowsum(dO * out)); FlashAttention-2, arXiv 2307.08691, section 3.1).
+One call of `forward` is one softmax over the keys it is given. Calls over disjoint parts of the keys become one softmax
+by `merge.merge_`, and `backward` then takes the merged `out` and `lse`: the gradient of a part needs nothing else
+(P = exp(S - lse), dS = P * (dO V^T - rowsum(dO * out)); FlashAttention-2, arXiv 2307.08691, section 3.1).
 
 Dimensions: X batch, H query heads, G key heads (G divides H), L queries, M keys, D head_dim. Tensors are (X, H, L, D)
 and (X, G, M, D) views with stride(-1) == 1; lse is (X, H, L), natural logarithm, float32 (float64 for float64).
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
-MAX_BATCH = 65_535 // 2  # CUDA kernels fold X and H into grid dimensions of at most 65,535
-OFFSETS = 2**31 - 1  # flash's backward fails past so many elements (`dispatch.gradients_past_2_31`)
+GRID = 65_535  # the largest y and z of a CUDA grid, into which kernels fold batch and heads
+MAX_BATCH = GRID // 2
+OFFSETS = 2**31 - 1  # the largest offset at which flash's backward is right (`dispatch.gradients_past_2_31`)
 SCORES = 1 << 25  # scores that the unfused fallback holds at once
 
 
@@ -36,7 +37,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: T
 
 
 def backward(grad: Tensor, q, k, v, out: Tensor, lse: Tensor, causal: bool, scale: float, mask: Tensor | None = None):
-    """(dq, dk, dv) of one part, from the merged out and lse; lse +inf for a row gives it exact zeros."""
+    """(dq, dk, dv) of one part, from the merged out and lse; a row whose lse is +inf contributes exact zeros."""
     kind, most = kernel(q, mask), MAX_BATCH
     if kind == "flash":
         each = max(max(x.stride(0), x[0].numel()) for x in (q, k, v, grad, out))
@@ -103,7 +104,7 @@ def _flash_backward(grad, q, k, v, _mask, out, lse, causal, scale):
     return dq, dk, dv
 
 
-# --- CUDA, float32, and what flash has too few offsets for: the memory-efficient kernel ------------------------------
+# --- CUDA, float32, and 16 bit where offsets are too large for flash: the memory-efficient kernel --------------------
 
 
 def _efficient_forward(q, k, v, _mask, causal, scale):
@@ -182,7 +183,7 @@ def unit_stride(x: Tensor) -> Tensor:
 
 
 def span(x: Tensor) -> int:
-    """Elements from a tensor's first to its last one, in its own strides: what offsets have to count."""
+    """How many elements lie between a tensor's first and last one, both included, by its strides."""
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Two parts (out (..., D), lse (...)) as one; (0, -inf) merged with itself is (0, -inf), with x exactly x."""
+    """Two parts (out (..., D), lse (...)) as one. Merging (0, -inf), which saw nothing, with any x gives exactly x."""
     out, lse = one[0].clone(), one[1].clone()
     merge_(out, lse, *other)
     return out, lse

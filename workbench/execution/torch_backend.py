@@ -57,9 +57,9 @@ def _(grad, q, k, v, out, lse, handle, scale):
 def run(direction: str, tensors: tuple[Tensor, ...], pattern, n: int, scale: float) -> tuple[Tensor, ...]:
     """`forward` or `backward` of the execution that the pattern needs, one sequence at a time where layouts differ."""
     first = tensors[0]  # q or its like
-    if getattr(pattern, "batch", None):
+    if pattern.batch is not None:
         sequences = zip(*(t.split(1) for t in tensors), strict=True)
-        each = [run(direction, one, pattern.for_batch(x), n, scale) for x, one in enumerate(sequences)]
+        each = [run(direction, x, one, n, scale) for x, one in zip(sequences, pattern.each(), strict=True)]
         return tuple(torch.cat(t) for t in zip(*each, strict=True))
     if isinstance(pattern, Dense):
         pattern = one_branch(pattern, n)
@@ -71,13 +71,8 @@ def run(direction: str, tensors: tuple[Tensor, ...], pattern, n: int, scale: flo
 
 def blocks_of(pattern, q: Tensor, n: int):
     """The pattern's blocks for these sizes, kept with the pattern: a predicate's take N^2 evaluations to find."""
-    heads = 1 if pattern.same_heads else q.shape[2]
-    key = (n, heads, q.shape[1], str(q.device))
-    kept = pattern.__dict__.setdefault("_blocks", {})
-    if key not in kept:
-        kept.clear()  # the last sizes only
-        kept[key] = pattern.blocks(n, heads, q.shape[1]).to(q.device)
-    return kept[key]
+    sizes = n, 1 if pattern.same_heads else q.shape[2], q.shape[1]
+    return pattern.kept("blocks", (*sizes, str(q.device)), lambda: pattern.blocks(*sizes).to(q.device))
 
 
 def setup_context(ctx, inputs, output) -> None:

@@ -21,8 +21,8 @@ from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, living
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 LENGTH = 1 << 30  # positions are int32 in the kernels, and some are computed one tile beyond the last
-WINDOW = 128  # the block size of a neighborhood on a line, most of whose blocks are visible as a whole
-BLOCK = 64  # and on a grid: smaller blocks hold fewer pairs that are not visible
+WINDOW = 128  # the block size of a neighborhood on a line, most of whose blocks are fully visible
+BLOCK = 64  # of other neighborhoods: smaller blocks hold fewer pairs that are not visible
 
 
 def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
@@ -45,7 +45,7 @@ def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
         return None
     if not isinstance(pattern, (BlockSparse, Neighborhood)):
         return f"the kernels know dilated, block-sparse and neighborhood patterns, not {pattern.name}"
-    if getattr(pattern, "predicate", None) is not None:
+    if isinstance(pattern, BlockSparse) and pattern.predicate is not None:
         return "the kernels cannot call the pattern's predicate"
     if isinstance(pattern, Neighborhood) and (bits := coordinate_bits(pattern)) > 62:
         return f"the kernels have 62 bits for the coordinates of a token, and these take {bits}"
@@ -100,7 +100,7 @@ def attend_backward(
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     execution, pattern = kernels(living(handle), q, k.shape[1])
     grad, q, k, v, out = map(unit_stride, (grad, q, k, v, out))
-    with device_of(q):  # lse may be of a part of the rows, and is read as if it were all
+    with device_of(q):  # the kernels read lse as contiguous, and it may be a slice
         return execution.backward(grad, grad_lse, q, k, v, out, lse.contiguous(), *pattern, scale)
 
 
@@ -124,15 +124,13 @@ def plan_of(pattern, q: Tensor, n: int):
     """The pattern's lists of blocks for these sizes, kept with the pattern."""
     from workbench.execution.kernels import blocks
 
-    heads = 1 if pattern.same_heads else q.shape[2]
-    key = (n, q.shape[1], heads, str(q.device))
-    kept = pattern.__dict__.get("_plan")
-    if kept is None or kept[0] != key:
-        batch = getattr(pattern, "batch", None)
-        each = [pattern] if batch is None else [pattern.for_batch(x) for x in range(batch)]
-        found = [x.blocks(n, heads, q.shape[1], block_size_of(pattern)) for x in each]
-        pattern._plan = kept = (key, blocks.make_plan(found, pattern, q.device))  # the last sizes only
-    return kept[1]
+    sizes = n, 1 if pattern.same_heads else q.shape[2], q.shape[1]
+
+    def make():
+        found = [one.blocks(*sizes, block_size_of(pattern)) for one in pattern.each()]
+        return blocks.make_plan(found, pattern, q.device)
+
+    return pattern.kept("plan", (*sizes, str(q.device)), make)
 
 
 def tile_of(q: Tensor, pattern):
@@ -145,7 +143,7 @@ def tile_of(q: Tensor, pattern):
 
 
 def by_cudnn(q: Tensor, k: Tensor, v: Tensor, pattern) -> dict[str, list]:
-    """By direction, the branches whose whole segments cuDNN takes. In the backward: of gradients that lie as q does."""
+    """By direction, the branches whose whole segments cuDNN takes (the backward: for gradients laid out as q is)."""
     from workbench.execution.kernels import dilated, strided
 
     if isinstance(pattern, Dense):

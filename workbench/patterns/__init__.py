@@ -1,4 +1,4 @@
-"""What attends to what: one class a kind of pattern, all answering the questions of `Pattern`."""
+"""What attends to what: a class for each kind of pattern, all with the methods of `Pattern`."""
 
 from __future__ import annotations
 

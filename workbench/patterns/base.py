@@ -11,19 +11,21 @@ import json
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-TILE = 1 << 22  # pairs that a generic (tile by tile) count looks at at once: 32 MB of int64
+T = TypeVar("T")
+TILE = 1 << 22  # pairs in a tile of a generic count: 32 MB of int64
 
 
 @dataclass(frozen=True)
 class Blocks:
     """The blocks of the (query, key) grid that hold a visible pair, row by row (CSR).
 
-    Block boundaries are absolute positions: query block a covers [a * bq, (a + 1) * bq) and the first one that holds a
-    query is `first`. `layouts` is 1 where all heads share one layout, else the number of heads.
+    Block boundaries are absolute positions: query block a covers [a * bq, (a + 1) * bq), and `first` is the first block
+    that holds a query. `layouts` is 1 where all heads share one layout, else the number of heads.
 
     starts: int64 (layouts * rows + 1), row x of layout g spans columns[starts[g * rows + x] : starts[g * rows + x + 1]]
     columns: int32, key blocks, ascending within a row
@@ -61,7 +63,7 @@ class Blocks:
     def row_counts(self) -> Tensor:
         """int64 (2, layouts, rows): how many blocks each row has, and how many of them are full.
 
-        A last key block that is cut off by the end counts as not full.
+        A last key block that is shorter than the others counts as not full.
         """
         full, lines = self.full, len(self.starts) - 1
         if self.n % self.block_size[1]:
@@ -90,13 +92,14 @@ def living(handle: int) -> Pattern:
 
 
 class Pattern:
-    """What attends to what. Subclasses define `count`; whatever has a closed form they override.
+    """What attends to what. Subclasses define `count`, and override what they have a closed form for.
 
     Every method takes `n` (keys), `heads` (query heads) and `nq` (queries: the last nq of the n positions; default n).
     """
 
     causal = False
     same_heads = False  # whether all heads see the same, however many there are
+    batch: int | None = None  # the batch size where the pattern differs by batch entry
     handle: int  # how a torch operator, which takes no Python objects, names a pattern; never reused in a process
 
     def __new__(cls, *args, **kwargs):
@@ -105,8 +108,29 @@ class Pattern:
         _living[self.handle] = self
         return self
 
-    def __getstate__(self):  # a copy is a pattern of its own
-        return {k: v for k, v in self.__dict__.items() if k not in ("handle", "_blocks", "_flex", "_plan", "_shared")}
+    def __getstate__(self):  # a copy is a pattern of its own, and keeps tables of its own
+        return {k: v for k, v in self.__dict__.items() if k not in ("handle", "_kept", "_shared")}
+
+    def kept(self, what: str, key: tuple, make: Callable[[], T]) -> T:
+        """make(), kept with the pattern as `what` until it is asked for under another key: the last sizes only."""
+        kept = self.__dict__.setdefault("_kept", {})
+        found = kept.get(what)
+        if found is None or found[0] != key:
+            kept[what] = found = None  # the last one goes before the next is made
+            kept[what] = found = key, make()
+        return found[1]
+
+    def for_batch(self, b: int) -> Pattern:
+        """The pattern of one batch entry: itself where all have the same."""
+        return self
+
+    def each(self) -> list[Pattern]:
+        """The patterns of the batch entries, or the one that all have."""
+        return [self] if self.batch is None else [self.for_batch(b) for b in range(self.batch)]
+
+    def divisor(self, heads: int) -> int:
+        """What the output of the softmax is divided by."""
+        return 1
 
     def count(self, h: Tensor, i: Tensor, j: Tensor, n: int, heads: int) -> Tensor:
         """How often query i of head h sees key j, causality included: broadcastable int64 tensors -> bool or int."""
@@ -165,9 +189,9 @@ class Pattern:
         nq = self.check(n, heads, nq)
         return self.distinct(n, heads, nq) / max(1, heads * nq * n)
 
-    def block_density(self, n: int, heads: int, nq: int | None = None, block_size=128) -> float:
-        """Blocks that hold a visible pair, over all blocks and heads."""
-        blocks = self.blocks(n, heads, nq, block_size)
+    def block_density(self, n: int, heads: int, nq: int | None = None, block_size=None) -> float:
+        """Blocks that hold a visible pair, over all blocks and heads. block_size: by default that of `blocks`."""
+        blocks = self.blocks(n, heads, nq, *(() if block_size is None else (block_size,)))
         return len(blocks.columns) / max(1, blocks.layouts * blocks.rows * blocks.cols)
 
     def blocks(self, n: int, heads: int, nq: int | None = None, block_size=128) -> Blocks:
@@ -175,7 +199,7 @@ class Pattern:
         raise NotImplementedError(f"{self} has no block form")
 
     def row_counts(self, n: int, heads: int, nq: int | None = None, block_size=None) -> Tensor:
-        """`Blocks.row_counts` of `blocks`; without the list where there is a rule."""
+        """`Blocks.row_counts` of `blocks`, without making the list where there is a rule for its length."""
         return self.blocks(n, heads, nq, *(() if block_size is None else (block_size,))).row_counts()
 
     def _uncovered(self, n: int, heads: int, nq: int) -> Tensor:
@@ -209,19 +233,19 @@ class Pattern:
 
 
 def repeated(counts: Callable[[int], Tensor], n: int, block: int, period: int, reach: int) -> Tensor:
-    """counts(n) (..., rows of `block` tokens) of a pattern that looks the same `period` rows on, from short lengths.
+    """counts(n), (..., rows of `block` tokens), of a periodic pattern, extrapolated from two short lengths.
 
-    Which blocks a row has depends on where rows and columns are in their period and, up to `reach` blocks, on how far
-    they are from each other and from the ends. A period more of columns on one side of a row, beyond the reach, then
-    adds so many blocks each time.
+    For patterns in which a block's visibility depends on its row and column modulo `period` and, within `reach` blocks,
+    on their distance from each other and from the ends. Each further period of columns on one side of a row, beyond the
+    reach, then adds the same number of blocks.
     """
     reach, step = reach + 1, period * block
-    turns = (n - (2 * reach + period + 1) * block) // step  # periods that can be taken out
+    turns = (n - (2 * reach + period + 1) * block) // step  # periods that can be left out
     if turns < 1:
         return counts(n)
     short, longer = counts(n - turns * step), counts(n - (turns - 1) * step)
     row = torch.arange(-(-n // block))
-    before = ((row - reach) // period).clamp(0, turns)  # of these periods, so many lie before the row
+    before = ((row - reach) // period).clamp(0, turns)  # how many of them lie before the row
     row = row - before * period
     here = short[..., row]
     return here + before * (longer[..., row + period] - here) + (turns - before) * (longer[..., row] - here)

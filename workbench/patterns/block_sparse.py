@@ -12,7 +12,7 @@ from workbench.patterns.arguments import describe, flag, wholes
 from workbench.patterns.base import TILE, Blocks, Pattern, pair_of, repeated
 from workbench.patterns.predicate import evaluate, source_of
 
-CHUNK = 1 << 20  # cells of the block grid that are looked at at once: a few MB
+CHUNK = 1 << 20  # cells of the block grid held at once: a few MB
 
 
 @dataclass
@@ -26,9 +26,9 @@ class Part:
     column: Tensor
     full: Tensor
 
-    def only(self, left: Tensor, full: Tensor | None = None) -> Part:
+    def only(self, chosen: Tensor, full: Tensor | None = None) -> Part:
         full = self.full if full is None else full
-        return Part(self.head, self.start, self.end, self.row[left], self.column[left], full[left])
+        return Part(self.head, self.start, self.end, self.row[chosen], self.column[chosen], full[chosen])
 
 
 class BlockSparse(Pattern):
@@ -68,7 +68,9 @@ class BlockSparse(Pattern):
         return self.layout.batch
 
     def for_batch(self, b: int) -> BlockSparse:
-        """The pattern of one batch entry."""
+        """The pattern of one batch entry: itself where all have the same."""
+        if self.batch is None:
+            return self
         layout = self.layout.for_batch(b)
         return BlockSparse(layout, self.block_size, self.causal, self.predicate, self.causal_rank)
 
@@ -89,7 +91,7 @@ class BlockSparse(Pattern):
         return layout.visible(h, a, b, self._grid(n))
 
     def _inside(self, h, i, j):
-        """What a visible block shows: bool, broadcastable."""
+        """Which pairs of visible blocks are visible: bool, broadcastable."""
         seen = torch.ones_like(i + j, dtype=torch.bool)
         if self.causal_rank is not None:
             rank = self.causal_rank.to(i.device)
@@ -131,10 +133,6 @@ class BlockSparse(Pattern):
             return super().row_counts(n, heads, nq, block_size)
         whole = super().row_counts  # of all positions
         return repeated(lambda m: whole(m, heads), n, bq, *layout.repeats)[..., first:]
-
-    def block_density(self, n, heads, nq=None, block_size=None):
-        blocks = self.blocks(n, heads, nq, block_size)
-        return len(blocks.columns) / max(1, blocks.layouts * blocks.rows * blocks.cols)
 
     def _by_head(self, n, heads) -> bool:
         if self.layout.per_head or self.predicate is None or not n or heads < 2:
@@ -194,7 +192,7 @@ class BlockSparse(Pattern):
             yield some, self._inside(h, i, j).expand(exists.shape) & exists, exists
 
     def _refine(self, part: Part, n, nq) -> Part:
-        """Without the blocks of which the predicate leaves nothing; full where it leaves all."""
+        """The blocks in which the predicate shows a pair; full where it shows all."""
         left, full = torch.zeros_like(part.full), torch.zeros_like(part.full)
         for some, seen, exists in self._evaluated(part, n, nq):
             left[some] = seen.any(2).any(1)
@@ -218,7 +216,7 @@ class BlockSparse(Pattern):
         return self.pairs(n, heads, nq)
 
     def _pairs_repeated(self, n, period, reach) -> int:
-        """The pairs of a head: a period more of rows and columns adds more each time, and always by as much more."""
+        """The pairs of a head: quadratic in the number of periods, so that three short lengths determine it."""
         step = period * self.block_size[0]
         turns = (n - 2 * (reach + 1) * self.block_size[0]) // step - 1
         lengths = [n] if turns < 2 else [n - (turns - x) * step for x in range(3)]
@@ -234,7 +232,7 @@ class BlockSparse(Pattern):
         rest = part.only(~part.full)
         if self.predicate is not None or self.causal_rank is not None:
             return total + sum(int(seen.sum()) for _, seen, _ in self._evaluated(rest, n, nq))
-        # Query i sees i + 1 - k0 keys of the block, at least none and at most all: a difference of triangular numbers.
+        # Query i sees i + 1 - k0 keys of the block, clamped to [0, k1 - k0]: the sum is of triangular numbers.
         (q0, q1), (k0, k1) = self._spans(rest, n, nq)
         return total + int((_triangle(q1 - k0) - _triangle(q1 - k1) - _triangle(q0 - k0) + _triangle(q0 - k1)).sum())
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 18  # cells looked at at once, over all offsets: a few MB
+CHUNK = 1 << 18  # cells held at once, over all offsets: a few MB
 
 
 def subsets(size: int, deepest: int):
@@ -26,7 +26,10 @@ def subsets(size: int, deepest: int):
 
 @dataclass
 class Seen:
-    """For each row of offsets: kept queries, and (query, key) pairs in a common cell. Python ints: no overflow."""
+    """For each row of offsets: kept queries, and pairs of a kept query and a kept key in one cell.
+
+    Python ints: they do not overflow.
+    """
 
     rows: list[int]
     pairs: list[int]
@@ -34,7 +37,7 @@ class Seen:
 
 def count(branches, offsets: Tensor, n: int, nq: int, causal: bool) -> Seen:
     """What ALL the branches [(w, r), ...] see; offsets int64 (rows, branches); queries are the last nq of n."""
-    branches = [(min(w, n), min(r, n)) for w, r in branches]  # longer than the sequence: the same thing
+    branches = [(min(w, n), min(r, n)) for w, r in branches]  # beyond n they change nothing
     period = math.lcm(*(w for w, _ in branches))  # the cells repeat, and with them what is kept
     first = n - nq
     start = first // period * period

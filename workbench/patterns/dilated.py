@@ -19,8 +19,11 @@ NAMES = {(PAPER, (1, 2, 4, 6, 12)): "longnet-paper", (PAPER, (1, 2, 4, 8, 16)): 
 
 
 def geometric(n: int, causal: bool = False, first: int = 4096) -> Dilated:
-    """LongNet's dilated attention for n positions, each branch as much work as the next: segments of `first`, four
-    times as long each time, dilated twice as much, until one is all n."""
+    """LongNet's dilated attention for n positions, with equal work in each branch.
+
+    The first branch has segments of `first` tokens and rate 1; each further one has segments four times as long and
+    twice the rate. The last branch is one segment of all n positions.
+    """
     lengths, rates = [first], [1]
     while lengths[-1] < n:
         lengths, rates = [*lengths, 4 * lengths[-1]], [*rates, 2 * rates[-1]]

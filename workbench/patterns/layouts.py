@@ -22,7 +22,7 @@ from torch import Tensor
 from workbench.patterns.arguments import describe, flag, whole, wholes
 from workbench.patterns.base import pair_of
 
-FAR = 1 << 30  # blocks: farther than any two are apart; what is longer means the same, and this fits in int32
+FAR = 1 << 30  # more blocks than there ever are: longer distances are cut to it, so that they fit in int32
 OPERATORS = {"|": operator.or_, "&": operator.and_, "-": operator.sub, "~": operator.invert}
 
 
@@ -34,7 +34,7 @@ class Layout:
     per_head: whether it depends on the head
     of: what a combination combines; tensor: the blocks of an explicit layout
     repeats: (period, reach) where visible depends on i and j modulo the period and, up to the reach, on i - j, i and j
-    row_counts: grid -> int64 (rows,), how many blocks each row has, where this is known without looking
+    row_counts: grid -> int64 (rows,), how many blocks each row has, where there is a formula for it
     """
 
     kind: str

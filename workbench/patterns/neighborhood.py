@@ -12,7 +12,7 @@ from torch import Tensor
 from workbench.patterns.arguments import whole, wholes
 from workbench.patterns.base import Blocks, Pattern, pair_of, repeated
 
-CHUNK = 1 << 22  # cells of windows that are looked at at once: a few hundred MB at the very most
+CHUNK = 1 << 22  # cells of windows held at once: a few hundred MB at most
 
 
 class Neighborhood(Pattern):
@@ -100,8 +100,10 @@ class Neighborhood(Pattern):
     # --- the block form -----------------------------------------------------------------------------------------------
 
     def blocks(self, n, heads, nq=None, block_size=128):
-        """Exact. The tokens of a query block are runs of cells along the last axis; each run, widened by the radius, is
-        looked up among the runs of equal key block on each line in reach, so the work follows the runs, not the pairs.
+        """Exact, in time that grows with the runs of cells, not with the pairs.
+
+        The tokens of a query block are runs of cells along the last axis. Each run is widened by the radius and
+        intersected, on each line within reach, with the runs of cells that share a key block.
         """
         nq = self.check(n, heads, nq)
         bq, bk = block_size = pair_of(block_size)
@@ -199,7 +201,7 @@ class Neighborhood(Pattern):
         return boxes
 
     def _within(self, query: Tensor, a: Tensor, key: Tensor, b: Tensor) -> Tensor:
-        """bool: blocks with all pairs visible: on no axis are two of their tokens farther apart than the radius."""
+        """bool: the blocks whose pairs are all visible: no two tokens differ by more than the radius on any axis."""
         full = torch.ones(len(a), dtype=torch.bool)
         for (q_low, q_high), (k_low, k_high), radius in zip(query, key, self.radius, strict=True):
             full &= (q_high[a] - k_low[b] <= radius) & (k_high[b] - q_low[a] <= radius)

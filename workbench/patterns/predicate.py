@@ -18,7 +18,7 @@ class Predicate(Pattern):
     """visible(h, i, j) = fn(h, i, j), and j <= i if causal.
 
     fn takes broadcastable int64 tensors (head, query, key: absolute positions) and returns a bool tensor that
-    broadcasts with them. It is looked at in tiles: N^2 work, bounded memory, and progress on stderr once it takes long.
+    broadcasts with them. It is evaluated in tiles: N^2 work, bounded memory, progress on stderr where it takes long.
     """
 
     def __init__(self, fn, causal: bool = False):
@@ -36,7 +36,7 @@ class Predicate(Pattern):
         return watched(super().tiles(n, heads, nq), self.name, -(-nq // rows))
 
     def blocks(self, n, heads, nq=None, block_size=128):
-        """Exact, by looking at every pair; one layout where fn's result does not depend on h."""
+        """Exact, by evaluating fn on every pair; one layout where its result does not depend on h."""
         nq = self.check(n, heads, nq)
         bq, bk = block_size = pair_of(block_size)
         cols, first = -(-n // bk), (n - nq) // bq
@@ -116,7 +116,7 @@ def source_of(fn) -> str:
 
 
 def watched(steps, what: str, total: int):
-    """The steps, with one rewritten line on stderr once they have taken two seconds."""
+    """The steps, with a line of progress on stderr once they have taken two seconds."""
     began, shown = time.monotonic(), False
     for done, step in enumerate(steps, 1):
         yield step

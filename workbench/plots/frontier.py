@@ -21,9 +21,7 @@ from workbench.plots import style
 from workbench.plots.patterns import family_color
 
 GIB = 1 << 30
-MODES = {"fwd": "forward", "fwdbwd": "forward + backward"}
 LINES = {"eager": ":", "flash": "--", "flex": "--", "efficient": "-."}  # of a backend; the others are solid
-MARKERS = {"Dense": "o", "Dilated": "s", "BlockSparse": "^", "Neighborhood": "D"}
 PALETTE = ("#0072B2", "#56B4E9", "#A6CEE3", "#E69F00", "#F0E442", "#009E73", "#7FC97F", "#B2DF8A", "#D55E00", "#CC79A7",
            "#6A3D9A")  # of tensors, in order of birth  # fmt: skip
 LIMITS = {
@@ -48,7 +46,7 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
             line = line[line["predicted_n"].fillna(0).gt(0) | line["measured_n"].notna()].sort_values("budget_bytes")
             if line.empty:
                 continue
-            name = f"{label} · {_device(line)}" if pale else label
+            name = f"{label} · {style.device(line)}" if pale else label
             handles[name] = _line(left, line, 1, pale)
             _line(right, line, _bytes_a_token(line) / line["budget_bytes"], pale)
             last = line.iloc[-1]
@@ -62,9 +60,6 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
         ax.set(xscale="log", xlabel="budget: what the allocator may reserve")
         ax.xaxis.set_major_formatter(FuncFormatter(_budget))
         ax.xaxis.set_minor_formatter(NullFormatter())
-        budgets = sorted(
-            {*rows["budget_bytes"], *([] if recorded is None or recorded.empty else recorded["budget_bytes"])}
-        )
         ax.set_xticks(_apart(budgets), minor=False)
         ax.tick_params(axis="x", labelsize=9)
     if len(late):
@@ -177,7 +172,7 @@ def claims(rows: pd.DataFrame):
     return style.finish(fig, f"Longest N in the reports and predicted: {words}.")
 
 
-def four_numbers(rows: pd.DataFrame, n: int, total_bytes: int | None = None):
+def four_numbers(rows: pd.DataFrame, n: int):
     """Bars: requested, allocated, reserved and device bytes at the peak, a group a way; rows: `frontiers.numbers`."""
     style.use()
     kinds = {"requested": "#c6dbef", "allocated": "#6baed6", "reserved": "#2171b5", "device": "#08306b"}
@@ -186,11 +181,9 @@ def four_numbers(rows: pd.DataFrame, n: int, total_bytes: int | None = None):
     for place, (kind, color) in enumerate(kinds.items()):
         bars = ax.bar(x + 0.21 * (place - 1.5), rows[kind] / GIB, 0.2, color=color, label=kind)
         ax.bar_label(bars, fmt=lambda value: f"{value:.3g}", padding=2, fontsize=8)
-    if total_bytes:
-        ax.axhline(total_bytes / GIB, color="black", linewidth=1, linestyle="--", label="all that the card has")
     ax.set(xticks=x, xticklabels=rows["way"], ylabel="at the peak (GiB)", title=f"N = {n:,}")
     ax.margins(y=0.12)
-    fig.legend(loc="outside lower center", ncols=5, fontsize=9)
+    fig.legend(loc="outside lower center", ncols=4, fontsize=9)
     words = "; ".join(", ".join([r["way"], *(f"{x} {r[x] / GIB:.2f}" for x in kinds)]) for r in rows.to_dict("records"))
     return style.finish(fig, f"Bytes at the peak in GiB, N = {n:,}: {words}.")
 
@@ -211,7 +204,8 @@ def _line(ax, line: pd.DataFrame, scale, pale: bool) -> Line2D:
     ax.plot(line["budget_bytes"], line["predicted_n"].astype(float) * scale, **stroke, **look)
     if line["measured_n"].isna().all():
         return Line2D([], [], **stroke, **look)
-    marks = {"marker": MARKERS.get(family, "v"), "markersize": 6, "markerfacecolor": "white" if pale else look["color"]}
+    marks = {"marker": style.MARKERS.get(family, "v"), "markersize": 6}
+    marks["markerfacecolor"] = "white" if pale else look["color"]
     ax.plot(line["budget_bytes"], line["measured_n"].astype(float) * scale, linestyle="", **marks, **look)
     return Line2D([], [], **stroke, **marks, **look)
 
@@ -239,8 +233,3 @@ def _apart(budgets: set[int]) -> list[int]:
 def _short(name: str) -> str:
     """The name of a tensor without torch's long names of operators."""
     return name.replace("_scaled_dot_product_", "").replace("_attention", "").strip("_")
-
-
-def _device(rows: pd.DataFrame) -> str:
-    name = str(rows["run_device"].iloc[0])
-    return next((word for word in name.split() if word[:1] in "HABLGT" and any(c.isdigit() for c in word)), name)

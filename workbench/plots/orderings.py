@@ -100,14 +100,14 @@ def locality(extent, within):
     )
 
 
-def blocks(matrices: dict, title: str, columns: int | None = None, query="query block", key="key block"):
+def blocks(matrices: dict, title: str):
     """Matrices of touched blocks, bool (query blocks, key blocks), by the name of the ordering (or a label)."""
     style.use()
     fig, axes = plt.subplots(1, len(matrices), figsize=(2.75 * len(matrices), 3.35), squeeze=False)
     for i, (ax, (name, seen)) in enumerate(zip(axes[0], matrices.items(), strict=True)):
         _matrix(ax, seen, color(name))
         ax.set_title(f"{label(name)}: {100 * seen.mean():.1f}%")
-        ax.set(xlabel=key, ylabel=query if i == 0 else "")
+        ax.set(xlabel="key block", ylabel="query block" if i == 0 else "")
     fig.suptitle(title, x=0.01, ha="left", fontsize=11)
     shares = ", ".join(f"{label(name)} {100 * seen.mean():.1f}%" for name, seen in matrices.items())
     return style.finish(fig, f"{title}. Blocks touched: {shares}.")

@@ -162,7 +162,7 @@ def cost(table: pd.DataFrame):
     right.set(title="memory of a fused forward (modelled)", ylabel="predicted bytes")
     for ax in (left, right):
         ax.set(xscale="log", yscale="log", xlabel="tokens N")
-        ax.set_xticks(sorted(table.n.unique()), [_length(n) for n in sorted(table.n.unique())])
+        ax.set_xticks(sorted(table.n.unique()), [style.length(n) for n in sorted(table.n.unique())])
         ax.xaxis.set_minor_formatter(NullFormatter())
         ax.yaxis.set_major_formatter(EngFormatter(sep=" "))
     right.yaxis.set_major_formatter(EngFormatter(unit="B", sep=" "))
@@ -170,12 +170,6 @@ def cost(table: pd.DataFrame):
     last = table[table.n == table.n.max()]
     ends = ", ".join(f"{r.pattern} {r.pairs:.2e} pairs and {r.predicted_bytes:.2e} bytes" for r in last.itertuples())
     return style.finish(fig, f"Pairs and modelled bytes against N. At N={table.n.max():,}: {ends}.")
-
-
-def _length(n: int) -> str:
-    """4096 -> 4K, 1048576 -> 1M: lengths are powers of two more often than not."""
-    size, unit = (n / 2**20, "M") if n >= 2**20 else (n / 1024, "K") if n >= 1024 else (n, "")
-    return f"{size:.3g}{unit}"
 
 
 def times(table: pd.DataFrame):

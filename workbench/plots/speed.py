@@ -13,10 +13,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from workbench.plots import style
 from workbench.plots.patterns import family_color
+from workbench.plots.style import MARKERS, MODES
 
-MODES = {"fwd": "forward", "fwdbwd": "forward + backward"}
 LINES = {"cudnn": "-", "sdpa": "-", "flash": "--", "efficient": ":"}
-MARKERS = {"Dense": "o", "Dilated": "s", "BlockSparse": "^", "Neighborhood": "D", "Predicate": "v"}
 
 
 def time_against_n(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
@@ -52,7 +51,7 @@ def rate(rows: pd.DataFrame, ceilings: dict, recorded: pd.DataFrame | None = Non
                 top = best["matmul_tflops"][dtype]
                 ax.axhline(top, color=color, linewidth=1.2, linestyle=(0, (6, 3)))
                 ax.annotate(
-                    f"{dtype} matmul here" if frame is rows else f"{dtype} matmul, {_device(frame)}", (0.01, top),
+                    f"{dtype} matmul here" if frame is rows else f"{dtype} matmul, {style.device(frame)}", (0.01, top),
                     xycoords=("axes fraction", "data"), xytext=(0, 4), textcoords="offset points", fontsize=8,
                     color=color, bbox={"color": "white", "alpha": 0.8, "pad": 1},
                 )  # fmt: skip
@@ -106,12 +105,12 @@ def against_dense(rows: pd.DataFrame):
                                     strict=False):  # fmt: skip
             some = chosen["n"] == n
             y = [places[name] for name, keep in zip(names, some, strict=True) if keep]
-            label = f"N = {tokens(n)}"
+            label = f"N = {style.length(n)}"
             ax.scatter(chosen["of_dense"][some], y, marker=marker, s=60, color=color, label=label, zorder=3)
         ax.axvline(1, color="black", linewidth=1)
         ax.set(yticks=list(places.values()), yticklabels=list(places), xlim=(0, 1.15), title=MODES[mode])
         ax.set_xlabel("rate over attended pairs / dense cuDNN's at 16K")
-        words += [f"{_sizes(r)}, {MODES[mode]}, N = {tokens(r.n)}: {r.of_dense:.2f}" for r in chosen.itertuples()]
+        words += [f"{_sizes(r)}, {MODES[mode]}, N = {style.length(r.n)}: {r.of_dense:.2f}" for r in chosen.itertuples()]
     axes[0, 0].legend(loc="lower left")
     return style.finish(fig, "Rate over attended pairs against dense attention's: " + "; ".join(words) + ".")
 
@@ -137,7 +136,7 @@ def times_faster(rows: pd.DataFrame):
         ax.axhline(ideal, color=style.COLORS["muted"], linestyle="--")
         ax.annotate(f"pairs alone: {ideal:.1f}x", (0.5, ideal), xycoords=("axes fraction", "data"), ha="center",
                     xytext=(0, 3), textcoords="offset points", fontsize=8, color="#555555")  # fmt: skip
-        n = tokens(group["n"].iloc[0])
+        n = style.length(group["n"].iloc[0])
         ax.set_title(f"{group['pattern'].iloc[0]}, N = {n}\n{MODES[group['mode'].iloc[0]]}", fontsize=10)
         ax.set_ylim(0, 1.18 * max(ideal, group["speedup_high"].max()))
         ax.tick_params(axis="x", labelsize=9)
@@ -146,8 +145,8 @@ def times_faster(rows: pd.DataFrame):
     return style.finish(fig, "Speed-up over dense attention of the same length: " + "; ".join(words) + ".")
 
 
-def beside_peers(rows: pd.DataFrame, ceiling: float | None = None):
-    """Bars: the rate over attended pairs of each alternative of the groups, and the matmul ceiling (TFLOP/s)."""
+def beside_peers(rows: pd.DataFrame):
+    """Bars: the rate over attended pairs (TFLOP/s) of each alternative, a panel a group."""
     style.use()
     names = list(dict.fromkeys(rows["suite"]))
     fig, axes = plt.subplots(1, len(names), figsize=(2.7 * len(names) + 1, 3.6), sharey=True, squeeze=False)
@@ -158,13 +157,11 @@ def beside_peers(rows: pd.DataFrame, ceiling: float | None = None):
         bars = ax.bar(group["label"].str.replace(" ", "\n"), group["tflops"], color=shade)
         ax.bar_label(bars, fmt="%.0f", padding=2)
         n = group["n"].max()
-        ax.set_title(f"N = {tokens(n)}\n{MODES[group['mode'].iloc[0]]}", fontsize=10)
+        ax.set_title(f"N = {style.length(n)}\n{MODES[group['mode'].iloc[0]]}", fontsize=10)
         ax.tick_params(axis="x", labelsize=8)
-        if ceiling:
-            ax.axhline(ceiling, color="#444444", linewidth=1.2, linestyle=(0, (6, 3)))
         words += [f"{name}, {r.label}: {r.tflops:.0f}" for r in group.itertuples()]
     axes[0, 0].set_ylabel("TFLOP/s over attended pairs")
-    axes[0, 0].set_ylim(0, 1.12 * max(ceiling or 0, rows["tflops"].max()))
+    axes[0, 0].set_ylim(0, 1.12 * rows["tflops"].max())
     return style.finish(fig, "Rates in TFLOP/s: " + "; ".join(words) + ".")
 
 
@@ -198,7 +195,7 @@ def _panels(rows, recorded, draw, ylabel):
                 draw(ax, line.sort_values("n"), pale)
         ax.set(xscale="log", yscale="log", xlabel="N (tokens)", title=MODES[mode])
         ax.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
-        ax.xaxis.set_major_formatter(FuncFormatter(tokens))
+        ax.xaxis.set_major_formatter(FuncFormatter(style.length))
         ax.xaxis.set_minor_formatter(NullFormatter())
         ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
     axes[0, 0].set_ylabel(ylabel)
@@ -213,7 +210,7 @@ def _panels(rows, recorded, draw, ylabel):
 
 def _line(ax, line, y, pale):
     first = line.iloc[0]
-    label = f"{first['label']} ({first['backend']})" + (f" · {_device(line)}" if pale else "")
+    label = f"{first['label']} ({first['backend']})" + (f" · {style.device(line)}" if pale else "")
     ax.plot(
         line["n"], y, LINES.get(first["backend"], "-"), label=label, color=family_color(first["family"]),
         marker=MARKERS.get(first["family"], "v"), markersize=5, linewidth=1.1 if pale else 1.8,
@@ -224,15 +221,3 @@ def _line(ax, line, y, pale):
 def _last(rows):
     forward = rows[(rows["status"] == "ok") & (rows["mode"] == "fwd")]
     return forward[forward["n"] == forward["n"].max()]
-
-
-def _device(rows) -> str:
-    name = str(rows["run_device"].iloc[0])
-    return next((word for word in name.split() if word[:1] in "HABLGT" and any(c.isdigit() for c in word)), name)
-
-
-def tokens(n, _=None) -> str:
-    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
-        if n >= size and n % size == 0:
-            return f"{n / size:g}{unit}"
-    return f"{n:g}"

@@ -16,6 +16,8 @@ COLORS = {
     "muted": "#999999",
 }
 SEQUENTIAL = "mako_r"
+MARKERS = {"Dense": "o", "Dilated": "s", "BlockSparse": "^", "Neighborhood": "D", "Predicate": "v"}
+MODES = {"fwd": "forward", "fwdbwd": "forward + backward"}
 
 
 def use() -> None:
@@ -42,6 +44,20 @@ def use() -> None:
 def number(x: float) -> str:
     """Three digits or all of a whole number's, and never an exponent for a large one: 0.123, 12.3, 1,234."""
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def length(n: float, _=None) -> str:
+    """A length, most of which are powers of two: 131072 is 128K, and 1000 is 1000. Also a formatter of ticks."""
+    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
+        if n >= size and n % size == 0:
+            return f"{n / size:g}{unit}"
+    return f"{n:g}"
+
+
+def device(rows) -> str:
+    """The short name of the device that recorded rows are from: H100 for "NVIDIA H100 80GB HBM3"."""
+    name = str(rows["run_device"].iloc[0])
+    return next((word for word in name.split() if word[:1] in "HABLGT" and any(c.isdigit() for c in word)), name)
 
 
 def finish(fig, alt: str):

@@ -1,6 +1,6 @@
-"""Probes: a module each, one verb: timing.measure, memory.measure, roofline.ceilings, error.measure, speed.sweep,
-suite.run, layer.measure, estimate.trace, frontier.search, validity.check, scaling.sweep, link.measure; peers has other
-people's attention to measure beside."""
+"""Probes, a module and a verb each: timing.measure, memory.measure, roofline.ceilings, error.measure, speed.sweep,
+suite.run, layer.measure, estimate.trace, frontier.search, fit.table, validity.check, scaling.sweep, link.measure.
+`peers` has other people's implementations of attention, to be measured in the same way."""
 
 from __future__ import annotations
 

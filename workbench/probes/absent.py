@@ -1,5 +1,5 @@
-"""A card that is not there: for a program, "cuda" means `meta`, torch.cuda tells of the card, and Triton's kernels do
-nothing. What is asked of the card that depends on data cannot be answered, and raises."""
+"""A card that is not there: for a program "cuda" means `meta`, torch.cuda describes the card, and Triton's kernels do
+nothing. An operation whose result depends on data that the card would have raises."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def impersonate(card: Card):
 
 @contextlib.contextmanager
 def replaced(what: list[tuple]):
-    """(object, name of an attribute, its value meanwhile)."""
+    """While the block lasts, attributes have other values: what is a list of (object, name, value)."""
     kept = [(where, name, getattr(where, name, None)) for where, name, _ in what]
     try:
         for where, name, new in what:
@@ -150,7 +150,7 @@ def replaced(what: list[tuple]):
         yield
     finally:
         for where, name, old in kept:
-            if old is None:  # a builtin, which a module of its own name hid meanwhile
+            if old is None:  # it had none: `fused.range`, say, stood in for a builtin
                 delattr(where, name)
             else:
                 setattr(where, name, old)

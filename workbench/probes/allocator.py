@@ -39,7 +39,7 @@ class OutOfMemory(torch.OutOfMemoryError):
 
 
 class _Pool:
-    """The free blocks of a stream, small or large: (size, address, block) in order, and addresses without memory."""
+    """The free blocks of a stream, small or large: (size, address, block) in order; and unmapped ones, by address."""
 
     __slots__ = ("small", "page", "free", "unmapped")
 
@@ -87,7 +87,7 @@ class _Block:
         return first
 
     def merge(self, other: _Block | None) -> None:
-        """Take in a neighbour, if it is there, free, and has memory as this one has (or lacks)."""
+        """Absorb a neighbour if there is one that is free, and mapped or unmapped as this block is."""
         if other is None or other.used or other.mapped != self.mapped:
             return
         (self.pool.remove if other.mapped else self.pool.remove_unmapped)(other)
@@ -102,7 +102,7 @@ class _Block:
                 self.after.before = self
 
     def room(self) -> int:
-        """What it can grow to where it is."""
+        """The size that it can grow to in place."""
         after = self.after
         return self.size + (after.size if after is not None and not after.mapped else 0)
 
@@ -116,7 +116,7 @@ class Allocator:
     expandable: as with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 
     In bytes, as torch.cuda.memory_stats counts them: requested (asked for and not freed), allocated (their blocks),
-    reserved (segments and mapped pages), and the peak of each since the beginning or the last `reset_peaks`.
+    reserved (segments and mapped pages), and the peak of each.
     """
 
     def __init__(self, limit: int | None = None, expandable: bool = False):
@@ -185,10 +185,6 @@ class Allocator:
                 elif block.before is None and block.after is None:
                     pool.remove(block)
                     self.reserved -= block.size
-
-    def reset_peaks(self) -> None:
-        """Let the peaks begin anew from what is held now."""
-        self.peak_requested, self.peak_allocated, self.peak_reserved = self.requested, self.allocated, self.reserved
 
     def segments(self) -> list[list[tuple[int, int, int | None]]]:
         """The segments by address, each a list of its blocks: (address, size, requested bytes; None where free).

@@ -132,4 +132,4 @@ def _torch_own(q: Tensor, k: Tensor, v: Tensor, pattern) -> Tensor:
     q, k, v = (x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[None].expand(len(q), -1, -1, -1))
     out = torch.where((count > 0).any(-1, keepdim=True), out, 0).transpose(1, 2)
-    return out / pattern.divisor(heads) if hasattr(pattern, "divisor") else out
+    return out / pattern.divisor(heads)

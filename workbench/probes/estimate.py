@@ -24,7 +24,7 @@ import torch
 
 from workbench import cards
 from workbench.patterns import Dense, Neighborhood
-from workbench.probes import allocator, lone
+from workbench.probes import allocator, lone, roofline
 from workbench.probes import trace as tracer
 from workbench.probes.case import Case
 from workbench.probes.outcome import attempt
@@ -34,7 +34,7 @@ EFFICIENCY = Path(__file__).with_name("efficiency.json")
 KEPT = 512  # traces
 NAMES = ("q", "k", "v", "gradient of out")
 ONE = lone.Rank(1)
-# events, how many of them make the inputs, what is known to compute wrongly, backend, strategy of a rank
+# (events, how many of them make the inputs, what is known to compute wrongly, backend, a rank's strategy)
 Life = tuple[list[Event], int, set[str], str, str | None]
 
 
@@ -236,18 +236,15 @@ def share(lines: list[dict], head_dim: int, rows: int) -> float:
     return head_dim / max(time + slope * (head_dim - d), time * min(1, head_dim / d))
 
 
-def operations(case: Case) -> float:
-    """Floating-point operations of the products: 4 D a pair that is computed, and 10 D more with gradients.
-
-    Computed are the pairs that attend; of a neighborhood all pairs of the blocks that have one.
-    """
+def operations(case: Case) -> int:
+    """`roofline.flops` of the pairs that are computed: those that attend; of a neighborhood all pairs of its blocks."""
     pairs = block_pairs(case) if isinstance(case.pattern, Neighborhood) else None
     pairs = case.pattern.pairs(case.n, case.heads, case.nq) if pairs is None else pairs
-    return 4 * case.head_dim * case.batch * pairs * (3.5 if case.mode == "fwdbwd" else 1)
+    return roofline.flops(pairs, case.head_dim, case.mode, case.batch)
 
 
 def block_pairs(case: Case) -> int:
-    """(head, query, key) in the blocks that the kernels visit."""
+    """(head, query, key) in the blocks that the kernels visit, of a neighborhood."""
     from workbench.execution.triton_backend import block_size_of
 
     key = repr((case.pattern.spec(), case.n, case.nq))
@@ -289,11 +286,16 @@ def efficiency() -> dict[str, list[dict]]:
 
 
 def write_efficiency(kind: str = "h100x1") -> dict:
-    """Make the efficiency table from the records that are committed for a machine kind: medians of timings."""
+    """Write the efficiency table from the timings committed for a machine kind; returns its families.
+
+    ValueError where there are none.
+    """
     from workbench import patterns, records
 
-    card, found = cards.find(kind.partition("x")[0]), {}
-    timed = records.load(*sorted((records.default_folder() / kind).glob("*-timing-*.jsonl")))
+    card, found = cards.find(kind.rpartition("x")[0]), {}
+    timed = records.committed(kind, "timing")
+    if timed.empty:
+        raise ValueError(f"kind={kind!r}: want a machine kind with committed timings")
     usual = timed["dtype"].isin(card.matmul_tflops) & timed["median_ms"].notna()
     timed = timed[(timed["status"] == "ok") & usual]
     for _, row in timed.iterrows():

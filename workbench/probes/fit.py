@@ -112,10 +112,7 @@ def words(frame: pd.DataFrame, card: cards.Card, sizes: dict, n, budget_bytes, s
         f"batch {sizes['batch']}, {sizes['heads']} heads{kv} x {sizes['head_dim']}, {sizes['dtype']}, {sizes['mode']}; "
         "predicted, nothing is measured",
     ]
-    searched, longest = (
-        frame["limiter"].eq("search"),
-        frame["longest_n"],
-    )  # nothing stands in the way as far as was looked
+    searched, longest = frame["limiter"].eq("search"), frame["longest_n"]  # no limit up to the longest N tried
     if n is not None:
         longest = longest.mask(searched & frame["fits"], longest.clip(lower=n))
     shown = pd.DataFrame({"execution": frame["way"], "longest N": longest.map(_number)})

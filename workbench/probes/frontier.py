@@ -31,15 +31,15 @@ from workbench.probes.server import Server
 from workbench.probes.trace import uncollected
 
 GRAIN = 128  # lengths are multiples of it
-FIRST = 1024  # the length to begin with where nothing is known
-LONGEST_WHOLE = 1 << 17  # segments up to which lengths over several cards are multiples of them
-FIRST_TRACED = 1 << 16  # and where trying it costs milliseconds
-STEP = 0.005  # how far apart, as a share of N, a measurement leaves what works and what does not
-TIME_STEP = 0.1  # and where that is time: two runs of one call may differ by so much
+FIRST = 1024  # the length to begin a measurement with where nothing is known
+FIRST_TRACED = 1 << 16  # the length to begin a prediction with
+LONGEST_WHOLE = 1 << 17  # over several cards, lengths are multiples of the segment lengths below this
+STEP = 0.005  # a search ends when the longest N that works and the shortest that fails are this share of N apart
+TIME_STEP = 0.1  # the same where time is the limit: two runs of one call may differ by so much
 PAIRS = {"cpu": 1 << 26, "cuda": 1 << 32}  # of (query, key), for the check of dk and dv: a second or two
-SLACK_BYTES = 1 << 30  # what a process on the CPU may take beside its tensors before it is ended
-COLD_S = 30.0  # what a first call on a card may take beyond the limit, to load or compile its kernels
-SETUP_S = 600.0  # what making the inputs and checking rows may take
+SLACK_BYTES = 1 << 30  # memory that a process on the CPU may take beside its tensors before it is killed
+COLD_S = 30.0  # seconds that a first call on a card may take beyond the limit, to load or compile its kernels
+SETUP_S = 600.0  # seconds for making the inputs and checking rows
 LAUNCH = ("invalid configuration argument", "invalid argument", "too many resources", "out of resource", "32-bit ind",
           "32bit ind")  # fmt: skip
 

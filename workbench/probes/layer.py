@@ -6,6 +6,7 @@ Dimensions: N tokens, E embed_dim, H heads, D = E / H head_dim.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
@@ -70,6 +71,7 @@ def measure(
 
 def predict(pattern: Pattern, card="h100", *, n: int, embed_dim=768, heads=12, dtype="bfloat16") -> estimate.Estimate:
     """What `measure` would find on a card that need not be there: bytes of a layer's pass, x and parameters too."""
+    pattern = copy.copy(pattern)  # a pattern keeps its tables, and those of a trace have no data
     case = _cases({"layer": pattern}, (), n, embed_dim, heads, dtype, "cuda")["layer"]
 
     def prepare(make):
@@ -197,11 +199,7 @@ def _peak(call: Callable, device: str, given: int) -> dict:
 
 def recorded(kind: str = "h100x1") -> pd.DataFrame:
     """The rows of the newest run committed for a machine kind; empty where there is none."""
-    folder = records.default_folder() / kind
-    if not list(folder.glob("*.jsonl")):
-        return pd.DataFrame()
-    rows = records.load(folder)
-    rows = rows[rows["probe"] == "layer"].sort_values("run_utc", kind="stable")
+    rows = records.committed(kind, "layer").sort_values("run_utc", kind="stable")
     return rows[rows["run"] == rows["run"].iloc[-1]] if len(rows) else rows
 
 

@@ -12,22 +12,18 @@ import torch
 
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory",
              "bad_alloc")  # fmt: skip
-NO_KERNEL = (
-    "no available kernel",
-    "no viable backend",
-    "not implemented for",
-    "is not supported",
-    "not compiled with",
-    "without aten_cuda",
-    "no cuda gpus",
-    "no nvidia driver",
-)
+NO_KERNEL = ("no available kernel", "no viable backend", "not implemented for", "is not supported", "not compiled with",
+             "without aten_cuda", "no cuda gpus", "no nvidia driver")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """status: ok, oom, refused (asked for what is not offered), unsupported (not on this machine) or killed (raised
-    something else, or died); `error`: why, in a sentence; `result`: of the work, where it is ok."""
+    """What became of the work.
+
+    status: ok, oom, refused (the arguments are not allowed), unsupported (not on this machine) or killed (any other
+        exception, or the process died)
+    error: the reason, a sentence; None where it is ok. result: what the work returned.
+    """
 
     status: str
     error: str | None = None
@@ -35,10 +31,10 @@ class Outcome:
 
 
 def attempt(work: Callable[[], Any]) -> Outcome:
-    """Do the work; whatever it raises becomes a status, and nothing that it had allocated stays alive.
+    """Do the work; an exception becomes a status, and nothing that the work had allocated stays alive.
 
-    An exception's traceback holds the frames, and those the tensors, of all that was running: they are cleared, and the
-    memory that the allocator keeps for later is given back, so that the next probe starts clean.
+    An exception's traceback holds the frames that were running, and they hold tensors: the frames are cleared, and the
+    allocator's cache is emptied, so that the next probe starts clean.
     """
     try:
         return Outcome("ok", result=work())
@@ -63,13 +59,10 @@ def status_of(error: BaseException) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """The first line of the message, with the kind of error unless it is one that is worded by us."""
-    lines = str(error).strip().splitlines() or [""]
-    return (
-        lines[0][:400]
-        if type(error) in (ValueError, NotImplementedError)
-        else f"{type(error).__name__}: {lines[0]}"[:400]
-    )
+    """The first line of the message, after the kind of error unless that is one of the kinds that we raise."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    ours = type(error) in (ValueError, NotImplementedError)
+    return (first if ours else f"{type(error).__name__}: {first}")[:400]
 
 
 def _forget(error: BaseException | None) -> None:

@@ -1,8 +1,8 @@
-"""What a trace may leave out and still know all of the memory: the contents of lists of blocks, many of equal calls.
+"""What a trace leaves out and still gets the same peaks: the contents of lists of blocks, and most of many equal calls.
 
 Lists of blocks on the card have the lengths that the pattern's counts give, and no contents. Of equal calls in a row a
-few are made, which bring all of the memory; their events are repeated for some of the others, until the allocator's
-free blocks have settled.
+few are run, which show all the memory that such a call takes; their events are repeated for some of the others, until
+the allocator's free blocks have settled.
 """
 
 from __future__ import annotations
@@ -172,6 +172,7 @@ class Shortcuts:
         return made
 
     def nonzero(self, x: Tensor, many: int) -> Tensor:
+        """x.nonzero() of a line, with `many` results; x lives until they are made."""
         return self.given((many, 1), "nonzero").squeeze(1)
 
 
@@ -184,17 +185,18 @@ class Listed(Blocks):
 
 def plan_of(pattern, q: Tensor, n: int):
     """As `triton_backend.plan_of`, with lists that have lengths and no contents."""
+    sizes = n, q.shape[1], q.shape[2]
+    return pattern.kept("plan without contents", sizes, lambda: _plan(pattern, *sizes, q.device))  # for the backward
+
+
+def _plan(pattern, n: int, nq: int, heads: int, device):
     from workbench.execution import triton_backend
     from workbench.execution.kernels import blocks
 
-    (bq, bk), nq, heads = triton_backend.block_size_of(pattern), q.shape[1], q.shape[2]
-    kept = getattr(pattern, "_plan", None)
-    if kept is not None and kept[0] == (n, nq, heads):  # forward, and now backward
-        return kept[1]
-    batch = getattr(pattern, "batch", None)
-    each = [pattern] if batch is None else [pattern.for_batch(x) for x in range(batch)]
+    bq, bk = triton_backend.block_size_of(pattern)
     with _disable_current_modes():
-        seen, full = torch.stack([x.row_counts(n, heads, nq, (bq, bk)) for x in each], 1)  # (batch, layouts, rows)
+        counts = [one.row_counts(n, heads, nq, (bq, bk)) for one in pattern.each()]
+        seen, full = torch.stack(counts, 1)  # (batch, layouts, rows)
         full = full.clone()
         if n % bq:
             full[..., -1:] = 0
@@ -204,18 +206,16 @@ def plan_of(pattern, q: Tensor, n: int):
     batch, layouts, rows = seen.shape
     cols = -(-n // bk)
     lists = [
-        blocks.Lists(*(_blank(x).to(q.device) for x in (lines + 1, full, lines + 1, listed - full)))
+        blocks.Lists(*(_blank(x).to(device) for x in (lines + 1, full, lines + 1, listed - full)))
         for lines in (seen.numel(), batch * layouts * cols)
     ]
     if isinstance(pattern, Neighborhood) and pattern.ordering is None and len(pattern.shape) > 1:
         dtype = torch.int32 if triton_backend.coordinate_bits(pattern) <= 31 else torch.int64
-        mask = _blank(n, 2, dtype=dtype).to(q.device), 0, "near"
+        mask = _blank(n, 2, dtype=dtype).to(device), 0, "near"
     else:
-        mask = blocks.mask_of(pattern, n, q.device)
+        mask = blocks.mask_of(pattern, n, device)
     by_batch, first = layouts if batch > 1 else 0, (n - nq) // bq
-    plan = blocks.Plan(*lists, (bq, bk), (rows, cols), first, by_batch, int(layouts > 1), *mask)
-    pattern._plan = (n, nq, heads), plan
-    return plan
+    return blocks.Plan(*lists, (bq, bk), (rows, cols), first, by_batch, int(layouts > 1), *mask)
 
 
 def _widths(units: list[tuple[int, int]], length: int, limit: int) -> tuple[tuple[int, int], ...]:

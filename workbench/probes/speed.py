@@ -225,12 +225,13 @@ def ceilings(device: str = "cpu", seconds: float = 2.0, profile: str = "quick", 
 
 def recorded(kind: str = "h100x1") -> tuple[pd.DataFrame, dict | None]:
     """(rows of sweeps, ceilings or None) committed for a machine kind, newest of each; empty where there are none."""
-    folder = records.default_folder() / kind
-    if not list(folder.glob("*.jsonl")):
-        return pd.DataFrame(), None
-    frame = records.load(folder).sort_values("run_utc", kind="stable")
+    frame = records.committed(kind).sort_values("run_utc", kind="stable")
     best = frame[frame["probe"] == "roofline"].tail(1).to_dict("records")
     rows = table(frame)
-    rows = rows[rows["asked"].notna()]  # what `sweep` measured
-    rows["spec"] = rows["pattern_spec"].map(json.dumps)
-    return rows.drop_duplicates([*KEY, "asked", "spec"], keep="last").drop(columns="spec"), best[0] if best else None
+    if "asked" in rows:  # by `sweep`
+        rows = rows[rows["asked"].notna()]
+        rows["spec"] = rows["pattern_spec"].map(json.dumps)
+        rows = rows.drop_duplicates([*KEY, "asked", "spec"], keep="last").drop(columns="spec")
+    else:
+        rows = rows[:0]
+    return rows, best[0] if best else None

@@ -1,4 +1,4 @@
-"""What a card is measured by: groups of alternatives, interleaved, each with the dense baseline of its own sizes.
+"""The suite that measures a card: groups of alternatives, interleaved, each with a dense baseline of its own sizes.
 
 A group's rows say `suite` (its name), `label` (the alternative), and `against` (the one that `speedup` is over).
 Rates are over attended pairs. `run` measures all groups, or some, and records every row.
@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import pandas as pd
 import torch
 
 from workbench import records
-from workbench.execution.triton_backend import block_size_of
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, layouts
 from workbench.patterns.dilated import PAPER
-from workbench.probes import memory, peers
+from workbench.probes import estimate, memory, peers, roofline
 from workbench.probes.case import Case
 from workbench.probes.outcome import attempt
 from workbench.probes.timing import compare
@@ -31,6 +31,13 @@ LONGNET = {  # name: (dilation rates, heads, head_dim)
 LONG = (131_072, 1_048_576)
 MODES = ("fwd", "fwdbwd")
 BLOCK_MASK = "block mask"  # a group of one row, of `block_mask`
+
+
+@dataclass(frozen=True)
+class Graphed:
+    """A case whose call is replayed from a CUDA graph."""
+
+    case: Case
 
 
 def run(only: Iterable[str] = (), *, profile="gpu", samples=9, seconds=8.0, folder=None, say=print) -> pd.DataFrame:
@@ -71,16 +78,16 @@ def measure(name: str, make: Callable[[], dict], recorder, samples=9, seconds=8.
         of = first if label == "A/A" else label
         row = fields(cases[of]) | {"backend": calls[of][1], "suite": name, "label": label, "against": first}
         row |= line.to_dict() | {"status": "ok", "extra_bytes": None}
-        if label != "A/A" and not row["graph"]:  # whose memory was taken at the capture
+        if label != "A/A" and not row["graph"]:  # a graph took its memory when it was captured
             row["extra_bytes"] = memory.measure(calls[of][0], "cuda").extra_bytes
         rows.append(recorder.row(**row))
     return rows
 
 
-def prepare(case) -> tuple[Callable, str]:
-    """(the call, its backend): ran once, so that what does not run says so here; a graph is captured."""
-    graph, case = isinstance(case, tuple), case[0] if isinstance(case, tuple) else case
-    call, backend = case.prepare()
+def prepare(case: Case | Graphed) -> tuple[Callable, str]:
+    """(the call, its backend); the call ran once, so that what cannot run raises here."""
+    graph = isinstance(case, Graphed)
+    call, backend = (case.case if graph else case).prepare()
     call()
     torch.cuda.synchronize()
     if not graph:
@@ -96,18 +103,18 @@ def prepare(case) -> tuple[Callable, str]:
     return replay, backend
 
 
-def fields(case) -> dict:
-    """The record's fields of a case; `graph` where it is replayed from a CUDA graph: those are given as (case,)."""
-    graph, case = isinstance(case, tuple), case[0] if isinstance(case, tuple) else case
+def fields(case: Case | Graphed) -> dict:
+    """The record's fields of a case; `graph`: whether it is replayed from a CUDA graph."""
+    graph = isinstance(case, Graphed)
+    case = case.case if graph else case
     found = case.fields() | {"graph": graph, "measured": True, "pairs": case.pattern.pairs(case.n, case.heads, case.nq)}
     if isinstance(case.pattern, Neighborhood):
-        blocks = case.pattern.blocks(case.n, case.heads, case.nq, block_size_of(case.pattern))
-        found["block_pairs"] = len(blocks.columns) * blocks.block_size[0] * blocks.block_size[1] * case.heads
+        found["block_pairs"] = estimate.block_pairs(case)
     return found
 
 
 def groups() -> dict[str, Callable[[], dict]]:
-    """Name -> a function that makes {label: Case}, the first of which is the baseline."""
+    """Name -> a function that makes {label: Case or Graphed}, the first of which is the baseline."""
     found = {}
 
     def case(pattern, n, heads, d, mode="fwd", backend="auto"):
@@ -135,13 +142,13 @@ def groups() -> dict[str, Callable[[], dict]]:
     found["short"] = lambda: {
         "dense cudnn": case(Dense(), 32_768, h, d, "fwd", "cudnn"),
         "workbench": case(Dilated(PAPER, rates), 32_768, h, d),
-        "workbench, CUDA graph": (case(Dilated(PAPER, rates), 32_768, h, d),),
+        "workbench, CUDA graph": Graphed(case(Dilated(PAPER, rates), 32_768, h, d)),
     }
     for n in (4096, 16_384):
         found[f"shorter {n}"] = lambda n=n: {
             "dense cudnn": case(Dense(), n, h, d, "fwd", "cudnn"),
             "workbench": case(Dilated(PAPER, rates), n, h, d),
-            "workbench, CUDA graph": (case(Dilated(PAPER, rates), n, h, d),),
+            "workbench, CUDA graph": Graphed(case(Dilated(PAPER, rates), n, h, d)),
         }
     for mode in MODES:
         found[f"window {mode}"] = lambda mode=mode: masked(Neighborhood((32_768,), 1024), 32_768, 16, 128, mode)
@@ -169,7 +176,10 @@ def groups() -> dict[str, Callable[[], dict]]:
 
 
 def others(mode: str) -> dict[str, Case]:
-    """What "auto" does not take for 16 bits, and what float32 runs on: how far behind, and for the model of time."""
+    """The executions that "auto" does not choose for 16-bit inputs, and float32: how much slower they are.
+
+    `estimate` models their time from these rows.
+    """
     longnet, window = Dilated(PAPER, (1, 2, 4, 6, 12)), Neighborhood((65_536,), 1024)
 
     def case(pattern, n, h, d, backend, dtype="bfloat16"):
@@ -215,10 +225,7 @@ def block_mask(n: int = 1_048_576, device="cuda") -> dict:
 
 def recorded(kind: str = "h100x1") -> pd.DataFrame:
     """The rows committed for a machine kind, of each group the newest run's, with their rates; empty if none."""
-    folder = records.default_folder() / kind
-    if not list(folder.glob("*.jsonl")):
-        return pd.DataFrame()
-    rows = records.load(folder)
+    rows = records.committed(kind)
     if "suite" not in rows:
         return pd.DataFrame()
     rows = rows[rows["suite"].notna()].sort_values("run_utc", kind="stable")
@@ -254,7 +261,7 @@ def orders(rows: pd.DataFrame) -> pd.DataFrame:
 def rates(rows: pd.DataFrame) -> pd.DataFrame:
     """Suite rows with tflops over attended pairs, and `of_dense`: that over the baseline's of the same group."""
     rows = rows[rows["status"] == "ok"].copy()
-    per_pair = 4 * rows["head_dim"] * rows["mode"].map({"fwd": 1.0, "fwdbwd": 3.5}) * rows["batch"]
+    per_pair = 2 * rows["head_dim"] * rows["mode"].map(roofline.PASSES) * rows["batch"]  # as `roofline.flops`
     rows["tflops"] = per_pair * rows["pairs"].astype(float) / rows["median_ms"].astype(float) / 1e9
     base = rows[rows["label"] == rows["against"]].set_index("suite")["tflops"]
     rows["of_dense"] = rows["tflops"] / rows["suite"].map(base)

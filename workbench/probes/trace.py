@@ -68,7 +68,7 @@ def run(
 
 @contextlib.contextmanager
 def uncollected():
-    """Python's search for garbage in circles, of which there is none here, takes as long as all the rest."""
+    """Without the collection of cyclic garbage: there is none here, and looking for it doubles the time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -80,7 +80,7 @@ def uncollected():
 
 @functools.cache
 def _settle() -> None:
-    """What torch finds out about this machine's own card, once, it shall not find out from a card that is not there."""
+    """Have torch ask this machine, before `impersonate`, what it asks once about its card and then remembers."""
     from torch.utils._triton import has_triton
 
     import workbench.execution.flex  # noqa: F401
@@ -94,8 +94,11 @@ def _about_data(error: BaseException) -> bool:
 
 
 class Births(TorchDispatchMode):
-    """Follows the storages of meta tensors. `events`, in order; `functions`: the mode that makes cuda mean meta;
-    `wrong`: what is known to compute wrongly."""
+    """Follows the storages of meta tensors.
+
+    events: births and deaths, in order. functions: the mode that makes "cuda" mean meta. wrong: what of it is known to
+    compute wrongly.
+    """
 
     def __init__(self, card: Card):
         super().__init__()
@@ -123,11 +126,11 @@ class Births(TorchDispatchMode):
             for x, word in zip(out, BACKWARD if "backward" in name else FORWARD, strict=False):
                 self.rename(x, word)
             return out
-        with torch._C.DisableTorchFunction():  # nothing here asks where it is, and each question takes time
+        with torch._C.DisableTorchFunction():  # nothing here asks for a device, and the function mode takes time
             kind = _kind(func)
             if kind == "view":
                 return func(*args, **kwargs)
-            if kind in ("out", "in place") and args[0].is_meta:  # nothing comes, and of the result all is known
+            if kind in ("out", "in place") and args[0].is_meta:  # it makes no storage, and its result is an argument
                 return kwargs["out"] if kind == "out" else args[0]
             return self.follow(func, name, args, kwargs)
 
@@ -183,7 +186,7 @@ class Births(TorchDispatchMode):
     def hidden(self, name: str, args) -> None:
         """What the kernel of an operator takes beside its results."""
         if name in scratch.MATRIX_PRODUCTS and self.card.workspace_bytes:
-            backward = torch._C._current_graph_task_id() != -1  # which on a card has a thread, so a handle of its own
+            backward = torch._C._current_graph_task_id() != -1  # on a card that has a thread and so a handle of its own
             if backward not in self.workspaces:
                 self.workspaces.add(backward)  # once a handle and stream, and kept
                 self.add(self.card.workspace_bytes, "cuBLAS workspace")
@@ -226,8 +229,8 @@ def _bodies() -> dict:
 
 
 def _run(func, args, kwargs):
-    """func's result. Many operators have Python behind them on tensors without data, which is slow: the shapes, strides
-    and dtypes of their results are kept."""
+    """func's result. On tensors without data many operators are slow Python: the shape, strides, dtype and device of
+    their results are kept, and used again for arguments that are alike."""
     kind = _kind(func)
     if kind != "new" or not (isinstance(args[0], Tensor) and args[0].is_meta):
         return func(*args, **kwargs)

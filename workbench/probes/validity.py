@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from workbench import dispatch
+from workbench.execution.fused import GRID
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
 from workbench.probes.case import Case
 from workbench.probes.error import LSE, RELATIVE
 
 ELEMENTS = (1 << 31, 1 << 32)  # where an element's offset stops to fit in an int32, and in a uint32
-GRID = 65_535  # the largest y and z of a CUDA grid, into which kernels fold sequences and heads
 RANDOM = 8  # rows between two such places
 CHUNK = 1 << 22  # scores, or elements of keys, held at once: 32 MB of float64
 ROWS = 1 << 12  # queries whose softmaxes are computed at once
@@ -336,11 +336,8 @@ class Exact:
         self.scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
         self.n, self.heads, self.group = k.shape[1], q.shape[2], q.shape[2] // max(1, k.shape[2])
         self.shift = k.shape[1] - q.shape[1]
-        self.divisor = pattern.divisor(self.heads) if hasattr(pattern, "divisor") else 1
+        self.divisor = pattern.divisor(self.heads)
         self.device = q.device
-
-    def of(self, b: int):
-        return self.pattern.for_batch(b) if getattr(self.pattern, "batch", None) else self.pattern
 
     def take(self, x: Tensor, b: int, at: range | Tensor, h: int) -> Tensor:
         """float64 (m, D)."""
@@ -351,7 +348,7 @@ class Exact:
     def scores(self, b: int, h: int, i: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Yield (rows (m), scores (m, M) with the log of how often, k (M, D), v (M, D)): some rows and keys at once."""
         q = self.take(self.q, b, i - self.shift, h)
-        for part in parts(self.of(b), h, i, self.n, self.heads):
+        for part in parts(self.pattern.for_batch(b), h, i, self.n, self.heads):
             rows = part.rows.to(self.device)
             for keys in _cut(part.keys, max(1, CHUNK // max(len(rows), q.shape[1], 1))):
                 k, v = (self.take(x, b, keys, h // self.group) for x in (self.k, self.v))
@@ -396,10 +393,10 @@ class Exact:
 
     def pairs(self, b: int, g: int, j: int, most: int) -> int:
         """The (query, key) pairs of the softmaxes of all queries that see a key; counting stops above `most`."""
-        total = 0
+        total, pattern = 0, self.pattern.for_batch(b)
         for h in range(g * self.group, (g + 1) * self.group):
-            for i in queries(self.of(b), h, j, self.n, self.heads, self.n - self.shift, ROWS):
-                total += sum(len(part.rows) * len(part.keys) for part in parts(self.of(b), h, i, self.n, self.heads))
+            for i in queries(pattern, h, j, self.n, self.heads, self.n - self.shift, ROWS):
+                total += sum(len(part.rows) * len(part.keys) for part in parts(pattern, h, i, self.n, self.heads))
                 if total > most:
                     return total
         return total
@@ -408,10 +405,9 @@ class Exact:
         """dk and dv of a key. own: (out, lse) of the call, for the softmaxes of the queries that see it."""
         k, v = (self.take(x, b, range(j, j + 1), g)[0] for x in (self.k, self.v))
         dk, dv, dk_2, dv_2 = k * 0, v * 0, k.new_zeros(()), v.new_zeros(())
+        pattern, chunk = self.pattern.for_batch(b), CHUNK // len(k) if own else ROWS
         for h in range(g * self.group, (g + 1) * self.group):
-            for i in queries(
-                self.of(b), h, j, self.n, self.heads, self.n - self.shift, CHUNK // len(k) if own else ROWS
-            ):
+            for i in queries(pattern, h, j, self.n, self.heads, self.n - self.shift, chunk):
                 at = i - self.shift
                 if own is None:
                     found = self.rows(b, h, i, gradient=False)

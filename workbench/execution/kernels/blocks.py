@@ -1,9 +1,8 @@
 """Block-sparse attention: a program takes a tile of queries (or keys) and walks the list of blocks that it sees.
 
-Blocks that are visible as a whole and blocks that are visible in part are two lists: only the second pays for a mask,
-which is computed from positions (causal, windows), from a token's place in time, or from its coordinates on a grid
-(neighborhoods, in whatever order the tokens lie). A tile divides a block. No two programs write one row, so the result
-is the same, bit for bit, each time.
+Full blocks (all pairs visible) and partial ones are two lists: only the second pays for a mask, which is computed from
+positions (causal, windows), from a token's place in time, or from its coordinates on a grid (neighborhoods, in whatever
+order the tokens lie). A tile divides a block. No two programs write the same row: results are reproducible bit for bit.
 
 Dimensions: B batch, N keys, Nq queries (the last Nq positions), H query heads, G key heads, D head_dim. In a kernel M
 and N are the queries and keys of a tile, i and j absolute positions.
@@ -37,11 +36,11 @@ def table(TABLE, i, exists, AXIS: tl.constexpr, MASK: tl.constexpr):
 
 @triton.jit
 def visible(i, j, low_i, high_i, low_j, high_j, reach, MASK: tl.constexpr):
-    """Which pairs of a block that is visible in part are: i and low_i, high_i broadcast against j and low_j, high_j.
+    """Which pairs of a partial block are visible: i, low_i and high_i broadcast against j, low_j and high_j.
 
-    Each number of the table holds a few bit fields, `reach` the top bit of each. low has a token's coordinates in the
-    fields (or its place in time, the only one), high the same plus the radius and the top bits: a top bit survives the
-    subtraction of two numbers where the first field is not the smaller one.
+    The numbers of the table are packed bit fields, and `reach` has the top bit of each field. low has a token's
+    coordinates x (or its place in time, the only field) with the top bits clear, high has x + radius with the top bits
+    set: in high_i - low_j the top bit of a field stays set exactly where x_i + radius >= x_j.
     """
     if MASK == "causal":
         seen = j <= i
@@ -179,7 +178,7 @@ def dkdv_kernel(Q, K, V, DO, OF_ROWS, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b,
 
 
 class Lists(NamedTuple):
-    """Of each line (batch entry, layout, block) the blocks that it sees as a whole, and in part: int32, CSR."""
+    """Of each line (batch entry, layout, block) the full and the partial blocks that it sees: int32, CSR."""
 
     full: Tensor
     full_blocks: Tensor
@@ -190,8 +189,8 @@ class Lists(NamedTuple):
 class Plan(NamedTuple):
     """by_queries: the key blocks that each block of queries sees; by_keys: the other way round.
 
-    count: blocks of queries and of keys. block0: the number of the first block of queries. by_batch, by_head: how many
-    layouts on the next batch entry's is, and the next head's. table, reach, mask: see `visible`.
+    count: blocks of queries and of keys. block0: the number of the first block of queries. by_batch, by_head: strides,
+    in layouts, from one batch entry to the next and from one head to the next. table, reach, mask: see `visible`.
     """
 
     by_queries: Lists
@@ -245,7 +244,7 @@ def mask_of(pattern, n: int, device) -> tuple[Tensor | None, int, str]:
     """(TABLE (N, 2) or None, reach, MASK) for `visible`."""
     if getattr(pattern, "causal_rank", None) is not None:
         time = pattern.causal_rank
-        order = time.argsort(stable=True)  # any int64 will do as a place in time: what counts is their order
+        order = time.argsort(stable=True)  # places in time may be any int64: only their order counts
         ranked = torch.zeros_like(time)
         ranked[order] = torch.cat([time.new_zeros(1), (time[order].diff() != 0).cumsum(0)])[: len(time)]
         return pack([ranked], [0], n, device) + ("later",)
@@ -258,7 +257,7 @@ def mask_of(pattern, n: int, device) -> tuple[Tensor | None, int, str]:
 
 
 def pack(fields: list[Tensor], radius: list[int], n: int, device) -> tuple[Tensor, int]:
-    """(TABLE, reach): each field as wide as its numbers and radius need, and a bit more."""
+    """(TABLE, reach): each field as wide as its largest number plus its radius, and one bit more."""
     low, high, reach, shift = torch.zeros(n, dtype=torch.int64), torch.zeros(n, dtype=torch.int64), 0, 0
     for field, r in zip(fields, radius, strict=True):
         width = (int(field.max()) + r).bit_length() if n else 0

@@ -1,12 +1,11 @@
-"""Dilated attention, a launch a branch: what a branch keeps is addressed by strides, and branches merge where they are.
+"""Dilated attention, a launch for each branch: kept positions are addressed by strides, and branches merge in place.
 
 In each segment of w positions a head with offset o keeps o, o + r, o + 2r, ...; a program takes a tile of those. The
 forward merges its tile into out and lse in its epilogue (log-sum-exp weights, see `execution.merge`), the backward adds
-to dq, dk and dv: nothing is held beside the results. Launches are in one stream, one after another, and no two programs
-of a launch write one row: the result is the same, bit for bit, each time, except where cuDNN takes a branch of the
-backward (`strided`, which says when). Where the card can, a launch starts on the
-processors that the tail of the last one leaves idle, and waits for its end before it writes (programmatic dependent
-launch; OVERLAP): it reads nothing that the last one wrote before that.
+to dq, dk and dv: there are no intermediate tensors. Launches follow each other in one stream, and no two programs of a
+launch write the same row: results are reproducible bit for bit, except where cuDNN takes a branch of the backward (see
+`strided`). Where the card can (programmatic dependent launch, OVERLAP), a launch starts on the processors that the tail
+of the one before leaves idle. It waits for the end of that one before it reads or writes any result.
 
 Dimensions: B batch, N keys, Nq queries (the last Nq positions), H query heads, G key heads, D head_dim. In a kernel M
 and N are the queries and keys of a tile, and i and j count the positions that a head keeps in the segment.
@@ -56,7 +55,7 @@ def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_
     i0 = tile * M
     if (i0 >= kept) | (i0 + M <= first):
         if OVERLAP:
-            steps.gdc_wait()  # who follows has to know that the launch before this one is done
+            steps.gdc_wait()  # else the next launch, which waits for this one alone, could overtake the last one
         return
     i, j, d = i0 + tl.arange(0, M), tl.arange(0, N), tl.arange(0, BLOCK_D)
     ours = (i >= first) & (i < kept)
@@ -145,7 +144,7 @@ def dkdv_kernel(Q, K, V, DO, OF_ROWS, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b,
                 o_b, o_n, o_h, scale, softmax_scale, n, nq, w, r, divide, plus, head0, heads, all_heads, many, segment0,
                 segments, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
                 N: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """DK and DV have the strides o. Of the heads of a group that keep the same keys, the first one's program sums."""
+    """DK and DV have the strides o. Where heads of a group keep the same keys, the first one's program sums for all."""
     b, h, tile, start, kept, first = place(n, nq, w, r, divide, plus, head0, heads, many, segment0, segments)
     if OVERLAP:
         steps.gdc_launch_dependents()
@@ -235,7 +234,7 @@ def branches(pattern, n: int, heads: int) -> list[Branch]:
     for x, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
         members = pattern.head_range(x, heads)
         if members:
-            r = min(r, max(n, heads) + 1)  # the same from there on, and no overflow
+            r = min(r, max(n, heads) + 1)  # larger rates select the same, and could overflow
             whole = r == 1 and len(members) == heads
             found.append(Branch(min(w, n), r, *pattern.rule(x, heads), members[0], len(members), whole))
     found.sort(key=lambda branch: not branch.whole)
@@ -293,7 +292,7 @@ def backward(grad: Tensor, grad_lse: Tensor | None, q, k, v, out, lse, pattern, 
 
 
 def new(like: Tensor, written: bool) -> Tensor:
-    """A contiguous result; zeros unless all of it is going to be written."""
+    """A contiguous result: uninitialised if the first launch writes all of it, else zeros."""
     make = torch.empty if written else torch.zeros
     return make(like.shape, dtype=like.dtype, device=like.device)
 

@@ -21,14 +21,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # noqa: 
 
 from workbench.execution.kernels import tiles
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # what Triton made of the kernels when they were defined
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton read it when it made these kernels
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def load(pointers, exists, columns, D: tl.constexpr, MASKED: tl.constexpr):
-    """A tile (rows, D padded): rows that do not exist (looked at only if MASKED) and columns from D on are zeros."""
+    """A tile (rows, D padded): columns from D on are zeros, and so, if MASKED, are rows that do not exist."""
     if MASKED:
         if columns.shape[0] == D:
             return tl.load(pointers, exists[:, None], 0.0)
@@ -60,7 +60,7 @@ def add(pointers, tile, exists, columns, D: tl.constexpr, FIRST: tl.constexpr):
 
 @triton.jit
 def merge(OUT, LSE, out, lse, exists, columns, D: tl.constexpr, FIRST: tl.constexpr):
-    """`store` out (M, D) and lse (M,), merged with what is there by the softmax denominators unless FIRST."""
+    """`store` out (M, D) and lse (M,); unless FIRST, merged with what is there by their softmax denominators."""
     if not FIRST:
         before = tl.load(LSE, exists, float("-inf"))
         both = tl.maximum(before, lse)
@@ -99,7 +99,7 @@ def pairs(ROWS, row):
 
 @triton.jit
 def attend(acc, peak, total, q, k, v, seen, scale, MASKED: tl.constexpr):
-    """acc (M, D), peak and total (M,) after the keys k, v (N, D) too; seen (M, N) is looked at only if MASKED."""
+    """acc (M, D), peak and total (M,) updated by the keys k, v (N, D); seen (M, N) is read only if MASKED."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee")  # (M, N)
     if MASKED:
         s = tl.where(seen, s, float("-inf"))
@@ -116,7 +116,7 @@ def attend(acc, peak, total, q, k, v, seen, scale, MASKED: tl.constexpr):
 
 @triton.jit
 def add_dq(dq, q, k, v, do, lse, delta, seen, scale, MASKED: tl.constexpr):
-    """dq (M, D) / softmax scale, after the keys k, v (N, D) too; lse and delta (M,), lse in base 2."""
+    """dq (M, D) / softmax scale, updated by the keys k, v (N, D); lse and delta (M,), lse in base 2."""
     p = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale - lse[:, None])  # (M, N)
     if MASKED:
         p = tl.where(seen, p, 0.0)
@@ -126,7 +126,7 @@ def add_dq(dq, q, k, v, do, lse, delta, seen, scale, MASKED: tl.constexpr):
 
 @triton.jit
 def add_dkdv(dk, dv, q, k, v, do, lse, delta, seen, scale, MASKED: tl.constexpr):
-    """dk / softmax scale and dv (N, D), after the queries q (M, D) too; seen is (N, M), lse and delta (M,)."""
+    """dk / softmax scale and dv (N, D), updated by the queries q (M, D); seen is (N, M), lse and delta (M,)."""
     p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale - lse[None, :])  # (N, M)
     if MASKED:
         p = tl.where(seen, p, 0.0)

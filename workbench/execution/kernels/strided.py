@@ -1,13 +1,13 @@
 """A branch by cuDNN: its whole segments, as strided views of the inputs that cuDNN's fused attention reads in place.
 
-The heads of a branch keep different positions, so one call cannot take all of them as they lie. Two kinds of view can:
-the heads of one residue, a stride of r heads apart, and heads that follow each other, each a position and a head
-further than the one before, which is one stride too. Whichever takes fewer calls is taken: at most about the root of
-the number of heads. Calls are cut so that their results stay small, and each is merged into out and lse (forward) or
-added to the gradients (backward), which is what cuDNN's lead over our kernels has to pay for.
+The heads of a branch keep different positions, so no single strided view has them all. Two kinds of view have some: the
+heads of one residue, r heads apart, and consecutive heads, each of which keeps positions one further than the head
+before it (a step of one head and one position is one stride). The kind that takes fewer calls is chosen: at most about
+the square root of the number of heads. Calls are cut so that their results stay small, and each is merged into out and
+lse (forward) or added to the gradients (backward): cuDNN has to be faster than our kernels by more than that costs.
 
-cuDNN sums dq in any order: its gradients differ in their last bits from run to run, and it is not taken for them under
-`torch.use_deterministic_algorithms`.
+cuDNN sums dq in any order, so its gradients differ in their last bits from run to run: under
+`torch.use_deterministic_algorithms` it is not taken for them.
 
 Dimensions of a view: S segments, H heads, L positions that a head keeps in a segment, D head_dim.
 """
@@ -24,12 +24,12 @@ from torch import Tensor
 
 from workbench.execution.kernels import steps, tiles
 
-# From which L on cuDNN and a merge are the faster way, by direction and by whether head_dim is above 64; and where
-# nothing has to be merged. Measured on an H100, as the work that a call must have to be worth its launches.
+# The L from which on cuDNN and a merge are faster than our kernels, by direction and by whether head_dim is above 64;
+# and that where nothing has to be merged. WORK: what a call must have to be worth its launches. Measured on an H100.
 FROM = {("forward", False): 8192, ("forward", True): 1024, ("backward", False): 4096, ("backward", True): 2048}
 FROM_WHOLE = 1024
 WORK = 5e10  # floating point operations of the forward
-INT32 = 1 << 31  # elements: beyond, cuDNN's backward is wrong without a word (torch 2.11, cuDNN 9.19)
+INT32 = 1 << 31  # elements, from which on cuDNN's backward is silently wrong (torch 2.11, cuDNN 9.19)
 M = 32  # rows of a program that merges or adds
 
 
@@ -97,7 +97,7 @@ def usable(direction: str, q: Tensor, k: Tensor, *others: Tensor) -> bool:
 
 
 def covers(branch, some: range, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether one call over the segments `some` gives all of out, and as it shall lie in memory."""
+    """Whether one call over the segments `some` computes all of out, in the memory layout that out shall have."""
     (b, n), joined = k.shape[:2], all(x.stride(0) == x.shape[1] * x.stride(1) for x in (q, k, v))
     return branch.whole and len(some) * branch.w == n and q.stride(1) >= q.stride(2) and (b == 1 or joined)
 
@@ -124,7 +124,7 @@ def views(branch, segments: range, row_bytes: int, room: int, limit: int) -> Ite
 
 
 def groups(offsets: list[int], length: list[int]) -> list[tuple[int, int, int]]:
-    """Heads that one view can take, each as (first, step, count): of one residue, or one after another."""
+    """The heads in groups that one view can take, each (first, step, count): of one residue, or consecutive."""
     residues: dict[int, list[int]] = {}
     for x, o in enumerate(offsets):
         residues.setdefault(o, []).append(x)
@@ -173,7 +173,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out, lse, branch, segments: range, 
 
 
 def room(result: Tensor, share: int) -> int:
-    """Bytes that what calls compute may take: a small share of the result, or little."""
+    """Bytes that the results of one call may take: a small share of `result`, or a small constant if that is more."""
     return max((3 << 29) // share, result.numel() * result.element_size() // share)
 
 
@@ -233,7 +233,7 @@ def add_kernel(SOME, TO, s_s, s_h, s_n, t_s, t_h, t_n, heads, length,
 
 
 def merge(some: Tensor, its_lse: Tensor, out: Tensor, lse: Tensor, first: bool) -> None:
-    """out (S, H, L, D) and lse (S, H, L) after some and its_lse too, by their softmax denominators."""
+    """Merge `some` and its_lse into out (S, H, L, D) and lse (S, H, L), in place; `first`: overwrite them."""
     launch(merge_kernel, some, its_lse, out, lse, first=first)
 
 

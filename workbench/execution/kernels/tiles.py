@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-SHARED = 160 << 10  # bytes of shared memory a block from which the table's large tiles are possible (A100, H100)
+SHARED = 160 << 10  # bytes of shared memory a block that the table's large tiles need (A100, H100)
 
 
 class Tile(NamedTuple):
@@ -17,7 +17,7 @@ class Tile(NamedTuple):
     N: int
     warps: int
     stages: int
-    registers: int | None = None  # at most these a thread, where that lets one more block run beside
+    registers: int | None = None  # a limit for each thread, where it lets one more block run on a multiprocessor
 
     def options(self) -> dict:
         """What a launch takes."""
@@ -25,8 +25,8 @@ class Tile(NamedTuple):
         return {"M": self.M, "N": self.N, "num_warps": self.warps, "num_stages": self.stages} | limit
 
 
-# By kernel and padded head_dim, 16-bit inputs, on an H100. The walk over lists of blocks wants more stages: the loads
-# of keys and values wait for that of a block's number. "narrow": where the blocks are smaller than the tile.
+# By kernel and padded head_dim, for 16-bit inputs, on an H100. Walking lists of blocks takes more stages: the loads of
+# keys and values wait for the load of a block's number. "narrow": where blocks are smaller than the tile.
 TABLE = {
     "dilated forward": {
         16: Tile(128, 64, 4, 3), 32: Tile(128, 64, 4, 3), 64: Tile(128, 64, 8, 3, 128), 128: Tile(128, 64, 8, 3),
@@ -72,7 +72,7 @@ def choose(kernel: str, q: torch.Tensor, block_size: tuple[int, int] | None = No
 
     block_size: of queries and keys, multiples of 16 that the tile has to divide.
     """
-    if q.device.type == "cpu":  # the interpreter: small shapes shall span several tiles
+    if q.device.type == "cpu":  # the interpreter, whose tests want several tiles in small shapes
         tile = Tile(16, 16, 1, 1)
     elif q.dtype == torch.float32 or shared_memory(q.device) < SHARED:
         tile = SMALLER if padded(q.shape[-1]) >= WIDE else SMALL
@@ -86,7 +86,7 @@ def choose(kernel: str, q: torch.Tensor, block_size: tuple[int, int] | None = No
 
 
 def overlap(q: torch.Tensor, launched: bool) -> dict:
-    """Options of a launch that may begin while the one before ends; launched: whether that one was this operator's."""
+    """Options of a launch that may begin before the last one ends; launched: whether that was one of this operator."""
     possible = q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= (9, 0)
     return {"OVERLAP": possible} | ({"launch_pdl": True} if possible and launched else {})
 
