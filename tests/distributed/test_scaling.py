@@ -3,6 +3,7 @@
 import contextlib
 import json
 
+import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
@@ -121,11 +122,11 @@ def test_what_is_not_for_this_case_or_machine_says_why(rows):
     assert rows["blocks", "heads"]["status"] == "refused" and "multiples of 2" in rows["blocks", "heads"]["error"]
     assert rows["dilated", "context parallel"]["error"].startswith("context parallel computes Dense only")
     assert rows["pair", "context parallel"]["status"] == rows["pair", "data parallel"]["status"] == "unsupported"
-    assert not scaling.failed(scaling.pd.DataFrame(list(rows.values())))
+    assert not scaling.failed(pd.DataFrame(list(rows.values())))
 
 
 def test_a_table_has_a_line_a_row(rows):
-    header, *lines = scaling.table(scaling.pd.DataFrame(list(rows.values()))).splitlines()
+    header, *lines = scaling.table(pd.DataFrame(list(rows.values()))).splitlines()
     assert header.split() == ["case", "strategy", "ms", "speed-up", "peak", "MiB", "sent", "MiB", "busy", "note"]
     assert len(lines) == len(rows) and "multiples of 2" in lines[list(rows).index(("blocks", "heads"))]
 
@@ -133,7 +134,7 @@ def test_a_table_has_a_line_a_row(rows):
 def test_a_table_says_what_is_noise_and_what_is_from_the_records(rows):
     def lines(**changed):
         some = [rows["dilated", x] | {"from_records": False} for x in (ONE, "sequence", AA)]
-        return scaling.table(scaling.pd.DataFrame([x | changed.get(x["strategy"], {}) for x in some])).splitlines()[1:]
+        return scaling.table(pd.DataFrame([x | changed.get(x["strategy"], {}) for x in some])).splitlines()[1:]
 
     noise = {"speedup_low": 0.9, "speedup_high": 1.1}
     inside, outside = ({"speedup": x, "speedup_low": x - 0.1, "speedup_high": x + 0.1} for x in (1.15, 1.5))
@@ -167,7 +168,7 @@ def test_a_wrong_strategy_is_caught_and_has_no_speed(own):
         assert row["speedup"] is None and row["median_ms"] is None
     assert own["of_own_rows"]["max_abs_error"] > 0.01 > own["late"]["max_abs_error"]
     assert own["mine"]["valid"] is True and own["mine"]["speedup"] > 0
-    wrong, right = (scaling.pd.DataFrame([own[x], own[ONE]]) for x in ("late", "mine"))
+    wrong, right = (pd.DataFrame([own[x], own[ONE]]) for x in ("late", "mine"))
     assert scaling.failed(wrong) and not scaling.failed(right)
 
 
@@ -176,7 +177,7 @@ def test_a_rank_that_fails_is_a_row_and_the_sweep_goes_on(own):
         "rank 1 of 2: MemoryError: no room here"
     )
     assert own["mine"]["status"] == own[AA]["status"] == "ok"
-    assert scaling.failed(scaling.pd.DataFrame([own["fails"]]))
+    assert scaling.failed(pd.DataFrame([own["fails"]]))
 
 
 def test_what_is_settled_is_not_measured_again(rows, folder, monkeypatch):
@@ -238,8 +239,13 @@ def test_two_ranks_hold_a_longer_sequence_and_lengths_are_tried_once(folder):
 
 
 def test_no_case_is_begun_after_the_time_and_what_is_measured_comes_all_the_same(rows, folder, capsys):
-    case = Case(Dilated([64], [2]), 4096, 2, 16)
-    late = scaling.sweep({"late": case}, 2, ["sequence"], within_s=0, folder=folder / "within")
+    cases = {
+        "dilated": Case(DILATED, dtype="float64", **SIZES),  # settled by `rows`
+        "late": Case(Dilated([64], [2]), 4096, 2, 16),
+    }
+    found = scaling.sweep(cases, 2, ["sequence"], within_s=0, folder=folder / "rows")
+    assert found["label"].tolist() == ["dilated"] * 3 and found["from_records"].all()
+    late = scaling.sweep({"late": cases["late"]}, 2, ["sequence"], within_s=0, folder=folder / "rows")
     assert late.empty and "1/1: late: not begun" in capsys.readouterr().out
     assert scaling.table(late) == "nothing was measured" and not scaling.failed(late)
 

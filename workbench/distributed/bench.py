@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workbench.distributed import strategies
-from workbench.distributed.shards import Shards
+from workbench.distributed.shards import Rows, Shards
 from workbench.distributed.strategies import ONE, Work
 from workbench.distributed.traffic import Traffic
 from workbench.patterns import from_spec
@@ -110,22 +110,23 @@ def facts(case: dict, strategy: str, checked: bool = True) -> dict:
     case, (rank, world) = read(case), _place()
     expected, why = _reference(case, rank, world) if checked else (None, None)
     work = strategies.prepare(strategy, case, rank, world)
-    several = strategy == "data parallel"
+    by_rank_0 = strategy == "data parallel"
+    cards = world if by_rank_0 and not work.idle else 1
     with work.context():
         _barrier(case.device)
-        extra = _extra(work, world if several and not work.idle else 1)
+        extra = _extra(work, cards)
         with Traffic() as traffic:
             results = work(out=True)
         _sync(case.device)
         found = {"extra_bytes": extra, "peak_bytes": [extra[0] + work.inputs_bytes, *extra[1:]], "unchecked": why}
-        found |= {"sent_bytes": None if several else traffic.rows, "control_bytes": traffic.control}
+        found |= {"sent_bytes": None if by_rank_0 else traffic.rows, "control_bytes": traffic.control}
         found |= {"errors": {}, "compared": 0, "compared_with": None}
         if expected is not None:
             found |= _compare(work, results, expected, world)
         elif checked and case.mode == "fwd":
             found |= _compare_drawn(work, results) | {"unchecked": None}
         del results
-        found["busy"] = busy(work, world if several and not work.idle else 1)
+        found["busy"] = busy(work, cards)
     return found
 
 
@@ -239,7 +240,7 @@ def _compare(work: Work, results: dict[str, Tensor], expected: dict[str, Tensor]
     batch = slice(work.share.batch.start, work.share.batch.stop)
     for name, got in results.items():
         at = _places(case, name, world)
-        rows = torch.cat([torch.zeros(0, dtype=torch.int64), *map(_arange, work.share.rows(name, case))])
+        rows = Rows.of(work.share.rows(name, case)).positions
         here = torch.isin(rows, at).nonzero().flatten()
         index = torch.searchsorted(at, rows[here])
         want = expected[name][batch, index]
@@ -305,10 +306,6 @@ def _branches(pattern) -> tuple:
     return getattr(pattern, "segment_lengths", ()), getattr(pattern, "dilation_rates", ())
 
 
-def _arange(x: range) -> Tensor:
-    return torch.arange(x.start, x.stop)
-
-
 def _largest(x: Tensor) -> float:
     """inf where there is a NaN."""
     return float(x.nan_to_num(nan=torch.inf).max()) if x.numel() else 0.0
@@ -318,7 +315,7 @@ def _largest(x: Tensor) -> float:
 
 
 @_job
-def times(case: dict, names: list[str], samples: int, seconds: float, seed: int = 0) -> dict:
+def times(case: dict, names: list[str], samples: int, seconds: float) -> dict:
     """{strategy: milliseconds of each round on this rank}, interleaved in an order drawn anew each round, the same on
     all ranks; "A/A" is the first again. A sample begins behind a barrier and ends when this rank's work is done.
 
@@ -334,7 +331,7 @@ def times(case: dict, names: list[str], samples: int, seconds: float, seed: int 
             if _over(begin, seconds):
                 break
     works[AA] = works[names[0]]
-    shuffled, taken = random.Random(seed), {name: [] for name in works}
+    shuffled, taken = random.Random(0), {name: [] for name in works}  # the same seed on all ranks
     begin = time.perf_counter()
     for done in range(samples):
         if done >= FEWEST and _over(begin, seconds):
@@ -364,11 +361,8 @@ def link(sizes: list[int], samples: int, device: str) -> list[list[float]]:
     for size in sizes:
         splits = [0 if x == rank else size // (world - 1) for x in range(world)]
         source, target = (torch.zeros(sum(splits), dtype=torch.uint8, device=device) for _ in range(2))
-        found.append([])
-        for _ in range(samples + 2):
-            work = partial(dist.all_to_all_single, target, source, splits, splits)
-            found[-1].append(_timed(device, work))
-        del found[-1][:2]  # which were for warming up
+        work = partial(dist.all_to_all_single, target, source, splits, splits)
+        found.append([_timed(device, work) for _ in range(2 + samples)][2:])  # the first two warm up
     return found
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from workbench.distributed.shards import clip
+from workbench.distributed.shards import as_tensor, clip
 
 PERIOD = 1 << 22  # above it the classes are not tabulated but counted position by position
 
@@ -46,5 +46,4 @@ class Comb:
         pieces = [clip(range(o, stop, r), start, stop) for o, r in self.teeth]
         if len(pieces) == 1:
             return pieces
-        every = [torch.arange(x.start, x.stop, x.step) for x in pieces]
-        return [torch.cat([torch.zeros(0, dtype=torch.int64), *every]).unique()]
+        return [torch.cat([*map(as_tensor, pieces)]).unique()]

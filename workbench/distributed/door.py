@@ -124,12 +124,12 @@ def _agreed(
     """(q, k, v as they are computed with, the call or None for a single rank); raises on all ranks or on none."""
     group, world, rank, device = _place(group)
     if world == 1:
-        _check_names(strategy)
+        _check_strategy(strategy)
         return q, k, v, None
     error, made, buffers, numbers = None, None, None, [0] * (3 + len(SAME))
     try:
-        _check_names(strategy)
-        _check(q, k, v, pattern, scale, strategy, backend)
+        _check_strategy(strategy)
+        _check(q, k, v, pattern, scale, backend)
         if device.type == "cuda" and q.device.type != "cuda":
             raise ValueError(f"q is on {q.device}, and the group moves what is on CUDA")
         q, k, v = dispatch.autocast(q, k, v)
@@ -170,12 +170,12 @@ def _agreed(
     return q, k, v, call._replace(made=made, buffers=buffers, tell=None)
 
 
-def _check_names(strategy: str) -> None:
+def _check_strategy(strategy: str) -> None:
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}: want one of {', '.join(map(repr, STRATEGIES))}")
 
 
-def _check(q, k, v, pattern, scale, strategy, backend) -> None:
+def _check(q, k, v, pattern, scale, backend) -> None:
     """What a rank can tell from its own shard."""
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern={pattern!r}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")

@@ -178,31 +178,24 @@ def select(rows: Rows, start: int, device) -> slice | Tensor:
 class Regroup:
     """Rows of queries from the ranks that hold them to those that compute them, and back.
 
-    there(x): (B, own queries, ...) -> (B, queries to be computed, ...); back(x) is its inverse. `kept` and `bring` are
-    `there` in two: first the rows that stay on their rank, then those that come from others.
+    `kept` then `bring`: (B, queries held, ...) -> (B, queries computed, ...), first the rows that stay on this rank,
+    then those that come from others. `back` is the inverse, in one call.
     """
 
     def __init__(self, plan: Plan, rank: int, group):
-        self.plan, self.rank, self.group = plan, rank, group
-        every = range(plan.world)
-        held, self.computed = plan.queries(rank), plan.work(rank)
-        first = held.start
-        # by rank: slices of the rows held, and of the rows computed, that are that rank's other half
-        self.held = [[_moved(clip(w, held.start, held.stop), -first) for w in plan.work(x)] for x in every]
-        starts = [0, len(self.computed[0])]
+        self.rank, self.group, every = rank, group, range(plan.world)
+        held, computed = plan.queries(rank), plan.work(rank)
+        # for each rank: slices of the rows held here that it computes, and of the rows computed here that it holds
+        self.held = [[_moved(clip(w, held.start, held.stop), -held.start) for w in plan.work(x)] for x in every]
+        starts = [0, len(computed[0])]
         self.taken = [
             [
                 _moved(clip(w, plan.queries(x).start, plan.queries(x).stop), at - w.start)
-                for w, at in zip(self.computed, starts, strict=False)
+                for w, at in zip(computed, starts, strict=True)
             ]
             for x in every
         ]
-        self.sizes = len(held), sum(map(len, self.computed))
-
-    def there(self, x: Tensor) -> Tensor:
-        rows = self.kept(x)
-        self.bring(x, rows)
-        return rows
+        self.sizes = len(held), sum(map(len, computed))
 
     def back(self, x: Tensor) -> Tensor:
         rows = self._kept(x, self.taken, self.held, self.sizes[0])
@@ -228,7 +221,7 @@ class Regroup:
             [rows_of[:, s] for y, side in enumerate(sides) if y != self.rank for s in side if s.stop > s.start]
             for rows_of, sides in ((x, source), (rows, target))
         )
-        # a part alone, of one sequence, travels from and to where it lies
+        # a single part of a single sequence is sent and received in place
         flat = [part.transpose(0, 1).flatten().contiguous() for part in sent]
         packed = flat[0] if len(flat) == 1 else torch.cat(flat) if flat else x.new_empty(0)
         straight = len(wanted) == 1 and x.shape[0] == 1 and wanted[0].is_contiguous()

@@ -11,7 +11,6 @@ Dimensions: B batch, L rows of a rank, N rows of all, H heads, h heads of a rank
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Iterator
 from functools import cached_property
@@ -25,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from workbench.distributed import local, plans
 from workbench.distributed.agree import agree
 from workbench.distributed.exchange import all_to_all
-from workbench.distributed.plans import Plan, describe, digest, of_mode
+from workbench.distributed.plans import Plan, of_mode
 from workbench.distributed.shards import Shards
 from workbench.distributed.views import some_heads
 from workbench.patterns import Dilated, Pattern
@@ -101,11 +100,6 @@ class HeadsPlan(Plan):
         sizes = [len(stage) * self.group for stage in self.stages]
         each = [[part.pairs(self.n, h, self.nq) for part, h in zip(x, sizes, strict=True)] for x in self.parts]
         return np.array([sum(x) for x in each], dtype=object)
-
-    @cached_property
-    def digest(self) -> int:
-        what = [self.strategy, self.shards.lengths, self.heads, self.kv_heads, self.nq, [str(x) for x in self.stages]]
-        return digest(describe(self.pattern), json.dumps(what))
 
 
 class Turn(NamedTuple):

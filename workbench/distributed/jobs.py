@@ -19,7 +19,7 @@ from workbench.distributed import views
 from workbench.distributed.plans import Plan, Stage
 from workbench.distributed.shards import Rows, Shards, as_index, clip
 from workbench.execution.dilated import offset_slices, share_heads
-from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
 
 FIRST = 2 << 30  # pairs that keep a card busy while ranks agree: a millisecond
 PART = 2 << 20  # (row, head) of a call whose result takes room beside out: 256 MB at head_dim 64 in 16 bits
@@ -73,7 +73,7 @@ def local(plan: Plan, rank: int) -> Local:
     if not any(plan.work(rank)) or not plan.heads:
         return Local([], [], {})
     if not isinstance(plan.pattern, Dense):
-        return Local(_whole_segments(plan, rank) if isinstance(plan.pattern, views.Dilated) else [], [], {})
+        return Local(_whole_segments(plan, rank) if isinstance(plan.pattern, Dilated) else [], [], {})
     here, moved = plan.work(rank), []
     if plan.zigzag:
         held = plan.queries(rank)
@@ -103,7 +103,7 @@ def remote(plan: Plan, rank: int, stage: Stage) -> list[Job]:
     if isinstance(plan.pattern, Dense):
         others = [stage.of(plan.shards[x]) for x in range(plan.world) if x != rank]
         return _dense(plan, stage.heads, others, plan.work(rank))
-    if isinstance(plan.pattern, views.Dilated):
+    if isinstance(plan.pattern, Dilated):
         return _dilated(plan, rank, stage)
     return _gathered(plan, rank, stage)
 

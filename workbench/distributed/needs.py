@@ -7,6 +7,7 @@ The rows of a rank are [a, b), its queries those of them that are among the last
 from __future__ import annotations
 
 from collections import Counter
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -219,12 +220,10 @@ class BlockNeeds:
         time = self.order[int(low[0]) : int(high[-1])]
         return torch.full_like(low, -1).scatter_reduce_(0, which, time, "amax")
 
-    @property
+    @cached_property
     def order(self) -> Tensor:
-        """Times as 0, 1, 2, ...: equal where the times are."""
-        if not hasattr(self, "_order"):
-            self._order = self.time.unique(return_inverse=True)[1]
-        return self._order
+        """int64 (N,): the times ranked 0, 1, 2, ..., equal times alike."""
+        return self.time.unique(return_inverse=True)[1]
 
     def needs(self, own: range) -> list[Need]:
         last, _ = self.visible(own)

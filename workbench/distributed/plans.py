@@ -64,8 +64,9 @@ class Plan:
         self.nq = one.check(shards.n, heads, nq)
         self.pattern, self.shards, self.heads, self.kv_heads = pattern, shards, heads, kv_heads
         self.zigzag = isinstance(pattern, Dense) and pattern.causal
-        self._parcels: dict[tuple, list[Need]] = {}
-        self.views: dict[tuple, dict] = {}  # what ranks gather (`jobs`)
+        self._needs: dict[int, list[Need]] = {}
+        self._parcels: dict[tuple[int, int, Stage], list[Need]] = {}
+        self.views: dict[tuple, dict] = {}  # the patterns on gathered keys, which `jobs` keeps here
 
     @property
     def n(self) -> int:
@@ -101,9 +102,9 @@ class Plan:
 
     def needs(self, rank: int) -> list[Need]:
         """What a rank needs of the others' rows. Key heads that need the same rows are together."""
-        if ("needs", rank) not in self._parcels:
-            self._parcels["needs", rank] = self._find(rank)
-        return self._parcels["needs", rank]
+        if rank not in self._needs:
+            self._needs[rank] = self._find(rank)
+        return self._needs[rank]
 
     def parcels(self, source: int, target: int, stage: Stage) -> list[Need]:
         """What `source` sends to `target` in a stage, in the order in which it is packed."""
@@ -194,7 +195,7 @@ class Plan:
     @cached_property
     def pairs(self) -> np.ndarray:
         """(world,): (head, query, key) pairs that each rank computes; for block-sparse those of its visible blocks."""
-        return load(self)
+        return _pairs(self)
 
     @property
     def balance(self) -> float:
@@ -280,8 +281,8 @@ def _ends(x: range) -> tuple[int, int]:
 # --- pairs a rank -----------------------------------------------------------------------------------------------------
 
 
-def load(plan: Plan) -> np.ndarray:
-    """(world,) pairs that each rank computes, exactly for all but block-sparse patterns (see `Plan.pairs`)."""
+def _pairs(plan: Plan) -> np.ndarray:
+    """See `Plan.pairs`."""
     pattern, ranks = plan.pattern, range(plan.world)
     if isinstance(pattern, Dense):
         return np.array([sum(_dense_pairs(plan, x) for x in plan.work(rank)) for rank in ranks], dtype=object)
@@ -311,4 +312,4 @@ def _dilated_pairs(pattern: Dilated, n: int, heads: int, x: np.ndarray):
             else:
                 pairs = segments * whole * whole + part * last
             yield pairs * offsets.count(o)
-    yield np.zeros(len(x), dtype=object) * 1
+    yield np.zeros(len(x), dtype=object)  # their sum is an array, also without heads

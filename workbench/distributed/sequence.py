@@ -51,7 +51,7 @@ class Sequence:
     """A plan made ready for one rank and device: jobs, what they gather, and where it lies in the buffers."""
 
     def __init__(self, plan: Plan, rank: int, group, batch: int, head_dim: int, device):
-        self.plan, self.rank, self.group = plan, rank, group
+        self.plan = plan
         self.exchange = Exchange(plan, rank, group, batch, head_dim, device)
         self.regroup = Regroup(plan, rank, group) if plan.zigzag else None
         work = plan.work(rank)

@@ -19,7 +19,7 @@ import contextlib
 import functools
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -171,7 +171,7 @@ class Work:
     function: Callable[[Tensor, Tensor, Tensor], Tensor]
     inputs: list[Tensor]
     idle: bool = False
-    context: Callable = field(default=contextlib.nullcontext)
+    context: Callable = contextlib.nullcontext
 
     def __call__(self, out: bool = False) -> dict[str, Tensor]:
         """Results by name: out, or dq, dk and dv; with `out`, that beside them."""

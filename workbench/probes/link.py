@@ -6,7 +6,6 @@ Dimensions: N positions, B batch.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -66,7 +65,7 @@ def modelled(
     """
     if scaling not in ("strong", "weak") or strategy not in ways.OURS:
         raise ValueError(f"scaling={scaling!r}, strategy={strategy!r}: want 'strong' or 'weak', 'sequence' or 'heads'")
-    at, rows = at or (lambda n: replace(case, n=n, nq=None if case.nq == case.n else case.nq)), []
+    at, rows = at or case.at, []
     for world in worlds:
         one = at(case.n * world) if scaling == "weak" else case
         row = one.fields() | {"stage": "modelled", "strategy": strategy, "world": world, "scaling": scaling}

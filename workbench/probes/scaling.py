@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -258,7 +257,7 @@ def longest(
     median_ms, ratio (n over the one device's).
     ValueError for arguments that mean nothing, and on the CPU without a budget.
     """
-    at = case if callable(case) else lambda n: replace(case, n=n, nq=None if case.nq == case.n else case.nq)
+    at = case if callable(case) else case.at
     example = at(grain)
     if budget_bytes is None and _backend([example]) == "gloo":
         raise ValueError("budget_bytes=None: on the CPU want the bytes of a card in software, e.g. 1 << 28")
