@@ -254,8 +254,14 @@ def test_the_link_is_measured_by_message(folder):
     found = link.measure(2, [1 << 16, 1 << 20], samples=3, folder=folder / "link")
     assert found["message_bytes"].tolist() == [1 << 16, 1 << 20] and (found["status"] == "ok").all()
     assert (found["bytes_per_second"] == 1000 * found["message_bytes"] / found["median_ms"]).all()
-    with pytest.raises(ValueError, match="want two ranks"):
-        link.measure(1)
+    assert (link.measure(3, [2], samples=1, folder=folder / "link")["status"] == "ok").all()
+    for options, message in (
+        ({"nproc": 1}, "want two ranks"),
+        ({"nproc": 3, "sizes": [1]}, "a byte for each other one"),
+        ({"device": "cuda:1"}, "device='cuda:1': want 'cpu' or 'cuda'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            link.measure(**options, folder=folder / "link")
 
 
 def test_curves_are_modelled_and_say_so():

@@ -1,7 +1,9 @@
 """What ranks do to measure a strategy: functions for a `Pool`, called on every rank alike; a case comes as JSON.
 
-A result is this rank's; who asked puts the ranks together. Time is measured in `times`, all else in `facts`, which a
-pool that times nothing is asked for. Dimensions: B batch, N positions, H heads, D head_dim.
+A result is this rank's; the caller (`probes.scaling`) combines the ranks. Time is measured by `times`, in a pool of
+ranks that do nothing else; all else by `facts`, in another one.
+
+Dimensions: B batch, N positions, H heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ from workbench.probes.timing import AA
 from workbench.probes.validity import Exact, edges, sample
 
 SMALL = 1 << 20  # elements of a result up to which all of its rows are compared
-DRAWN = 32  # rows compared beside those at edges, where there are more
-CALLS = 3  # over which the busy share is taken
+DRAWN = 32  # random rows that are compared in a larger result, beside those at edges
+CALLS = 3  # over which the busy share is measured
 FEWEST = 3  # samples, however long they take: fewer show no spread
-NO_WORK = ("nccl", "Memcpy", "Memset")  # of what a profile shows on a card: communication, and copies
+NO_WORK = ("nccl", "Memcpy", "Memset")  # how names of what a profile shows on a card begin that is no computation
 
 
 def described(case: Case) -> dict:
-    """A case as JSON, which `read` takes."""
+    """A case as JSON, for `read`."""
     names = ("n", "heads", "head_dim", "backend", "mode", "device", "batch", "kv_heads", "nq", "seed")
     fields = {name: getattr(case, name) for name in names}
     return fields | {"pattern": case.pattern.spec(), "dtype": str(case.dtype).removeprefix("torch.")}
@@ -53,7 +55,7 @@ def _place() -> tuple[int, int]:
 
 
 def _job(function: Callable) -> Callable:
-    """A job that leaves no memory reserved on its card: ranks of another pool may be next to use it."""
+    """A job that leaves no memory reserved on its card, which another pool's rank may use next."""
 
     @wraps(function)
     def job(*arguments, **named):
@@ -73,10 +75,10 @@ def _sync(device: str) -> None:
 
 
 def _barrier(device: str) -> None:
-    """All ranks leave it together, nothing running on their cards.
+    """All ranks leave it together, with nothing running on their cards.
 
-    First they wait on the host: NCCL's barrier would run meanwhile on a card that another rank may compute on, as
-    DataParallel's does.
+    They first meet on the host: NCCL's barrier runs a kernel on the card of a rank that waits in it, and another rank
+    may still compute on that card, as DataParallel's rank 0 does.
     """
     _sync(device)
     dist.all_reduce(torch.zeros(1))
@@ -85,7 +87,7 @@ def _barrier(device: str) -> None:
 
 
 def _timed(device: str, work: Callable) -> float:
-    """Milliseconds from after a barrier to this rank's being done."""
+    """Milliseconds that this rank takes, from a common barrier on."""
     _barrier(device)
     begin = time.perf_counter()
     work()
@@ -98,14 +100,16 @@ def _timed(device: str, work: Callable) -> float:
 
 @_job
 def facts(case: dict, strategy: str, checked: bool = True) -> dict:
-    """What a strategy takes, and whether it is right.
+    """What a strategy takes in memory and communication, and whether its results are right.
 
-    peak_bytes, extra_bytes: of the first call, with and above the inputs, a list by card (of "data parallel", whose
-    rank 0 uses all cards; else one). sent_bytes: floating-point data that this rank sent, control_bytes: the rest;
-    None where it is not torch.distributed that moves it. busy: a list by card, see `busy`.
-    errors: by result (largest absolute error, error over what is allowed) against the one-device call on rank 0, or,
-    of a forward that one device cannot do, against float64, as `compared_with` says; compared: rows of out or dq;
-    unchecked: why there is nothing to compare with.
+    peak_bytes, extra_bytes: at the peak of the first call, with and without the inputs; a list by card: one, or all for
+        rank 0 of "data parallel"
+    sent_bytes: floating-point data that this rank sent, None if torch.distributed did not move it; control_bytes: other
+        data that it sent
+    busy: a list by card, see `busy`
+    errors: by result [largest absolute error, largest error over what is allowed], against rank 0's one-device call or,
+        for a forward that one device cannot do, against float64; compared_with: which of the two
+    compared: how many rows of out or dq; unchecked: why nothing was compared, or None
     """
     case, (rank, world) = read(case), _place()
     expected, why = _reference(case, rank, world) if checked else (None, None)
@@ -131,7 +135,7 @@ def facts(case: dict, strategy: str, checked: bool = True) -> dict:
 
 
 def _extra(work: Work, cards: int) -> list[int]:
-    """Peak bytes above what was there before, on each of so many cards."""
+    """Peak bytes of a call above what was allocated before, on each of so many cards."""
     if cards == 1:
         device = torch.cuda.current_device() if work.case.device.startswith("cuda") else None
         return [memory.measure(work, "cpu" if device is None else f"cuda:{device}").extra_bytes]
@@ -145,11 +149,10 @@ def _extra(work: Work, cards: int) -> list[int]:
 
 
 def busy(work: Work, cards: int = 1) -> list[float | None]:
-    """The share of the wall time of some calls, all ranks together, in which a card computes.
+    """The share of the wall time of CALLS calls in which each card computes; all ranks begin and end them together.
 
-    CUDA: the union of the intervals of all kernels that are not NCCL's, from torch's profiler; None where it shows
-    none of a rank that has work. CPU: the time that this process computed over the wall time of its threads, with
-    what gloo takes to pack and copy.
+    CUDA: the union of the intervals of all kernels but NCCL's, from torch's profiler; None if it shows none although
+    the rank has work. CPU: this process's CPU time over the wall time of its threads, which includes gloo's copies.
     """
     if not work.case.device.startswith("cuda"):
         _barrier(work.case.device)
@@ -190,8 +193,8 @@ def covered(spans: list[tuple[int, int]]) -> int:
 
 
 def _places(case: Case, name: str, world: int) -> Tensor:
-    """int64, ascending: which rows of a result are compared: all, or those at edges of shards and of the pattern, the
-    first and the last, and some drawn."""
+    """int64, ascending: the rows of a result to compare, all of a small one, else those at edges of shards and of the
+    pattern, the first and the last, and DRAWN random ones."""
     of_keys = name in ("dk", "dv")
     length, heads, shift = (case.n, case.kv_heads, 0) if of_keys else (case.nq, case.heads, case.n - case.nq)
     if case.batch * length * heads * case.head_dim <= SMALL:
@@ -204,7 +207,7 @@ def _places(case: Case, name: str, world: int) -> Tensor:
 
 
 def _reference(case: Case, rank: int, world: int) -> tuple[dict[str, Tensor] | None, str | None]:
-    """({result: float64 (B, rows compared, heads, D)} of the one-device call, None), on all ranks; (None, why) where
+    """({result: float64 (B, rows compared, heads, D)} of the one-device call, None) on all ranks, or (None, why) if
     rank 0 could not do it."""
     names = ("dq", "dk", "dv", "out") if case.mode == "fwdbwd" else ("out",)
     at = {name: _places(case, name, world) for name in names}
@@ -228,12 +231,12 @@ def _reference(case: Case, rank: int, world: int) -> tuple[dict[str, Tensor] | N
 
 
 def _compare(work: Work, results: dict[str, Tensor], expected: dict[str, Tensor], world: int) -> dict:
-    """errors and compared, see `facts`.
+    """errors, compared and compared_with of `facts`, against the one-device call.
 
-    A row's error is ||got - want|| over its size, ||want||. The gradient of a query that sees few keys, or of a key
-    that few see, is a difference in which nearly all cancels: ||out||, and ||dv||, which have its scale for inputs
-    N(0, 1), are added to the size there. Allowed is four times what a single float32 (float64) result may be off, or
-    four roundings of a 16-bit one: both sides are rounded, weights and results.
+    A row's error is ||got - want|| over its size, ||want||. In the dq of a query that sees few keys, or the dk of a key
+    that few see, nearly everything cancels; so ||out||, or ||dv||, which for inputs N(0, 1) are of the same scale, is
+    added to the size. Allowed is four times the error that one float32 (float64) result may have, or four roundings of
+    a 16-bit one: on both sides weights and results are rounded.
     """
     case, errors, compared = work.case, {}, 0
     allowed = 4 * RELATIVE.get(case.dtype, torch.finfo(case.dtype).eps)
@@ -255,7 +258,7 @@ def _compare(work: Work, results: dict[str, Tensor], expected: dict[str, Tensor]
 
 
 class _Drawn(Exact):
-    """The definition in float64, of inputs that no device holds: rows are drawn again as they are needed."""
+    """The definition in float64, for inputs that no device can hold: their rows are drawn again as needed."""
 
     def __init__(self, case: Case):
         sizes = {"q": (case.nq, case.heads), "k": (case.n, case.kv_heads), "v": (case.n, case.kv_heads)}
@@ -270,10 +273,10 @@ class _Drawn(Exact):
 
 
 def _compare_drawn(work: Work, results: dict[str, Tensor]) -> dict:
-    """errors, compared and compared_with of `facts`: rows of out that this rank has, each against its own keys.
+    """errors, compared and compared_with of `facts`, against float64, of some of this rank's rows of out.
 
-    They are those of `validity.sample` in each run of rows that the rank has: both sides of where offsets stop to fit
-    in 32 bits, of edges, and random ones; and of each dilated branch a row that it keeps.
+    In each run of rows that the rank has, these are the ones of `validity.sample` (at both sides of edges and of where
+    offsets no longer fit into 32 bits, and random ones) and, for each dilated branch and head, the last row it keeps.
     """
     case, exact, at = work.case, _Drawn(work.case), defaultdict(list)
     shift, place = case.n - case.nq, 0
@@ -307,7 +310,7 @@ def _branches(pattern) -> tuple:
 
 
 def _largest(x: Tensor) -> float:
-    """inf where there is a NaN."""
+    """The maximum, inf if there is a NaN, 0 if x is empty."""
     return float(x.nan_to_num(nan=torch.inf).max()) if x.numel() else 0.0
 
 
@@ -316,10 +319,11 @@ def _largest(x: Tensor) -> float:
 
 @_job
 def times(case: dict, names: list[str], samples: int, seconds: float) -> dict:
-    """{strategy: milliseconds of each round on this rank}, interleaved in an order drawn anew each round, the same on
-    all ranks; "A/A" is the first again. A sample begins behind a barrier and ends when this rank's work is done.
+    """{strategy: milliseconds of each round on this rank}; "A/A" is the first strategy again.
 
-    seconds: no round is begun after about this long, once three are done, and no second warm-up call.
+    In each round all are timed, in a random order that is the same on all ranks. A sample begins at a barrier and ends
+    when this rank is done. seconds: after about so long no second warm-up call is made, and no round is begun once
+    there are FEWEST.
     """
     case, (rank, world) = read(case), _place()
     made: dict = {}
@@ -347,7 +351,7 @@ def _sample(work: Work) -> float:
 
 
 def _over(begin: float, seconds: float) -> bool:
-    """Whether rank 0's time is over: asked on all ranks alike."""
+    """Whether the time is over by rank 0's clock: the same answer on all ranks."""
     answer = torch.tensor([int(time.perf_counter() - begin > seconds)])
     dist.broadcast(answer, 0)
     return bool(answer)
@@ -355,7 +359,7 @@ def _over(begin: float, seconds: float) -> bool:
 
 @_job
 def link(sizes: list[int], samples: int, device: str) -> list[list[float]]:
-    """For each size, milliseconds of all-to-alls in which this rank sends so many bytes, as many to each other rank."""
+    """By size, the milliseconds of all-to-alls in which this rank sends so many bytes, equally to each other rank."""
     rank, world = _place()
     found = []
     for size in sizes:
@@ -371,8 +375,10 @@ def link(sizes: list[int], samples: int, device: str) -> list[list[float]]:
 
 @_job
 def fits(case: dict, strategy: str, budget_bytes: int | None) -> dict:
-    """Peak bytes and milliseconds of a call on a card of so many bytes, its inputs made there; whatever it raises is
-    raised, out of memory, too. The time is a second call's."""
+    """Peak bytes, and the milliseconds of a second call, on a card limited to budget_bytes, with the inputs made there.
+
+    What the call raises, such as out of memory, is raised.
+    """
     case, (rank, world) = read(case), _place()
     if case.device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()

@@ -171,7 +171,7 @@ class Pool:
             return [answers[rank]["result"] for rank in self._ranks]
         stacks = {rank: answer["stack"] for rank, answer in failures.items()} | _where(pending)
         if failures:
-            # The failures are in the order of arrival, but a rank may report a lost peer before the peer's death is seen.
+            # Failures are in the order of arrival, but a rank may report a lost peer before the peer's death is seen.
             first = min(failures, key=lambda rank: failures[rank]["lost_peer"])
             status, error = failures[first]["status"], failures[first]["error"]
         else:

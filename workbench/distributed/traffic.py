@@ -33,8 +33,8 @@ class Traffic(TorchDispatchMode):
     rows: bytes of floating-point tensors, which are data; by_collective: the same, by kind of collective
     control: bytes of all other tensors, by which ranks agree
     calls: the names of the collectives, in order
-    An all-gather or a broadcast sends its tensor once to each other rank. An all-reduce over W ranks sends 2 (W - 1) / W
-    of it, a reduce-scatter half of that, as in a ring.
+    An all-gather or a broadcast sends its tensor once to each other rank, an all-reduce over W ranks 2 (W - 1) / W of
+    it and a reduce-scatter half of that, as in a ring.
     RuntimeError for an unknown collective, which the count would miss.
     """
 
