@@ -120,6 +120,8 @@ def test_plans_are_of_the_longest(rows):
     plans = multicard.plans(rows, 8)
     assert {kind: plan.n for kind, plan in plans.items()} == {"dense": 512, "longnet": 1024}
     assert all(plan.world == 8 for plan in plans.values())
+    grouped = multicard.plans(rows.assign(kv_heads=1, nq=256), 8)  # two query heads on a key head, the last 256 queries
+    assert {(plan.heads, plan.kv_heads, plan.nq) for plan in grouped.values()} == {(2, 1, 256)}
 
 
 def test_hilbert_shards_have_the_short_borders():

@@ -244,8 +244,9 @@ def curves(rows: pd.DataFrame, bytes_per_second: float, worlds: Iterable[int], f
 def plans(rows: pd.DataFrame, world: int) -> dict:
     """{kind: the plan of its longest forward on so many ranks}."""
     longest = rows[rows["mode"] == "fwd"].sort_values("n").drop_duplicates("kind", keep="last").sort_index()
+    sizes = ("heads", "kv_heads", "nq")
     return {
-        row["kind"]: plan(from_spec(row["pattern_spec"]), Shards.even(row["n"], world), row["heads"])
+        row["kind"]: plan(from_spec(row["pattern_spec"]), Shards.even(row["n"], world), *(row[x] for x in sizes))
         for row in longest.to_dict("records")
     }
 
