@@ -1,4 +1,4 @@
-"""What a rank does in `test_scaling`, where one device cannot hold what all hold together."""
+"""What a rank runs in `test_scaling` for cases that one device cannot hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from workbench.distributed import bench, door
 
 
 def facts(rank, world, case, strategy, spoilt=False):
-    """`bench.facts` of a case that is too much for one device; spoilt: one number of one rank is another."""
+    """`bench.facts` as if the case were too large for one device. spoilt: one number on the last rank is wrong."""
     right = door.attention
 
     def attention(*arguments, **named):

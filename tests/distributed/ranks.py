@@ -1,4 +1,4 @@
-"""Ranks for tests: processes that stay, joined by gloo, in which functions run; each returns or raises by itself."""
+"""Ranks for tests: processes that stay, joined by gloo, in which functions run. A rank that raises does not end."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _serve(rank: int, world: int, store: str, pipe) -> None:
 
     torch.set_num_threads(1)
     plans.LEAST = plans.PAIRS = jobs.FIRST = 1  # many stages and calls, however few rows
-    # a rank that hangs on a peer gives up before the test does
+    # a rank that waits for a peer in vain gives up before the test does
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=DEADLINE // 2)
     )

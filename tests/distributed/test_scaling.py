@@ -1,4 +1,4 @@
-"""What several ranks give, over gloo: rows that are complete, wrong results that are seen, failures that are rows."""
+"""Sweeps over gloo: rows are complete, wrong results are caught, failures are rows; and the parts they are made of."""
 
 import contextlib
 import json
@@ -156,7 +156,7 @@ def test_progress_is_short_and_silent_about_what_is_recorded(own, folder):
 
 @pytest.fixture(scope="module")
 def own(folder):
-    """A test's own strategies, a right one and three that are not."""
+    """Rows of a user's own strategies, one that is right and three that are not."""
     names = [f"mine_on_ranks:{x}" for x in ("of_own_rows", "late", "fails", "mine")]
     found = sweep(folder / "own", {"x": Case(Dense(), dtype="float32", **SIZES)}, names)
     return {strategy.partition(":")[2] or strategy: row for (_, strategy), row in found.items()}
@@ -386,7 +386,7 @@ def test_a_call_too_large_for_one_device_is_compared_with_float64(ranks, name, s
         assert found["compared_with"].startswith("float64")
 
 
-def test_and_a_wrong_row_is_found(ranks):
+def test_a_wrong_row_of_a_call_too_large_for_one_device_is_found(ranks):
     case = bench.described(Case(LONG["longnet"], 256, 4, 8))
     right, wrong = ranks(2).run(drawn.facts, case, "sequence", True)
     assert right["errors"]["out"][1] <= 1 and wrong["errors"]["out"][1] > 1
