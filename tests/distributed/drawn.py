@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
-from workbench.distributed import bench, door
+from workbench.distributed import bench, compare, door
 
 
 def facts(rank, world, case, strategy, spoilt=False):
@@ -18,7 +18,7 @@ def facts(rank, world, case, strategy, spoilt=False):
         return out
 
     with (
-        patch.object(bench, "_reference", lambda *_: (None, "no room for it")),
+        patch.object(compare, "one_device", lambda *_: (None, "no room for it")),
         patch.object(door, "attention", attention),
     ):
         found = bench.facts(case, strategy)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tests.distributed import drawn
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, layouts, records
-from workbench.distributed import bench, strategies
+from workbench.distributed import bench, compare, strategies
 from workbench.distributed.strategies import ONE
 from workbench.patterns.dilated import geometric
 from workbench.probes import link, scaling, scaling_groups
@@ -315,7 +315,7 @@ def test_the_union_of_intervals():
 
 def test_long_results_are_compared_where_shards_and_segments_meet():
     case = Case(Dilated([1000, 300_000], [1, 2]), 300_000, 12, 64, nq=200_000)
-    keys, queries = (set(bench._places(case, name, 2).tolist()) for name in ("dk", "out"))
+    keys, queries = (set(compare.places(case, name, 2).tolist()) for name in ("dk", "out"))
     assert {0, 999, 1000, 149_999, 150_000, 299_999} <= keys and len(keys) < 100
     assert {0, 49_999, 50_000, 199_999} <= queries and max(queries) == 199_999
 
