@@ -120,6 +120,8 @@ def test_plans_are_of_the_longest(rows):
     plans = multicard.plans(rows, 8)
     assert {kind: plan.n for kind, plan in plans.items()} == {"dense": 512, "longnet": 1024}
     assert all(plan.world == 8 for plan in plans.values())
+    grouped = multicard.plans(rows.assign(kv_heads=1, nq=256), 8)  # two query heads on a key head, the last 256 queries
+    assert {(plan.heads, plan.kv_heads, plan.nq) for plan in grouped.values()} == {(2, 1, 256)}
 
 
 def test_hilbert_shards_have_the_short_borders():
@@ -143,6 +145,7 @@ def test_what_is_committed_is_the_newest_of_one_sequence_with_the_links_rate(row
         lines.append({"kind": "row", "run": "a", "stage": "link", "status": "ok", "message_bytes": size}
                      | {"bytes_per_second": speed})  # fmt: skip
     (tmp_path / "h200x2").mkdir()
+    lines = [line | {"probe": "scaling"} for line in lines]
     (tmp_path / "h200x2" / "2026-01-01-scaling-abc.jsonl").write_text("\n".join(map(json.dumps, lines)))
     found, speed = multicard.recorded(["h100x2", "h200x2"])
     assert found["kind"].tolist() == ["longnet"] and found["median_ms"].tolist() == [4.0] and speed == 5e9

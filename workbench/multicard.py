@@ -1,4 +1,4 @@
-"""What the notebook on several cards asks: cases by name, rows of every world, curves beside points, borders of shards.
+"""What notebook 04 asks of several cards: cases by name, sweeps and summaries, modelled curves, borders of shards.
 
 Dimensions: B batch, N positions, H heads, D head_dim, P ranks.
 """
@@ -23,13 +23,14 @@ from workbench.probes.timing import AA, speedup
 
 KINDS = ("dense", "longnet", "block-sparse")
 BLOCK = 128
-LONGEST = 1 << 20  # positions up to which lists of visible blocks are made for a curve
+LONGEST = 1 << 20  # positions of block-sparse attention up to which a weak curve is drawn: it lists visible blocks
 SIZES = ("heads", "head_dim", "dtype")
 
 
 def maker(kind: str, first: int = 4096) -> Callable[[int], Pattern]:
-    """A pattern for N positions, by its name: dense; longnet, `geometric` from segments of `first` on; or block-sparse,
-    5 % of the blocks of 128: those near the diagonal, and every 32nd beside. ValueError for another name."""
+    """The function of N that makes a pattern, by its name: "dense"; "longnet", `geometric` with a shortest segment of
+    `first`; or "block-sparse", about 5 % of the blocks of 128: those near the diagonal, and every 32nd diagonal.
+    ValueError for another name."""
     made = {
         "dense": lambda n: Dense(),
         "longnet": lambda n: geometric(n, first=first),
@@ -41,13 +42,13 @@ def maker(kind: str, first: int = 4096) -> Callable[[int], Pattern]:
 
 
 def at(kind: str, first: int, **sizes) -> Callable[[int], Case]:
-    """The case of a kind at any N. sizes: heads, head_dim, dtype, mode, device and batch of `Case`."""
+    """The function of N that makes the case of a kind (see `maker`). sizes: other arguments of `Case`."""
     make = maker(kind, first)
     return lambda n: Case(make(n), n, **sizes)
 
 
 def cases(lengths: Mapping[str, Sequence[int]], first: int, modes: Iterable[str] = ("fwd",), **sizes) -> dict:
-    """{label: Case}. lengths: {a kind: its N}; sizes: as in `at`, all but the mode."""
+    """{label: Case} for each kind, mode and N. lengths: {kind: N to measure}; sizes: as in `at`, but for the mode."""
     found = {}
     for kind, of_kind in lengths.items():
         for mode in modes:
@@ -57,30 +58,30 @@ def cases(lengths: Mapping[str, Sequence[int]], first: int, modes: Iterable[str]
 
 
 def possible(nproc: Iterable[int]) -> list[int]:
-    """The numbers of ranks that this machine has a card for, [1] where it has for none; without CUDA, all: they are
-    processes."""
+    """Those numbers of ranks for which this machine has the cards, [1] if it has them for none; without CUDA all, since
+    ranks are then processes."""
     cards = torch.cuda.device_count()
     return [x for x in nproc if not cards or x <= cards] or [1]
 
 
 def processors() -> int:
-    """The processors that ranks without cards share."""
+    """How many processors ranks without cards share."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def most(world: int) -> int:
-    """The speed-up that so many ranks can have here at best: no more than there are cards, or processors."""
+    """The best speed-up that so many ranks can have here: at most the number of cards or, without, of processors."""
     return min(world, torch.cuda.device_count() or processors())
 
 
 def sweep(chosen: Mapping[str, Case], worlds: Iterable[int], strategies=STRATEGIES, **options) -> pd.DataFrame:
-    """`scaling.sweep` on each number of ranks: its rows, with `kind` (see `kinds`)."""
+    """The rows of `scaling.sweep` on each number of ranks, with `kind` (see `kinds`)."""
     frames = (scaling.sweep(chosen, nproc, strategies, say=None, **options) for nproc in worlds)
     return kinds(pd.DataFrame([row for frame in frames for row in frame.to_dict("records")]))
 
 
 def kinds(rows: pd.DataFrame) -> pd.DataFrame:
-    """With a column `kind`: what a pattern is called here (see `maker`), or its own name."""
+    """rows with a column `kind`: the pattern's name in `maker`, or else its own, with " causal" if it is."""
     return rows.assign(kind=[_kind(*x) for x in zip(rows["pattern_spec"], rows["pattern"], rows["n"], strict=True)])
 
 
@@ -92,13 +93,12 @@ def _kind(spec: dict, name: str, n: int) -> str:
 
 
 def recorded(machines: Iterable[str]) -> tuple[pd.DataFrame, float | None]:
-    """What is committed for the first of these machine kinds that has sweeps: rows as `sweep` gives them, the newest of
-    each, and the link's bytes a second. (empty, None) if none has; of one sequence, and of the heads and dtype that the
-    most rows have."""
+    """(rows as of `sweep`, the link's bytes a second) from the records committed for the first of these machine kinds
+    that has sweeps; (empty, None) if none has. Only rows of batch 1, and of the heads, head_dim and dtype that most
+    rows have; the newest if a case was measured more than once."""
     for machine in machines:
-        journals = sorted((records.default_folder() / machine).glob("*-scaling-*.jsonl"))
-        every = records.load(*journals) if journals else pd.DataFrame(columns=["stage"])
-        rows = every[every["stage"].eq("sweep")]
+        every = records.committed(machine, "scaling")
+        rows = every[every["stage"].eq("sweep")] if len(every) else every
         if len(rows):
             rows = kinds(rows[rows["batch"] == 1]).sort_values("run_utc", kind="stable")
             rows = rows.drop_duplicates(["kind", "n", "mode", "nproc", "strategy", *SIZES], keep="last")
@@ -108,7 +108,7 @@ def recorded(machines: Iterable[str]) -> tuple[pd.DataFrame, float | None]:
 
 
 def rate(messages: pd.DataFrame) -> float | None:
-    """Bytes a second that a rank sends by the largest messages of `link.measure`; None where there is none."""
+    """Bytes a second that a rank sends in the largest messages of `link.measure`; None if there are none."""
     done = messages[messages["status"].eq("ok")] if len(messages) else messages
     return float(done.sort_values("message_bytes")["bytes_per_second"].iloc[-1]) if len(done) else None
 
@@ -117,33 +117,34 @@ def rate(messages: pd.DataFrame) -> float | None:
 
 
 def ok(rows: pd.DataFrame) -> pd.DataFrame:
-    """Those that ran and are right."""
+    """The rows that ran and are not known to be wrong."""
     valid = rows["valid"] if "valid" in rows else pd.Series(None, rows.index, dtype=object)
     return rows[rows["status"].eq("ok") & rows["median_ms"].notna() & ~valid.eq(False)]
 
 
 def summary(rows: pd.DataFrame, cell: Callable[[dict], str]) -> pd.DataFrame:
-    """A line a case and number of ranks, a column a strategy that ran, in each place what `cell` says of the row; a
-    column `mode` where there are two, and `ranks` where they differ."""
+    """A table with a line for each case and number of ranks, and a column for each strategy that ran, filled by `cell`
+    of the row; with columns `mode` and `ranks` only if there are several."""
     done = ok(rows[rows["strategy"] != AA])
     cells = [cell(row) for row in done.to_dict("records")]
     names = {"kind": "pattern", "mode": "mode", "n": "N", "nproc": "ranks"}
     frame = done[[*names, "strategy"]].rename(columns=names).assign(cell=cells)
     table = frame.pivot_table("cell", list(names.values()), "strategy", aggfunc="last", sort=False)
-    ours = [x for x in (ONE, *OURS) if x in table]  # the others beside them
+    ours = [x for x in (ONE, *OURS) if x in table]  # these come first
     table = table[[*ours, *(x for x in table if x not in ours)]]
     table = table.reset_index().rename_axis(columns=None).rename(columns=SHORT)
     return table.drop(columns=[x for x in ("mode", "ranks") if table[x].nunique() < 2])
 
 
 def time_and_speedup(row: dict) -> str:
-    """For `summary`: the median in milliseconds, and times faster than one device."""
+    """For `summary`: the median in milliseconds, and the speed-up over one device."""
     faster = "" if row["strategy"] == ONE else f" ({row['speedup']:.2f}x)"
     return f"{row['median_ms']:,.3g}{faster}"
 
 
 def peak_and_sent(row: dict) -> str:
-    """For `summary`: MiB of the card that has most, at the peak and, if it sends any, sent."""
+    """For `summary`: MiB at the peak of the card that has most and, if any are sent, MiB sent by the one that does so
+    most."""
     sent = row.get("sent_bytes")
     sends = f" ({_mib(max(sent))})" if isinstance(sent, list) and any(sent) else ""
     return _mib(row["peak_bytes"]) + sends
@@ -154,21 +155,21 @@ def _mib(x: float) -> str:
 
 
 def missing(rows: pd.DataFrame) -> list[str]:
-    """Why strategies are not among the rows that ran: a sentence for each, of the first case."""
+    """For each strategy with a row that did not run, or is wrong, the reason of the first such row, in a sentence."""
     off = rows[~rows.index.isin(ok(rows).index)].drop_duplicates("strategy")
     return [f"`{row.strategy}`: {row.error}" for row in off.itertuples()]
 
 
 def exactly_planned(rows: pd.DataFrame) -> tuple[int, int]:
-    """(rows in which every rank sent exactly the bytes of the plan, rows that have a plan)."""
+    """(number of rows in which every rank sent exactly the bytes of the plan, number of rows that have a plan)."""
     done = rows[rows["status"].eq("ok") & rows["planned_bytes"].notna()]
     return sum(a == b for a, b in zip(done["sent_bytes"], done["planned_bytes"], strict=True)), len(done)
 
 
 def by_batch(rows: pd.DataFrame) -> pd.DataFrame:
-    """What dividing the batch gives, beside the sequence: of the forwards a row a number of sequences, N, ranks and a
-    strategy that ran. busiest, idlest: the shares of the time in which the card computes that does so most, and least;
-    speed-up; peak: the largest of a card over one device's."""
+    """What dividing the batch gives, compared with dividing the sequence: a row for each batch size (`sequences`), N,
+    number of ranks and strategy of the forwards that ran. busiest, idlest: the largest and the least share of the time
+    in which a card computes; speed-up; peak: the largest of a card over that of one device."""
     done, lines = ok(rows[rows["mode"] == "fwd"]), []
     for (batch, n, world), group in done.groupby(["batch", "n", "nproc"], sort=False):
         one = group[group["strategy"] == ONE]
@@ -186,11 +187,11 @@ def by_batch(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def efficiency(rows: pd.DataFrame, strategy: str = "sequence") -> pd.DataFrame:
-    """Measured forwards: what a rank does in a second over what one device does, with its interval.
+    """The efficiency of measured forwards, pairs a second of a rank over those of one device, with its 95% interval.
 
-    A row: kind, scaling, world, n, efficiency, low, high. "strong": against one device at the same N, at the longest.
-    "weak": where N / world is the shortest, against one device at that, in another round: by pairs, of which dense
-    attention has more a position where there are more positions.
+    A row: kind, scaling, world, n, efficiency, low, high. scaling: "strong", at the longest N, against one device at
+    the same N; or "weak", at `world` times the shortest N, against one device at the shortest, which was timed in other
+    rounds. It counts pairs, since a longer sequence of dense attention has more pairs for each position.
     """
     done, found = ok(rows[rows["mode"] == "fwd"]), []
     for (kind, world), group in done.groupby(["kind", "nproc"], sort=False):
@@ -213,7 +214,7 @@ def _shares(ratio: dict, of: float) -> dict:
 
 @contextmanager
 def one_thread():
-    """For many small operations: threads that wait for a busy machine would take most of the time."""
+    """Have torch use one thread: in many small operations, waiting for threads would take most of the time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -224,8 +225,8 @@ def one_thread():
 
 @one_thread()
 def curves(rows: pd.DataFrame, bytes_per_second: float, worlds: Iterable[int], first: int) -> pd.DataFrame:
-    """`link.modelled` of the longest forward of each kind, strong, and of the shortest, weak, from the rate that one
-    device had there and a link's: rows with `kind`, all of them modelled."""
+    """`link.modelled` for each kind, strong from its longest forward and weak from its shortest, with the rate that one
+    device had there and the link's: rows with `kind`. first: the shortest segment of "longnet", as in `maker`."""
     alone, found = ok(rows[rows["mode"].eq("fwd") & rows["strategy"].eq(ONE) & rows["kind"].isin(KINDS)]), []
     for kind, group in alone.groupby("kind", sort=False):
         group = group.sort_values("n")
@@ -240,10 +241,11 @@ def curves(rows: pd.DataFrame, bytes_per_second: float, worlds: Iterable[int], f
 
 
 def plans(rows: pd.DataFrame, world: int) -> dict:
-    """{kind: its plan on so many ranks}, of the longest forward of each."""
+    """{kind: the plan of its longest forward on so many ranks}."""
     longest = rows[rows["mode"] == "fwd"].sort_values("n").drop_duplicates("kind", keep="last").sort_index()
+    sizes = ("heads", "kv_heads", "nq")
     return {
-        row["kind"]: plan(from_spec(row["pattern_spec"]), Shards.even(row["n"], world), row["heads"])
+        row["kind"]: plan(from_spec(row["pattern_spec"]), Shards.even(row["n"], world), *(row[x] for x in sizes))
         for row in longest.to_dict("records")
     }
 
@@ -253,10 +255,10 @@ def borders(
     shape: Sequence[int], radius: int, names: Iterable[str], worlds: Iterable[int], *, heads: int, head_dim: int,
     itemsize: int,
 ) -> pd.DataFrame:  # fmt: skip
-    """What a forward of a neighborhood moves by the order of its cells: a row an order and number of ranks.
+    """What a forward of a 2-D neighborhood moves, from plans alone: a row for each order of cells and number of ranks.
 
-    names: of `orderings`. bytes: of all ranks; most: that one gets at most; halo: rows that a rank gets over those that
-    it holds, the mean. From plans alone: nothing is measured.
+    names: of orders in `orderings`. A row: order, world; bytes, by all ranks; most, the bytes that one rank gets at
+    most; halo, the rows that ranks get over those that they hold, the mean.
     """
     found, n = [], shape[0] * shape[1]
     for name in names:

@@ -1,6 +1,5 @@
-"""The table of cases over shards: shapes where ranks, segments and blocks do not agree, odd ones first.
-
-Beside it all of `tests.tools.TABLE`, over shards drawn at random.
+"""The table of cases over shards: shapes in which shards cut segments and blocks, odd ones first; and all cases of
+`tests.tools.TABLE`, over random shards.
 """
 
 from __future__ import annotations

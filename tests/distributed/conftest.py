@@ -12,7 +12,9 @@ def ranks():
     def of(world: int) -> Ranks:
         if world in _living and not all(x.is_alive() for x in _living[world].processes):
             _living.pop(world).close()
-        return _living.setdefault(world, None) or _living.update({world: Ranks(world)}) or _living[world]
+        if world not in _living:
+            _living[world] = Ranks(world)
+        return _living[world]
 
     yield of
     for some in _living.values():

@@ -1,14 +1,14 @@
-"""What a rank does in `test_scaling`, where one device cannot hold what all hold together."""
+"""What a rank runs in `test_scaling` for cases that one device cannot hold."""
 
 from __future__ import annotations
 
 from unittest.mock import patch
 
-from workbench.distributed import bench, door
+from workbench.distributed import bench, compare, door
 
 
 def facts(rank, world, case, strategy, spoilt=False):
-    """`bench.facts` of a case that is too much for one device; spoilt: one number of one rank is another."""
+    """`bench.facts` as if the case were too large for one device. spoilt: one number on the last rank is wrong."""
     right = door.attention
 
     def attention(*arguments, **named):
@@ -18,7 +18,7 @@ def facts(rank, world, case, strategy, spoilt=False):
         return out
 
     with (
-        patch.object(bench, "_reference", lambda *_: (None, "no room for it")),
+        patch.object(compare, "one_device", lambda *_: (None, "no room for it")),
         patch.object(door, "attention", attention),
     ):
         found = bench.facts(case, strategy)

@@ -1,8 +1,9 @@
-"""Whether a card's streams are ordered, found without a card: which has read and written which element, and when.
+"""A race detector for a card's streams that needs no card: it notes which stream read or wrote which byte, and when.
 
-Streams and events are stand-ins that keep vector clocks; tensors are on the CPU, where everything runs at once. What a
-stream does is ordered behind another's only by an event, by the start and the wait of a transfer, or by the host.
-An allocator gives memory back to the stream on which it was made: what others do with it has to be over by then.
+Streams and events are stand-ins that keep vector clocks; tensors are on the CPU, where every operation runs at once. An
+operation is ordered behind one of another stream only by an event, by the start of or the wait for a transfer, or by
+the host. Freed memory goes back to the stream on which it was allocated: by then the other streams have to be done
+with it.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from torch.utils._pytree import tree_leaves
 from workbench.distributed import door, exchange, streams
 from workbench.distributed.sequence import Sequence
 
-MAIN, BESIDE, WIRE = range(3)  # the caller's stream, the one for what travels, and the communicator's own
+MAIN, BESIDE, WIRE = range(3)  # the caller's stream, `streams.beside`, and the communicator's own
 NAMES = ("main", "beside", "wire")
 agreement = sys.modules[door.agree.__module__]  # the package has the function under the module's name
 
 
 class Memory:
-    """What has happened to a storage. By byte: the last write (stream, when) and each stream's last read."""
+    """The history of a storage: for each byte the last write (stream, when), and each stream's last read."""
 
     def __init__(self, size: int, stream: int):
         self.stream, self.last = stream, np.zeros(3, dtype=np.int64)
@@ -36,15 +37,15 @@ class Memory:
 
 
 class Races(TorchDispatchMode):
-    """Meanwhile `distributed.attention` takes the way that it takes on CUDA. found: what is not ordered, in words.
+    """Within it `distributed.attention` runs as on CUDA. found: the races, in words.
 
-    by_host: ranks tell each other by gloo, as in a pool, which no stream waits for, and not by NCCL
+    by_host: whether ranks agree by gloo, as in a pool, which no stream waits for; else by NCCL
     """
 
     def __init__(self, by_host: bool = False):
         super().__init__()
         self.by_host = by_host
-        self.clock = np.zeros((3, 3), dtype=np.int64)  # [x, y]: how much of stream y is over before stream x goes on
+        self.clock = np.zeros((3, 3), dtype=np.int64)  # [x, y]: how many operations of y are over before x goes on
         self.now, self.aside = MAIN, False
         self.memory: dict[int, Memory] = {}
         self.found: set[str] = set()
@@ -67,7 +68,7 @@ class Races(TorchDispatchMode):
     # --- order --------------------------------------------------------------------------------------------------------
 
     def tick(self, stream: int) -> np.ndarray:
-        """One more thing on a stream; the clock with it."""
+        """One more operation on a stream; returns its clock."""
         self.clock[stream, stream] += 1
         return self.clock[stream].copy()
 
@@ -105,7 +106,7 @@ class Races(TorchDispatchMode):
             def told():
                 if not self.by_host:
                     self.wait(BESIDE, done)
-                    for x in (MAIN, WIRE):  # the host has the numbers: nothing begins before
+                    for x in (MAIN, WIRE):  # the host waits for the numbers: what it starts later is behind them
                         self.wait(x, self.clock[BESIDE])
                 with self._unseen():
                     return answers()
@@ -136,13 +137,11 @@ class Races(TorchDispatchMode):
         self.touch(str(function), self.now, *sides)
         results = function(*args, **(kwargs or {}))
         new = [x for x in tree_leaves(results) if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in old]
-        self.touch(
-            str(function), self.now, [], new
-        )  # also what is empty: its stream may have used the memory just before
+        self.touch(str(function), self.now, [], new)  # also uninitialized ones: their memory may be in use elsewhere
         return results
 
     def touch(self, what: str, stream: int, reads: list, writes: list) -> None:
-        """Note what a stream does, and what of that is not behind what others did with the same bytes."""
+        """Note what a stream reads and writes; add to `found` what is not ordered behind other streams' accesses."""
         clock = self.clock[stream]
         for x, write in [*((x, False) for x in reads), *((x, True) for x in writes)]:
             memory, place = self._memory(x), _bytes(x)
@@ -200,7 +199,7 @@ class Work:
 
 
 def _bytes(x: torch.Tensor) -> np.ndarray:
-    """Where the first byte of each of its elements is in its storage."""
+    """For each element of x the place of its first byte in the storage."""
     place = np.array([x.storage_offset()])
     for size, stride in zip(x.shape, x.stride(), strict=True):
         place = np.add.outer(place, np.arange(size) * stride).ravel()

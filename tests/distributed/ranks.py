@@ -1,4 +1,4 @@
-"""Ranks for tests: processes that stay, joined by gloo, in which functions run; each returns or raises by itself."""
+"""Ranks for tests: processes that stay, joined by gloo, in which functions run. A rank that raises does not end."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch.multiprocessing as mp
 
 DEADLINE = 60  # seconds for one function
+START = 240  # seconds for all ranks to load torch, which takes long on a busy machine
 
 
 class Ranks:
@@ -28,6 +29,13 @@ class Ranks:
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(START):
+                self.close()
+                raise AssertionError(f"rank {rank} did not start within {START} s")
+            pipe.recv_bytes()
+        for pipe in self.pipes:  # now they can meet in time
+            pipe.send_bytes(b"meet")
 
     def run(self, function, *args, **options) -> list:
         """AssertionError with the traces of all ranks that raised, or that gave no answer in time."""
@@ -60,7 +68,9 @@ def _serve(rank: int, world: int, store: str, pipe) -> None:
 
     torch.set_num_threads(1)
     plans.LEAST = plans.PAIRS = jobs.FIRST = 1  # many stages and calls, however few rows
-    # a rank that hangs on a peer gives up before the test does
+    pipe.send_bytes(b"loaded")
+    pipe.recv_bytes()
+    # a rank that waits for a peer in vain gives up before the test does
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=DEADLINE // 2)
     )

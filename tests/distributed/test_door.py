@@ -1,4 +1,4 @@
-"""What ranks are told before data moves, and what is around the call: compile, checkpoints, a world of one."""
+"""Errors that ranks agree on before data moves, plans that are kept; compile, checkpoints and autocast."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def test_an_out_of_memory_before_ranks_have_agreed_is_raised_on_all_and_the_grou
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_such_an_error_leaves_nothing_alive_and_no_memory_that_a_stream_still_uses(ranks, backward):
+def test_an_out_of_memory_before_ranks_have_agreed_leaves_nothing_alive_and_no_race(ranks, backward):
     for left, races in ranks(2).run(work.left_by_an_error, backward):
-        assert left < 1 << 14 and races == []  # a thread of gloo's may hold the 400 bytes of a reason a little longer
+        assert left < 1 << 14 and races == []  # a thread of gloo may hold the 400 bytes of the reason a little longer
 
 
 def test_another_strategy_may_be_the_better_one_for_other_lengths_of_other_ranks(ranks):

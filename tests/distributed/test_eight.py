@@ -1,4 +1,4 @@
-"""Eight ranks: exact, to the plan's bytes, and one that fails is named, as of two. More of it is a matter of cards."""
+"""Eight ranks: exact, with the plan's bytes, and a rank that fails is named, as with two."""
 
 from __future__ import annotations
 

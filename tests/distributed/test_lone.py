@@ -1,4 +1,4 @@
-"""A rank traced alone takes what the same rank takes among the others, where all are there."""
+"""The memory of a rank that is traced alone is that of the same rank in a run of all ranks."""
 
 from dataclasses import replace
 
@@ -32,9 +32,9 @@ HOSTS = {("grid", "heads"): (1024, 1024), ("grid", "sequence"): (512 + 64,) * 2}
 
 @pytest.fixture
 def nothing_fused(monkeypatch):
-    """Where the CPU and a card differ."""
+    """As the ranks of the tests run: no fused attention, many stages and calls."""
     monkeypatch.setattr(fused, "kernel", lambda q, mask=None: "unfused")
-    for name in ("LEAST", "PAIRS"):  # as the ranks have them
+    for name in ("LEAST", "PAIRS"):
         monkeypatch.setattr(plans, name, 1)
     monkeypatch.setattr(jobs, "FIRST", 1)
 
@@ -47,7 +47,8 @@ def alone(case, world, rank, strategy):
 @pytest.mark.parametrize("strategy", ["sequence", "heads"])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_a_lone_rank_takes_what_it_takes_among_others(ranks, nothing_fused, name, strategy, mode):
-    """To the byte, but for what is the host's where there is a card: what ranks told, and the curve."""
+    """To the byte, except for two tensors that with a real card are on the host: what ranks agree on in the backward,
+    and a neighborhood's curve."""
     case = Case(PATTERNS[name], mode=mode, **SIZES)
     real = ranks(2).run(work.peak, case, strategy)
     told = 2 * 2 * 8 if mode == "fwdbwd" else 0
@@ -56,7 +57,7 @@ def test_a_lone_rank_takes_what_it_takes_among_others(ranks, nothing_fused, name
 
 
 @pytest.mark.parametrize("name", ["causal", "dilated"])
-def test_so_it_does_where_heads_share_keys(ranks, nothing_fused, name):
+def test_a_lone_rank_takes_what_it_takes_among_others_where_heads_share_keys(ranks, nothing_fused, name):
     case = Case(PATTERNS[name], mode="fwd", **SIZES | {"kv_heads": 2})
     real = ranks(2).run(work.peak, case, "sequence")
     assert [alone(case, 2, rank, "sequence") for rank in range(2)] == real
@@ -74,7 +75,7 @@ N = 1 << 20
     ("sequence", {"dense": 1.25, "causal": 1.6, "dilated": 1.05, "blocks": 1.15, "grid": 1.15}), ("heads", {}),
 ])  # fmt: skip
 def test_two_cards_take_half_each_and_what_travels(strategy, most):
-    """Forward: half of q, k, v and out; stages, gathered rows, queries that moved; by heads q, k and v once more."""
+    """Half of q, k, v and out, and by sequence stages, gathered rows and moved queries; by heads q, k and v again."""
     for name, pattern in EVERY.items():
         case = Case(pattern, N, **LARGE)
         whole, *parts = (estimate.trace(case, world=x, rank=y, strategy=strategy) for x, y in ((1, 0), (2, 0), (2, 1)))
@@ -84,7 +85,7 @@ def test_two_cards_take_half_each_and_what_travels(strategy, most):
 
 
 def test_a_length_of_no_whole_segments_takes_little_more():
-    """Each branch then ends elsewhere in a shard, and what it gives is merged."""
+    """The branches' last whole segments then end at different rows of a shard, so that their results are merged."""
     case = Case(geometric(3_518_848), 3_518_848, 12, 64, "bfloat16", device="cuda")
     whole, part = (estimate.trace(case, world=x, strategy="sequence") for x in (1, 2))
     assert part.requested_bytes < 0.56 * whole.requested_bytes
@@ -92,8 +93,8 @@ def test_a_length_of_no_whole_segments_takes_little_more():
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_rank_of_a_large_world(name):
-    """Its own rows, gradients and sums, and of what the plan brings (keys and values, twice, and their gradients in
-    float32) stages that travel, and what is gathered."""
+    """Between its own rows with their gradients and sums, and these plus all that the plan brings: keys and values
+    twice, and their gradients in float32."""
     world, case = 64, Case(EVERY[name], N, mode="fwdbwd", **LARGE)
     plan = distributed.plan(case.pattern, distributed.Shards.even(N, world), case.heads)
     brought, own = plan.bytes(2, case.head_dim).sum(0), 2 * N // world * 16 * 64
@@ -168,7 +169,7 @@ def test_a_sharded_call_is_predicted_and_not_measured():
 
 
 def test_what_is_said_to_fit_fits_on_every_rank():
-    """Also where shards could cut segments, which takes far more: 10,000,000 needs twice the memory of 9,977,856."""
+    """N is such that no shard cuts a segment, which takes far more: 10,000,000 needs twice the memory of 9,977,856."""
     case = Case(wb.Dilated([2048, 8192], [1, 4]), 1024, 8, 64, "bfloat16", mode="fwdbwd", device="cuda")
     found = frontier.search(case, card="h100", world=8, say=None)
     assert found["n"] % (8 * 8192) == 0 and found["n"] > 70_000_000

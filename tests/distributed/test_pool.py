@@ -1,4 +1,4 @@
-"""Every way in which a rank can fail, for real: two ranks over gloo, one of which waits for the other."""
+"""Every way in which a rank can fail, for real, while others wait for it; and the launchers beside the pool."""
 
 import _thread
 import contextlib

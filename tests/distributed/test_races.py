@@ -1,4 +1,4 @@
-"""What a card does on its two streams is ordered wherever it uses the same memory."""
+"""Accesses to the same memory from a card's streams are ordered (`races` finds those that are not)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def test_streams_are_ordered_and_give_what_one_device_gives(ranks, id):
 
 
 @pytest.mark.parametrize("by_host", [False, True])
-def test_so_they_are_where_a_rank_has_forgotten_the_plan(ranks, by_host):
-    """What has been computed is void, and all is made anew: for the stream that uses it."""
+def test_streams_are_ordered_where_a_rank_has_forgotten_the_plan(ranks, by_host):
+    """What has been computed is discarded, and the plan and buffers are made anew, on the stream that uses them."""
     for id in ("dense-causal", "geometric", "blocks-whole-causal"):
         for errors, races in ranks(2).run(work.on_streams, id, forgets=1, by_host=by_host):
             assert max(errors) < work.TOLERANCE and races == []
@@ -28,6 +28,6 @@ def test_so_they_are_where_a_rank_has_forgotten_the_plan(ranks, by_host):
     "what, words",
     [("what is there", "beside, not behind {'main'}"), ("what arrives", "main, not behind {'wire'}")],
 )
-def test_what_does_not_wait_is_found(ranks, what, words):
+def test_a_wait_that_is_left_out_is_found(ranks, what, words):
     for _, races in ranks(2).run(work.on_streams, "dense-causal", hastens=what):
         assert any(words in x for x in races)

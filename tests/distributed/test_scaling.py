@@ -1,8 +1,9 @@
-"""What several ranks give, over gloo: rows that are complete, wrong results that are seen, failures that are rows."""
+"""Sweeps over gloo: rows are complete, wrong results are caught, failures are rows; and the parts they are made of."""
 
 import contextlib
 import json
 
+import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch.nn import functional
 
 from tests.distributed import drawn
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, layouts, records
-from workbench.distributed import bench, strategies
+from workbench.distributed import bench, compare, strategies
 from workbench.distributed.strategies import ONE
 from workbench.patterns.dilated import geometric
 from workbench.probes import link, scaling, scaling_groups
@@ -121,11 +122,11 @@ def test_what_is_not_for_this_case_or_machine_says_why(rows):
     assert rows["blocks", "heads"]["status"] == "refused" and "multiples of 2" in rows["blocks", "heads"]["error"]
     assert rows["dilated", "context parallel"]["error"].startswith("context parallel computes Dense only")
     assert rows["pair", "context parallel"]["status"] == rows["pair", "data parallel"]["status"] == "unsupported"
-    assert not scaling.failed(scaling.pd.DataFrame(list(rows.values())))
+    assert not scaling.failed(pd.DataFrame(list(rows.values())))
 
 
 def test_a_table_has_a_line_a_row(rows):
-    header, *lines = scaling.table(scaling.pd.DataFrame(list(rows.values()))).splitlines()
+    header, *lines = scaling.table(pd.DataFrame(list(rows.values()))).splitlines()
     assert header.split() == ["case", "strategy", "ms", "speed-up", "peak", "MiB", "sent", "MiB", "busy", "note"]
     assert len(lines) == len(rows) and "multiples of 2" in lines[list(rows).index(("blocks", "heads"))]
 
@@ -133,7 +134,7 @@ def test_a_table_has_a_line_a_row(rows):
 def test_a_table_says_what_is_noise_and_what_is_from_the_records(rows):
     def lines(**changed):
         some = [rows["dilated", x] | {"from_records": False} for x in (ONE, "sequence", AA)]
-        return scaling.table(scaling.pd.DataFrame([x | changed.get(x["strategy"], {}) for x in some])).splitlines()[1:]
+        return scaling.table(pd.DataFrame([x | changed.get(x["strategy"], {}) for x in some])).splitlines()[1:]
 
     noise = {"speedup_low": 0.9, "speedup_high": 1.1}
     inside, outside = ({"speedup": x, "speedup_low": x - 0.1, "speedup_high": x + 0.1} for x in (1.15, 1.5))
@@ -155,7 +156,7 @@ def test_progress_is_short_and_silent_about_what_is_recorded(own, folder):
 
 @pytest.fixture(scope="module")
 def own(folder):
-    """A test's own strategies, a right one and three that are not."""
+    """Rows of a user's own strategies, one that is right and three that are not."""
     names = [f"mine_on_ranks:{x}" for x in ("of_own_rows", "late", "fails", "mine")]
     found = sweep(folder / "own", {"x": Case(Dense(), dtype="float32", **SIZES)}, names)
     return {strategy.partition(":")[2] or strategy: row for (_, strategy), row in found.items()}
@@ -167,7 +168,7 @@ def test_a_wrong_strategy_is_caught_and_has_no_speed(own):
         assert row["speedup"] is None and row["median_ms"] is None
     assert own["of_own_rows"]["max_abs_error"] > 0.01 > own["late"]["max_abs_error"]
     assert own["mine"]["valid"] is True and own["mine"]["speedup"] > 0
-    wrong, right = (scaling.pd.DataFrame([own[x], own[ONE]]) for x in ("late", "mine"))
+    wrong, right = (pd.DataFrame([own[x], own[ONE]]) for x in ("late", "mine"))
     assert scaling.failed(wrong) and not scaling.failed(right)
 
 
@@ -176,7 +177,7 @@ def test_a_rank_that_fails_is_a_row_and_the_sweep_goes_on(own):
         "rank 1 of 2: MemoryError: no room here"
     )
     assert own["mine"]["status"] == own[AA]["status"] == "ok"
-    assert scaling.failed(scaling.pd.DataFrame([own["fails"]]))
+    assert scaling.failed(pd.DataFrame([own["fails"]]))
 
 
 def test_what_is_settled_is_not_measured_again(rows, folder, monkeypatch):
@@ -238,8 +239,13 @@ def test_two_ranks_hold_a_longer_sequence_and_lengths_are_tried_once(folder):
 
 
 def test_no_case_is_begun_after_the_time_and_what_is_measured_comes_all_the_same(rows, folder, capsys):
-    case = Case(Dilated([64], [2]), 4096, 2, 16)
-    late = scaling.sweep({"late": case}, 2, ["sequence"], within_s=0, folder=folder / "within")
+    cases = {
+        "dilated": Case(DILATED, dtype="float64", **SIZES),  # settled by `rows`
+        "late": Case(Dilated([64], [2]), 4096, 2, 16),
+    }
+    found = scaling.sweep(cases, 2, ["sequence"], within_s=0, folder=folder / "rows")
+    assert found["label"].tolist() == ["dilated"] * 3 and found["from_records"].all()
+    late = scaling.sweep({"late": cases["late"]}, 2, ["sequence"], within_s=0, folder=folder / "rows")
     assert late.empty and "1/1: late: not begun" in capsys.readouterr().out
     assert scaling.table(late) == "nothing was measured" and not scaling.failed(late)
 
@@ -248,8 +254,14 @@ def test_the_link_is_measured_by_message(folder):
     found = link.measure(2, [1 << 16, 1 << 20], samples=3, folder=folder / "link")
     assert found["message_bytes"].tolist() == [1 << 16, 1 << 20] and (found["status"] == "ok").all()
     assert (found["bytes_per_second"] == 1000 * found["message_bytes"] / found["median_ms"]).all()
-    with pytest.raises(ValueError, match="want two ranks"):
-        link.measure(1)
+    assert (link.measure(3, [2], samples=1, folder=folder / "link")["status"] == "ok").all()
+    for options, message in (
+        ({"nproc": 1}, "want two ranks"),
+        ({"nproc": 3, "sizes": [1]}, "a byte for each other one"),
+        ({"device": "cuda:1"}, "device='cuda:1': want 'cpu' or 'cuda'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            link.measure(**options, folder=folder / "link")
 
 
 def test_curves_are_modelled_and_say_so():
@@ -303,7 +315,7 @@ def test_the_union_of_intervals():
 
 def test_long_results_are_compared_where_shards_and_segments_meet():
     case = Case(Dilated([1000, 300_000], [1, 2]), 300_000, 12, 64, nq=200_000)
-    keys, queries = (set(bench._places(case, name, 2).tolist()) for name in ("dk", "out"))
+    keys, queries = (set(compare.places(case, name, 2).tolist()) for name in ("dk", "out"))
     assert {0, 999, 1000, 149_999, 150_000, 299_999} <= keys and len(keys) < 100
     assert {0, 49_999, 50_000, 199_999} <= queries and max(queries) == 199_999
 
@@ -374,7 +386,7 @@ def test_a_call_too_large_for_one_device_is_compared_with_float64(ranks, name, s
         assert found["compared_with"].startswith("float64")
 
 
-def test_and_a_wrong_row_is_found(ranks):
+def test_a_wrong_row_of_a_call_too_large_for_one_device_is_found(ranks):
     case = bench.described(Case(LONG["longnet"], 256, 4, 8))
     right, wrong = ranks(2).run(drawn.facts, case, "sequence", True)
     assert right["errors"]["out"][1] <= 1 and wrong["errors"]["out"][1] > 1

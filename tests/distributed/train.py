@@ -117,7 +117,7 @@ def mutated(rank, world, parts, lengths, name, mutant):
 
 
 def only_over_data(rank, world, parts, lengths, name):
-    """The mutant that reduces gradients over the data axis, and forgets the sequence's."""
+    """The error if gradients are reduced over the data axis alone, and not over the sequence's."""
     mesh = training.mesh(len(parts), len(lengths))
     group = mesh.get_group("data")
     return errors(
@@ -164,8 +164,8 @@ def compiled(rank, world, parts, lengths, name, wrap, backend):
 
 
 def compression(rank, world, parts, lengths):
-    """By dtype that travels: bytes that DDP's all-reduces sent in a step, the number of parameters, and their
-    largest error after the steps."""
+    """{dtype that travels: (bytes that DDP's all-reduces sent in a step, number of parameters, their largest error
+    after the steps)}."""
     want, found = alone("dilated", torch.float32)[0], {}
     for dtype in (None, torch.bfloat16, torch.float16):
 

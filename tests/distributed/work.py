@@ -1,4 +1,4 @@
-"""What the tests run on every rank. Each function gets (rank, world, ...) and returns plain data."""
+"""What the tests run on every rank: functions of (rank, world, ...) that return plain data."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Counted:
 
 
 def exact(rank, world, id, strategy="sequence"):
-    """(errors, bytes sent to each rank, bytes planned) of forward and backward."""
+    """(errors, bytes sent to each rank, bytes that the plan says) of forward and backward."""
     case, shards = CASES[id]
     lengths = shards[world] if world in shards else Shards.even(case.n, world).lengths
     with Counted(world) as counted:
@@ -114,6 +114,7 @@ def exact(rank, world, id, strategy="sequence"):
 
 
 def in_one_stage(rank, world, id):
+    """`exact` with the package's own sizes of stages, by which short sequences take one."""
     assert len(plan_of(CASES[id][0], CASES[id][1][world]).stages) > 1
     with patch.object(plans, "LEAST", 1 << 14), patch.object(plans, "PAIRS", 1 << 30):
         assert len(plan_of(CASES[id][0], CASES[id][1][world]).stages) == 1
@@ -183,7 +184,7 @@ MUTANTS = {
 
 
 def mutated(rank, world, name, id):
-    """The largest error of this rank; NaN and infinity count."""
+    """The largest error of this rank with something broken; inf if a result is not finite."""
     case, shards = CASES[id]
     with contextlib.ExitStack() as stack:
         MUTANTS[name](lambda *where: stack.enter_context(patch.object(*where)))
@@ -199,10 +200,9 @@ def mutated(rank, world, name, id):
 
 
 def on_streams(rank, world, id, forgets=None, hastens=None, by_host=False):
-    """(the errors, what is not ordered) of three calls, of which the last two begin before ranks have agreed.
+    """(errors, races) of three calls, of which the last two begin before ranks have agreed.
 
-    forgets: a rank that has lost its plan before the last one; hastens: something that does not wait; by_host: see
-    `races`
+    forgets: a rank that loses its plan before the last call; hastens: which wait is left out; by_host: see `races`
     """
     case, shards = CASES[id]
     pattern, inputs, rows = case.pattern(), case.inputs(torch.float64), rows_of(case, shards[world], rank)
@@ -225,7 +225,7 @@ def on_streams(rank, world, id, forgets=None, hastens=None, by_host=False):
 
 
 def loud_keys(rank, world):
-    """Rank 1's keys times 10, an upstream gradient on rank 0 alone, twice: errors of every rank's gradients."""
+    """The largest absolute error, if rank 1's keys are ten times larger and only rank 0 has an upstream gradient."""
     worst = 0.0
     for pattern in (Dilated([64, 16], [2, 1]), Dense(), Dense(True), BlockSparse(layouts.strided(2), 8)):
         case = Case("", lambda p=pattern: p, 64, heads=2)
@@ -242,7 +242,7 @@ def loud_keys(rank, world):
 
 
 def blind_to_the_future(rank, world):
-    """Whether keys from t0 on change nothing before t0, by a bit, and something after."""
+    """Asserts that keys from t0 on change no bit of the rows before t0, and some rows after."""
     for pattern in (Dilated([64, 24, 8], [3, 2, 1], True), Dense(True), BlockSparse(layouts.local(2), 8, True)):
         case = Case("", lambda p=pattern: p, 64, heads=2)
         q, k, v, *_ = case.inputs(torch.float32)
@@ -260,7 +260,7 @@ def blind_to_the_future(rank, world):
 
 
 def dtype_errors(rank, world, name, lengths):
-    """(error, budget) of each quantity, of this rank's rows, in a dtype, without a gradient of lse."""
+    """By pattern {quantity: (error, budget)} of all rows, put together from all ranks, without a gradient of lse."""
     dtype = getattr(torch, name)
     found = []
     for pattern in (Dilated([64, 24], [2, 1]), Dense(True), BlockSparse(layouts.strided(2), 8)):
@@ -285,7 +285,7 @@ def dtype_errors(rank, world, name, lengths):
 
 
 def strided(rank, world):
-    """The largest difference between strided inputs, also of the last dimension, and contiguous ones: 0."""
+    """The largest difference of results between contiguous inputs and permuted ones, also in the last dimension: 0."""
     worst = 0.0
     for pattern in (Dilated([64, 24], [2, 1], True), Dense(), Dense(True), BlockSparse(layouts.strided(2), 8)):
         case = Case("", lambda p=pattern: p, 64, heads=4)
@@ -300,7 +300,7 @@ def strided(rank, world):
 
 
 def living_bytes(rank, world, times):
-    """Bytes of the tensors that are alive after a first and `times` more iterations, and at most inside the last."""
+    """(bytes of tensors alive after 1 + `times` iterations, the most inside the last one)."""
     patterns = [Dilated([64, 24], [2, 1]), Dense(True), BlockSparse(layouts.local(1), 8)]
     case = Case("", None, 64, heads=2)
     mine = shard(case.inputs(torch.float32), rows_of(case, [64 // world] * world, rank))
@@ -328,7 +328,7 @@ def alive() -> int:
 
 
 def refused(rank, world, what):
-    """(kind of error, its text) that this rank got; afterwards a right call has to work."""
+    """(kind of error, its text) that this rank got, before any row was sent; afterwards a correct call has to work."""
     case = Case("", lambda: Dilated([64], [2]), 64, heads=4)
     mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
     last, (q, k, v, *_) = rank == world - 1, mine
@@ -384,7 +384,7 @@ def refused(rank, world, what):
 
 
 def out_of_memory_backward(rank, world, strategy):
-    """What each rank raises where the last one has no memory for the backward; then the same again, with memory."""
+    """What this rank raises if the last one has no memory for the backward; then the same backward, with memory."""
     case = Case("", lambda: Dilated([64], [2]), 64, heads=4)
     mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
     leaves = [x.clone().requires_grad_() for x in mine[:3]]
@@ -402,9 +402,9 @@ def out_of_memory_backward(rank, world, strategy):
 
 
 def left_by_an_error(rank, world, backward):
-    """(bytes of tensors that an error of the last rank leaves alive before there is a collection, what is not ordered).
+    """(bytes of tensors that an error of the last rank keeps alive until a garbage collection, races).
 
-    It comes while its own rows are attended to, before ranks have agreed, by the host.
+    The error comes while that rank attends to its own rows, before ranks have agreed, by gloo.
     """
     pattern = Dense()
     leaves = [torch.randn(1, 512, 2, 8, requires_grad=True) for _ in range(3)]  # 32 KB each
@@ -426,8 +426,8 @@ def left_by_an_error(rank, world, backward):
 
 
 def out_of_memory_beside(rank, world, backward, forgets=()):
-    """(what each rank raises where the last one runs out of memory while it attends to its own rows, before ranks have
-    agreed; what is not ordered); then the same again, with memory. forgets: the ranks that have no plan then."""
+    """(what this rank raises, races) if the last rank runs out of memory while it attends to its own rows, before ranks
+    have agreed; then the same call, with memory. forgets: the ranks that have lost their plan by then."""
     case, shards = CASES["dense"]
     pattern, inputs, rows = case.pattern(), case.inputs(torch.float64), rows_of(case, shards[world], rank)
     want, mine = tools.oracle(inputs, pattern), shard(inputs, rows)
@@ -452,7 +452,7 @@ def out_of_memory_beside(rank, world, backward, forgets=()):
 
 
 def flips(rank, world):
-    """[(the strategy taken, the error)] of calls by "auto", where another rank's rows become many and few again."""
+    """[(strategy taken, error)] of three calls by "auto": the last rank has 16 rows, then 64, then 16 again."""
     pattern, found = Dense(), []
     with races.Races():
         for lengths in ((16,) * world, (16,) * (world - 1) + (64,), (16,) * world):
@@ -466,7 +466,7 @@ def flips(rank, world):
 
 
 def gradient_of_a_gradient(rank, world, strategy):
-    """What each rank raises where a gradient is asked for with a graph of its own, and that is differentiated."""
+    """What this rank raises if a gradient taken with create_graph is differentiated again."""
     case = Case("", lambda: Dense(), 8, heads=2)
     q, k, v, *_ = shard(case.inputs(torch.float64), rows_of(case, [8 // world] * world, rank))
     q.requires_grad_()
@@ -482,7 +482,7 @@ def gradient_of_a_gradient(rank, world, strategy):
 
 
 def partly_used(rank, world):
-    """Gradients where one rank alone uses its lse, and where a rank uses nothing but lse."""
+    """The largest error of gradients if rank 0 uses nothing but its lse, and the others only their out."""
     worst = 0.0
     for pattern in (Dilated([64, 24], [2, 1]), Dense(True)):
         case = Case("", lambda p=pattern: p, 64)
@@ -502,7 +502,7 @@ def partly_used(rank, world):
 
 
 def checkpointed(rank, world, how):
-    """The largest difference that activation checkpointing, or torch.compile around the call, makes: 0."""
+    """The largest difference that activation checkpointing or torch.compile around the call makes: 0."""
     from torch.utils.checkpoint import checkpoint
 
     pattern = Dilated([64, 24], [2, 1], True)
@@ -525,7 +525,7 @@ def checkpointed(rank, world, how):
 
 
 def explained(rank, world):
-    """(explain's sentence, bytes counted of a forward, strategy) of a call by "auto"."""
+    """By pattern (the sentence of `explain`, bytes that this rank's forward sent) of a call by "auto"."""
     found = []
     for pattern in (Dilated([64], [4]), Dense()):
         case = Case("", lambda p=pattern: p, 64, heads=4)
@@ -537,7 +537,7 @@ def explained(rank, world):
 
 
 def once_again(rank, world):
-    """How many agreements the second call of the same sizes takes, and the first."""
+    """How many agreements the first call takes, and a second one of the same sizes."""
     pattern = Dilated([64], [2])
     case = Case("", lambda: pattern, 64)
     q, k, v, *_ = shard(case.inputs(torch.float32), rows_of(case, [64 // world] * world, rank))
@@ -550,8 +550,8 @@ def once_again(rank, world):
 
 
 def alternating(rank, world):
-    """By round, the agreements that calls of one pattern take which alternate heads, groups and strategies, the largest
-    error of them all, and how many plans are kept when there were more than that of them."""
+    """For calls of one pattern that alternate heads, groups and strategies: (how many agreements each round takes, the
+    largest error, how many plans are kept once more than `door.PLANS` have been made)."""
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "sequence"))
     pattern, counts, worst, real = Dilated([64, 20], [4, 1], causal=True), [], 0.0, dist.all_gather
     for _ in range(3):
@@ -602,7 +602,7 @@ def why_not_heads(rank, world, id):
 
 
 def peak(rank, world, case, strategy) -> int:
-    """Requested bytes at the peak of this rank's share of a case, on a card in software where nothing is fused."""
+    """Requested bytes at the peak of this rank's share of a case, on a virtual card without fused attention."""
     rows, backward, found = len(Shards.even(case.n, world)[rank]), case.mode == "fwdbwd", []
     for _ in range(5):  # the first time makes the plan, which is no tensor of a card
         with VirtualCard(8) as card, patch.object(fused, "kernel", lambda q, mask=None: "unfused"):
@@ -619,7 +619,7 @@ def peak(rank, world, case, strategy) -> int:
 
 
 def on_card(pattern):
-    """The indices that a plan that is ready has on the card."""
+    """The index tensors that a plan made ready keeps on the card."""
     kept = pattern.__dict__.get("_shared", {"plans": {}})["plans"]
     for made in (x for x in kept.values() if x.ready is not None):
         fills = [x for found in made.ready.later.values() for task in found for fill in task.fills for x in fill]

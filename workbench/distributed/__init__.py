@@ -1,6 +1,6 @@
-"""Attention over several ranks, each with a contiguous shard of the sequence: plan, exchange, and the door to them.
+"""Attention over several ranks, each with a contiguous shard of the sequence: plan, exchange, and the call itself.
 
-A plan is pure computation (`plan`, `Shards`): it needs neither torch.distributed nor the ranks it is about.
+A plan (`plan`, `Shards`) is pure computation: it needs no process group and no other ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Agreeing before data moves: every rank tells what it is about to do; an error on one is raised on all."""
+"""Agreement before data moves: every rank tells the others what it is about to do; an error on one is raised on all."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from torch import Tensor
 
 from workbench.distributed import streams
 
-TEXT = 400  # bytes of an error's message that travel
+TEXT = 400  # bytes of an error's message that the other ranks get
 KINDS = (ValueError, torch.OutOfMemoryError, RuntimeError)
 
 
 def agree(group, device, error: Exception | None, numbers: list[int]) -> Tensor:
-    """int64 (world, len(numbers)): what every rank gave. One small all-gather.
+    """int64 (world, len(numbers)): the numbers of every rank. One small all-gather.
 
-    Where a rank comes with an error, all raise: that rank its own, the others one of the same kind (ValueError, out of
-    memory, or RuntimeError) that names the rank and the reason. The group can be used on.
+    If some rank passes an error, all raise: that rank its own error, the others one of the same kind (ValueError,
+    OutOfMemoryError, else RuntimeError) that names the rank and the reason. The group stays usable.
     """
     return ask(group, device, error, numbers)()
 
 
 def ask(group, device, error: Exception | None, numbers: list[int]) -> Callable[[], Tensor]:
-    """Begin to `agree`; what is returned waits for the answers, for nothing else that a card has to do."""
+    """`agree` in two steps: this starts the all-gather, and what it returns waits for it and gives the result.
+
+    On a card that wait is on the stream beside the attention's, so that it does not wait for the attention.
+    """
     state = 0 if error is None else 1 + _kind(error)
     answers = _gather([state, *numbers], torch.int64, group, device)
 
@@ -41,7 +44,7 @@ def ask(group, device, error: Exception | None, numbers: list[int]) -> Callable[
             try:
                 raise error
             finally:
-                error = None  # its traceback has this frame: else all that was made before it waits for the collector
+                error = None  # its traceback holds this frame: a cycle would keep all tensors in it until a collection
         first = failed[0]
         why = bytes(messages[first].tolist()).rstrip(b"\0").decode(errors="replace")
         raise KINDS[int(told[first, 0]) - 1](f"rank {first}: {why}")
@@ -56,7 +59,7 @@ def _kind(error: Exception) -> int:
 
 
 def _gather(row: list[int], dtype, group, device) -> Callable[[], Tensor]:
-    """Begin to gather; what waits for it gives (world, len(row)) on the CPU: the row of every rank."""
+    """Start an all-gather of a row; what it returns waits for it and gives (world, len(row)) on the CPU."""
     mine = torch.tensor(row, dtype=dtype, device=device)
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     work = dist.all_gather(rows, mine, group=group, async_op=True)
@@ -71,7 +74,7 @@ def _gather(row: list[int], dtype, group, device) -> Callable[[], Tensor]:
 
 
 def same(told: Tensor, names: tuple[str, ...]) -> None:
-    """ValueError, on all ranks alike, that names what differs between ranks: told (world, len(names))."""
+    """ValueError, the same on all ranks, where ranks differ in a column of told (world, len(names)); it names it."""
     for x, name in enumerate(names) if bool((told != told[0]).any()) else ():
         other = (told[:, x] != told[0, x]).nonzero().flatten().tolist()
         if other:

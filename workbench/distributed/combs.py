@@ -1,4 +1,4 @@
-"""Positions that at least one of several dilated branches keeps: unions of residue classes, counted in closed form."""
+"""Positions that at least one of several dilated branches keeps: a union of residue classes, counted in closed form."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from workbench.distributed.shards import clip
+from workbench.distributed.shards import as_tensor, clip
 
-PERIOD = 1 << 22  # above it the classes are not tabulated but counted position by position
+PERIOD = 1 << 22  # up to which one period is tabulated; beyond it all positions are listed to be counted
 
 
 class Comb:
-    """Positions t with t = o (mod r) for some (o, r) of `teeth`, o < r."""
+    """Positions t with t = o (mod r) for some (o, r) of `teeth`, 0 <= o < r."""
 
     def __init__(self, teeth: frozenset[tuple[int, int]]):
-        # one that another holds adds nothing: o, 2r of o, r
+        # a class inside another adds nothing, as (o, 2r) inside (o, r)
         held = {(o, r) for o, r in teeth for a, s in teeth if (a, s) != (o, r) and r % s == 0 and o % s == a}
         self.teeth = sorted(teeth - held)
 
     @cached_property
     def table(self) -> np.ndarray:
-        """int64 (period + 1,): how many of 0 ... x - 1 are kept."""
+        """int64 (period + 1,): [x] is how many of the positions 0 ... x - 1 are kept."""
         period = math.lcm(*(r for _, r in self.teeth))
         kept = np.zeros(period + 1, dtype=np.int64)
         for o, r in self.teeth:
@@ -42,9 +42,8 @@ class Comb:
         return whole * self.table[-1] + self.table[rest]
 
     def rows(self, start: int, stop: int) -> list[range | torch.Tensor]:
-        """What is kept in [start, stop), ascending."""
+        """The kept positions in [start, stop), ascending, as one piece of `Rows`."""
         pieces = [clip(range(o, stop, r), start, stop) for o, r in self.teeth]
         if len(pieces) == 1:
             return pieces
-        every = [torch.arange(x.start, x.stop, x.step) for x in pieces]
-        return [torch.cat([torch.zeros(0, dtype=torch.int64), *every]).unique()]
+        return [torch.cat([*map(as_tensor, pieces)]).unique()]

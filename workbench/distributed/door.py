@@ -1,4 +1,4 @@
-"""The door to attention over several ranks: agree, plan, exchange, attend.
+"""The entry point to attention over several ranks: agree, plan, exchange, attend.
 
 Dimensions: B batch, L rows of this rank, N rows of all ranks together, H query heads, G key heads, D head_dim.
 """
@@ -26,8 +26,8 @@ from workbench.execution.fused import unit_stride
 from workbench.patterns import Dense, Pattern
 
 STRATEGIES = ("auto", "sequence", "heads")
-PLANS = 8  # kept with a pattern: its layers may differ in heads, and be on several groups
-SAME = (
+PLANS = 8  # kept with a pattern: the layers that share it may differ in heads, group and strategy
+SAME = (  # what has to be the same on all ranks
     "pattern",
     "shape",
     "dtype",
@@ -37,7 +37,7 @@ SAME = (
     "backend",
     "return_lse",
     "requires_grad",
-)  # on all ranks
+)
 
 
 @torch.compiler.disable
@@ -45,21 +45,23 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, group=None, strategy: str = "auto", scale: float | None = None,
     return_lse: bool = False, backend: str = "auto",
 ):  # fmt: skip
-    """Attention of this rank's queries to the keys of all ranks: what `workbench.attention` gives for these rows.
+    """Attention of this rank's queries to the keys of all ranks: this rank's rows of what `workbench.attention` gives.
 
-    q (B, Lq, H, D), k and v (B, L, G, D): this rank's contiguous shard, in the order of ranks; lengths may differ and
-    be 0. Where there are fewer queries than keys, they are the last positions of all, each on the rank that has its
-    key. Returns out like q, or (out, lse (B, H, Lq)) with return_lse.
-    group: a process group (None: the default one). A world of 1 needs none, and is `workbench.attention` itself.
-    strategy: "sequence" (each rank attends for its own rows, and gets the key rows that these touch), "heads" (each
-    rank attends to everything for a part of the heads), or "auto", the one that moves fewer bytes (see `explain`).
-    backend: "auto", "torch" or "triton", for what a rank computes.
-    Block-sparse attention is faster, and takes less memory, where shards are whole blocks of queries and of keys.
+    q (B, Lq, H, D), k and v (B, L, G, D): this rank's contiguous shard, shards in the order of ranks; their lengths may
+    differ and be 0. If there are fewer queries than keys in all, the queries are the last positions of the sequence,
+    each on the rank that holds the key of its position. Returns out like q, or (out, lse (B, H, Lq)) with return_lse.
+    group: a process group (None: the default one). A single rank needs none: it calls `workbench.attention`.
+    strategy: "sequence" (a rank attends for its own rows and fetches the key rows that they need), "heads" (a rank
+        attends to the whole sequence for a part of the heads), or "auto", the one of these that brings fewer bytes to
+        the rank that receives most (see `explain`).
+    backend: "auto", "torch" or "triton", for what each rank computes.
+    Block-sparse attention is faster, and takes less memory, if each shard is a whole number of query and of key blocks.
 
-    All ranks of the group call this, and its backward, together. ValueError on every rank, before data moves, where one
-    rank's input is wrong or ranks differ in what they want; so for an out-of-memory while buffers are made or, on a
-    card, own rows are attended to meanwhile, on forward and backward. What moves: keys and values once forward and once
-    backward, and their gradients in float32 (float64), as `Plan.bytes` says.
+    All ranks of the group call this, and its backward, together. Where one rank's input is wrong, or ranks disagree
+    (on the pattern, dtype, ...), every rank raises ValueError before any row is sent. An out-of-memory before rows are
+    sent, in forward or backward, is likewise raised on every rank, with one exception: in a group of NCCL alone it is
+    not, once a rank has its buffers. What moves: keys and values, once forward and once backward, and their gradients
+    in float32 (float64 for float64); `Plan.bytes` has the numbers.
     """
     q, k, v, call = _agreed(q, k, v, pattern, group, strategy, scale, return_lse, backend)
     if call is None:
@@ -78,7 +80,7 @@ def _function(call: Call) -> type[torch.autograd.Function]:
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, group=None, strategy: str = "auto") -> str:
-    """Which strategy this call takes, and the bytes that it moves, in a sentence. All ranks call it together."""
+    """Which strategy this call takes, why, and the bytes that it moves, in a sentence. All ranks call it together."""
     q, k, v, call = _agreed(q, k, v, pattern, group, strategy, None, False, "auto")
     if call is None:
         return f"one rank: {dispatch.explain(q, k, v, pattern)}"
@@ -92,7 +94,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, group=None, strat
 
 
 class Made(NamedTuple):
-    """A plan as it was made for a call, kept with the pattern for calls like it."""
+    """A plan, why it was chosen and, for "sequence", its side of this rank. Kept with the pattern for similar calls."""
 
     plan: Plan
     why: str
@@ -100,9 +102,12 @@ class Made(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call. made: its plan, and buffers: what the forward needs; tell: tells the other ranks of this call, or of
-    the error that ends it, where that has yet to be done. What it gives confirms or replaces plan and buffers, or
-    raises, before anything is sent. device: where what ranks tell each other has to be."""
+    """One call, with its plan (`made`) and the buffers of its forward.
+
+    tell: None once the ranks have agreed. Until then tell(error) sends the other ranks what this one is about to do, or
+        the error that ends it; what it returns waits for their answers and gives the plan and buffers, or raises.
+    device: where the tensors that ranks gather to agree have to be, on the CPU (gloo) or a card (NCCL)
+    """
 
     made: Made
     buffers: Buffers | None
@@ -116,21 +121,27 @@ class Call(NamedTuple):
 
 
 class _Anew(Exception):
-    """Ranks had not all kept the plan: they have made it anew, and what was computed is void."""
+    """Some rank had not kept this plan, so that all have made it anew: its arguments are the new `Made` and buffers.
+
+    What was computed with the old ones is discarded.
+    """
 
 
 def _agreed(
     q, k, v, pattern, group, strategy, scale, return_lse, backend
 ) -> tuple[Tensor, Tensor, Tensor, Call | None]:
-    """(q, k, v as they are computed with, the call or None for a single rank); raises on all ranks or on none."""
+    """(q, k, v under autocast, the call, None for a single rank). Raises on all ranks or on none.
+
+    On a card whose rank has kept the plan, the ranks agree only later, in the forward, while it computes (`Call.tell`).
+    """
     group, world, rank, device = _place(group)
     if world == 1:
-        _check_names(strategy)
+        _check_strategy(strategy)
         return q, k, v, None
     error, made, buffers, numbers = None, None, None, [0] * (3 + len(SAME))
     try:
-        _check_names(strategy)
-        _check(q, k, v, pattern, scale, strategy, backend)
+        _check_strategy(strategy)
+        _check(q, k, v, pattern, scale, backend)
         if device.type == "cuda" and q.device.type != "cuda":
             raise ValueError(f"q is on {q.device}, and the group moves what is on CUDA")
         q, k, v = dispatch.autocast(q, k, v)
@@ -146,7 +157,7 @@ def _agreed(
         answers = ask(group, device, error, numbers)
 
         def settle() -> tuple[Made, Buffers | None]:
-            """What all ranks agree on; raises where they do not."""
+            """The plan and buffers to use: those at hand, or new ones where some rank has kept another plan or none."""
             told = answers()
             same(told[:, 3:], SAME)
             if made is not None and not bool((told[:, 2] != made.plan.digest).any()):
@@ -171,17 +182,17 @@ def _agreed(
     return q, k, v, call._replace(made=made, buffers=buffers, tell=None)
 
 
-def _check_names(strategy: str) -> None:
+def _check_strategy(strategy: str) -> None:
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}: want one of {', '.join(map(repr, STRATEGIES))}")
 
 
-def _check(q, k, v, pattern, scale, strategy, backend) -> None:
-    """What a rank can tell from its own shard."""
+def _check(q, k, v, pattern, scale, backend) -> None:
+    """ValueError for what is wrong in this rank's own shard."""
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern={pattern!r}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
     dispatch.check(q, k, v, Dense(), scale)
-    if getattr(pattern, "batch", None) not in (None, q.shape[0]):
+    if pattern.batch not in (None, q.shape[0]):
         raise ValueError(f"the layout is for a batch of {pattern.batch}, but q is {tuple(q.shape)}")
     reason = local.why_not(backend, q, k, pattern)
     if reason:
@@ -189,7 +200,7 @@ def _check(q, k, v, pattern, scale, strategy, backend) -> None:
 
 
 def _place(group) -> tuple[object, int, int, torch.device]:
-    """(the group, how many ranks it has, which of them this is, where what it gathers has to be)."""
+    """(group, its size, this rank in it, the device of tensors that it gathers)."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return group, 1, 0, torch.device("cpu")
     group, nccl = dist.group.WORLD if group is None else group, dist.get_backend(group) == "nccl"
@@ -202,7 +213,7 @@ def _kept(pattern: Pattern) -> dict:
 
 
 def _recall(pattern: Pattern, key: tuple) -> Made | None:
-    """What was made for a call like this one; it is then the last to be forgotten."""
+    """The plan made for a call like this one, or None. It becomes the most recently used."""
     plans = _kept(pattern)["plans"]
     if key in plans:
         plans[key] = plans.pop(key)
@@ -210,7 +221,7 @@ def _recall(pattern: Pattern, key: tuple) -> Made | None:
 
 
 def _keep(pattern: Pattern, key: tuple, made: Made) -> None:
-    """Ranks need not forget alike: where one has no plan, all make theirs anew."""
+    """Keep a plan, and forget the least recently used. Ranks may forget differently: then all make the plan anew."""
     plans = _kept(pattern)["plans"]
     plans.pop(key, None)
     plans[key] = made
@@ -219,7 +230,7 @@ def _keep(pattern: Pattern, key: tuple, made: Made) -> None:
 
 
 def _numbers(q, k, v, pattern, strategy, scale, backend, return_lse) -> list[int]:
-    """One number for each of SAME."""
+    """A hash of each of SAME, which ranks compare."""
     kept = _kept(pattern)
     if "digest" not in kept:
         kept["digest"] = digest(describe(pattern))
@@ -233,7 +244,7 @@ _number = functools.lru_cache(256)(digest)
 
 
 def _make(q, k, pattern, told: Tensor, rank: int, group, strategy: str) -> Made:
-    """The plan for the lengths that all ranks told, made ready for this rank."""
+    """The plan, ready for this rank, from the (queries, keys) that each rank holds: the first two columns of `told`."""
     held, lengths = told[:, 0].tolist(), told[:, 1].tolist()
     shards, nq, (b, _, h, d) = Shards(tuple(lengths)), sum(held), q.shape
     for p, count in enumerate(held):
@@ -249,7 +260,7 @@ def _make(q, k, pattern, told: Tensor, rank: int, group, strategy: str) -> Made:
 
 
 def choose(strategy: str, sizes: tuple, itemsize: int, head_dim: int) -> tuple[Plan, str]:
-    """(the plan, why): sizes are `Plan`'s arguments. ValueError where the strategy asked for is not possible."""
+    """(the plan, why it). sizes: the arguments of `Plan`. ValueError where the strategy asked for is not possible."""
     if strategy == "heads":
         return HeadsPlan(*sizes), "asked for by name"
     plan = Plan(*sizes)
@@ -278,7 +289,7 @@ class _Attend(torch.autograd.Function):
         ready, regroup = call.made.ready, call.made.ready.regroup
 
         def tell(error: Exception | None) -> Callable[[], None]:
-            if call.tell is None:  # all have this plan, which is new, but not yet that all could begin
+            if call.tell is None:  # the ranks have agreed on a new plan, but each may still fail on its own rows
                 return ask(call.group, call.device, error, [])
             settle = call.tell(error)
 
@@ -324,7 +335,7 @@ class _Attend(torch.autograd.Function):
                 grad_lse = lse.new_zeros(*lse.shape[:2], held)
 
         def attend(begin):
-            of_out, of_lse, moves = grad, grad_lse, []  # what is regrouped, and to where
+            of_out, of_lse, moves = grad, grad_lse, []  # moves: (rows held, rows computed) of what is regrouped
             if of_out is None:
                 of_out = out.new_zeros(out.shape[0], held, *out.shape[2:])
             if regroup:
@@ -346,9 +357,12 @@ class _Attend(torch.autograd.Function):
 
 
 def _telling(call: Call, tell: Callable[[Exception | None], Callable] | None, attend: Callable[[Callable], tuple]):
-    """attend(begin), which calls `begin` once its own rows are on their way through the card: it tells the other ranks
-    that this one takes part, and gives what waits for theirs. An error before that is told instead, and raised on all.
-    tell: None where ranks have agreed already. Where the card itself has to carry what is told, it is told at once.
+    """attend(begin), where an error in attend before it calls `begin` is told to the other ranks and raised on all.
+
+    begin() tells the other ranks that this one takes part, and returns what waits for their answers; `attend` calls it
+    once the attention to its own rows is queued on the card.
+    tell: see `Call`; None where the ranks have agreed already. With NCCL, what ranks tell would itself queue behind
+    that attention, so it is told first, and a later error is this rank's alone.
     """
     waits = (lambda: None) if tell is None else tell(None) if call.device.type == "cuda" else None
 

@@ -1,7 +1,8 @@
-"""Moving rows between ranks: packed into one buffer, sent by one all-to-all, with zero splits where nothing is needed.
+"""Moving rows between ranks: packed into one buffer and sent by one all-to-all, with splits of 0 where nothing moves.
 
-Keys and values travel together, their gradients the same way back. A block of parcels is (rows, 2, B, key heads, D):
-rows first, so that what comes from several ranks is a run of memory each.
+Keys and values travel together, and their gradients return the same way. A parcel is what one rank sends another of
+some key heads (`Need`); parcels of as many rows make up a block (rows, 2, B, key heads, D). Rows come first, so that
+what each rank sends is contiguous where it arrives.
 
 Dimensions: B batch, N rows of a rank, G key heads, D head_dim.
 """
@@ -22,10 +23,11 @@ from workbench.distributed.skews import Skew, skews
 
 
 class Slot(NamedTuple):
-    """A parcel's place in a buffer, and among a rank's own rows and heads (for parcels that the rank sends).
+    """A parcel's place in a buffer.
 
-    Parcels of as many rows lie side by side, a block: start, rows and width (in heads) are the block's; at: which of
-    these heads is the parcel's first.
+    start, rows, width: of its block, where the block begins and how many rows and heads it has
+    at: the parcel's first head in the block; heads: the key heads that the parcel is for
+    own: the parcel's rows among this rank's own, if the rank sends it
     """
 
     start: int
@@ -37,9 +39,10 @@ class Slot(NamedTuple):
 
 
 class Put(NamedTuple):
-    """What goes into `count` parcels side by side, the first in `slot`, or into some of the heads of one.
+    """One copy, into `count` parcels side by side of which `slot` is the first, or into some heads of one parcel.
 
-    to: the heads of each parcel; index: the rank's rows (None: those of `own`); own: rows and heads among these
+    to: which heads of each parcel; own: the rank's rows and heads that go there; index: rows instead of those of `own`,
+    int64, where they are not evenly spaced
     """
 
     slot: Slot
@@ -50,7 +53,7 @@ class Put(NamedTuple):
 
 
 class Exchange:
-    """The exchanges of a plan, from one rank's side: what it sends and receives in a stage, and where it lies."""
+    """The exchanges of a plan from one rank's side: what it sends and receives in each stage, and where in buffers."""
 
     def __init__(self, plan: Plan, rank: int, group, batch: int, head_dim: int, device):
         self.plan, self.rank, self.group, self.device = plan, rank, group, device
@@ -65,7 +68,7 @@ class Exchange:
             self.slots[stage] = tuple(slots for slots, _ in sides)
             self.splits[stage] = tuple(splits for _, splits in sides)
             self.puts[stage] = [put for line in self.slots[stage][0] for put in _puts(line)]
-        # elements of the largest stage that this rank sends, and receives
+        # the most elements that a stage sends, and that it receives
         self.room = [max((sum(x[side]) for x in self.splits.values()), default=0) for side in (0, 1)]
 
     def _slots(self, parcels, mine: bool):
@@ -86,17 +89,17 @@ class Exchange:
         return slots, splits
 
     def row(self, slot: Slot) -> int:
-        """Elements of a row of the slot's block."""
+        """How many elements a row of the slot's block has."""
         return slot.width * math.prod(self.shape)
 
     def parcels(self, buffer: Tensor, slot: Slot, count: int) -> Tensor:
-        """(rows, 2, B, count, heads, D), a view of the buffer: alike parcels side by side, the first in `slot`."""
+        """`count` parcels of equal shape side by side, the first in `slot`: a view (rows, 2, B, count, heads, D)."""
         two, batch, d = self.shape
         block = buffer[slot.start : slot.start + slot.rows * self.row(slot)].view(slot.rows, two, batch, slot.width, d)
         return block[:, :, :, slot.at : slot.at + count * len(slot.heads)].unflatten(3, (count, -1))
 
     def pack(self, stage: Stage, k: Tensor, v: Tensor, sent: Tensor) -> None:
-        """Put what this rank sends in a stage, of k and v (B, N, G, D), into `sent`."""
+        """Copy what this rank sends in a stage, from k and v (B, N, G, D), into `sent`."""
         for put in self.puts[stage]:
             parcels = self.parcels(sent, put.slot, put.count)[..., put.to, :]
             for x, source in enumerate((k, v)):
@@ -107,15 +110,15 @@ class Exchange:
                 parcels[:, x] = rows.transpose(0, 1)
 
     def fetch(self, stage: Stage, sent: Tensor, received: Tensor):
-        """Start to bring what this rank needs, once all have packed: `received` comes."""
+        """Start the all-to-all from what ranks have packed into `sent` to `received`; returns a handle to wait on."""
         return self._start(sent, received, *self.splits[stage])
 
     def give(self, stage: Stage, returned: Tensor, arrived: Tensor):
-        """Start taking the gradients of received rows (laid out as `received`) back to the ranks that hold the rows."""
+        """Start the all-to-all that returns gradients, laid out as `received`, to the ranks that hold the rows."""
         return self._start(returned, arrived, *self.splits[stage][::-1])
 
     def add(self, stage: Stage, arrived: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Add what `give` brought, laid out as `sent`, to the gradients of this rank's rows (B, N, G, D)."""
+        """Add what `give` brought, laid out as `sent`, to the gradients dk and dv (B, N, G, D) of this rank's rows."""
         for put in self.puts[stage]:
             parcels = self.parcels(arrived, put.slot, put.count)[..., put.to, :]
             for x, total in enumerate((dk, dv)):
@@ -132,18 +135,18 @@ class Exchange:
 
 
 class _Done:
-    """What there is to wait for where nothing moves."""
+    """The handle of an exchange in which nothing moves."""
 
     wait = staticmethod(lambda: None)
 
 
 def all_to_all(target: Tensor, source: Tensor, into: list[int], out: list[int], group, wait: bool = True):
-    """Every transfer of rows goes through here. into, out: elements from and to each rank."""
+    """torch's all-to-all; all rows move through here. into, out: how many elements come from and go to each rank."""
     return dist.all_to_all_single(target, source, into, out, group=group, async_op=not wait)
 
 
 def _puts(line: list[Slot]) -> list[Put]:
-    """What goes into the parcels for one rank, as few copies."""
+    """The copies that fill the parcels for one rank, as few as possible."""
     found = []
     for slot in line:
         for to, heads in _heads(slot.heads):
@@ -160,7 +163,7 @@ def _puts(line: list[Slot]) -> list[Put]:
 
 
 def _heads(heads: tuple[int, ...]) -> list[tuple[slice, slice]]:
-    """(where in the parcel, which heads): one pair of slices if they are evenly spaced, else one each."""
+    """(place in the parcel, heads): one pair of slices if the heads are evenly spaced, else a pair for each head."""
     steps = {b - a for a, b in zip(heads, heads[1:], strict=False)} or {1}
     if len(steps) == 1:
         return [(slice(0, len(heads)), slice(heads[0], heads[-1] + 1, min(steps)))]
@@ -168,7 +171,7 @@ def _heads(heads: tuple[int, ...]) -> list[tuple[slice, slice]]:
 
 
 def select(rows: Rows, start: int, device) -> slice | Tensor:
-    """Positions as an index of the rows of a shard that begins at `start`."""
+    """Positions as an index into the rows of a shard that begins at `start`."""
     if len(rows.pieces) == 1 and isinstance(x := rows.pieces[0], range):
         return slice(x[0] - start, x[-1] - start + 1, x.step)
     index = as_index(rows.positions - start)
@@ -176,33 +179,26 @@ def select(rows: Rows, start: int, device) -> slice | Tensor:
 
 
 class Regroup:
-    """Rows of queries from the ranks that hold them to those that compute them, and back.
+    """Moves rows of queries from the ranks that hold them to those that compute them, and back (`Plan.work`).
 
-    there(x): (B, own queries, ...) -> (B, queries to be computed, ...); back(x) is its inverse. `kept` and `bring` are
-    `there` in two: first the rows that stay on their rank, then those that come from others.
+    `kept` then `bring`: (B, queries held, ...) -> (B, queries computed, ...), first the rows that stay on this rank,
+    then those that come from others. `back` is the inverse, in one call.
     """
 
     def __init__(self, plan: Plan, rank: int, group):
-        self.plan, self.rank, self.group = plan, rank, group
-        every = range(plan.world)
-        held, self.computed = plan.queries(rank), plan.work(rank)
-        first = held.start
-        # by rank: slices of the rows held, and of the rows computed, that are that rank's other half
-        self.held = [[_moved(clip(w, held.start, held.stop), -first) for w in plan.work(x)] for x in every]
-        starts = [0, len(self.computed[0])]
+        self.rank, self.group, every = rank, group, range(plan.world)
+        held, computed = plan.queries(rank), plan.work(rank)
+        # by rank: slices of the rows held here that the rank computes, and of the rows computed here that it holds
+        self.held = [[_moved(clip(w, held.start, held.stop), -held.start) for w in plan.work(x)] for x in every]
+        starts = [0, len(computed[0])]
         self.taken = [
             [
                 _moved(clip(w, plan.queries(x).start, plan.queries(x).stop), at - w.start)
-                for w, at in zip(self.computed, starts, strict=False)
+                for w, at in zip(computed, starts, strict=True)
             ]
             for x in every
         ]
-        self.sizes = len(held), sum(map(len, self.computed))
-
-    def there(self, x: Tensor) -> Tensor:
-        rows = self.kept(x)
-        self.bring(x, rows)
-        return rows
+        self.sizes = len(held), sum(map(len, computed))
 
     def back(self, x: Tensor) -> Tensor:
         rows = self._kept(x, self.taken, self.held, self.sizes[0])
@@ -228,7 +224,7 @@ class Regroup:
             [rows_of[:, s] for y, side in enumerate(sides) if y != self.rank for s in side if s.stop > s.start]
             for rows_of, sides in ((x, source), (rows, target))
         )
-        # a part alone, of one sequence, travels from and to where it lies
+        # a single part of a single sequence is sent and received in place
         flat = [part.transpose(0, 1).flatten().contiguous() for part in sent]
         packed = flat[0] if len(flat) == 1 else torch.cat(flat) if flat else x.new_empty(0)
         straight = len(wanted) == 1 and x.shape[0] == 1 and wanted[0].is_contiguous()

@@ -1,9 +1,9 @@
 """Head parallelism: every rank attends to all positions for a part of the heads (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-An all-to-all turns a rank's rows of all heads into all rows of its heads, another one turns the results back. They go
-by stages of a few heads, which bounds what they take beside the rows. The attention of a stage is that of a single
-device. What travels and what is computed take turns: on two H200s at once was slower (131,072 x 12 x 64, 65 ms and not
-60), since what waits for a peer there, a kernel of NCCL's, keeps multiprocessors from the attention.
+One all-to-all turns a rank's rows of all heads into all rows of its heads, another turns the results back. They run in
+stages of a few heads, which bounds the memory of their buffers. Within a stage, attention is that of a single device.
+Stages do not overlap: on two H200s overlap was slower (131,072 x 12 x 64: 65 ms against 60), since NCCL's kernel, while
+it waits for its peer, occupies multiprocessors that the attention could use.
 
 Dimensions: B batch, L rows of a rank, N rows of all, H heads, h heads of a rank in a stage, D head_dim.
 """
@@ -11,7 +11,6 @@ Dimensions: B batch, L rows of a rank, N rows of all, H heads, h heads of a rank
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Iterator
 from functools import cached_property
@@ -25,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from workbench.distributed import local, plans
 from workbench.distributed.agree import agree
 from workbench.distributed.exchange import all_to_all
-from workbench.distributed.plans import Plan, describe, digest, of_mode
+from workbench.distributed.plans import Plan, of_mode
 from workbench.distributed.shards import Shards
 from workbench.distributed.views import some_heads
 from workbench.patterns import Dilated, Pattern
@@ -33,13 +32,14 @@ from workbench.patterns import Dilated, Pattern
 if TYPE_CHECKING:
     from workbench.distributed.door import Call
 
-STAGES = 4  # at most
+STAGES = 4  # at most so many
 
 
 class HeadsPlan(Plan):
-    """What a `Plan` tells, for head parallelism; ValueError where heads and key heads do not divide among the ranks.
+    """A `Plan` for head parallelism. ValueError unless heads and key heads are multiples of the number of ranks.
 
-    stages: which of a rank's key heads travel together
+    units, moved, bytes, pairs, balance and text are those of head parallelism; `needs`, `work` and `parcels`, which
+    are about the sequence, do not apply. stages: the key heads of a rank's share that travel together.
     """
 
     strategy = "heads"
@@ -48,16 +48,16 @@ class HeadsPlan(Plan):
         super().__init__(pattern, shards, heads, kv_heads, nq)
         if heads % self.world or kv_heads % self.world:
             raise ValueError(f"strategy='heads': {heads} heads on {kv_heads} key heads, want multiples of {self.world}")
-        if getattr(pattern, "batch", None) is not None:
+        if pattern.batch is not None:
             raise ValueError("strategy='heads': want one layout for the batch")
-        if isinstance(pattern, Dilated) and self.n < heads:  # kernels take a rate beyond the sequence to be its length
+        if isinstance(pattern, Dilated) and self.n < heads:  # kernels cap a dilation rate at the length of the sequence
             raise ValueError(f"strategy='heads': {self.n} positions, want at least as many as heads, {heads}")
         self.each, self.key_each = heads // self.world, kv_heads // self.world
         self.group = heads // max(1, kv_heads)  # query heads to a key head
         self.stages, self.parts = self._cut()
 
     def _cut(self) -> tuple[list[range], list[list[Pattern]]]:
-        """(stages, by rank the pattern of each stage): as many as are worth it and as the pattern can be cut into."""
+        """(stages, for each rank the pattern of each stage): the most that are worth it and that the pattern allows."""
         most = int(self.units.sum(0).max())
         for many in range(min(STAGES, self.key_each, most // plans.LEAST), 1, -1):
             with contextlib.suppress(ValueError):
@@ -74,18 +74,18 @@ class HeadsPlan(Plan):
         return some_heads(self.pattern, rank * self.each + some.start, some.stop - some.start, self.heads)
 
     def of_queries(self, stage: range) -> slice:
-        """Which of a rank's query heads go with the key heads of a stage."""
+        """The query heads, of a rank's share, that go with the key heads of a stage."""
         return slice(stage.start * self.group, stage.stop * self.group)
 
     @cached_property
     def units(self) -> Tensor:
-        """int64 (world, world): key rows, counted once a key head, that rank [s, .] sends to rank [., t]."""
+        """int64 (world, world): how many (row, key head) rank [s, .] sends to rank [., t]."""
         rows = torch.tensor(self.shards.lengths)[:, None].expand(-1, self.world).clone()
         return rows.fill_diagonal_(0) * (self.kv_heads // self.world)
 
     @cached_property
     def moved(self) -> Tensor:
-        """int64 (world, world): query rows that rank [s, .] sends to rank [., t], for the heads that [., t] has."""
+        """int64 (world, world): query rows that rank [s, .] sends to rank [., t], each for the heads of [., t]."""
         held = torch.tensor([len(self.queries(rank)) for rank in range(self.world)])
         return held[:, None].expand(-1, self.world).clone().fill_diagonal_(0)
 
@@ -102,17 +102,12 @@ class HeadsPlan(Plan):
         each = [[part.pairs(self.n, h, self.nq) for part, h in zip(x, sizes, strict=True)] for x in self.parts]
         return np.array([sum(x) for x in each], dtype=object)
 
-    @cached_property
-    def digest(self) -> int:
-        what = [self.strategy, self.shards.lengths, self.heads, self.kv_heads, self.nq, [str(x) for x in self.stages]]
-        return digest(describe(self.pattern), json.dumps(what))
-
 
 class Turn(NamedTuple):
-    """Between a rank's rows of all heads, (B, L, H, ...), and all rows of some of its heads, (B, N, h, ...).
+    """Turns a rank's rows of all heads, (B, L, H, ...), into all rows of some of its heads, (B, N, h, ...), and back.
 
-    lengths: of the rows of each rank. One's own part goes the same way, so that what arrives is whole; nothing of it
-    leaves the rank.
+    lengths: how many rows each rank has. A rank's own part goes through the all-to-all too, without leaving the rank,
+    so that what arrives is complete.
     """
 
     lengths: list[int]
@@ -120,7 +115,7 @@ class Turn(NamedTuple):
     group: object
 
     def to_heads(self, x: Tensor, some: slice) -> Tensor:
-        """some: which of every rank's share of the heads."""
+        """x (B, L, H, ...) -> (B, N, h, ...). some: which heads of every rank's share."""
         world, own = len(self.lengths), self.lengths[self.rank]
         shares = x.unflatten(2, (world, x.shape[2] // world))[:, :, :, some]
         sent = shares.permute(2, 1, 0, *range(3, shares.dim())).contiguous()  # (world, L, B, h, ...)
@@ -131,7 +126,7 @@ class Turn(NamedTuple):
         return arrived.transpose(0, 1)
 
     def to_rows(self, x: Tensor, whole: Tensor, some: slice) -> None:
-        """Into `whole` (B, L, H, ...), at those heads of every rank's share."""
+        """x (B, N, h, ...) into `whole` (B, L, H, ...), at the heads `some` of every rank's share."""
         world, own = len(self.lengths), self.lengths[self.rank]
         sent = x.transpose(0, 1).contiguous()  # (N, B, h, ...)
         arrived = x.new_empty(world, own, *sent.shape[1:])
@@ -143,33 +138,33 @@ class Turn(NamedTuple):
 
 
 def rehearse(plan: HeadsPlan, rank: int, q: Tensor, backward: bool = False) -> None:
-    """Take the memory of a call for a moment, so that an out-of-memory comes while ranks can still agree on it: what
-    torch's allocator has had it keeps. q: of the call's batch, head_dim, dtype and device."""
+    """Allocate what a call will, and free it, so that an out-of-memory comes while ranks can still agree on it; torch's
+    allocator caches the memory for the call. q: of the call's batch, head_dim, dtype and device."""
     b, d = q.shape[0], q.shape[3]
     held, own = len(plan.queries(rank)), plan.shards.lengths[rank]
     most = max((len(stage) for stage in plan.stages), default=0)
     whole = b * d * (held * plan.heads + 2 * own * plan.kv_heads * backward)  # out, or dq, dk and dv
-    sent = b * d * most * plan.world * max(held * plan.group, own)  # one tensor's part at a time
+    sent = b * d * most * plan.world * max(held * plan.group, own)  # of one tensor at a time
     arrived = b * d * most * (plan.nq * plan.group + 2 * plan.n * (not backward))  # q, k and v, or the gradient of out
     _ = [q.new_empty(size) for size in (whole, sent, arrived)]
 
 
 def _turns(call: Call) -> tuple[Turn, Turn]:
-    """Of queries, and of keys."""
+    """(the turn of queries, the turn of keys)."""
     plan = call.made.plan
     held = [len(plan.queries(p)) for p in range(plan.world)]
     return Turn(held, call.rank, call.group), Turn(list(plan.shards.lengths), call.rank, call.group)
 
 
 def _stages(call: Call) -> Iterator[tuple[Pattern, slice, slice]]:
-    """(the pattern, the query heads, the key heads) of each, heads as parts of any rank's share."""
+    """(pattern, query heads, key heads) of each stage; heads are slices of any rank's share."""
     plan = call.made.plan
     for part, keys in zip(plan.parts[call.rank], plan.stages, strict=True):
         yield part, plan.of_queries(keys), slice(keys.start, keys.stop)
 
 
 class Attend(torch.autograd.Function):
-    """(q (B, Lq, H, D), k and v (B, L, G, D), the door's `Call`) -> this rank's out, or (out, lse (B, H, Lq))."""
+    """(q (B, Lq, H, D), k and v (B, L, G, D), `door.Call`) -> this rank's out like q, or (out, lse (B, H, Lq))."""
 
     @staticmethod
     def forward(ctx, q, k, v, call: Call):

@@ -1,7 +1,7 @@
-"""A rank's share of an attention as calls of single-device attention, and which keys each of them gathers.
+"""A rank's share of the attention as calls of single-device attention ("jobs"), and which keys each of them gathers.
 
-A job's queries are rows of the rank; its keys are the rank's own rows, or gathered ones: own and received rows side by
-side. Jobs on the same rows are merged by log-sum-exp: together they are one softmax.
+A job's queries are rows of the rank. Its keys are the rank's own rows, or own and received rows gathered side by side.
+The results of jobs on the same queries are merged by log-sum-exp, so that together they are one softmax.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from workbench.distributed import views
 from workbench.distributed.plans import Plan, Stage
 from workbench.distributed.shards import Rows, Shards, as_index, clip
 from workbench.execution.dilated import offset_slices, share_heads
-from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
 
-FIRST = 2 << 30  # pairs that keep a card busy while ranks agree: a millisecond
-PART = 2 << 20  # (row, head) of a call whose result takes room beside out: 256 MB at head_dim 64 in 16 bits
+FIRST = 2 << 30  # pairs that keep a card busy for a millisecond, while ranks agree
+PART = 2 << 20  # (row, head) of a call whose result needs memory beside out: 256 MB at head_dim 64 in 16 bits
 
 
 class Strand(NamedTuple):
-    """Heads of a job: which queries and which keys, as positions; keys -1: rows that no query sees.
+    """Some heads of a job: their queries and keys, as positions. A key of -1 is padding, which no query sees.
 
-    Keys that are several ranges, in any order, have at most one of each rank.
+    Keys that are several ranges, in any order, have at most one range on each rank.
     """
 
     queries: range
@@ -39,9 +39,9 @@ class Strand(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One call. Strands lie side by side along the heads, each with equally many queries and equally many keys.
+    """One call. Its strands lie side by side along the heads; all have as many queries, and as many keys.
 
-    spare: rows of queries to be added at the end, whose results nobody wants
+    spare: rows of padding to be added behind the queries, whose results are dropped
     batch: the one entry of the batch that this is for, or None for all
     """
 
@@ -54,7 +54,8 @@ class Job:
 class Local(NamedTuple):
     """The jobs that need no row of another rank, by when they run.
 
-    first: while ranks agree; second: once the rows of the first stage travel; before: once those of a stage are there
+    first: while ranks agree; second: while the rows of the first stage travel; before: when those of a stage have
+    arrived, before the jobs that need them
     """
 
     first: list[Job]
@@ -65,9 +66,10 @@ class Local(NamedTuple):
 def local(plan: Plan, rank: int) -> Local:
     """Attention to a rank's own rows: dense, whole segments of dilated branches, or blocks where shards are whole ones.
 
-    A kernel that takes a whole card leaves nothing to an exchange until it ends. So dense attention begins with the few
-    heads that take as long as agreeing does: what travels then has the other heads' time. These are cut as the stages
-    are, since what a call gives takes room beside out. Where queries move too, those that stay come first.
+    A kernel that fills the card leaves no room for an exchange until it ends. So dense attention begins with only as
+    many heads as take the time of agreeing, and the first rows travel while the other heads are computed. These are cut
+    as the stages are, since the result of a call needs memory beside out. Where queries move too, those that stay on
+    their rank come first.
     """
     own, every = plan.shards[rank], range(plan.kv_heads)
     if not any(plan.work(rank)) or not plan.heads:
@@ -75,13 +77,13 @@ def local(plan: Plan, rank: int) -> Local:
     if plan.apart:
         return Local(_own_blocks(plan, rank), [], {})
     if not isinstance(plan.pattern, Dense):
-        return Local(_whole_segments(plan, rank) if isinstance(plan.pattern, views.Dilated) else [], [], {})
+        return Local(_whole_segments(plan, rank) if isinstance(plan.pattern, Dilated) else [], [], {})
     here, moved = plan.work(rank), []
     if plan.zigzag:
         held = plan.queries(rank)
         stay = [held.start <= x.start and x.stop <= held.stop for x in plan.work(rank)]
         here, moved = ([x for x, its in zip(plan.work(rank), stay, strict=True) if its == y] for y in (True, False))
-    pairs = sum(_pairs(x, own, plan.pattern.causal) for x in here) * plan.heads // plan.kv_heads  # of a key head
+    pairs = sum(_pairs(x, own, plan.pattern.causal) for x in here) * plan.heads // plan.kv_heads  # for each key head
     few = next((x for x in every if x * pairs >= FIRST), plan.kv_heads)
     rest = [range(max(few, x.heads.start), x.heads.stop) for x in plan.stages if x.piece == 0 and x.heads.stop > few]
     return Local(
@@ -92,20 +94,20 @@ def local(plan: Plan, rank: int) -> Local:
 
 
 def _pairs(queries: range, keys: range, causal: bool) -> int:
-    """(query, key) pairs; of causal ones the queries are among the keys or behind them."""
+    """How many (query, key) pairs; causal queries have to be among the keys or behind them."""
     if not causal or queries.start >= keys.stop:
         return len(queries) * len(keys)
     return len(queries) * (queries.start + queries.stop + 1 - 2 * keys.start) // 2
 
 
 def remote(plan: Plan, rank: int, stage: Stage) -> list[Job]:
-    """The jobs that can run once a stage of the exchange is there."""
+    """The jobs that need the rows of a stage of the exchange."""
     if not any(plan.work(rank)) or not plan.heads:
         return []
     if isinstance(plan.pattern, Dense):
         others = [stage.of(plan.shards[x]) for x in range(plan.world) if x != rank]
         return _dense(plan, stage.heads, others, plan.work(rank))
-    if isinstance(plan.pattern, views.Dilated):
+    if isinstance(plan.pattern, Dilated):
         return _dilated(plan, rank, stage)
     if plan.apart:
         return _other_blocks(plan, rank, stage)
@@ -121,7 +123,7 @@ def _heads_of(plan: Plan, key_heads: range) -> range:
 
 
 def _dense(plan: Plan, key_heads: range, pieces: list[range], queries: list[range]) -> list[Job]:
-    """Attention to pieces of the sequence, in ascending order: what a query sees whole is one call."""
+    """Attention to pieces of the sequence, in ascending order: one call to all pieces that the queries see whole."""
     heads, causal = _heads_of(plan, key_heads), plan.pattern.causal
     places = slice(heads.start, heads.stop), slice(key_heads.start, key_heads.stop)
     return [
@@ -132,7 +134,7 @@ def _dense(plan: Plan, key_heads: range, pieces: list[range], queries: list[rang
 
 
 def _calls(queries: range, pieces: list[range], causal: bool) -> Iterator[tuple[range, range | Rows, bool]]:
-    """(queries, keys, causal), where causal queries are the last of the keys' positions."""
+    """(queries, keys, causal) of each call; causal queries are the last of the keys' positions."""
     if not queries:
         return
     whole = [x for x in pieces if not causal or x.stop <= queries.start]
@@ -157,7 +159,7 @@ def _whole_segments(plan: Plan, rank: int) -> list[Job]:
         some = clip(queries, run.start, run.stop)
         if run and some and plan.pattern.head_range(branch, plan.heads):
             runs.setdefault((some, run), []).append(branch)
-    alone = len(runs) == 1 and next(iter(runs))[0] == queries  # what it gives is the result, to which others are added
+    alone = len(runs) == 1 and next(iter(runs))[0] == queries  # its result becomes out, into which others are merged
     parts = [range(plan.kv_heads)] if alone else _parts(plan, len(queries))
     return [
         Job(part, (Strand(some, slice(heads.start, heads.stop), run, slice(keys.start, keys.stop)),))
@@ -169,7 +171,7 @@ def _whole_segments(plan: Plan, rank: int) -> list[Job]:
 
 
 def _parts(plan: Plan, rows: int) -> list[range]:
-    """Key heads of calls whose results take little room beside out, as far as the pattern can be cut."""
+    """Key heads of calls, so few each that a result needs little memory beside out, if the pattern can be cut so."""
     shards = Shards.even(plan.kv_heads, max(1, min(plan.kv_heads, rows * plan.heads // PART)))
     parts = [shards[x] for x in range(shards.world)]
     try:
@@ -182,8 +184,8 @@ def _parts(plan: Plan, rows: int) -> list[range]:
 
 
 def _segments(plan: Plan, own: range, queries: range, branch: int) -> tuple[range, range, range]:
-    """(a first segment that begins before the shard, the positions whose segments are the rank's own, a last segment
-    that ends behind it), each empty where there is none. Behind a causal query nothing counts."""
+    """(the segment that begins before the shard, the run of segments inside it, the segment that ends behind it), each
+    as positions and empty where there is none. If causal, keys behind the shard do not count: none ends behind it."""
     w, causal = plan.pattern.segment_lengths[branch], plan.pattern.causal
     start = queries.start // w * w
     head = range(0)
@@ -199,7 +201,8 @@ def _segments(plan: Plan, own: range, queries: range, branch: int) -> tuple[rang
 
 
 def _dilated(plan: Plan, rank: int, stage: Stage) -> list[Job]:
-    """A segment across shards: a head's kept queries here, and all of the segment's kept keys. Dense attention."""
+    """Segments that cross the shard's borders: a head's kept queries here attend to all kept keys of the segment, which
+    is dense attention."""
     own, queries, pattern = plan.shards[rank], plan.queries(rank), plan.pattern
     group, heads = plan.heads // plan.kv_heads, _heads_of(plan, stage.heads)
     together: dict[tuple, list[Strand]] = {}
@@ -215,7 +218,7 @@ def _dilated(plan: Plan, rank: int, stage: Stage) -> list[Job]:
                     continue
                 if pattern.causal:
                     k = clip(kept, segment.start, here.stop)
-                else:  # what arrives, and behind it the rank's own: so they lie in memory
+                else:  # what arrives and behind it the rank's own rows, the order in which they lie in a buffer
                     k = Rows.of(clip(kept, *x) for x in ((0, own.start), (own.stop, plan.n), (own.start, own.stop)))
                 for q_heads, k_heads in share_heads(slice(members.start, members.stop, members.step), group):
                     many = len(range(plan.heads)[q_heads]) // len(range(plan.kv_heads)[k_heads])
@@ -228,23 +231,22 @@ def _dilated(plan: Plan, rank: int, stage: Stage) -> list[Job]:
 
 
 def _needed(plan: Plan, rank: int, stage: Stage) -> Tensor:
-    """int64, ascending: the rows of others that some head of a stage needs."""
+    """int64, ascending: the rows of other ranks that some head of the stage needs."""
     rows = [need.rows.positions for need in plan.needs(rank) if set(need.heads) & set(stage.heads)]
     return torch.cat([torch.zeros(0, dtype=torch.int64), *rows]).unique()
 
 
 def _kept(plan: Plan, rank: int, stage: Stage) -> dict:
-    """By batch entry, the views of the pattern for a stage. One for all stages whose heads see the same: executions
-    keep their lists of blocks with it."""
+    """What is kept with the plan for the stage, by batch entry. Stages whose heads see the same share it, since
+    executions keep their lists of blocks with the patterns in it."""
     pattern = plan.pattern
     by_head = isinstance(pattern, BlockSparse) and (pattern.layout.per_head or pattern.predicate is not None)
     return plan.views.setdefault((rank, _heads_of(plan, stage.heads) if by_head else None), {})
 
 
 def _by_batch(pattern: Pattern) -> list[tuple[int | None, Pattern]]:
-    """(batch entry, its pattern); None where all have the same."""
-    batch = getattr(pattern, "batch", None)
-    return [(None, pattern)] if batch is None else [(b, pattern.for_batch(b)) for b in range(batch)]
+    """(batch entry, its pattern); one pair with None if all entries have the same."""
+    return [(None, pattern)] if pattern.batch is None else list(enumerate(pattern.each()))
 
 
 def _own_blocks(plan: Plan, rank: int) -> list[Job]:
@@ -254,37 +256,32 @@ def _own_blocks(plan: Plan, rank: int) -> list[Job]:
 
 
 def _other_blocks(plan: Plan, rank: int, stage: Stage) -> list[Job]:
-    """Attention to what arrives, of the queries that see some of it."""
-    bk = plan.pattern.block_size[1]
-    columns = (_needed(plan, rank, stage) // bk).unique()
-    heads, kept = _heads_of(plan, stage.heads), _kept(plan, rank, stage)
+    """Attention to the key blocks that a stage brings, for the queries that see some of them."""
+    columns = (_needed(plan, rank, stage) // plan.pattern.block_size[1]).unique()
+    queries, heads, kept = plan.queries(rank), _heads_of(plan, stage.heads), _kept(plan, rank, stage)
     spot = slice(heads.start, heads.stop), slice(stage.heads.start, stage.heads.stop)
     sizes = columns, plan.n, heads.start, len(heads), plan.heads
     found = []
     for batch, one in _by_batch(plan.pattern) if len(columns) else ():
         if batch not in kept:
-            every = views.other_blocks(one, plan.queries(rank), *sizes)
-            runs = _runs(every, plan.queries(rank), len(heads))
+            runs = _runs(views.other_blocks(one, queries, *sizes), queries, len(heads))
             kept[batch] = [(run, views.other_blocks(one, run, *sizes)) for run in runs]
-        found += [
-            Job(view.pattern, (Strand(run, spot[0], view.position, spot[1]),), view.spare, batch)
-            for run, view in kept[batch]
-        ]
+        for run, view in kept[batch]:
+            found.append(Job(view.pattern, (Strand(run, spot[0], view.position, spot[1]),), batch=batch))
     return found
 
 
 def _runs(view: views.Gathered, queries: range, heads: int) -> list[range]:
-    """The queries that see some key, whole blocks of them: one range, or two with most of the queries between them."""
+    """The queries that see some key: one range of whole blocks, or two if most of the queries lie between them."""
     bq = view.pattern.block_size[0]
     seen = view.pattern.row_counts(len(view.position), heads, len(queries))[0].any(0).nonzero().flatten()
     if not len(seen):
         return []
-    first = queries.start // bq
-    ends = [int(seen[0]), int(seen[-1]) + 1]
-    gaps = seen.diff()
-    if len(gaps) and 2 * int(gaps.max()) > len(queries) // bq:
+    ends, gaps = [int(seen[0]), int(seen[-1]) + 1], seen.diff()
+    if len(gaps) and 2 * int(gaps.max()) * bq > len(queries):
         before = int(gaps.argmax())
         ends[1:1] = [int(seen[before]) + 1, int(seen[before + 1])]
+    first = queries.start // bq
     pairs = zip(ends[::2], ends[1::2], strict=True)
     return [clip(queries, (first + start) * bq, (first + stop) * bq) for start, stop in pairs]
 
@@ -314,8 +311,8 @@ def _gathered(plan: Plan, rank: int, stage: Stage) -> list[Job]:
 class Fill(NamedTuple):
     """Rows of a job's keys, for some of its key heads, and where they come from.
 
-    to, to_heads: where in the job's keys. source, parcel: the rank and which of its parcels (None: one's own rows).
-    rows, heads: where in the parcel, or among one's own rows. Rows are slices or int64 tensors, heads slices.
+    to, to_heads: where among the job's keys; source, parcel: the rank that holds them, and the index of its parcel
+    (None: this rank's own rows); rows, heads: where in the parcel, or among the own rows
     """
 
     to: slice | Tensor
@@ -327,7 +324,7 @@ class Fill(NamedTuple):
 
 
 def fills(plan: Plan, rank: int, stage: Stage | None, job: Job) -> list[Fill]:
-    """All rows of the job's keys that somebody holds; stage None: the rank's own rows alone."""
+    """The fills of all of the job's keys but padding; with stage None, from the rank's own rows alone."""
     found, first = [], 0
     for strand in job.strands:
         heads = range(plan.kv_heads)[strand.key_heads]
@@ -351,7 +348,10 @@ def fills(plan: Plan, rank: int, stage: Stage | None, job: Job) -> list[Fill]:
 
 
 def _places(keys: range | Rows | Tensor):
-    """place(start, stop, parcel) -> (where in the keys, which positions): those in [start, stop), or a parcel's."""
+    """place(start, stop, parcel) -> (indices among the keys, positions) of the keys in [start, stop), a rank's shard.
+
+    parcel: the one that brings them, None for the rank's own rows; keys that are ranges are found without it.
+    """
     if not isinstance(keys, Tensor):
         pieces = (keys,) if isinstance(keys, range) else keys.pieces
         firsts = itertools.accumulate(map(len, pieces), initial=0)
@@ -359,7 +359,7 @@ def _places(keys: range | Rows | Tensor):
         lasts = [x[-1] for x, _ in ordered]
 
         def place(start, stop, parcel=None):
-            y = bisect.bisect_left(lasts, start)  # pieces before it end before `start`: of many ranks there are many
+            y = bisect.bisect_left(lasts, start)  # the first piece that ends at or behind `start`
             if y == len(ordered) or not (some := clip(ordered[y][0], start, stop)):
                 return slice(0, 0), range(0)
             piece, first = ordered[y]
@@ -377,13 +377,13 @@ def _places(keys: range | Rows | Tensor):
         low = (keys == start).nonzero().flatten() if start < stop else ()
         if not len(low):
             return slice(0, 0), range(0)
-        return slice(int(low[0]), int(low[0]) + stop - start), range(start, stop)  # own rows lie in a row, or nowhere
+        return slice(int(low[0]), int(low[0]) + stop - start), range(start, stop)  # own rows are consecutive, if there
 
     return place
 
 
 def _even(pairs: list[tuple[int, int]]) -> list[tuple[slice, slice]]:
-    """Pairs of heads as pairs of slices: one where both are evenly spaced, else one for each pair."""
+    """Pairs of heads as pairs of slices: one pair if both sides are evenly spaced, else one for each pair."""
     sides = list(zip(*pairs, strict=True))
     steps = [{b - a for a, b in zip(x, x[1:], strict=False)} or {1} for x in sides]
     if all(len(x) == 1 and min(x) > 0 for x in steps):

@@ -1,7 +1,7 @@
 """One call of single-device attention as a part of a larger softmax: forward, and backward from the merged results.
 
-Dense calls, which are most of what ranks compute across shards, go to cuDNN where it is there: it takes any number of
-queries on any number of keys. What it has no name for, causal with fewer queries than keys, is two calls.
+Dense calls, most of what ranks compute across shards, go to cuDNN where it is available: it takes any number of queries
+on any number of keys. Causal with fewer queries than keys, which it does not offer, is two calls.
 
 Dimensions: B batch, L queries, M keys, H query heads, G key heads, D head_dim.
 """
@@ -19,11 +19,11 @@ from workbench.execution.merge import merge_
 from workbench.patterns import Dense, Dilated, Pattern
 
 BACKENDS = ("auto", "torch", "triton")
-ROWS = 1024  # of queries and of keys: from here on cuDNN is the faster way (`strided.FROM`)
+ROWS = 1024  # queries and keys from which on cuDNN is the faster (`strided.FROM`)
 
 
 def why_not(backend: str, q: Tensor, k: Tensor, pattern: Pattern) -> str | None:
-    """Why a backend named by the caller does not run this, or None."""
+    """Why the backend that the caller named cannot run this, or None."""
     if backend not in BACKENDS:
         return f"backend={backend!r}: want one of {', '.join(map(repr, BACKENDS))} on shards"
     if backend == "triton":
@@ -35,11 +35,11 @@ def why_not(backend: str, q: Tensor, k: Tensor, pattern: Pattern) -> str | None:
 
 
 def kernels(backend: str, q: Tensor, k: Tensor, pattern: Pattern) -> bool:
-    """Whether our kernels run this; they also merge and add 16-bit results in place, as on a single device."""
+    """Whether this package's Triton kernels run this."""
     if q.device.type != "cuda" and backend != "triton":
         return False
     if backend == "auto" and q.dtype == torch.float32 and isinstance(pattern, (Dense, Dilated)):
-        return False  # as on a single device: torch's kernel for float32 is the faster one
+        return False  # torch's kernel for float32 is the faster one, on a single device too
     from workbench.execution import triton_backend
 
     return backend == "triton" or backend == "auto" and triton_backend.why_not(q, k, pattern) is None
@@ -54,7 +54,7 @@ def _operators(backend: str, q: Tensor, k: Tensor, pattern: Pattern):
 
 
 def _cudnn(direction: str, backend: str, pattern: Pattern, q: Tensor, k: Tensor, *others: Tensor):
-    """What calls cuDNN, if it takes this; else None."""
+    """The module that calls cuDNN, if cuDNN takes this, else None."""
     if not isinstance(pattern, Dense) or backend != "auto" or min(q.shape[1], k.shape[1]) < ROWS:
         return None
     if not kernels(backend, q, k, pattern):
@@ -67,7 +67,7 @@ def _cudnn(direction: str, backend: str, pattern: Pattern, q: Tensor, k: Tensor,
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, backend: str) -> tuple[Tensor, Tensor]:
-    """out (B, L, H, D) like q and lse (B, H, L) of the pairs of this call; q (B, L, H, D), k and v (B, M, G, D)."""
+    """(out (B, L, H, D) like q, lse (B, H, L)) of this call alone; q (B, L, H, D), k and v (B, M, G, D)."""
     q, k, v = map(unit_stride, (q, k, v))
     cudnn = _cudnn("forward", backend, pattern, q, k, v)
     if cudnn is None:
@@ -84,7 +84,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, bac
 
 
 def backward(grad, grad_lse, q, k, v, out, lse, pattern: Pattern, scale: float, backend: str):
-    """(dq, dk, dv) of this call's pairs, where out and lse (and their gradients) may be of more pairs than these."""
+    """(dq, dk, dv) of this call's part of a softmax: out, lse and their gradients are those of the whole softmax."""
     grad, q, k, v, out = map(unit_stride, (grad, q, k, v, out))
     cudnn = _cudnn("backward", backend, pattern, q, k, v, grad, out) if grad_lse is None else None
     if cudnn is None:
@@ -103,7 +103,7 @@ def backward(grad, grad_lse, q, k, v, out, lse, pattern: Pattern, scale: float, 
 
 
 def _by_operators(grad, grad_lse, q, k, v, out, lse, pattern: Pattern, scale: float, backend: str):
-    """`backward` by an operator of ours, which has no more queries than keys: by parts of them, if need be."""
+    """`backward` by the package's operators, which take at most as many queries as keys: more queries go in parts."""
     many, found = max(1, k.shape[1]), []
     for start in range(0, max(1, q.shape[1]), many):
         rows = slice(start, start + many)
@@ -123,7 +123,7 @@ def _inner(x: Tensor) -> Tensor:
 
 
 def narrow(q: Tensor) -> bool:
-    """Whether 16-bit results are merged where they lie, by a kernel that rounds once a call, as on a single device."""
+    """Whether results are 16-bit and merged in place by a kernel that rounds once a call, as on a single device."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return False
     from workbench.execution import triton_backend
@@ -132,7 +132,7 @@ def narrow(q: Tensor) -> bool:
 
 
 def merge(out: Tensor, lse: Tensor, some: Tensor, its_lse: Tensor) -> None:
-    """some (B, L, C, h, D) and its_lse (B, L, C, h), merged into views of out and lse, as large, in place."""
+    """Merge some (B, L, C, h, D) with its_lse (B, L, C, h) into out and lse, views of the same shapes, in place."""
     if not narrow(out):
         merge_(out, lse, some, its_lse.to(lse.dtype))
         return

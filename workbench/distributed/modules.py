@@ -14,16 +14,16 @@ from workbench.distributed.door import attention
 class MultiheadAttention(modules.MultiheadAttention):
     """`workbench.MultiheadAttention` whose sequence is spread over ranks: x (B, L, embed_dim) -> (B, L, embed_dim).
 
-    x: this rank's contiguous rows, in the order of ranks; L may differ between ranks and be 0. The projections are of
-    these rows, the attention is `workbench.distributed.attention` over `group`, and the result is what one device gives
-    for these rows. With `context`, x holds the queries that are among this rank's positions (see there).
-    group: a process group, e.g. `mesh.get_group("sequence")` of `training.mesh`. None: all ranks, or the one there is.
+    x: this rank's contiguous rows, shards in the order of ranks; L may differ between ranks and be 0. The result is
+    what one device gives for these rows. With `context`, x holds the queries among this rank's positions (see
+    `workbench.MultiheadAttention`).
+    group: a process group, e.g. `training.mesh(...).get_group("sequence")`; None: all ranks, or a single one.
     strategy: as in `workbench.distributed.attention`. Other arguments, parameters and their names are those of
-    `workbench.MultiheadAttention`: a state_dict fits both.
+    `workbench.MultiheadAttention`, so that a state_dict fits both.
 
-    Parameters are a copy on each rank, and get the gradient of the rank's rows: `training` says how they are summed.
-    All ranks of the group call this, and its backward, together. Dropout draws on each rank: seed ranks differently.
-    A deepcopy is on the same group; a process group cannot be pickled, save the state_dict.
+    Each rank has a copy of the parameters, which get the gradient of its rows only: `training` says how to sum them.
+    All ranks of the group call this, and its backward, together. Dropout is drawn on each rank: seed ranks differently.
+    A deepcopy is on the same group. A process group cannot be pickled: save the state_dict.
     """
 
     def __init__(self, embed_dim, num_heads, pattern, *, group=None, strategy="auto", **options):

@@ -1,12 +1,13 @@
-"""Need: which key rows of other ranks a rank's queries touch. One function a kind of pattern; nothing is communicated.
+"""Which key rows of other ranks a rank's queries see: one rule for each kind of pattern, found without communication.
 
-A position is needed for a key head where a query of the rank sees it under one of the heads that share the key head.
-The rows of a rank are [a, b), its queries those of them that are among the last Nq positions.
+A rank needs a position for a key head if one of its queries sees it in one of the query heads that share the key head.
+A rank's queries are those of its positions that are among the last Nq of the sequence.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ class Need(NamedTuple):
 
 
 def queries_of(own: range, n: int, nq: int) -> range:
+    """Those of a rank's positions that are queries: among the last nq of n."""
     return range(max(own.start, n - nq), max(own.stop, n - nq)) if own.stop > n - nq else range(0)
 
 
@@ -33,7 +35,7 @@ def queries_of(own: range, n: int, nq: int) -> range:
 
 
 def dense(causal: bool, n: int, key_heads: int, own: range, work: list[range]) -> list[Need]:
-    """What comes before the last query, or everything. work: the queries that the rank computes."""
+    """Everything or, if causal, what comes before the last query. work: the queries that the rank computes."""
     if not any(work) or not key_heads:
         return []
     stop = max(x.stop for x in work if x) if causal else n
@@ -48,7 +50,7 @@ def _need(heads, rows) -> list[Need]:
 
 
 class Zone(NamedTuple):
-    """Positions [start, stop) of other ranks, and which of them each key head needs: a comb, or None."""
+    """Positions [start, stop) of other ranks, and for each key head which of them it needs: a comb, or None."""
 
     start: int
     stop: int
@@ -56,7 +58,7 @@ class Zone(NamedTuple):
 
 
 class DilatedNeeds:
-    """A segment that reaches beyond the shard is needed where one of its kept queries is the rank's."""
+    """The kept keys of each segment that crosses a border of the shard and has a kept query in it."""
 
     def __init__(self, pattern: Dilated, n: int, nq: int, heads: int, key_heads: int):
         self.pattern, self.n, self.nq, self.key_heads = pattern, n, nq, key_heads
@@ -71,11 +73,11 @@ class DilatedNeeds:
         self._kept_by: dict[tuple, tuple[Comb | None, ...]] = {}
 
     def zones(self, own: range) -> list[Zone]:
-        """Ascending and disjoint; beside the shard on the left, and where it is not causal on the right."""
+        """Ascending and disjoint: left of the shard and, unless causal, right of it."""
         queries = queries_of(own, self.n, self.nq)
         if not queries:
             return []
-        left, right = [], []  # (how far, branch, start of the segment, its queries here)
+        left, right = [], []  # (the segment's far end, branch, start of the segment, the rank's queries in it)
         for b, (w, _) in enumerate(self.branches):
             start = queries.start // w * w
             if start < own.start:
@@ -94,7 +96,10 @@ class DilatedNeeds:
         return found
 
     def _kept(self, active) -> tuple[Comb | None, ...]:
-        """By key head. Only residues count, so that many ranks have the same."""
+        """For each key head the comb of all active segments. It depends on residues alone, so that many ranks share it.
+
+        active: (branch, start of its segment, the rank's queries in it)
+        """
         key = []
         for b, start, queries in active:
             r = self.branches[b][1]
@@ -107,7 +112,10 @@ class DilatedNeeds:
         return self._kept_by[key]
 
     def _comb(self, active, offsets) -> Comb | None:
-        """active: (branch, its segment's start mod r, where in it the queries begin mod r, how many there are)."""
+        """active: (branch, its segment's start mod r, the first query's place in the segment mod r, how many queries).
+
+        A tooth is there if its offset is that of one of the queries: r queries in a row have every offset.
+        """
         teeth = set()
         for b, start, first, count in active:
             r = self.branches[b][1]
@@ -131,9 +139,10 @@ class DilatedNeeds:
         return _need(map(tuple, classes.values()), rows)
 
     def units(self, shards: Shards) -> Tensor:
-        """int64 (world, world): (row, key head) pairs that rank [p, .] needs of rank [., s], in closed form.
+        """int64 (world, world): how many (row, key head) rank [p, .] needs of rank [., s], in closed form.
 
-        A zone's rows of each rank are counted once for all ranks that need them, and then taken in part at its ends.
+        Zones with the same combs share one count of every rank's rows; what lies outside a zone at its two ends is then
+        subtracted.
         """
         total, bounds = np.zeros((shards.world, shards.world), dtype=np.int64), shards.bounds.numpy()
         alike: dict[tuple, list[tuple[int, int, int]]] = {}
@@ -161,9 +170,9 @@ class DilatedNeeds:
 
 
 class BlockNeeds:
-    """The rows of a key block that a query block of the rank sees, up to the time of the last query that sees it."""
+    """The rows of each key block that one of the rank's query blocks sees; if causal, up to the last query's time."""
 
-    CELLS = 1 << 22  # of the block grid, looked at at once
+    CELLS = 1 << 22  # of the block grid, evaluated at once
 
     def __init__(self, pattern: BlockSparse, n: int, nq: int, heads: int, key_heads: int):
         self.n, self.nq, self.key_heads, self.heads = n, nq, key_heads, heads
@@ -175,8 +184,9 @@ class BlockNeeds:
         self.time = None if not pattern.causal else torch.arange(n) if rank is None else rank.cpu()
 
     def visible(self, own: range) -> tuple[Tensor, Tensor]:
-        """Of each layout (key head, or all): int64 (layouts, key blocks), the time of the last of the rank's queries
-        that sees a block, -1 where none does; and how many pairs of rows its visible blocks hold, all heads together.
+        """(last, pairs) of the rank's queries. last: int64 (key heads, or 1 if all heads share the layout; key blocks),
+        the time of the last query that sees a block, 0 if time does not count, -1 if none sees it. pairs: int64 scalar,
+        the (head, query, key) of all visible blocks.
         """
         (bq, bk), n = self.block_size, self.n
         rows, cols = -(-n // bq), -(-n // bk)
@@ -210,7 +220,7 @@ class BlockNeeds:
         return last, pairs
 
     def _latest(self, low: Tensor, high: Tensor, block: Tensor) -> Tensor:
-        """int64 (blocks,): the time of the last query of each block of the rank's; 0 where time does not count."""
+        """int64 (blocks,): the latest time of a query in each of these blocks; 0 if time does not count."""
         if self.time is None:
             return torch.zeros_like(low)
         if self.pattern.causal_rank is None:
@@ -219,12 +229,10 @@ class BlockNeeds:
         time = self.order[int(low[0]) : int(high[-1])]
         return torch.full_like(low, -1).scatter_reduce_(0, which, time, "amax")
 
-    @property
+    @cached_property
     def order(self) -> Tensor:
-        """Times as 0, 1, 2, ...: equal where the times are."""
-        if not hasattr(self, "_order"):
-            self._order = self.time.unique(return_inverse=True)[1]
-        return self._order
+        """int64 (N,): the times ranked 0, 1, 2, ..., equal times alike."""
+        return self.time.unique(return_inverse=True)[1]
 
     def needs(self, own: range) -> list[Need]:
         last, _ = self.visible(own)
@@ -248,7 +256,7 @@ class BlockNeeds:
 
 
 class NeighborhoodNeeds:
-    """The cells within the radius of a cell of the rank's: a box grown around each, one axis after another."""
+    """The cells within the radius of one of the rank's cells: a mask of these, dilated one axis after another."""
 
     def __init__(self, pattern: Neighborhood, n: int, nq: int, heads: int, key_heads: int):
         self.pattern, self.n, self.nq, self.key_heads = pattern, n, nq, key_heads

@@ -1,7 +1,7 @@
-"""The plan of one attention over shards: who sends which rows of which key heads to whom. Pure computation.
+"""The plan of one attention call over shards: which rank sends which rows of which key heads to which other rank.
 
-Every rank computes the same plan from the pattern and the lengths of all shards; nothing is communicated, and no
-process group is needed, so that a plan for any number of ranks is made, printed and drawn in one process.
+Every rank computes the same plan from the pattern and the lengths of all shards, without communication or a process
+group. So one process can make, print and draw a plan for any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,37 +22,38 @@ from workbench.distributed.needs import Need, queries_of
 from workbench.distributed.shards import Shards, clip
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
 
-SHARE = 16  # a stage of the exchange takes a rank about a 16th of what its own keys and values take,
-# but of dense attention not fewer pairs than take longer to compute than to launch (a millisecond or two),
-PAIRS = 3 << 30
-LEAST = 3 << 14  # and of others not fewer rows of a key head than are worth the launches (12 MB at head_dim 64),
-PIECES = 4  # nor less than a quarter of what others hold of a key head: what arrives in pieces has to be merged
-CALLS = 3  # of a causal stage, at least: early and late queries, to what they see whole and to a triangle
+# How finely the exchange is cut into stages (`Plan.stages`).
+SHARE = 16  # a stage brings a rank about a 16th of the bytes of its own keys and values, unless that is too little:
+PAIRS = 3 << 30  # dense attention computes at least so many pairs a call, a millisecond or two, to outlast its launch
+LEAST = 3 << 14  # other patterns bring at least so many (row, key head): 12 MB at head_dim 64 in 16 bits
+PIECES = 4  # a key head's rows come in at most so many stages, since what is computed from each has to be merged
+CALLS = 3  # at least, in a causal stage: early and late queries, whole blocks and triangles
 
 
 class Stage(NamedTuple):
-    """One exchange: of these key heads, the piece-th of `pieces` even parts of the rows of each other rank."""
+    """One exchange: for these key heads, part `piece` of the `pieces` even parts of each other rank's rows."""
 
     heads: range
     piece: int = 0
     pieces: int = 1
 
     def of(self, shard: range) -> range:
-        """The positions of a shard that this stage is about."""
+        """The positions of a shard that this stage moves."""
         part = Shards.even(len(shard), self.pieces)[self.piece]
         return range(shard.start + part.start, shard.start + part.stop)
 
 
 def plan(pattern: Pattern, shards: Shards, heads: int, kv_heads: int | None = None, nq: int | None = None) -> Plan:
-    """The plan for `shards` of the keys; queries are the last nq of their positions, and lie where the keys do.
+    """The plan, by sequence, for keys in `shards`; the queries are the last nq positions, each where its key is.
 
-    ValueError for a pattern, or sizes, that cannot be sharded.
+    heads, kv_heads (default: heads): of queries and of keys; nq: default all positions. ValueError for a pattern, or
+    sizes, that cannot be sharded.
     """
     return Plan(pattern, shards, heads, heads if kv_heads is None else kv_heads, shards.n if nq is None else nq)
 
 
 class Plan:
-    """What ranks need of each other (`needs`, `units`, `bytes`), and what they compute (`pairs`, `balance`)."""
+    """What ranks need from each other (`needs`, `units`, `bytes`), and what they compute (`pairs`, `balance`)."""
 
     strategy = "sequence"
 
@@ -61,17 +62,19 @@ class Plan:
             raise ValueError(f"pattern={pattern}: want Dense, Dilated, BlockSparse or Neighborhood to shard a sequence")
         if heads and (not kv_heads or heads % kv_heads):
             raise ValueError(f"kv_heads={kv_heads} on heads={heads}: want a divisor")
-        one = pattern if getattr(pattern, "batch", None) is None else pattern.for_batch(0)
-        self.nq = one.check(shards.n, heads, nq)
+        self.nq = pattern.for_batch(0).check(shards.n, heads, nq)
         self.pattern, self.shards, self.heads, self.kv_heads = pattern, shards, heads, kv_heads
         self.zigzag = isinstance(pattern, Dense) and pattern.causal
         self.apart = self._apart()
-        self._parcels: dict[tuple, list[Need]] = {}
-        self.views: dict[tuple, dict] = {}  # what ranks gather (`jobs`)
+        self._needs: dict[int, list[Need]] = {}
+        self._parcels: dict[tuple[int, int, Stage], list[Need]] = {}
+        self.views: dict[tuple, dict] = {}  # the patterns on gathered keys, which `jobs` keeps here
 
     def _apart(self) -> bool:
-        """Whether block-sparse attention to a rank's own rows is one call, and to what arrives others: where shards
-        are whole blocks, of which only the layout says whether they are visible."""
+        """Whether a rank attends to its own rows and to received ones in separate calls of block-sparse attention.
+
+        For shards of whole blocks, and where nothing but the layout hides a pair of two ranks.
+        """
         pattern = self.pattern
         if not isinstance(pattern, BlockSparse) or pattern.predicate is not None or pattern.causal_rank is not None:
             return False
@@ -90,8 +93,10 @@ class Plan:
         return queries_of(self.shards[rank], self.n, self.nq)
 
     def work(self, rank: int) -> list[range]:
-        """The queries that a rank computes: its own; for causal dense attention an early and a late part of them all,
-        since a late query sees more."""
+        """The queries that a rank computes: its own or, for causal dense attention, an early and a late part of all.
+
+        A late query sees more keys than an early one; such pairs ("zigzag") give every rank as much to compute.
+        """
         if not self.zigzag:
             return [self.queries(rank)]
         parts, first = Shards.even(self.nq, 2 * self.world), self.n - self.nq
@@ -110,13 +115,13 @@ class Plan:
         return None
 
     def needs(self, rank: int) -> list[Need]:
-        """What a rank needs of the others' rows. Key heads that need the same rows are together."""
-        if ("needs", rank) not in self._parcels:
-            self._parcels["needs", rank] = self._find(rank)
-        return self._parcels["needs", rank]
+        """The rows of other ranks that a rank needs; key heads that need the same rows share an entry."""
+        if rank not in self._needs:
+            self._needs[rank] = self._find(rank)
+        return self._needs[rank]
 
     def parcels(self, source: int, target: int, stage: Stage) -> list[Need]:
-        """What `source` sends to `target` in a stage, in the order in which it is packed."""
+        """What `source` sends to `target` in a stage, in the order of packing."""
         if source == target:
             return []
         key = (source, target, stage)
@@ -131,7 +136,7 @@ class Plan:
 
     @cached_property
     def units(self) -> Tensor:
-        """int64 (world, world): key rows, counted once a key head, that rank [s, .] sends to rank [., t]."""
+        """int64 (world, world): how many (row, key head) rank [s, .] sends to rank [., t]."""
         if isinstance(self._finder, needs.DilatedNeeds):
             return self._finder.units(self.shards).T.contiguous()
         total = torch.zeros(self.world, self.world, dtype=torch.int64)
@@ -147,7 +152,7 @@ class Plan:
 
     @cached_property
     def moved(self) -> Tensor:
-        """int64 (world, world): query rows that rank [s, .] holds and rank [., t] computes; zero on the diagonal."""
+        """int64 (world, world): query rows that rank [s, .] holds and rank [., t] computes; 0 on the diagonal."""
         total = torch.zeros(self.world, self.world, dtype=torch.int64)
         if self.zigzag:
             for target in range(self.world):
@@ -159,14 +164,14 @@ class Plan:
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """The exchanges, in order, the same on all ranks; at least one, in which nothing may move."""
+        """The exchanges, in order, the same on all ranks. There is at least one, even if nothing moves in it."""
         own, most, share = max(1, self.n * self.kv_heads // self.world), int(self.units.sum(0).max()), SHARE
         if isinstance(self.pattern, Dense):
             worth = int(self.pairs.max()) // (PAIRS * (CALLS if self.zigzag else 1))
         elif isinstance(self.pattern, Dilated):
-            worth, share = most // (2 * LEAST), 8 * SHARE  # what few rows need takes several copies of them
+            worth, share = most // (2 * LEAST), 8 * SHARE  # few rows arrive, but a stage takes several copies of them
         else:
-            most += own if most and not self.apart else 0  # a rank's own rows are put beside what arrives
+            most += own if most and not self.apart else 0  # a rank's own rows are copied beside what arrives
             worth = most // LEAST
         many = max(1, min(-(-most * share // own), worth))
         heads = max(1, self.kv_heads // many)  # of a stage
@@ -177,9 +182,9 @@ class Plan:
     def bytes(self, itemsize: int, head_dim: int, batch: int = 1, mode: str = "fwd", lse: bool = False) -> Tensor:
         """int64 (world, world): bytes that rank [s, .] sends to rank [., t].
 
-        mode: "fwd"; "bwd", in which keys and values come again and their gradients go back in float32 (float64 for
-        float64); or "fwdbwd". For causal dense attention queries, outputs and their gradients travel too.
-        lse: it is returned, and a gradient comes through it.
+        mode: "fwd"; "bwd", in which keys and values are sent again and their gradients return in float32 (float64 for
+            float64); or "fwdbwd". For causal dense attention, queries, outputs and their gradients travel too.
+        lse: whether lse is returned, and has a gradient.
         """
         unit, query, wide = batch * head_dim, batch * self.heads, max(4, itemsize)
 
@@ -203,21 +208,21 @@ class Plan:
 
     @cached_property
     def pairs(self) -> np.ndarray:
-        """(world,): (head, query, key) pairs that each rank computes; for block-sparse those of its visible blocks."""
-        return load(self)
+        """(world,) Python ints: (head, query, key) that each rank computes; for block-sparse, all of visible blocks."""
+        return _pairs(self)
 
     @property
     def balance(self) -> float:
-        """The largest number of pairs of a rank over their mean: 1 is even."""
+        """The largest number of pairs of a rank over the mean: 1 is even."""
         return float(self.pairs.max() / max(1, self.pairs.mean()))
 
     def seconds(
         self, pairs_per_second: float, bytes_per_second: float, itemsize: int, head_dim: int, batch: int = 1,
         overlap: bool = True,
     ) -> float:  # fmt: skip
-        """The forward's predicted time, of the slowest rank, from rates that were measured: modelled, not measured.
+        """The forward's predicted time in seconds, of the slowest rank, from measured rates of one device and one link.
 
-        overlap: the exchange is hidden behind the computation, so that the longer of the two counts; else their sum.
+        overlap: True if the exchange hides behind the computation: the longer of the two counts; else their sum.
         """
         moved = self.bytes(itemsize, head_dim, batch)
         busiest = torch.maximum(moved.sum(0), moved.sum(1)).numpy() / bytes_per_second
@@ -228,13 +233,12 @@ class Plan:
 
     @cached_property
     def digest(self) -> int:
-        """The same on ranks whose plans are: 62 bits."""
+        """62 bits that are equal where plans are."""
         what = [self.strategy, self.shards.lengths, self.heads, self.kv_heads, self.nq, [str(x) for x in self.stages]]
         return digest(describe(self.pattern), json.dumps(what), self.units.numpy().tobytes())
 
     def text(self, itemsize: int, head_dim: int, batch: int = 1) -> str:
-        """The plan in words, with the bytes of a forward for these sizes (see `bytes`), of each rank where they are
-        few."""
+        """The plan in words, with the bytes of a forward for these sizes (see `bytes`); by rank, on up to 8 ranks."""
         moved = self.bytes(itemsize, head_dim, batch)
         sent = moved.sum(1)
         least, most = min(self.shards.lengths), max(self.shards.lengths)
@@ -254,11 +258,12 @@ class Plan:
         return "\n".join(lines)
 
     def __str__(self):
-        """`text` for one sequence, a head_dim of 64 and 16 bits, which it says: a plan has no sizes of its own."""
+        """`text` for a batch of 1, a head_dim of 64 and 2 bytes a number: a plan itself has no such sizes."""
         return self.text(2, 64)
 
 
 def of_mode(mode: str, forward: Callable[[], Tensor], backward: Callable[[], Tensor]) -> Tensor:
+    """The sum of what a mode has: "fwd", "bwd" or both, "fwdbwd"; ValueError for another."""
     modes = {"fwd": (forward,), "bwd": (backward,), "fwdbwd": (forward, backward)}
     if mode not in modes:
         raise ValueError(f"mode={mode!r}: want one of {', '.join(modes)}")
@@ -266,6 +271,7 @@ def of_mode(mode: str, forward: Callable[[], Tensor], backward: Callable[[], Ten
 
 
 def digest(*parts: str | bytes) -> int:
+    """A hash of 62 bits, which an int64 holds."""
     joined = hashlib.sha256()
     for part in parts:
         joined.update(part.encode() if isinstance(part, str) else part)
@@ -273,10 +279,10 @@ def digest(*parts: str | bytes) -> int:
 
 
 def describe(pattern: Pattern) -> str:
-    """What tells patterns apart: the constructor call, and a curve where an ordering was made by hand."""
+    """Text that tells patterns apart: the constructor's arguments, and the whole curve of a neighborhood."""
     try:
         spec = json.dumps(pattern.spec(), default=str)
-    except ValueError:  # a function whose source is not to be had
+    except ValueError:  # it has a function whose source cannot be found
         spec = repr(type(pattern))
     if isinstance(pattern, Neighborhood):
         spec += hashlib.sha256(pattern.curve.numpy().tobytes()).hexdigest()
@@ -287,11 +293,11 @@ def _ends(x: range) -> tuple[int, int]:
     return x.start, x.stop
 
 
-# --- pairs a rank -----------------------------------------------------------------------------------------------------
+# --- pairs by rank ----------------------------------------------------------------------------------------------------
 
 
-def load(plan: Plan) -> np.ndarray:
-    """(world,) pairs that each rank computes, exactly for all but block-sparse patterns (see `Plan.pairs`)."""
+def _pairs(plan: Plan) -> np.ndarray:
+    """See `Plan.pairs`."""
     pattern, ranks = plan.pattern, range(plan.world)
     if isinstance(pattern, Dense):
         return np.array([sum(_dense_pairs(plan, x) for x in plan.work(rank)) for rank in ranks], dtype=object)
@@ -309,7 +315,7 @@ def _dense_pairs(plan: Plan, x: range) -> int:
 
 
 def _dilated_pairs(pattern: Dilated, n: int, heads: int, x: np.ndarray):
-    """For each branch and offset, the pairs of the queries below x (Python ints: no overflow)."""
+    """For each branch and offset, the pairs of the queries before x (Python ints, which do not overflow)."""
     for branch, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
         offsets = [pattern.offset(branch, h, heads) for h in pattern.head_range(branch, heads)]
         segments, inside = x // w, x % w
@@ -321,4 +327,4 @@ def _dilated_pairs(pattern: Dilated, n: int, heads: int, x: np.ndarray):
             else:
                 pairs = segments * whole * whole + part * last
             yield pairs * offsets.count(o)
-    yield np.zeros(len(x), dtype=object) * 1
+    yield np.zeros(len(x), dtype=object)  # their sum is an array, also without heads

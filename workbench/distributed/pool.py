@@ -1,7 +1,7 @@
 """A pool of ranks on this host, for notebooks and the command line: it starts them, gives them jobs, and ends them.
 
-The ranks are new Pythons, never forks (the caller may have used CUDA), and run `worker` as under torchrun. Whatever
-becomes of one, the caller is told which, why and where it was; the others end with it, and the next job gets new ones.
+Ranks are new Python processes, never forks, since the caller may have used CUDA; they run `worker`, as under torchrun.
+If one fails, the caller is told which, why, and at which line it was; all ranks end, and the next job gets new ones.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from workbench.distributed.worker import BACKENDS
 from workbench.probes.outcome import Outcome
 from workbench.probes.server import kills
 
-START_S = 180.0  # for the ranks to load torch and to meet
-GRACE_S = 2.0  # after a rank has failed, for the others to say what that did to them
-PAUSE_S = 0.05  # between two looks whether a rank still lives
-TOLD = 4000  # characters of what a dead rank wrote that are passed on
-# in whose frames a rank waits for peers: on a card in torch.cuda.synchronize
+START_S = 180.0  # for the ranks to load torch and to form their group
+GRACE_S = 2.0  # after one rank has failed, for the others to report
+PAUSE_S = 0.05  # between two checks whether a rank is still alive
+TOLD = 4000  # characters of a dead rank's stderr that are reported
+# A rank whose innermost frame is in one of these folders waits for its peers; on a card in torch.cuda.synchronize.
 COMMUNICATION = tuple(os.path.dirname(x) for x in (dist.__file__, torch.cuda.__file__, __file__))
 
 
 @dataclass(frozen=True)
 class JobOutcome(Outcome):
-    """Beyond `Outcome`: `result` is a list, the results by rank. Where the job failed: `rank`, which did first, and
-    `stacks`, where each rank was that did not finish: for one that died without a word, the end of what it wrote."""
+    """An `Outcome` whose `result` is the list of results by rank. If the job failed: `rank`, the first that did, and
+    `stacks`, for each rank that did not finish its stack or, if it died without one, the end of its stderr."""
 
     rank: int | None = None
     stacks: dict[int, str] = field(default_factory=dict, repr=False)  # too long for a line
 
     def __str__(self):
-        """How it failed, in a line, and beneath it the stack of the rank that did first."""
+        """How it failed, in a line, and below it the stack of the first rank that did."""
         return repr(self) if self.status == "ok" else f"{self.error}\n{self.stacks.get(self.rank, '')}".rstrip()
 
 
 class RankError(RuntimeError):
-    """A job failed: the message has the rank, the reason and the stack; `outcome` is it all as data."""
+    """A job failed. The message has the rank, the reason and its stack; `outcome` is the `JobOutcome`."""
 
     def __init__(self, outcome: JobOutcome):
         super().__init__(str(outcome))
@@ -55,17 +55,17 @@ class RankError(RuntimeError):
 
 
 class Pool:
-    """nproc ranks that run functions, one job at a time. They start with the first job; `with Pool(2) as pool` ends
-    them. They also end when this process does, however that ends.
+    """nproc ranks that run functions, one job at a time. They start with the first job, and end with `close`, with the
+    block of `with Pool(2) as pool:`, or with this process, however it ends.
 
-    backend: "gloo", or "nccl" with a card for each rank; by default "nccl" where there is CUDA.
-    ValueError where nproc is no positive integer, or "nccl" has fewer cards.
+    backend: "gloo", or "nccl" with a card for each rank; by default "nccl" if there is CUDA.
+    ValueError if nproc is not a positive integer, or there are fewer cards than "nccl" needs.
     """
 
     def __init__(self, nproc: int, backend: str | None = None):
         if not isinstance(nproc, int) or nproc < 1:
             raise ValueError(f"nproc={nproc!r}: want an integer of at least 1")
-        cards = torch.cuda.device_count()  # which asks the driver and does not start CUDA in this process
+        cards = torch.cuda.device_count()  # asks the driver, without starting CUDA in this process
         if backend is None:
             backend = "nccl" if cards else "gloo"
         if backend not in BACKENDS:
@@ -82,13 +82,13 @@ class Pool:
         self.close()
 
     def run(self, function: str, arguments: dict | list | None = None, timeout_s: float = 600.0) -> list:
-        """Call "module:function" on every rank, in the default process group; the list of results by rank.
+        """Call "module:function" on every rank, in the default process group; returns the results by rank.
 
-        arguments: by name (dict) or in order (list), the same on every rank; they and the results must fit into JSON.
-        timeout_s: seconds for the call, once the ranks have started. A rank keeps the modules it has imported: after
-        editing one, `close()` first.
-        ValueError where the function cannot be imported or the arguments cannot be sent, before any rank starts on
-        it. RankError where a rank fails: it raises, runs out of memory, dies, ends, or does not answer in time.
+        arguments: by name (dict) or in order (list), the same on every rank; they and the results have to be JSON.
+        timeout_s: for the call, once the ranks have started.
+        Ranks keep the modules that they have imported: after editing one, `close()` first.
+        ValueError if the function cannot be imported or the arguments are not JSON, before it runs on any rank.
+        RankError if a rank raises, runs out of memory, dies, exits, or does not answer in time.
         """
         _check(function)
         path = [entry or os.getcwd() for entry in sys.path]
@@ -103,7 +103,7 @@ class Pool:
             self._start(path)
             reasons = self._ask(json.dumps(question), timeout_s)
             results = None if any(reasons) else self._ask(job, timeout_s)
-        except BaseException:  # also an interrupt: its job must not go on, nor its answers be taken for the next one's
+        except BaseException:  # also an interrupt: the job must stop, and its answers must not pass for the next job's
             self.close()
             raise
         if results is None:
@@ -112,14 +112,14 @@ class Pool:
         return results
 
     def attempt(self, function: str, arguments: dict | list | None = None, timeout_s: float = 600.0) -> JobOutcome:
-        """`run`, with a rank that fails as data: for sweeps, which go on."""
+        """`run`, but a rank that fails is an outcome and not an exception: for sweeps, which go on."""
         try:
             return JobOutcome("ok", result=self.run(function, arguments, timeout_s))
         except RankError as error:
             return error.outcome
 
     def close(self) -> None:
-        """End the ranks, with what they have started."""
+        """End the ranks, and the processes that they have started."""
         for rank in self._ranks:
             rank.kill()
         while self._ranks:
@@ -130,7 +130,7 @@ class Pool:
         if self._ranks and all(rank.process.poll() is None for rank in self._ranks):
             return
         self.close()
-        # Where the ranks meet is kept here, as torchrun keeps it: at a port that is free for sure.
+        # As under torchrun, the store where ranks meet lives in this process: port 0 is one that is free.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         common = {
             "PYTHONPATH": os.pathsep.join(path),
@@ -152,7 +152,7 @@ class Pool:
         return self._collect(timeout_s)
 
     def _collect(self, timeout_s: float) -> list:
-        """Every rank's result. RankError as soon as one fails, when the others have had their say."""
+        """Every rank's result. RankError if one fails, after GRACE_S for the others to report."""
         end = time.monotonic() + timeout_s
         answers: dict[_Rank, dict] = {}
         pending = self._ranks
@@ -171,7 +171,7 @@ class Pool:
             return [answers[rank]["result"] for rank in self._ranks]
         stacks = {rank: answer["stack"] for rank, answer in failures.items()} | _where(pending)
         if failures:
-            # They are in the order they came; but whose peer has died may say so before that is seen.
+            # Failures are in the order of arrival, but a rank may report a lost peer before the peer's death is seen.
             first = min(failures, key=lambda rank: failures[rank]["lost_peer"])
             status, error = failures[first]["status"], failures[first]["error"]
         else:
@@ -188,7 +188,7 @@ class _Rank:
     def __init__(self, rank: int, backend: str, environment: dict[str, str]):
         self.rank = rank
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the rank)
-        self._mark, self._kills = 0, kills()  # where in it the present job begins, and what the system had killed
+        self._mark, self._kills = 0, kills()  # at the start of the job: the size of `_said`, the system's OOM kills
         self._read = b""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "workbench.distributed.worker", "--serve", str(os.getpid()), "--backend", backend],
@@ -196,20 +196,20 @@ class _Rank:
             stdout=subprocess.PIPE,
             stderr=self._said,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for the one who asked; and what the rank starts is ended with it
+            start_new_session=True,  # Ctrl-C does not reach the rank; and `kill` ends what the rank has started
         )
         self.answers = self.process.stdout
         os.set_blocking(self.answers.fileno(), False)
 
     def ask(self, line: str) -> None:
         self._mark, self._kills = self._size(), kills()
-        with contextlib.suppress(BrokenPipeError):  # it has just ended, which its answer will say
+        with contextlib.suppress(BrokenPipeError):  # it has just ended, which `answer` will tell
             self.process.stdin.write(f"{line}\n".encode())
             self.process.stdin.flush()
 
     def answer(self) -> dict | None:
-        """What it has answered, or how it has ended; None if neither so far."""
-        ended = self.process.poll() is not None  # asked first: then what is read below is all there will be
+        """Its answer, or how it has ended; None if neither so far."""
+        ended = self.process.poll() is not None  # checked first, so that all it has written is read below
         with contextlib.suppress(BlockingIOError):
             read = os.read(self.answers.fileno(), 1 << 20)
             self._read += read
@@ -229,17 +229,17 @@ class _Rank:
         return {"status": status, "error": how, "stack": last, "lost_peer": False}
 
     def said(self) -> str:
-        """What it has written in the present job."""
+        """What it has written to stderr in this job, or since `dump`."""
         return os.pread(self._said.fileno(), self._size() - self._mark, self._mark).decode(errors="replace").strip()
 
     def dump(self) -> None:
-        """Have it write where it is, which `said` has a moment later."""
+        """Have it write its stack to stderr, which `said` returns a moment later."""
         self._mark = self._size()
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter on macOS, for a group of zombies
             os.killpg(self.process.pid, signal.SIGKILL)
         for pipe in (self.process.stdin, self.answers, self._said):
             with contextlib.suppress(BrokenPipeError):
@@ -256,7 +256,7 @@ def _where(ranks: list[_Rank]) -> dict[int, str]:
     end = time.monotonic() + GRACE_S
     while time.monotonic() < end and not all(rank.said() for rank in ranks):
         time.sleep(PAUSE_S)
-    time.sleep(PAUSE_S)  # for the rest of what has begun to come
+    time.sleep(PAUSE_S)  # for the rest of a stack that is being written
     return {rank.rank: rank.said() or "no stack: it takes no signal" for rank in ranks}
 
 

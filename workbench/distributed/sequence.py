@@ -1,9 +1,9 @@
-"""Attention over contiguous shards, from one rank's side: exchange, single-device attention, merge; and the way back.
+"""Attention over contiguous shards, from one rank's side: exchange, single-device attention, merge; and the backward.
 
-Stages of the exchange are two or three deep: while one's rows are attended to, those of the next travel. A card
-begins what travels when the attention before it leaves it room, which is near its end: the rows of the stage after
-have to be there by then. The backward brings the keys and values again rather than keep what others hold, and takes
-their gradients back in float32 (float64).
+While the rows of one stage of the exchange are attended to, those of the next one or two travel. A card starts a
+transfer only when the attention before it leaves room, which is near its end, so that the rows of the next stage
+have to be there already. The backward fetches keys and values again, which saves the memory of keeping them, and
+returns their gradients in float32 (float64 for float64).
 
 Dimensions: B batch, L rows of this rank, Q queries that it computes, H query heads, G key heads, D head_dim, M keys of
 a job.
@@ -26,13 +26,15 @@ from workbench.distributed.plans import Plan, Stage
 from workbench.distributed.tasks import Task, Written
 from workbench.patterns import Dense, Dilated
 
-AHEAD = 2  # stages that travel, where a stage may be one call, which leaves a card to them only as it ends
+AHEAD = 2  # stages that travel at once if a stage may be a single call, which leaves the card only as it ends
 
 
 class Buffers(NamedTuple):
-    """All that a forward or a backward allocates on every rank alike, before anything is sent.
+    """What a forward or a backward allocates before anything is sent, while an out-of-memory can still be agreed on.
 
-    results: out, lse or dq, dk, dv, each None where the first job's own is taken
+    sent, received: keys and values, a buffer for each stage that travels or is attended to at once
+    results: (out, lse) or (dq, dk, dv); None where the first job's own tensor becomes the result
+    returned, arrived: gradients of received rows, on their way back, and of the rank's own rows, from other ranks
     """
 
     sent: list[Tensor]
@@ -42,16 +44,16 @@ class Buffers(NamedTuple):
     arrived: list[Tensor]
 
     def release(self) -> None:
-        """Room for what comes after."""
+        """Free the buffers, for what comes after."""
         for each in self:
             each.clear()
 
 
 class Sequence:
-    """A plan made ready for one rank and device: jobs, what they gather, and where it lies in the buffers."""
+    """A plan made ready for one rank and device: its tasks, and where their rows lie in the buffers."""
 
     def __init__(self, plan: Plan, rank: int, group, batch: int, head_dim: int, device):
-        self.plan, self.rank, self.group = plan, rank, group
+        self.plan = plan
         self.exchange = Exchange(plan, rank, group, batch, head_dim, device)
         self.regroup = Regroup(plan, rank, group) if plan.zigzag else None
         work = plan.work(rank)
@@ -73,24 +75,23 @@ class Sequence:
         }
         each = [*self.first, *self.second, *itertools.chain(*self.later.values())]
         self.behind = max((x.behind * x.key_heads for x in each), default=0) * math.prod(self.exchange.shape)
-        self.once = len(each) == 1 and not self.exchange.moves  # nothing is ever added to what the one job gives
-        # a row of dq is then a sum of few parts, whatever the number of ranks; and of dk and dv, if few ranks return
-        # theirs: such sums may be rounded each time, as a single device does with a branch's, or are of two parts
+        self.once = len(each) == 1 and not self.exchange.moves  # the one job's gradients are the result
+        # A row's gradient is then a sum of few parts, for dk and dv if few ranks return theirs. Such a sum may be
+        # rounded to 16 bits each time: of two parts that is one rounding, and a single device rounds each branch of a
+        # dilated pattern.
         self.few = plan.apart or isinstance(plan.pattern, Dilated)
         returning = int((plan.units[rank] > 0).sum())
         self.few_keys = self.few and returning <= (1 if plan.apart else len(plan.pattern.segment_lengths))
         whole = Strand(work[0], slice(0, plan.heads), plan.shards[rank], slice(0, plan.kv_heads))
         first = each[0].job if each else None
-        # whether the first job gives every row of out and dq, and of dk and dv
+        # whether the first job gives every row of out and dq; and of dk and dv
         self.all_queries = bool(first) and len(work) == 1 and not first.spare and first.batch is None
         self.all_queries = self.all_queries and [(x.queries, x.heads) for x in first.strands] == [whole[:2]]
         self.all_keys = bool(first) and first.batch is None and [x[2:] for x in first.strands] == [whole[2:]]
         self.written = Written(each, batch)
 
-    # --- forward ------------------------------------------------------------------------------------------------------
-
     def prepare(self, q: Tensor, k: Tensor, backward: bool) -> Buffers:
-        """Allocate. q (B, queries held, H, D), k (B, L, G, D)."""
+        """The buffers of a forward or a backward. q (B, queries held or computed, H, D), k (B, L, G, D)."""
         b, _, h, d = q.shape
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         deep = min(self.ahead, len(self.plan.stages))
@@ -113,10 +114,12 @@ class Sequence:
             dq.zero_()
         make = k.new_zeros if self.written.own < k[..., 0].numel() else k.new_empty
         gradients = [dq, *(None if self.all_keys else make(k.shape, dtype=wide) for _ in "kv")]
-        two = range(min(2, len(self.plan.stages)))  # one is put together while the other travels
+        two = range(min(2, len(self.plan.stages)))  # one is filled while the other travels
         returned = [k.new_empty(self.exchange.room[1], dtype=wide) for _ in two]
         arrived = [k.new_empty(self.exchange.room[0], dtype=wide)]
         return Buffers(sent, received, gradients, returned, arrived)
+
+    # --- forward ------------------------------------------------------------------------------------------------------
 
     def forward(
         self, q, k, v, scale: float, backend: str, buffers: Buffers,
@@ -140,16 +143,17 @@ class Sequence:
         return out.to(q.dtype), lse
 
     def early(self, q: Tensor) -> bool:
-        """Whether what needs no rows of others is begun before the ranks have agreed: a card computes it meanwhile."""
+        """Whether the attention that needs no rows of other ranks begins before the ranks have agreed: on a card it
+        runs meanwhile."""
         return q.device.type == "cuda"
 
     def _stages(
         self, k, v, buffers: Buffers, begin: Callable[[], Callable[[], None]], bring: Callable[[], None]
     ) -> Iterator[tuple[Stage | None, int, list]]:
-        """(stage, its number, its jobs), while the rows of the next stages travel; first what needs no rows.
+        """(stage, its number, its tasks), while the rows of later stages travel; first (None, 0, tasks that need none).
 
-        begin: asks the ranks whether rows may travel, and gives what returns once they have agreed; bring: then the
-        queries to be computed do.
+        begin: starts the agreement of ranks before rows travel, and returns what waits for it
+        bring: then moves the queries that ranks compute for each other
         """
         stages, pending = self.plan.stages, []
 
@@ -163,7 +167,7 @@ class Sequence:
                 pending.append(self.exchange.fetch(stages[x], sent, received))
 
         if self.early(k):
-            # what travels waits for what there is now, not for what is computed of it meanwhile
+            # transfers wait for the inputs, which are there now, not for the attention that is queued next
             beside, there, moved = streams.beside(k.device), torch.cuda.Event(), torch.cuda.Event()
             there.record()
             yield None, 0, self.first
@@ -173,11 +177,11 @@ class Sequence:
                 for x in range(self.ahead):
                     pack(x)
             try:
-                settle()  # on the caller's stream: an allocator gives memory to a stream, and the caller's uses this
+                settle()  # on the caller's stream, which uses the memory that this may allocate
             except Exception:
                 with torch.cuda.stream(beside):
                     moved.record()
-                moved.wait()  # what was packed goes back to the allocator
+                moved.wait()  # the caller's stream gets the buffers' memory back, and must not reuse it before
                 raise
             with torch.cuda.stream(beside):
                 bring()
@@ -218,7 +222,7 @@ class Sequence:
         self, grad, grad_lse, q, k, v, out, lse, scale: float, backend: str, buffers: Buffers,
         begin: Callable[[], Callable[[], None]], bring: Callable[[], None],
     ):  # fmt: skip
-        """(dq (B, Q, H, D), dk, dv (B, L, G, D)) from the gradients of out and of lse (or None)."""
+        """(dq (B, Q, H, D), dk, dv (B, L, G, D)) from the gradients of out and of lse (or None); else as `forward`."""
         dq, dk, dv = buffers.results
         returning = None
         for stage, x, found in self._stages(k, v, buffers, begin, bring):
@@ -253,7 +257,7 @@ class Sequence:
         buffers.release()
         gradients = [dq, dk, dv]
         del dq, dk, dv
-        for x in range(3):  # one after another
+        for x in range(3):  # one at a time, so that at most one is in memory twice
             gradients[x] = gradients[x].to(q.dtype)
         return tuple(gradients)
 

@@ -1,4 +1,4 @@
-"""Who holds which positions: contiguous shards of a sequence, and sets of positions in ascending order."""
+"""Which rank holds which positions: contiguous shards of a sequence, and sets of positions in ascending order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Shards:
 
     @classmethod
     def even(cls, n: int, world: int) -> Shards:
-        """n positions over `world` ranks, lengths differing by at most one, larger first."""
+        """n positions on `world` ranks, lengths differing by at most one, the larger first."""
         if type(world) is not int or world < 1:
             raise ValueError(f"world={world!r}: want an int >= 1")
         size, larger = divmod(n, world)
@@ -65,7 +65,7 @@ class Shards:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Positions in ascending order, as pieces that are ranges (a few numbers, however long) or int64 tensors."""
+    """Positions in ascending order, as pieces: ranges, which take no memory however long, or int64 tensors."""
 
     pieces: tuple[range | Tensor, ...] = ()
 
@@ -81,7 +81,7 @@ class Rows:
         return Rows.of(_clip(x, start, stop) for x in self.pieces)
 
     def without(self, hole: range) -> Rows:
-        """The positions outside of a range of step 1."""
+        """The positions outside a range of step 1."""
         if not hole:
             return self
         ends = (int(self.pieces[0][0]), int(self.pieces[-1][-1]) + 1) if self.pieces else (0, 0)
@@ -89,11 +89,11 @@ class Rows:
 
     @cached_property
     def positions(self) -> Tensor:
-        """int64, all of them."""
+        """All positions, int64 (len(self),)."""
         return torch.cat([torch.zeros(0, dtype=torch.int64), *map(as_tensor, self.pieces)])
 
     def counts(self, shards: Shards) -> Tensor:
-        """int64 (world,): how many each rank holds."""
+        """int64 (world,): how many of the positions each rank holds."""
         bounds = shards.bounds
         total = torch.zeros_like(bounds)
         for x in self.pieces:
@@ -104,7 +104,7 @@ class Rows:
         return total.diff()
 
     def find(self, wanted: range) -> slice | Tensor:
-        """Where the wanted positions, each of which is there, are among these."""
+        """The indices of `wanted` among these positions, all of which have to be there."""
         if len(self.pieces) == 1 and isinstance(x := self.pieces[0], range):
             if not wanted:
                 return slice(0, 0)
@@ -115,7 +115,7 @@ class Rows:
 
 
 def as_index(x: Tensor) -> slice | Tensor:
-    """A slice, where the positions follow one another: it indexes without a copy."""
+    """x as a slice if its members are consecutive, which indexes without a copy; else x."""
     if len(x) and int(x[-1]) - int(x[0]) == len(x) - 1 and bool((x.diff() == 1).all()):
         return slice(int(x[0]), int(x[-1]) + 1)
     return x

@@ -1,9 +1,9 @@
-"""Rows and heads that move on together: what the heads of a dilated branch keep, as one view.
+"""Rows that shift with the head, as one strided view: what several heads of a dilated branch keep.
 
-A head's rows begin one later than those of the head before. One view of memory holds several such heads, since a step
-to the next is one stride: that of a head and that of a row.
+Each head's rows begin one later than those of the head before. From one head to the next is then one stride, a head's
+plus a row's, so that a single view holds them all.
 
-Dimensions: B batch, L rows, H heads, C heads (or runs of them) one after another, R rows and h heads of each.
+Dimensions: B batch, L rows, H heads, C steps of a skew, R rows and h heads of each step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Skew(NamedTuple):
-    """`count` times rows and heads, each time `row_turn` rows and `head_turn` heads further on."""
+    """`count` steps, each of as many rows and heads as the first, `row_turn` rows and `head_turn` heads further on."""
 
     rows: slice
     heads: slice
@@ -33,7 +33,7 @@ class Skew(NamedTuple):
         return first.as_strided((b, r, self.count, h, *rest), (of_b, of_r, turn, of_h, *strides))
 
     def each(self) -> Iterator[tuple[slice, slice]]:
-        """The rows and heads of each of them."""
+        """The rows and heads of each step."""
         for x in range(self.count):
             turns = x * self.row_turn, x * self.head_turn
             yield tuple(
@@ -41,7 +41,7 @@ class Skew(NamedTuple):
             )
 
     def and_then(self, rows: slice, heads: slice) -> Skew | None:
-        """With these rows and heads behind the others, if they lie as one more of them."""
+        """This skew with these rows and heads as its next step, or None if they are not one."""
         if not (_alike(self.rows, rows) and _alike(self.heads, heads)):
             return None
         ahead = rows.start - self.rows.start, heads.start - self.heads.start
@@ -52,7 +52,7 @@ class Skew(NamedTuple):
 
 
 def skews(pairs: Iterable[tuple[slice, slice]]) -> list[Skew]:
-    """(rows, heads) pairs, in their order, as few skews. Their slices have starts and stops."""
+    """(rows, heads) pairs, in their order, as few skews. The slices have to have starts and stops."""
     found: list[Skew] = []
     for rows, heads in pairs:
         longer = found[-1].and_then(rows, heads) if found else None

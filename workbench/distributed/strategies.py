@@ -1,14 +1,14 @@
 """Ways to spread one attention call over ranks, under one interface: what a rank holds, and what it calls.
 
-"one device"                 rank 0 holds everything and computes everything; the others wait.
-"data parallel"              torch's DataParallel: rank 0 holds everything, and copies each card its sequences and back.
-"distributed data parallel"  each rank has its share of the batch. Attention has no parameters, so there are no gradients
-                             to reduce, and torch's wrapper, which refuses a module without any, is left out: what it
-                             would do here is this. With one sequence one rank has it, and the others are idle.
+"one device"                 rank 0 holds and computes everything; the other ranks wait.
+"data parallel"              torch's DataParallel: rank 0 holds everything, and copies each card's sequences there and back.
+"distributed data parallel"  each rank has its share of the batch. This is DDP without torch's wrapper, which refuses a
+                             module without parameters: attention has none, so that there are no gradients to reduce.
+                             If there is one sequence, one rank has it and the others are idle.
 "sequence", "heads"          `workbench.distributed.attention`, each rank with its shard of the sequence.
-"context parallel"           torch's own, for dense attention on CUDA. Causal shards are an early and a late part, as its
-                             load balance has them; rows are made where they belong, so that moving them costs it nothing.
-"module:function"            yours: a function of this rank's shards q, k, v and of the pattern.
+"context parallel"           torch's own, for dense attention on CUDA. If causal, a shard is an early and a late part, as
+                             its load balancing wants; rows are made where they belong, so that it need not move them.
+"module:function"            the user's: a function of this rank's shards q, k, v and of the pattern.
 
 Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads, D head_dim.
 """  # noqa: E501 (a table)
@@ -19,7 +19,7 @@ import contextlib
 import functools
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -39,13 +39,13 @@ from workbench.probes.case import Case, imported
 ONE = "one device"
 OURS = ("sequence", "heads")
 STRATEGIES = (ONE, "data parallel", "distributed data parallel", *OURS, "context parallel")
-SHORT = {"data parallel": "DataParallel", "distributed data parallel": "DDP"}  # names that users know them by
-CHUNK, MOST = 4096, 1 << 18  # rows that are drawn at once, and of a long sequence
+SHORT = {"data parallel": "DataParallel", "distributed data parallel": "DDP"}  # names by which users know them
+CHUNK, MOST = 4096, 1 << 18  # rows that are drawn at once, for short and for long sequences
 TENSORS = ("q", "k", "v", "upstream")
 
 
 class Share(NamedTuple):
-    """What a rank holds: sequences of the batch, and positions of keys, in the order in which it has them."""
+    """What a rank holds: sequences of the batch, and positions of keys, in the order of its rows."""
 
     batch: range
     keys: tuple[range, ...]
@@ -57,11 +57,12 @@ class Share(NamedTuple):
         return tuple(range(x.start - first, x.stop - first) for x in found if x)
 
     def rows(self, name: str, case: Case) -> tuple[range, ...]:
-        """Of a tensor or result by its name, e.g. "k", "out" or "dv"."""
+        """The rows of a tensor or result that the rank holds, by its name, e.g. "k", "out" or "dv"."""
         return self.keys if name in ("k", "v", "dk", "dv") else self.queries(case)
 
 
 def share(strategy: str, case: Case, rank: int, world: int) -> Share:
+    """What a strategy gives a rank to hold."""
     batch, every = range(case.batch), range(case.n)
     if strategy in (ONE, "data parallel"):
         return Share(batch, (every,)) if rank == 0 else Share(range(0), (every,))
@@ -74,7 +75,7 @@ def share(strategy: str, case: Case, rank: int, world: int) -> Share:
 
 
 def plan(strategy: str, case: Case, world: int) -> Plan | None:
-    """The plan of "sequence" or "heads", None for others. ValueError where it is not possible."""
+    """The plan of "sequence" or "heads", None for others. ValueError if the strategy cannot do the case."""
     if strategy not in OURS:
         return None
     sizes = (case.pattern, Shards.even(case.n, world), case.heads, case.kv_heads, case.nq)
@@ -82,7 +83,7 @@ def plan(strategy: str, case: Case, world: int) -> Plan | None:
 
 
 def check(strategy: str, case: Case, world: int) -> None:
-    """ValueError where a strategy cannot do this, NotImplementedError where not on such a machine, with the reason."""
+    """ValueError with the reason if a strategy cannot do the case, NotImplementedError if it cannot on this device."""
     if strategy not in STRATEGIES and ":" not in strategy:
         raise ValueError(f"strategy={strategy!r}: want one of {', '.join(STRATEGIES)}, or your own as module:function")
     if case.backend not in BACKENDS:
@@ -112,9 +113,9 @@ def check(strategy: str, case: Case, world: int) -> None:
 
 
 def make(case: Case, name: str, batch: range, rows: tuple[range, ...]) -> Tensor:
-    """Rows of q, k, v or the upstream gradient as (sequences, rows, heads, D), the same whoever makes them.
+    """Rows of q, k, v or the upstream gradient, (sequences, rows, heads, D), the same on whichever rank they are made.
 
-    A chunk of rows has a seed of its own, so that a rank draws no more than what it holds, and a chunk.
+    Each chunk of rows has a seed of its own, so that a rank draws little more than what it holds.
     """
     many, size = _heads(case, name), _chunk(case)
     found = torch.empty(len(batch), sum(map(len, rows)), many, case.head_dim, dtype=case.dtype, device=case.device)
@@ -129,7 +130,7 @@ def make(case: Case, name: str, batch: range, rows: tuple[range, ...]) -> Tensor
 
 
 def remake(case: Case, name: str, rows: Tensor) -> Tensor:
-    """(B, m, heads, D): single rows (int64 (m), on the CPU) of what `make` makes."""
+    """Single rows (int64 (m,), on the CPU) of what `make` makes: (B, m, heads, D)."""
     size = _chunk(case)
     found = torch.empty(case.batch, len(rows), _heads(case, name), case.head_dim, dtype=case.dtype, device=case.device)
     for x in (rows // size).unique().tolist():
@@ -148,9 +149,9 @@ def _chunk(case: Case) -> int:
 
 
 def _draw(case: Case, name: str, first: int) -> Tensor:
-    """A chunk of rows, from `first` on, of all sequences."""
+    """The chunk of rows that begins at `first`, of all sequences."""
     random = torch.Generator(case.device)
-    random.manual_seed(zlib.crc32(f"{case.seed} {name} {first}".encode()))  # the CPU's takes 32 bits of a seed
+    random.manual_seed(zlib.crc32(f"{case.seed} {name} {first}".encode()))  # the CPU's generator uses 32 bits of a seed
     shape = case.batch, _chunk(case), _heads(case, name), case.head_dim
     return torch.randn(shape, generator=random, dtype=case.dtype, device=case.device)
 
@@ -160,10 +161,10 @@ def _draw(case: Case, name: str, first: int) -> Tensor:
 
 @dataclass
 class Work:
-    """A rank's part of a call. Use `context` around it; it is what torch has to be told, and not timed.
+    """A rank's part of a call, to be called within `context`, torch's settings for the strategy, which is not timed.
 
-    share: what `inputs` (q, k, v and, with gradients, the upstream one) are of the global tensors; idle: whether this
-    rank has nothing to do.
+    share: which part of the global tensors `inputs` are: q, k, v and, for gradients, the upstream one
+    idle: whether this rank has nothing to do
     """
 
     case: Case
@@ -171,10 +172,10 @@ class Work:
     function: Callable[[Tensor, Tensor, Tensor], Tensor]
     inputs: list[Tensor]
     idle: bool = False
-    context: Callable = field(default=contextlib.nullcontext)
+    context: Callable = contextlib.nullcontext
 
     def __call__(self, out: bool = False) -> dict[str, Tensor]:
-        """Results by name: out, or dq, dk and dv; with `out`, that beside them."""
+        """Results by name: out, or dq, dk and dv. out: whether out is among the results in mode "fwdbwd", too."""
         if self.idle:
             return {}
         if self.case.mode == "fwd":
@@ -192,7 +193,7 @@ class Work:
 
 
 def prepare(strategy: str, case: Case, rank: int, world: int, made: dict | None = None) -> Work:
-    """This rank's work, its inputs made. made: a dict that keeps them, for strategies that hold the same."""
+    """This rank's work, with its inputs. made: a dict in which they are kept, for strategies that hold the same."""
     mine, made = share(strategy, case, rank, world), {} if made is None else made
     if mine not in made:
         names = TENSORS if case.mode == "fwdbwd" else TENSORS[:3]
@@ -230,17 +231,17 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
     kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     with sdpa_kernel(kernels, set_priority=True):
-        # by its module: that is where the context puts torch's sharded one
+        # looked up in its module, where the context puts torch's sharded one
         out = functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal)
     return out.transpose(1, 2)
 
 
 @contextlib.contextmanager
 def context_parallel(device: str, causal: bool):
-    """torch's context, around calls on shards that lie where it wants them; whatever happens, it leaves no trace.
+    """torch's context_parallel around calls on shards that are already laid out as it wants.
 
-    It refuses a call that is not causal unless its load balance is off, for which it has no public switch, and some
-    versions leave torch's own attention replaced after an exception: what it changes is put back here.
+    Unless causal, it wants its load balancing off, for which there is no public switch; and some versions leave torch's
+    attention replaced after an exception. So both are set, and put back, here.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.experimental import _attention as experimental
@@ -248,7 +249,7 @@ def context_parallel(device: str, causal: bool):
     options, dispatcher = experimental._cp_options, DTensor._op_dispatcher
     kept = functional.scaled_dot_product_attention, options.enable_load_balance, dispatcher._custom_op_handlers
     mesh = _mesh(torch.device(device).type, dist.get_world_size())
-    something = torch.zeros(2 * mesh.size(), device=device)  # it wants a tensor to shard; ours are sharded
+    something = torch.zeros(2 * mesh.size(), device=device)  # it requires a tensor to shard, and ours are sharded
     options.enable_load_balance = causal
     try:
         with experimental.context_parallel(

@@ -1,4 +1,4 @@
-"""The one stream on which a card does beside its attention what ranks tell and send each other."""
+"""The CUDA stream for communication, beside the one on which attention runs."""
 
 from __future__ import annotations
 
@@ -9,5 +9,6 @@ import torch
 
 @functools.cache
 def beside(device: torch.device) -> torch.cuda.Stream:
-    """One for all calls: what the allocator keeps, it keeps for a stream. Its kernels go before others that wait."""
+    """The device's one such stream, since the allocator keeps freed memory for its stream. High priority: its kernels
+    run before queued ones of other streams."""
     return torch.cuda.Stream(device, priority=-1)

@@ -1,8 +1,9 @@
-"""A job made ready for one rank: where its rows lie among the rank's own, in what arrives, and in what goes back.
+"""A job made ready for one rank: where its rows lie among the rank's own, in received buffers, and in returned ones.
+
+All that does not depend on the tensors is found once, when the task is made.
 
 Dimensions: B batch, L rows of this rank, Q queries that it computes, H query heads, G key heads, D head_dim, M keys of
-the job, R rows of a head, C heads (or runs of h heads) that a skew holds. Everything that can be known before there are
-tensors is found once.
+the job, R rows and h heads of each of the C steps of a skew.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from workbench.distributed.skews import Skew, length, skews
 
 
 class Part(NamedTuple):
-    """Rows of a job's keys that one copy fills, or whose gradients one addition takes.
+    """Rows of a job's keys that one copy fills, and whose gradients one addition returns.
 
     to, heads: where among the keys and key heads of the job, `count` runs of heads side by side
-    slot: the first parcel (None: one's own rows); rows: which of a parcel's; its_heads: which of each parcel's
-    own: which of one's own rows and heads; alone: it is the first to put gradients there (see `Written`)
+    slot: the first of as many parcels (None: the rank's own rows); rows, its_heads: which of each parcel's
+    own: which of the rank's own rows and heads
+    alone: whether it is the first to write gradients there (see `Written`)
     """
 
     to: slice | Tensor
@@ -39,10 +41,14 @@ class Part(NamedTuple):
 
 
 class Task:
-    """A job of a stage (None: before all stages). work: the queries of the rank, each with where they begin.
+    """A job, and the stage of the exchange that it waits for (None: it needs no row of another rank).
 
-    keys: how many; lying: where in a stage's buffer they lie as they arrive, if so, and behind them so many rows: the
-    rank's own, once they are put there, or padding that nobody sees
+    work: the parts of the queries that the rank computes, each with the row at which it begins
+    keys, key_heads: how many the job has; own: its keys as a view of the rank's own rows, if they are one
+    lying: its keys as a view of the stage's receive buffer, if they are one; behind: how many of them are not received:
+        the rank's own rows, which have to be copied there, or padding that no query sees
+    full: whether `parts` fill all keys
+    alone: whether the job is the first to write where its results go (see `Written`)
     """
 
     def __init__(self, job: Job, fills: list[Fill], stage: Stage | None, exchange: Exchange, work, key_heads: int):
@@ -51,18 +57,21 @@ class Task:
         self.batch = slice(None) if job.batch is None else slice(job.batch, job.batch + 1)
         self.queries = skews([(_rows(s.queries, work), s.heads) for s in job.strands])
         self.heads = list(itertools.accumulate((x.count * length(x.heads) for x in self.queries), initial=0))
-        self.alone = False  # whether it is the first to put something where its results go (see `Written`)
+        self.alone = False  # until `Written` says so
         self.keys = len(job.strands[0].keys)
         self.key_heads = sum(len(range(key_heads)[s.key_heads]) for s in job.strands)
         self.slots = [None if x.parcel is None else exchange.slots[stage][1][x.source][x.parcel] for x in self.fills]
         self.parts = self._parts()
         own = [x for x in self.fills if x.parcel is None]
-        # keys that are the rank's own rows, and nothing else, are a view of them
         self.own = own[0] if own == self.fills and len(own) == 1 and _length(own[0].to) == self.keys else None
         self.lying, self.behind = self._lying(stage)
         self.full = sum(_length(x.to) * _length(x.to_heads) for x in self.fills) == self.keys * self.key_heads
 
     def _lying(self, stage: Stage | None) -> tuple[Slot | None, int]:
+        """(where in the stage's receive buffer the job's keys lie in order, how many at the end are not received).
+
+        (None, 0) if they do not lie there.
+        """
         found, rows, no = None, 0, (None, 0)
         received = [x for x in self.parts if x.slot is not None]
         for _, of_source in itertools.groupby(received, lambda part: part.slot.start):
@@ -94,7 +103,7 @@ class Task:
         return found._replace(rows=self.keys), behind
 
     def _parts(self) -> list[Part]:
-        """The fills, as few copies: own rows by skews, received ones by parcels that lie side by side."""
+        """The fills as few copies: of own rows those that are one skew, of received rows parcels side by side."""
         found: list[Part] = []
         together = sorted(
             zip(self.fills, self.slots, strict=True), key=lambda pair: (pair[1] is not None, pair[0].source)
@@ -108,7 +117,7 @@ class Task:
         return found
 
     def _with(self, last: Part, x: Fill, slot: Slot | None) -> Part | None:
-        """The part and one more fill, if they are one copy."""
+        """The part extended by a fill, if the two are one copy, else None."""
         many = length(x.to_heads)
         if any(isinstance(y, Tensor) for y in (last.to, last.rows, x.to, x.rows)) or last.to != x.to:
             return None
@@ -131,23 +140,26 @@ class Task:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def views(self, x: Tensor) -> list[Tensor]:
-        """x (B, Q, H, ...) -> the job's rows of it, views (B, R, C, h, ...)."""
+        """x (B, Q, H, ...) -> the job's rows of it: views (B, R, C, h, ...), one for each skew."""
         x = x[self.batch]
         return [skew.of(x) for skew in self.queries]
 
     def each(self, x: Tensor) -> list[Tensor]:
-        """x (B, R and spare rows, heads of the job, ...) -> views like `views`, without the spare rows."""
+        """x (B, R + spare rows, heads of the job, ...) -> views as those of `views`, without the spare rows."""
         x = x[:, : x.shape[1] - self.job.spare]
         pairs = zip(self.queries, itertools.pairwise(self.heads), strict=True)
         return [x[:, :, first:last].unflatten(2, (skew.count, -1)) for skew, (first, last) in pairs]
 
     def take(self, x: Tensor, value: float = 0) -> Tensor:
-        """x (B, Q, H, ...) -> (B, R and spare rows, heads of the job, ...): the rows as they lie, or copies."""
+        """x (B, Q, H, ...) -> (B, R + spare rows, heads of the job, ...): a view if it can be one, else a copy.
+
+        value: what spare rows are filled with
+        """
         found, spare = self.views(x), self.job.spare
         if len(found) == 1 and self.queries[0].count == 1:
             rows = found[0].squeeze(2)
             return pad(rows, (0, 0) * (x.dim() - 2) + (0, spare), value=value) if spare else rows
-        # such a job has no spare rows
+        # only jobs of one strand have spare rows
         rows = x.new_empty(found[0].shape[0], found[0].shape[1], self.heads[-1], *x.shape[3:])
         for to, some in zip(self.each(rows), found, strict=True):
             to.copy_(some)
@@ -156,14 +168,14 @@ class Task:
     # --- keys ---------------------------------------------------------------------------------------------------------
 
     def gather(self, k: Tensor, v: Tensor, received: Tensor) -> list[Tensor]:
-        """The job's keys and values (B, M, its key heads, D): views of what there is, or copies side by side."""
+        """The job's keys and values, (B, M, key heads of the job, D) each: views if they can be, else copies."""
         k, v = k[self.batch], v[self.batch]
         if self.own is not None:
             return [x[:, self.own.rows, self.own.heads] for x in (k, v)]
         if self.lying is not None:
             gathered = self.exchange.parcels(received, self.lying, 1)[:, :, self.batch, 0]
         else:
-            make = k.new_empty if self.full else k.new_zeros  # rows that nobody sees have to be finite
+            make = k.new_empty if self.full else k.new_zeros  # keys that no query sees have to be finite
             gathered = make(self.keys, 2, k.shape[0], self.key_heads, k.shape[3])
         for part in self.parts:
             to = gathered[:, :, :, part.heads].unflatten(3, (part.count, -1))
@@ -175,7 +187,8 @@ class Task:
         return list(gathered.permute(1, 2, 0, 3, 4).unbind(0))
 
     def scatter(self, dk: Tensor, dv: Tensor, totals: tuple[Tensor, Tensor], returned: Tensor) -> None:
-        """The gradients of the job's keys and values: to one's own rows (B, L, G, D), or to where received rows lie."""
+        """Add the gradients of the job's keys and values to `totals`, of the rank's own rows (B, L, G, D each), and to
+        `returned`, of received rows, laid out as these were received."""
         for part in self.parts:
             for y, (some, total) in enumerate(zip((dk, dv), totals, strict=True)):
                 some = some[:, part.to, part.heads].unflatten(2, (part.count, -1))
@@ -198,11 +211,12 @@ class Task:
 
 
 class Written:
-    """Which task is the first to put something where its results go: it writes there, others add or merge.
+    """Which tasks are the first to write where their results go: these overwrite, later ones add or merge.
 
-    Sets `alone` of tasks, in the order in which they run, and of their parts. rows, own: how many (row, head) of out,
-    and of the rank's keys, such tasks write; received: how many elements of each stage. What they leave has to be
-    initialized. Rows that are strided count as all between the first and the last.
+    Sets `alone` of the tasks, given in the order in which they run, and of their parts.
+    rows, own: how many (row, head) of out, and of the gradients of the rank's keys, are overwritten
+    received: by stage, how many elements of the buffer of returned gradients are overwritten
+    What is not overwritten has to be initialized. Strided rows count as all rows between the first and the last.
     """
 
     def __init__(self, tasks: list[Task], batch: int):
@@ -231,7 +245,7 @@ class Written:
                 task.parts[x] = part._replace(alone=alone)
 
     def _first(self, where: tuple, boxes: list[tuple[slice, slice]]) -> bool:
-        """Whether these rows and heads are new there; they no longer are."""
+        """Whether none of these (rows, heads) has been written in `where`; from now on they have been."""
         news = [(range(rows.start, rows.stop), set(range(heads.stop)[heads])) for rows, heads in boxes]
         before = self._boxes[where]
         alone = not any(
@@ -246,7 +260,7 @@ def _size(box: tuple[slice, slice]) -> int:
 
 
 def _rows(queries: range, work) -> slice:
-    """Where a strand's queries are among those that the rank computes."""
+    """The rows of a strand's queries among those that the rank computes."""
     for part, start in work:
         if part and part.start <= queries.start < part.stop:
             by = start - part.start
@@ -263,5 +277,5 @@ def _length(x: slice | Tensor) -> int:
 
 
 def _on(fill: Fill, device) -> Fill:
-    """The fill with its indices on a device."""
+    """The fill with its index tensors on a device."""
     return Fill(*(x.to(device) if isinstance(x, Tensor) else x for x in fill))

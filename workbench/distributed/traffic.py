@@ -1,4 +1,4 @@
-"""What goes over the wire, counted where torch.distributed hands it to the backend, whoever asked for it."""
+"""Bytes on the wire, counted where torch.distributed hands tensors to its backend, whoever started the collective."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Each collective under the names of both of torch's interfaces, c10d's and the functional one (of compiled code).
+# Each collective by its names in both of torch's interfaces: c10d's, and the functional one that compiled code uses.
 NAMES = {
     "alltoall_base_": "all-to-all", "all_to_all_single": "all-to-all",
     "allgather_": "all-gather", "_allgather_base_": "all-gather", "all_gather_into_tensor": "all-gather",
@@ -18,22 +18,24 @@ NAMES = {
     "_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_tensor": "reduce-scatter",
     "broadcast_": "broadcast", "broadcast": "broadcast", "send": "send", "isend": "send",
 }  # fmt: skip
-# By which nothing is sent.
+# Operators that send nothing, or nothing that counts.
 SILENT = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "check_for_nan", "recv_", "recv_any_source_", "irecv")
-INPUTS = ("input", "input_tensor", "input_tensors", "tensors", "tensor")  # what goes in, by the operators' schemas
+INPUTS = ("input", "input_tensor", "input_tensors", "tensors", "tensor")  # names of what is sent, in operators' schemas
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes that this rank sends to other ranks while it is in use, also by what DDP starts and by compiled code.
+    """Counts the bytes that this rank sends to other ranks inside the `with`, also those of DDP and of compiled code.
 
         with Traffic() as traffic:
             loss.backward()
         traffic.by_collective  # Counter({"all-reduce": 6408, "all-to-all": 4096})
 
-    rows: of floating-point tensors, which are data; by_collective: the same, one by one. control: of all other tensors,
-    by which ranks agree. calls: the collectives in order. A tensor that all get counts once for each other rank; so
-    does a share of one that is reduced, once to be reduced there and once sent on.
-    RuntimeError for a collective that is not known here: a number must not leave it out.
+    rows: bytes of floating-point tensors, which are data; by_collective: the same, by kind of collective
+    control: bytes of all other tensors, by which ranks agree
+    calls: the names of the collectives, in order
+    An all-gather or a broadcast sends its tensor once to each other rank, an all-reduce over W ranks 2 (W - 1) / W of
+    it and a reduce-scatter half of that, as in a ring.
+    RuntimeError for an unknown collective, which the count would miss.
     """
 
     def __init__(self):
@@ -47,7 +49,7 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
-            return NotImplemented  # it first: then its collectives are seen, too
+            return NotImplemented  # DTensor's own dispatch goes first, and then calls collectives on plain tensors
         if function.namespace in ("c10d", "_c10d_functional") and function._opname not in SILENT:
             self._count(function._opname, _named(function, args) | (kwargs or {}))
         return function(*args, **(kwargs or {}))
@@ -81,5 +83,5 @@ def _named(function, args: tuple) -> dict:
 def _group(given: dict) -> dist.ProcessGroup:
     if "process_group" in given:
         return dist.ProcessGroup.unbox(given["process_group"])
-    group = given["group_name"]  # which newer versions of torch also give as the group
+    group = given["group_name"]  # newer versions of torch pass the group itself
     return dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group

@@ -1,24 +1,24 @@
-"""Training with each sequence spread over ranks, and the batch over others: one mesh, and torch's own DDP.
+"""Training with each sequence spread over some ranks, and the batch over others: one mesh, and torch's own DDP.
 
     mesh = training.mesh(data=2, sequence=4)
     rows = Shards.even(n, 4)[mesh.get_local_rank("sequence")]  # of the sequences that this rank's data index has
     layer = wb.distributed.MultiheadAttention(512, 8, pattern, group=mesh.get_group("sequence"))  # in your model
     model = DistributedDataParallel(model)  # over all ranks, both axes of the mesh
-    training.compress(model)  # if you like: gradients travel in bfloat16
+    training.compress(model)  # optional: gradients travel in bfloat16
     losses = cross_entropy(model(x), y, reduction="none")  # x and y: this rank's rows
-    training.mean(losses).backward()  # now all ranks have the gradient of one device: clip it, and step, as there
+    training.mean(losses).backward()  # now every rank has the gradient that one device would have: clip it, and step
 
-Why this is the gradient of one device. A rank's backward sends the gradients of keys and values home, so that its
-parameters get the gradient of all losses of its sequences by the use that its own rows made of them. Summed over the W
-ranks of the mesh that is the gradient of the sum of all losses, and DDP gives the sum divided by W. For a mean over T
-tokens, a rank's loss has to be W / T times the sum over its own tokens: that is `mean`. Where all ranks have as many
-tokens, and only there, it is the plain mean over one's own.
+Why it is that gradient. Attention's backward returns the gradients of keys and values to the ranks that hold the rows.
+So a rank's parameters get their gradient through the rank's own rows, of all losses of its sequences. Summed over the W
+ranks of the mesh, that is the gradient of the sum of all losses; DDP gives this sum divided by W. For a mean over T
+tokens, a rank's loss then has to be W / T times the sum over its own tokens, which is `mean`. It is the plain mean over
+the rank's tokens only if all ranks have equally many.
 
-Activation checkpointing (`use_reentrant=False`) changes no bit: all ranks recompute alike, and so exchange again
-together. torch.compile, of the model or of DDP around it, breaks its graph at each attention. Around a checkpoint it
-compiles nothing, since the graph breaks inside: compile the layer, and checkpoint that.
+Activation checkpointing (`use_reentrant=False`) gives the same bits: all ranks recompute alike, and so repeat their
+exchanges together. torch.compile, of the model or of DDP around it, breaks its graph at each attention. Around a
+checkpoint it compiles nothing, since the graph breaks inside: compile the layer, and checkpoint the compiled layer.
 
-An error that attention raises is raised on all ranks of that sequence, not on the rest of the mesh, which waits for
+An error that attention raises is raised on all ranks of that sequence, but not on the rest of the mesh, which waits for
 their gradients: let it end the process, as `worker` does.
 """
 
@@ -42,11 +42,11 @@ HOOKS = {torch.bfloat16: bf16_compress_hook, torch.float16: fp16_compress_hook}
 
 
 def mesh(data: int = 1, sequence: int | None = None) -> DeviceMesh:
-    """All ranks as a mesh of dimensions ("data", "sequence"); ranks of one sequence are neighbours.
+    """All ranks as a mesh of dimensions ("data", "sequence"); ranks that share a sequence are neighbours.
 
-    sequence: ranks that share a sequence (default: all that there are for each of `data`). The same sizes give the same
-    mesh again, since a group takes memory (with NCCL about half a GB).
-    ValueError where there is no process group, or data * sequence is not its size.
+    data: into how many parts the batch is divided; sequence: how many ranks share a sequence (default: world / data).
+    The same sizes give the same mesh again, since a group takes memory (with NCCL about half a GB).
+    ValueError if there is no process group, or data * sequence is not its size.
     """
     if not dist.is_initialized():
         raise ValueError("want a process group: run under workbench.distributed.worker, or call init_process_group")
@@ -64,10 +64,11 @@ def _mesh(world: dist.ProcessGroup, data: int, sequence: int) -> DeviceMesh:
 
 
 def mean(losses: Tensor, group=None) -> Tensor:
-    """This rank's loss under DDP over `group` (None: all ranks) for the mean over the elements of all ranks.
+    """This rank's loss, such that DDP over `group` (None: all ranks) gives the gradient of the mean over all ranks.
 
-    losses: of this rank, one element for each token that counts; any shape, also none (its backward is still needed).
-    The result's mean over the ranks is that mean. All ranks call it together: the counts are added up.
+    losses: this rank's, one element for each token that counts; any shape, also empty (backward has to be called even
+    so). Returns a scalar whose mean over the ranks is the mean over all elements. All ranks call it together: it adds
+    up their counts.
     """
     count = torch.tensor(losses.numel(), device=losses.device)
     dist.all_reduce(count, group=group)
@@ -75,14 +76,14 @@ def mean(losses: Tensor, group=None) -> Tensor:
 
 
 def compress(model: DistributedDataParallel, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Have DDP's all-reduce carry gradients in this dtype, by torch's own hook; parameters and steps stay as they are.
+    """Have DDP's all-reduce carry gradients in this dtype, by torch's own hook; parameters keep their dtype.
 
-    dtype: bfloat16, or float16 (whose small gradients are lost without a loss scale); ValueError for another.
+    dtype: bfloat16, or float16 (in which small gradients vanish without a loss scale); ValueError for another.
     """
     if dtype not in HOOKS:
         raise ValueError(f"dtype={dtype}: want one of {', '.join(map(str, HOOKS))}")
 
-    def hook(group, bucket):  # torch registers its bfloat16 hook for NCCL alone, by its name; gloo adds bfloat16 too
+    def hook(group, bucket):  # torch knows its bfloat16 hook by name, and refuses it without NCCL; gloo can add it, too
         return HOOKS[dtype](group, bucket)
 
     model.register_comm_hook(model.process_group, hook)
@@ -92,7 +93,7 @@ def compress(model: DistributedDataParallel, dtype: torch.dtype = torch.bfloat16
 
 
 class Layer(nn.Module):
-    """A transformer's layer, x (B, L, width) -> the same."""
+    """A transformer's layer: x (B, L, width) -> (B, L, width)."""
 
     def __init__(self, width: int, attention: nn.Module):
         super().__init__()
@@ -106,12 +107,12 @@ class Layer(nn.Module):
 
 
 def demo(steps: int = 40, n: int = 512, data: int = 1, compressed: bool = False) -> dict:
-    """Learn to tell the level of a noisy sequence from what came so far; each step has new sequences.
+    """Train a small model to tell the level of a noisy sequence from the positions so far; each step draws new ones.
 
         torchrun --nproc_per_node 2 -m workbench.distributed.worker workbench.distributed.training:demo '{"steps": 20}'
 
-    n: positions; data: how many parts the 8 sequences of a step are cut into; compressed: gradients in bfloat16.
-    Returns the loss by step, which does not depend on the ranks, and what this rank sent in a step.
+    n: positions; data: into how many parts the 8 sequences of a step are divided; compressed: gradients in bfloat16.
+    Returns {"losses": by step, the same on any number of ranks; "bytes": what this rank sent in the last step}.
     """
     ranks = mesh(data)
     torch.manual_seed(0)  # the same weights and sequences everywhere

@@ -1,6 +1,6 @@
 """Parts of a pattern that are patterns themselves: some branches, some heads, or the keys that one rank has gathered.
 
-The single-device executions run these as they run any pattern; only the numbering of rows, blocks and heads is another.
+Single-device executions run them like any pattern; only rows, blocks and heads are numbered differently.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from workbench.patterns.layouts import Layout
 
 
 class Branches(Dilated):
-    """Some branches of a dilated pattern, for `heads` heads from head `first` on, with the offsets they have there.
+    """Some branches of a dilated pattern, for the heads from `first` on, with the offsets that they have in the whole.
 
-    all_heads: how many heads the whole pattern has, on which its offsets may depend
+    which: the branches; all_heads: how many heads the whole pattern is for, on which its offsets may depend
     """
 
     def __init__(self, whole: Dilated, which: tuple[int, ...], first: int, all_heads: int):
@@ -35,7 +35,7 @@ class Branches(Dilated):
         return range(max(members.start - self.first, 0), max(0, min(members.stop - self.first, heads)))
 
     def any(self, heads: int) -> bool:
-        """Whether some of the branches has one of these heads."""
+        """Whether any of the branches has any of these heads."""
         return any(self.head_range(branch, heads) for branch in range(len(self.which)))
 
     def rule(self, branch, heads):
@@ -49,14 +49,14 @@ class Branches(Dilated):
 
 
 def some_heads(pattern: Pattern, first: int, heads: int, all_heads: int) -> Pattern:
-    """The pattern that heads first, first + 1, ... (`heads` of all_heads) have, as heads 0, 1, ...
+    """The pattern of heads first, ..., first + heads - 1 (of all_heads), numbered from 0.
 
-    ValueError where these heads have no such pattern (offsets="blocked", cut inside a run of one offset).
+    ValueError where there is none: offsets="blocked", cut inside a run of heads with one offset.
     """
     if heads == all_heads or isinstance(pattern, (Dense, Neighborhood)):
         return pattern
     if isinstance(pattern, BlockSparse) and not pattern.layout.per_head and pattern.predicate is None:
-        return pattern  # whose lists of blocks are then made once
+        return pattern  # the same object, so that its lists of blocks are made once
     if isinstance(pattern, Dilated):
         part = Branches(pattern, tuple(range(len(pattern.segment_lengths))), first, all_heads)
         for branch in range(len(part.segment_lengths)):
@@ -82,8 +82,8 @@ def _shifted(predicate: Callable, first: int) -> Callable:
 class Gathered:
     """A call on gathered keys: the pattern in the call's own numbering, where the queries are the last rows.
 
-    position: int64 (M,), which position each key row of the call is; -1 for rows that no query sees
-    queries: how many, of which those beyond the rank's own (`spare`, at the end) are there for the numbering only
+    position: int64 (M,), the position of each of the call's keys; -1 for padding, which no query sees
+    queries: how many queries the call has; the last `spare` of them are padding, which the numbering needs
     """
 
     pattern: Pattern
@@ -93,14 +93,14 @@ class Gathered:
 
 
 def neighborhood(pattern: Neighborhood, queries: range, own: range, needed: Tensor) -> Gathered:
-    """The gathered rows, then the rank's own: a neighborhood among the cells of these tokens."""
+    """On the gathered rows followed by the rank's own: a neighborhood of the cells of these tokens."""
     position = torch.cat([needed, torch.arange(own.start, own.stop)])
     curve = Ordering("gathered", pattern.shape, pattern.curve[position])
     return Gathered(Neighborhood(pattern.shape, pattern.radius, curve), position, len(queries))
 
 
 def own_blocks(pattern: BlockSparse, own: range, n: int) -> BlockSparse:
-    """The pattern among the rows of one rank, where these are whole blocks."""
+    """The pattern among the rows of one rank, which are whole blocks."""
     (bq, bk), layout = pattern.block_size, pattern.layout
     grid = (n // bq, n // bk)
 
@@ -113,9 +113,10 @@ def own_blocks(pattern: BlockSparse, own: range, n: int) -> BlockSparse:
 def other_blocks(
     pattern: BlockSparse, queries: range, columns: Tensor, n: int, first: int, heads: int, all_heads: int
 ) -> Gathered:
-    """Key blocks of other ranks, int64 (columns,), all of them behind no query that sees them; ranks have whole blocks.
+    """A call on key blocks of other ranks, `columns` int64, for queries that end where a block ends.
 
-    Behind these blocks is padding, so that there are as many keys as queries.
+    Ranks hold whole blocks, so that causality hides all of a block of another rank or none of it. Blocks of padding at
+    the end make the keys at least as many as the queries.
     """
     pattern = some_heads(pattern, first, heads, all_heads)
     (bq, bk), both, layout = pattern.block_size, math.lcm(*pattern.block_size), pattern.layout
@@ -135,10 +136,10 @@ def other_blocks(
 def block_sparse(
     pattern: BlockSparse, queries: range, own: range, needed: Tensor, n: int, first: int, heads: int, all_heads: int
 ) -> Gathered:
-    """The gathered key blocks, then the rank's own rows, with all blocks cut where they are cut in the sequence.
+    """On the gathered key blocks followed by the rank's own rows, with the borders of blocks as in the sequence.
 
-    In between and at the ends are rows of zeros where a block of the rank's is not all there: nothing sees them, or
-    causality hides them. A short last block of the sequence is the last one here too.
+    Where a block is not all there, rows of zeros fill it up, which no query sees. A short last block of the sequence is
+    the last one here, too.
     """
     pattern = some_heads(pattern, first, heads, all_heads)
     (bq, bk), both = pattern.block_size, math.lcm(*pattern.block_size)
@@ -150,7 +151,7 @@ def block_sparse(
     short = n % bk if high < n and n % bk and len(outside) and int(outside[-1]) == cols - 1 else 0
     ragged = outside[-1:] if short else outside[:0]
     outside = outside[: len(outside) - len(ragged)]
-    room = -(-len(outside) * bk // both) * both  # a multiple of both block sizes: what follows is cut as it was
+    room = -(-len(outside) * bk // both) * both  # a multiple of both block sizes keeps the borders of what follows
 
     gathered = torch.full((room // bk,), -1)
     gathered[: len(outside)] = outside

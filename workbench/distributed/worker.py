@@ -1,13 +1,13 @@
-"""One rank of a job: finds its peers by the usual environment variables, calls a function, says what became of it.
+"""One rank of a job: finds its peers by the usual environment variables, calls a function, reports the outcome.
 
     torchrun --nproc_per_node 2 -m workbench.distributed.worker module:function '{"n": 4096}'
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 -m workbench.distributed.worker ...
     MASTER_ADDR=HOST MASTER_PORT=29500 srun --kill-on-bad-exit=1 python -m workbench.distributed.worker ...
-    TorchTrainer(lambda config: call("module:function", config), ...)  # Ray, in whose workers a group exists already
+    TorchTrainer(lambda config: call("module:function", config), ...)  # Ray, whose workers already have a group
 
-Each rank prints one line of JSON: rank, world, status (as `Outcome` has it) and the function's result, or error and
-lost_peer, whether another rank failed before. What the function itself prints goes to stderr, as does the stack of an
-error, under a line with the rank. Exit code: 0 ok, 1 failed, 2 not understood.
+Each rank prints one line of JSON: rank, world, status (see `Outcome`) and the function's result or, if it failed, error
+and lost_peer, whether another rank failed before. What the function itself prints goes to stderr, as does the stack of
+an error, under a line with the rank. Exit code: 0 ok, 1 failed, 2 bad arguments.
 """  # noqa: E501 (lines to copy)
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from workbench.probes.outcome import sentence, status_of
 from workbench.probes.server import die_with, prefer_to_be_killed
 
 LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
-BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # ranks whose cards have no memory left can still talk
+BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # gloo too: ranks whose cards are out of memory can agree
 
 
 def place(environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """(rank, world, rank on this host) that torchrun or Ray, else SLURM's srun, has set; (0, 1, 0) if none has.
+    """(rank, world, rank on this host) as set by torchrun or Ray, else by SLURM's srun; (0, 1, 0) if by none.
 
-    ValueError where a variable is missing or makes no sense.
+    ValueError if a variable is missing or makes no sense.
     """
     for names in LAUNCHERS:
         if names[0] not in environment:
@@ -54,10 +54,10 @@ def place(environment: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def join(backend: str | None = None) -> None:
-    """Make the default process group of all ranks, unless there is one. One rank gets one, too, for itself.
+    """Make the default process group of all ranks, unless there is one. A single rank gets a group of its own, too.
 
-    backend: "gloo", or "nccl" (with gloo for what is on the CPU), whose ranks take a card each; by default "nccl" where
-    there is CUDA. ValueError where the variables that say how to meet are missing.
+    backend: "gloo", or "nccl" (with gloo for CPU tensors), whose ranks take a card each; by default "nccl" if there is
+    CUDA. ValueError if MASTER_ADDR or MASTER_PORT, by which several ranks meet, is missing.
     """
     if dist.is_initialized():
         return
@@ -79,7 +79,7 @@ def join(backend: str | None = None) -> None:
 
 def call(function: str, arguments: dict | list | None = None, backend: str | None = None):
     """Join the other ranks and call "module:function" with these arguments, by name (dict) or in order (list)."""
-    found = imported(function)  # first: nobody should wait for a rank that has nothing to do
+    found = imported(function)  # before joining: nobody should wait for a rank that cannot import it
     join(backend)
     if isinstance(arguments, dict):
         return found(**arguments)
@@ -89,12 +89,12 @@ def call(function: str, arguments: dict | list | None = None, backend: str | Non
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m workbench.distributed.worker",
-        description="One rank of a job, as torchrun or srun starts it: prints what became of it as a line of JSON.",
+        description="One rank of a job, as torchrun or srun starts it: prints its outcome as a line of JSON.",
     )
     parser.add_argument("function", nargs="?", metavar="MODULE:FUNCTION", help="what to call; it must be importable")
     parser.add_argument("arguments", nargs="?", default="{}", metavar="JSON", help="its arguments, an object or a list")
     parser.add_argument("--backend", choices=BACKENDS, help="(default: nccl where there is CUDA, else gloo)")
-    parser.add_argument("--serve", type=int, metavar="PID", help="do jobs from stdin for that process: how a Pool asks")
+    parser.add_argument("--serve", type=int, metavar="PID", help="do jobs from stdin for that process, a Pool's")
     options = parser.parse_args()
     if (options.function is None) == (options.serve is None):
         parser.error("want MODULE:FUNCTION or --serve")
@@ -116,7 +116,7 @@ def main() -> int:
 
     def work():
         result = call(options.function, arguments, options.backend)
-        dist.barrier()  # nobody leaves, with the store that others still ask, before all are done
+        dist.barrier()  # rank 0 must not exit, and end the store that others still use, before all are done
         dist.destroy_process_group()
         return result
 
@@ -125,11 +125,11 @@ def main() -> int:
 
 
 def serve(out: int, who: dict, backend: str | None) -> None:
-    """Join, and do jobs: a line of JSON on stdin, an answer on `out`; until stdin ends.
+    """Join, and do jobs until stdin ends: each is a line of JSON there, and gets an answer on `out`.
 
-    A job without arguments is a question: its result is why the function cannot be imported, or None.
+    A job without arguments asks whether the function can be imported: its result is why not, or None.
     """
-    faulthandler.register(signal.SIGUSR1)  # a rank that does not answer is asked where it is
+    faulthandler.register(signal.SIGUSR1)  # by which a pool has a rank that does not answer write its stack
     jobs = os.fdopen(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     _say_or_leave(out, who, lambda: join(backend))
@@ -141,22 +141,22 @@ def serve(out: int, who: dict, backend: str | None) -> None:
         else:
             _say_or_leave(out, who, lambda job=job: _why_not(job["function"]))
             if number == 0:
-                gc.freeze()  # modules stay: without this each collection in a job walks all of torch's
+                gc.freeze()  # else each collection in a job would walk all objects of torch's modules
 
 
 def _why_not(function: str) -> str | None:
-    importlib.invalidate_caches()  # it may have been written a moment ago
+    importlib.invalidate_caches()  # the module may have been written a moment ago
     try:
         imported(function)
-    except Exception as error:  # whatever a module raises
+    except Exception as error:  # a module may raise anything
         return sentence(error)
     return None
 
 
 def _say_or_leave(out: int, who: dict, work, stack: bool = True) -> None:
-    """Do the work and write its answer; if it fails, end this process: its peers must not wait for it.
+    """Do the work and write its answer; if it fails, end this process, so that its peers do not wait for it.
 
-    stack: in the answer, too, and not on stderr alone, where people look.
+    stack: whether the answer has the stack of an error, too, which stderr always gets
     """
     try:
         answer = {**who, "status": "ok", "result": work()}
@@ -174,7 +174,7 @@ def _say_or_leave(out: int, who: dict, work, stack: bool = True) -> None:
 
 
 def lost_peer(error: BaseException | None) -> bool:
-    """Whether this error, or what led to it, is about communication: then another rank has failed before."""
+    """Whether this error, or one that led to it, is one of communication: then another rank has failed before."""
     while error is not None:
         if isinstance(error, dist.DistError) or "gloo/" in str(error):
             return True

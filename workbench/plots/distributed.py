@@ -1,6 +1,6 @@
-"""Pictures of plans: who sends how much to whom, how evenly the work lies, and what an order of cells does to both.
+"""Pictures of plans: which rank sends how much to which, how even the work is, and how the order of cells matters.
 
-Each function draws from plans, orderings or a DataFrame alone and returns a Figure with its alternative text.
+Each function draws from plans, orderings or a DataFrame alone; the label of its Figure is the alternative text.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from workbench.plots import orderings, style
 from workbench.plots.patterns import family_color
 from workbench.plots.scaling import apart, rank_ticks
 
-CELLS = 128  # ranks that are told apart: more are summed in groups
+CELLS = 128  # ranks that are drawn one by one: of more, neighbours are summed
 
 
 def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64, mode: str = "fwd"):
-    """A column a plan (name -> `workbench.distributed.Plan`). Above: bytes from each rank (row) to each (column), white
-    for none. Below: the pairs that each rank computes, over their mean."""
+    """A column for each plan {name: `workbench.distributed.Plan`}. Above: bytes from each rank (row) to each (column),
+    white for none. Below: the pairs that each rank computes, over their mean.
+
+    itemsize, head_dim, mode: as in `Plan.bytes`
+    """
     style.use()
     many = len(plans)
     fig, axes = plt.subplots(
@@ -72,15 +75,15 @@ def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64, 
 
 
 def grouped(sent: np.ndarray) -> np.ndarray:
-    """(world, world) -> at most CELLS rows and columns, neighbouring ranks summed."""
+    """(world, world) -> the same with neighbouring ranks summed, such that there are at most CELLS rows and columns."""
     each = -(-len(sent) // CELLS)
     edges = np.arange(0, len(sent), each)
     return np.add.reduceat(np.add.reduceat(sent, edges, 0), edges, 1)
 
 
 def borders(rows: pd.DataFrame):
-    """What a forward of a 2-D neighborhood moves against the number of ranks, by the order of its cells, and the rows
-    that a rank gets over those that it holds; rows: of `multicard.borders`."""
+    """For each order of a 2-D neighborhood's cells, against the number of ranks: the bytes that a forward moves, and
+    the rows that a rank gets over those that it holds. rows: of `multicard.borders`."""
     style.use()
     fig, axes = plt.subplots(1, 2, figsize=(9.6, 3.9))
     for ax, column in zip(axes, ("bytes", "halo"), strict=True):
@@ -105,9 +108,9 @@ def borders(rows: pd.DataFrame):
 
 
 def shards(orders, world: int, radius: int, rank: int | None = None):
-    """A panel an ordering of a 2-D grid: whose cells are whose, one rank's in full colour, and the cells that it gets.
+    """A panel for each ordering of a 2-D grid: the shards, one rank's in full colour, and the cells that it gets.
 
-    orders: of `workbench.orderings`, of one shape; rank: by default the one in the middle.
+    orders: of `workbench.orderings`, of one shape; radius: of the neighborhood; rank: by default the middle one.
     """
     style.use()
     rank = world // 2 if rank is None else rank

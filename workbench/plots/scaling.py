@@ -1,7 +1,7 @@
-"""Pictures of several cards: what each way of using them gives, what each card does meanwhile, and what many would do.
+"""Pictures of several cards: the speed-up of each strategy, what each card does, and what many cards would give.
 
-Each function draws from DataFrames alone (see `workbench.multicard` for the columns) and returns a Figure with its
-alternative text.
+Each function draws from DataFrames alone (see `workbench.multicard` for the columns) and returns a Figure, whose label
+is its alternative text.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from workbench.distributed.strategies import ONE, SHORT
 from workbench.machine import short_name
 from workbench.plots import style
 from workbench.plots.patterns import family_color
-from workbench.plots.speed import tokens
 from workbench.probes.timing import AA
 
-MODES = {"fwd": "forward", "fwdbwd": "forward + backward"}
 # Paul Tol's medium-contrast scheme: colour-blind safe, and apart from the colours of patterns and of orderings.
 COLORS = {
     "sequence": "#004488", "heads": "#6699CC", "context parallel": "#997700", "data parallel": "#994455",
@@ -34,7 +32,7 @@ SCALINGS = {"strong": "strong: the same N on all ranks together", "weak": "weak:
 
 
 def picture(path: str, machine: str = "h200x2") -> None:
-    """The README's picture of several cards: speed-ups from the records committed for a machine kind, to `path`."""
+    """Write the README's picture of several cards to `path`: speed-ups from the records of a machine kind."""
     from workbench import multicard
 
     rows = multicard.ok(multicard.recorded([machine])[0])
@@ -46,18 +44,19 @@ def picture(path: str, machine: str = "h200x2") -> None:
 
 
 def speedups(rows: pd.DataFrame, recorded: pd.DataFrame | None = None, most: Callable[[int], int] | None = None):
-    """A panel a pattern (column), number of ranks and mode (row): times faster than one device at the same N, with
-    intervals. A pattern that no strategy ran has none.
+    """Speed-up over one device at the same N, with intervals: a column of panels for each pattern that some strategy
+    ran, a row for each number of ranks and mode.
 
-    rows, recorded: of `multicard.ok`; the recorded, another machine's, are drawn pale and hollow, with its name.
-    most: ranks -> the speed-up that this machine allows, drawn where it is less than the ranks.
+    rows, recorded: of `multicard.ok`; the recorded ones, of another machine, are drawn pale and hollow, with its name.
+    most: the function of the number of ranks that gives the best speed-up possible here; drawn if below that number.
     """
     style.use()
     names = [x for x in COLORS if x != ONE and x in set(rows["strategy"])]
     names += sorted({*rows["strategy"]} - {*names, ONE, AA})
     drawn = rows[rows["strategy"].isin(names)]
     kinds = list(dict.fromkeys(drawn["kind"]))
-    lines = [(world, mode) for world in sorted(set(drawn["nproc"])) for mode in MODES if mode in set(drawn["mode"])]
+    modes = [mode for mode in style.MODES if mode in set(drawn["mode"])]
+    lines = [(world, mode) for world in sorted(set(drawn["nproc"])) for mode in modes]
     size = (1.3 + 2.9 * len(kinds), 1.2 + 2.6 * len(lines))
     fig, axes = plt.subplots(len(lines), len(kinds), figsize=size, squeeze=False, sharey="row", sharex="col")
     words, handles = [], {}
@@ -79,14 +78,14 @@ def speedups(rows: pd.DataFrame, recorded: pd.DataFrame | None = None, most: Cal
                     handles["one device against itself"] = band
             ax.set(xscale="log", ylim=(0, max(1.2 * world, 1.1 * every[-1]["speedup"].max())))
             last = every[-1][every[-1]["n"] == every[-1]["n"].max()]
-            words += [f"{kind}, {MODES[mode]}, N = {r.n:,.0f}, {world:g} ranks, {r.strategy}: {r.speedup:.2f}"
+            words += [f"{kind}, {style.MODES[mode]}, N = {r.n:,.0f}, {world:g} ranks, {r.strategy}: {r.speedup:.2f}"
                       for r in last.itertuples() if r.strategy in names]  # fmt: skip
         for ax in axes[:, place]:
             _lengths(ax, lengths)
         axes[-1, place].set_xlabel("N")
         axes[0, place].set_title(kind)
     for ax, (world, mode) in zip(axes[:, 0], lines, strict=True):
-        ax.set_ylabel(f"{MODES[mode]}, {world:g} ranks:\ntimes faster than one device", fontsize=9)
+        ax.set_ylabel(f"{style.MODES[mode]}, {world:g} ranks:\ntimes faster than one device", fontsize=9)
     fig.legend(handles.values(), handles, loc="outside lower center", ncols=min(3, len(handles)), fontsize=9)
     return style.finish(fig, f"Speed-up over one device at the same N. At the longest: {'; '.join(words)}.")
 
@@ -108,7 +107,7 @@ def _ideal(ax, world: int, most: int | None, labelled: bool) -> None:
 
 
 def _lines(ax, rows: pd.DataFrame, names: list[str], lengths: list[int], pale: bool) -> dict:
-    """Each strategy's points, side by side where they have the same N; returns what the legend shows."""
+    """Draw each strategy's points, side by side at the same N. Returns {name: its mark in the legend}."""
     span, found = max(lengths) / min(lengths) if len(lengths) > 1 else 2, {}
     for x, name in enumerate(names):
         some = rows[rows["strategy"] == name]
@@ -126,18 +125,18 @@ def _lines(ax, rows: pd.DataFrame, names: list[str], lengths: list[int], pale: b
 
 
 def _lengths(ax, lengths: list[int]) -> None:
-    """Ticks at the lengths that were measured, those that have room for a label."""
+    """Ticks at the lengths that were measured, as far as there is room for labels."""
     low, high = min(lengths), max(lengths)
     edge = max(1.4, (high / low) ** 0.12)
     ax.set_xlim(low / edge, high * edge)
     ax.set_xticks(apart(lengths, max(1.25, (high / low) ** 0.2)), minor=False)
-    ax.xaxis.set_major_formatter(FuncFormatter(tokens))
+    ax.xaxis.set_major_formatter(FuncFormatter(style.length))
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.tick_params(axis="x", which="minor", bottom=False)
 
 
 def apart(values, room: float) -> list:
-    """Of ascending values those that are `room` times the one before, or more."""
+    """Those of ascending values that are at least `room` times the one kept before."""
     kept = []
     for x in values:
         if not kept or x >= kept[-1] * room:
@@ -146,9 +145,9 @@ def apart(values, room: float) -> list:
 
 
 def cards(rows: pd.DataFrame, what: str = "card"):
-    """For each strategy what every card holds at its peak, sends, and how much of the time it computes: a bar a card.
+    """For each strategy and card a bar of its memory at the peak, of what it sends, and of its share of time computing.
 
-    rows: of `multicard.ok`, of one case and one number of ranks. what: a word for what has the bars.
+    rows: of `multicard.ok`, of one case and one number of ranks. what: the word for a card in the legend and text.
     """
     style.use()
     order = [*COLORS, *sorted({*rows["strategy"]} - {*COLORS})]
@@ -175,7 +174,7 @@ def cards(rows: pd.DataFrame, what: str = "card"):
             largest = max(largest, *np.nan_to_num(values))
             words.append(f"{name}, {label}: {', '.join(_told(x, column) for x in values)}")
         ax.set(xlabel=label, xlim=(0, 1.25 * largest or 1))
-        # a label at the end would touch the next panel's
+        # a label at the right end would touch the next panel's
         ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], prune="upper"))
         ax.grid(False, axis="y")
     axes[0].set(yticks=range(len(names)), yticklabels=[SHORT.get(x, x) for x in names])
@@ -185,15 +184,15 @@ def cards(rows: pd.DataFrame, what: str = "card"):
     patches = [Patch(color=shade, label=f"{what} {card}") for card, shade in enumerate(shades)]
     fig.legend(handles=patches, loc="outside lower center", ncols=world, fontsize=9)
     first = rows.iloc[0]
-    axes[0].set_title(f"{first['kind']}, {MODES[first['mode']]}, N = {int(first['n']):,}")
+    axes[0].set_title(f"{first['kind']}, {style.MODES[first['mode']]}, N = {int(first['n']):,}")
     return style.finish(fig, f"By {what}, {first['kind']}, N = {int(first['n']):,}. {'; '.join(words)}.")
 
 
 def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
-    """What a rank is worth of one device against the number of ranks: bands are modelled, markers were measured.
+    """Efficiency, speed-up over the number of ranks, against the number of ranks: bands are modelled, markers measured.
 
-    modelled: of `multicard.curves`, drawn from all of the exchange behind the computation (a line) down to none of it;
-    measured: of `multicard.efficiency`.
+    modelled: of `multicard.curves`; a band goes from the exchange hidden behind the computation (the line) down to none
+    of it hidden. measured: of `multicard.efficiency`.
     """
     style.use()
     fig, axes = plt.subplots(1, 2, figsize=(9.6, 4.4), sharey=True)
@@ -231,7 +230,7 @@ def _kind_color(rows: pd.DataFrame) -> str:
 
 
 def rank_ticks(ax, worlds) -> None:
-    """Powers of two, as many as have room."""
+    """Ticks at powers of two, as many as there is room for."""
     powers = [1 << x for x in range(int(max(worlds)).bit_length()) if min(worlds) <= 1 << x]
     ax.set_xticks(powers[:: -(-len(powers) // 7)], minor=False)
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -54,6 +54,10 @@ class Case:
         object.__setattr__(self, "device", str(self.device))
         object.__setattr__(self, "kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
         object.__setattr__(self, "nq", self.n if self.nq is None else self.nq)
+
+    def at(self, n: int) -> Case:
+        """This case at another N; where there are as many queries as keys, there are again."""
+        return replace(self, n=n, nq=None if self.nq == self.n else self.nq)
 
     def fields(self) -> dict:
         """The record's fields that say what this is and re-run it; backend_source where the function is a user's."""

@@ -83,7 +83,7 @@ def search(
         raise ValueError(f"{asked}: want 1 <= grain <= limit_n, a step between 0 and 1, and seconds above 0")
     if measure and world != 1:
         raise ValueError(f"world={world}: want 1 for a measurement; over several cards a frontier is predicted")
-    at, example = (case, case(FIRST)) if callable(case) else (_lengths(case), case)
+    at, example = (case, case(FIRST)) if callable(case) else (case.at, case)
     card, capped = _card(card, example.device), budget_bytes is not None
     if not capped and card is not None:
         budget_bytes = card.total_bytes - card.context_bytes - (card.communicator_bytes if world > 1 else 0)
@@ -158,12 +158,6 @@ def words(row: dict) -> str:
     said = f": {row['error']}" if row["limiter"] in ("validity", "launch") else ""
     alone = "; how long it takes over several cards is not modelled" if row.get("world", 1) > 1 else ""
     return f"  N = {row['n']:,}, {how}; limited by {because}{said}{alone}"
-
-
-def _lengths(case: Case) -> Lengths:
-    """The case at any N; queries follow where there are as many as keys."""
-    nq = None if case.nq == case.n else case.nq
-    return lambda n: replace(case, n=n, nq=nq)
 
 
 def _card(card, device: str):

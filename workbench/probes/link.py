@@ -1,4 +1,4 @@
-"""The link between ranks: how fast rows move over it, and what that lets many ranks do, predicted.
+"""The link between ranks: how fast it moves data, measured, and what many ranks would do with it, predicted.
 
 Dimensions: N positions, B batch.
 """
@@ -6,7 +6,6 @@ Dimensions: N positions, B batch.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -27,15 +26,17 @@ def measure(
     nproc: int = 2, sizes: Iterable[int] = MESSAGES, *, device: str | None = None, samples: int = 9, profile="quick",
     folder=None,
 ) -> pd.DataFrame:  # fmt: skip
-    """All-to-alls in which each rank sends `size` bytes, as many to each other rank: a row, and a record, a size.
+    """Measure all-to-alls in which each rank sends `size` bytes, equally to each other rank: a row and record by size.
 
-    device: "cpu" (gloo) or "cuda" (NCCL); by default "cuda" where there is one. A row: message_bytes (what a rank
-    sends), samples_ms and median_ms of the slowest rank, bytes_per_second that a rank sends at the median.
-    ValueError for fewer than two ranks, or bytes than they need.
+    device: "cpu" (gloo) or "cuda" (NCCL); by default "cuda" if there is one. A row: message_bytes (what a rank sends,
+    rounded down to equal parts), samples_ms and median_ms of the slowest rank, bytes_per_second that a rank sends at
+    the median. ValueError for another device, for fewer than two ranks, or for less than a byte to each other rank.
     """
     device = device or ("cuda" if torch.cuda.device_count() else "cpu")
     sizes = list(sizes)
-    if nproc < 2 or any(size < nproc for size in sizes):
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r}: want 'cpu' or 'cuda', on which each rank has a card")
+    if nproc < 2 or any(size < nproc - 1 for size in sizes):
         raise ValueError(f"nproc={nproc}, sizes={sizes}: want two ranks or more, and a byte for each other one")
     sizes = [size // (nproc - 1) * (nproc - 1) for size in sizes]
     with Pool(nproc, "nccl" if device == "cuda" else "gloo") as pool:
@@ -56,17 +57,19 @@ def modelled(
     case: Case, pairs_per_second: float, bytes_per_second: float, worlds: Iterable[int] = WORLDS, *,
     at: Lengths | None = None, strategy: str = "sequence", scaling: str = "strong",
 ) -> pd.DataFrame:  # fmt: skip
-    """Predicted forwards on many ranks, from rates that were measured: a row a world, `measured` False.
+    """Predict forwards on many ranks from measured rates: a row for each number of ranks, with `measured` False.
 
-    scaling: "strong", the case's N on all ranks together, or "weak", its N for each of them; at: the case at any N,
-    where its pattern depends on that. pairs_per_second: what one card computes; bytes_per_second: what it sends.
-    A row: world, n, seconds (see `Plan.seconds`) with the exchange hidden behind the computation, speedup over one card
-    at the same N and efficiency, that over the ranks; least, the efficiency with nothing of the exchange hidden;
-    bytes_per_rank (the most that one sends) and balance (pairs, max over mean). A message begins in no time.
+    pairs_per_second: (head, query, key) that one card computes; bytes_per_second: what one card sends. scaling:
+    "strong", the case's N on all ranks together, or "weak", the case's N on each rank; at: the case at any N, if its
+    pattern depends on N. strategy: "sequence" or "heads".
+    A row: world; n; seconds with the exchange hidden behind the computation (see `Plan.seconds`); speedup over one card
+    at the same N; efficiency, the speedup over the number of ranks; least, the efficiency with none of the exchange
+    hidden; bytes_per_rank, the most that one sends; balance of pairs, max over mean. Messages have no latency.
+    ValueError for another scaling or strategy; a number of ranks that the case does not allow is a row with a status.
     """
     if scaling not in ("strong", "weak") or strategy not in ways.OURS:
         raise ValueError(f"scaling={scaling!r}, strategy={strategy!r}: want 'strong' or 'weak', 'sequence' or 'heads'")
-    at, rows = at or (lambda n: replace(case, n=n, nq=None if case.nq == case.n else case.nq)), []
+    at, rows = at or case.at, []
     for world in worlds:
         one = at(case.n * world) if scaling == "weak" else case
         row = one.fields() | {"stage": "modelled", "strategy": strategy, "world": world, "scaling": scaling}

@@ -41,7 +41,7 @@ class Rank:
     def __post_init__(self):
         if type(self.world) is not int or type(self.rank) is not int or not 0 <= self.rank < self.world:
             raise ValueError(f"rank={self.rank!r} of world={self.world!r}: want ints, 0 <= rank < world")
-        door._check_names(self.strategy)
+        door._check_strategy(self.strategy)
 
     def own(self, case: Case) -> Case:
         """The rank's part of a case whose n and nq are of all ranks: a call of `distributed.attention`."""

@@ -1,7 +1,7 @@
-"""Several cards: what each way of using them gives, on the same global N, and beside it what one card does.
+"""Several cards: what each strategy of using them gives, against one card on the same global N.
 
-`sweep` measures, a row a strategy (`distributed.strategies`); `longest` finds how long a sequence can be. Ranks run in
-a `Pool`, a card each where there is CUDA, else as processes over gloo. What they do is in `distributed.bench`.
+`sweep` measures strategies (`distributed.strategies`), a row each; `longest` finds how long a sequence can be. Ranks
+run in a `Pool`, on CUDA with a card each, else as processes over gloo. What they run is in `distributed.bench`.
 
 Dimensions: B batch, N keys, H heads, D head_dim.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -41,26 +40,27 @@ def sweep(
     seconds: float = 20.0, timeout_s: float = 600.0, within_s: float | None = None, profile="quick", folder=None,
     check=True, say: Callable | None = print,
 ) -> pd.DataFrame:  # fmt: skip
-    """Every case by every strategy on nproc ranks, and on one device, which is always measured: a row each, and "A/A".
+    """Measure every case by every strategy on nproc ranks and, always, on one device: a row each, and one of "A/A".
 
-    samples, seconds: rounds of a case, and about how long no new one is begun; timeout_s: for any job of the ranks.
-    within_s: after so long no case is begun that has something to measure; the same call again goes on with those.
-    check: compare with the one-device result. profile, folder: as in `records.start`.
-    Each row is a record once its case is measured, and what is settled is not measured again, whatever its label. A
-    strategy that fails, on whichever rank, is a row with its status. ValueError for a strategy that is none, cases on
-    CPU and CUDA together, and more ranks than cards.
+    cases: {label: case}. samples: rounds of a case; seconds: after about so long no further round is begun.
+    timeout_s: for each job of the ranks. within_s: after so long no case is begun that has anything left to measure;
+    calling again goes on with those. check: compare with the one-device result. profile, folder: as in `records.start`.
+    Rows become records when their case is measured, and settled ones are not measured again, whatever their label. A
+    strategy that fails on any rank is a row with its status. ValueError for an unknown strategy, for cases on both CPU
+    and CUDA, and for more ranks than cards.
 
-    A row: a case's fields, label (its name), nproc, world (1 for one device), strategy, status, error, pairs;
-    samples_ms: of each round the slowest rank's time, the call on one device being rank 0's while the others wait;
-    speedup over one device in the same round, with the 95% interval of its median; "A/A" is one device against itself;
-    peak_by_card, extra_by_card: peak bytes with and above the inputs; peak_bytes, extra_bytes: the largest of them;
-    sent_bytes, control_bytes: by rank, data and agreement, counted at torch.distributed; planned_bytes: as the plan
-        has it, None for strategies without one; busy: by card, the share of the time in which it computes;
-    from_records: whether an earlier sweep measured it; no field of the record.
-    valid: whether the sampled rows are the one device's, None where that is not known; limiter "validity": they are
-        not, and there is no time for such a row; max_abs_error, errors ([absolute, over what is allowed] by result),
-        compared (rows), compared_with (one device; or, where it cannot do a forward, float64), unchecked (why not).
-    Memory, bytes and busy share are taken in another pool than times.
+    A row has the case's fields, label, nproc, world (1 for one device), strategy, status, error, pairs, and
+    samples_ms: by round, the slowest rank's time; on one device rank 0 computes and the others wait
+    speedup: over one device in the same round, with the 95% interval of its median; "A/A" is one device against itself
+    peak_by_card, extra_by_card: peak bytes with and without the inputs; peak_bytes, extra_bytes: their maxima
+    sent_bytes, control_bytes: by rank, data and agreement, counted at torch.distributed
+    planned_bytes: by rank, data as in the plan; None for strategies without one
+    busy: by card, the share of the time in which it computes
+    from_records: whether an earlier sweep measured it (not a field of the record)
+    valid: whether the compared rows agree with one device's, None if unknown; if not, limiter is "validity" and the row
+        has no time; max_abs_error; errors: by result [absolute, over what is allowed]; compared: how many rows;
+        compared_with: one device or, for a forward that it cannot do, float64; unchecked: why nothing was compared
+    Times are taken in one pool of ranks, all else in another.
     """
     wanted = [ONE, *dict.fromkeys(x for x in strategies if x != ONE)]
     for name in wanted:
@@ -76,10 +76,7 @@ def sweep(
             todo = [name for name in wanted if known[name] is None]
             if todo and within_s is not None and time.monotonic() - begin > within_s:
                 if say:
-                    say(
-                        f"{number}/{len(cases)}: {label}: not begun, the time is over; run it again to go on",
-                        flush=True,
-                    )
+                    say(f"{number}/{len(cases)}: {label}: not begun, time is over; run it again to go on", flush=True)
                 continue
             if say:
                 say(f"{number}/{len(cases)}: {label}, N = {case.n:,}{'' if todo else ', from the records'}", flush=True)
@@ -108,7 +105,7 @@ def _backend(cases: Iterable[Case]) -> str:
 
 
 def _who(name: str, nproc: int) -> dict:
-    source = source_of(name)  # of a user's: once edited it is another
+    source = source_of(name)  # a user's strategy is another one once it has been edited
     return {"strategy": name, "world": 1 if name in (ONE, AA) else nproc, "strategy_source": source}
 
 
@@ -121,7 +118,7 @@ def _settled(recorder, key: dict) -> dict | None:
 
 
 def _facts(name: str, case: Case, nproc: int, pool: Pool, check: bool, timeout_s: float) -> dict:
-    """A row's fields but for time: status and error, memory, bytes, busy share, exactness."""
+    """A row's fields except times: status and error, memory, bytes, busy share, exactness."""
     refused = attempt(lambda: ways.check(name, case, nproc))
     pairs = attempt(lambda: case.pattern.pairs(case.n, case.heads, case.nq)).result
     row = {"status": refused.status, "error": refused.error, "pairs": pairs}
@@ -162,7 +159,7 @@ def _together(name: str, ranks: list[dict], check: bool) -> dict:
 
 
 def _times(facts: dict[str, dict], case: Case, pool: Pool, samples: int, seconds: float, timeout_s: float) -> dict:
-    """The rows' fields with time, of those that can run and are right, and A/A's where one device could run."""
+    """The rows' fields with times, for strategies that ran and are right; and those of A/A, if one device ran."""
     able = [name for name, row in facts.items() if row["status"] == "ok" and row.get("valid") is not False]
     rows = dict(facts)
     if not able:
@@ -183,7 +180,7 @@ def _times(facts: dict[str, dict], case: Case, pool: Pool, samples: int, seconds
 
 
 def _ask(pool: Pool, function: str, arguments: list, timeout_s: float) -> JobOutcome | Outcome:
-    """A job's outcome; a ValueError before any rank starts, such as for a module that is not there, is one, too."""
+    """A job's outcome; the pool's ValueError, such as for a module that it cannot find, is the outcome "refused"."""
     try:
         return pool.attempt(f"{BENCH}:{function}", arguments, timeout_s)
     except ValueError as error:
@@ -191,7 +188,7 @@ def _ask(pool: Pool, function: str, arguments: list, timeout_s: float) -> JobOut
 
 
 def words(row: dict) -> str:
-    """A row in a few words: the strategy with its time and speed-up, or what became of it; `table` says why."""
+    """A row in a few words: the strategy with its time and speed-up, or its status; `table` gives the reason."""
     if row["status"] != "ok":
         return f"  {row['strategy']}: {'failed' if row['status'] == 'killed' else row['status']}"
     if row["valid"] is False or row["median_ms"] is None:
@@ -201,9 +198,9 @@ def words(row: dict) -> str:
 
 
 def table(rows: pd.DataFrame) -> str:
-    """A sweep's rows as text: speed-up with its interval, and of the card or rank that has most, MiB at the peak and
-    sent; busy by card. A note has why a row has no time, or was not compared, whether its speed-up is within the noise
-    (see `beyond_noise`), and whether it is from the records."""
+    """A sweep's rows as text: times; speed-ups with their intervals; MiB at the peak, and sent, of the card or rank
+    that has most; busy shares by card. The note says why a row has no time or was not compared, whether its speed-up is
+    within the noise (see `beyond_noise`), and whether it is from the records."""
     if rows.empty:
         return "nothing was measured"
     lines, beside = [], {x: group.set_index("strategy") for x, group in rows.groupby(["label", "nproc"])}
@@ -230,7 +227,7 @@ def table(rows: pd.DataFrame) -> str:
 
 
 def failed(rows: pd.DataFrame) -> bool:
-    """Whether a strategy is wrong, or has failed for another reason than that it is not for such a case or machine."""
+    """Whether some strategy gave a wrong result, or failed though it is meant for the case and the machine."""
     return len(rows) > 0 and bool(
         (~rows["status"].isin(["ok", "refused", "unsupported"]) | (rows["limiter"] == "validity")).any()
     )
@@ -248,17 +245,18 @@ def longest(
     seconds: float = 60.0, first: int = 1 << 14, limit_n: int = 1 << 30, grain: int = GRAIN, step: float = 0.01,
     profile="quick", folder=None, say: Callable | None = print,
 ) -> pd.DataFrame:  # fmt: skip
-    """The longest N that runs on one device, and on nproc by a strategy: two rows, with what stands in the way of more.
+    """The longest N that runs on one device, and on nproc ranks by a strategy: two rows, each with what limits it.
 
-    case: at any N, or a function of N that gives it. budget_bytes: what a card's tensors may take; on CUDA by default
-    the card's memory, on the CPU the size of a card in software, without which there is no limit to find.
-    seconds: what a call may take. first: where to begin; step: how far apart, as a share of N, what works and what does
-    not are left. Each length tried is a record (stage "length") and is not tried again; so are the results ("longest").
-    A row: n, limiter (as `frontier.search` has it), peak_bytes and reserved_bytes of the card that takes most,
-    median_ms, ratio (n over the one device's).
-    ValueError for arguments that mean nothing, and on the CPU without a budget.
+    case: one that is tried at other N (`Case.at`), or a function of N that gives it. budget_bytes: what a card's
+    tensors may take; by default, on CUDA, the card's memory; required on the CPU, which has no such limit. seconds:
+    what a call may take. first: the N per rank with which to begin; grain: what N is a multiple of; limit_n: the
+    largest that is tried; step: the search ends when what works and what does not are apart by this share of N.
+    Each N tried is a record (stage "length") and is not tried again; the results are records (stage "longest").
+    A row: n, limiter (as in `frontier.search`), peak_bytes and reserved_bytes of the card that takes most, median_ms,
+    ratio (n over that of one device).
+    ValueError for arguments that make no sense, and on the CPU without a budget.
     """
-    at = case if callable(case) else lambda n: replace(case, n=n, nq=None if case.nq == case.n else case.nq)
+    at = case if callable(case) else case.at
     example = at(grain)
     if budget_bytes is None and _backend([example]) == "gloo":
         raise ValueError("budget_bytes=None: on the CPU want the bytes of a card in software, e.g. 1 << 28")
@@ -285,7 +283,7 @@ def longest(
 
 
 def _lengths(at: Lengths, who: dict, pool: Pool, recorder, say) -> Callable[[int], Tried]:
-    """For `largest`: tries a length, unless the journal has it."""
+    """The function for `largest` that tries a length, unless the journal has its result."""
     works = set()
 
     def tried(n: int) -> Tried:
@@ -311,7 +309,7 @@ def _lengths(at: Lengths, who: dict, pool: Pool, recorder, say) -> Callable[[int
 
 
 def _length(case: Case, who: dict, pool: Pool) -> dict:
-    """A row's fields about a length: status and error, peaks, time and load (see `Tried`)."""
+    """A row's fields for one length: status and error, peaks, time and load (see `Tried`)."""
     row = dict.fromkeys(("peak_bytes", "reserved_bytes", "median_ms", "load"))
     refused = attempt(lambda: ways.check(who["strategy"], case, who["world"]))
     if refused.status != "ok":

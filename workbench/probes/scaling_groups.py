@@ -1,4 +1,4 @@
-"""What several cards are measured by: named groups of cases for `scaling.sweep`."""
+"""Named groups of cases by which several cards are measured, for `scaling.sweep`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPARSE = layouts.local(19) | layouts.strided(32)  # of the 2,048 blocks of 128 o
 
 
 def groups(device: str = "cuda", dtype: str = "bfloat16") -> dict[str, Callable[[], dict[str, Case]]]:
-    """Name -> a function that makes {label: Case}."""
+    """{name: a function that makes {label: Case}}."""
 
     def case(pattern, n, heads=12, d=64, mode="fwd") -> Case:
         return Case(pattern, n, heads, d, dtype, "auto", mode, device)
@@ -59,7 +59,8 @@ def groups(device: str = "cuda", dtype: str = "bfloat16") -> dict[str, Callable[
 
 
 def cases(names: Iterable[str], device: str = "cuda", dtype: str = "bfloat16") -> dict[str, Case]:
-    """{label: Case} of the groups whose name begins with one of `names`, of all for "all"; ValueError for none."""
+    """{label: Case} of all groups whose name begins with one of `names`, or of all for "all". ValueError for a name
+    with which no group begins."""
     found, names = groups(device, dtype), list(names)
     for name in names:
         if name != "all" and not any(x.startswith(name) for x in found):
