@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import weakref
 from unittest.mock import patch
 
@@ -19,13 +18,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from workbench.distributed import door, exchange, streams
+from workbench.distributed import agree, exchange, streams
 from workbench.distributed.sequence import Sequence
 
 MAIN, BESIDE, WIRE = range(3)  # the caller's stream, `streams.beside`, and the communicator's own
 NAMES = ("main", "beside", "wire")
-agreement = sys.modules[door.agree.__module__]  # the package has the function under the module's name
-
 
 class Memory:
     """The history of a storage: for each byte the last write (stream, when), and each stream's last read."""
@@ -56,7 +53,7 @@ class Races(TorchDispatchMode):
             (Sequence, "early", lambda *_: True), (streams, "beside", lambda _: Stream(self)),
             (torch.cuda, "Event", lambda: Event(self)), (torch.cuda, "stream", self._on_stream),
             (exchange, "all_to_all", self._transfer(exchange.all_to_all)),
-            (agreement, "_gather", self._gather(agreement._gather)),
+            (agree, "_gather", self._gather(agree._gather)),
         ):  # fmt: skip
             self.patches.enter_context(patch.object(*where))
         return super().__enter__()

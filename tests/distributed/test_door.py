@@ -62,6 +62,11 @@ def test_an_out_of_memory_in_the_backward_is_raised_on_all_and_the_group_goes_on
     ]
 
 
+def test_queries_that_one_rank_has_changed_before_the_backward_are_an_error_on_all_and_the_group_goes_on(ranks):
+    first, last = ranks(2).run(work.changed_before_the_backward)
+    assert "modified by an inplace operation" in last and first.startswith("rank 1: one of the variables needed")
+
+
 @pytest.mark.parametrize("backward, forgets", [(False, ()), (False, (0,)), (False, (0, 1)), (True, ())])
 def test_an_out_of_memory_before_ranks_have_agreed_is_raised_on_all_and_the_group_goes_on(ranks, backward, forgets):
     first, last = ranks(2).run(work.out_of_memory_beside, backward, forgets)
@@ -69,9 +74,10 @@ def test_an_out_of_memory_before_ranks_have_agreed_is_raised_on_all_and_the_grou
     assert first[1] == last[1] == []
 
 
+@pytest.mark.parametrize("where", ["buffers", "own rows"])
 @pytest.mark.parametrize("backward", [False, True])
-def test_an_out_of_memory_before_ranks_have_agreed_leaves_nothing_alive_and_no_race(ranks, backward):
-    for left, races in ranks(2).run(work.left_by_an_error, backward):
+def test_an_out_of_memory_before_ranks_have_agreed_leaves_nothing_alive_and_no_race(ranks, backward, where):
+    for left, races in ranks(2).run(work.left_by_an_error, backward, where):
         assert left < 1 << 14 and races == []  # a thread of gloo may hold the 400 bytes of the reason a little longer
 
 

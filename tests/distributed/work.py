@@ -401,10 +401,30 @@ def out_of_memory_backward(rank, world, strategy):
     return found
 
 
-def left_by_an_error(rank, world, backward):
+def changed_before_the_backward(rank, world):
+    """What this rank raises if the last one has written into its queries since; then a backward of unchanged ones."""
+    case = Case("", lambda: Dilated([64], [2]), 64, heads=4)
+    mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
+    leaves, found = [x.clone().requires_grad_() for x in mine[:3]], None
+    for changed in (True, False):
+        q = leaves[0] * 1
+        out = door.attention(q, *leaves[1:], case.pattern(), strategy="sequence")
+        if changed and rank == world - 1:
+            with torch.no_grad():
+                q.add_(1)
+        try:
+            out.backward(mine[3])
+        except RuntimeError as raised:
+            found = str(raised)
+    assert all(x.grad is not None for x in leaves)
+    return found
+
+
+def left_by_an_error(rank, world, backward, where):
     """(bytes of tensors that an error of the last rank keeps alive until a garbage collection, races).
 
-    The error comes while that rank attends to its own rows, before ranks have agreed, by gloo.
+    where: the error comes while that rank makes its buffers, or attends to its own rows; both are before ranks have
+    agreed, by gloo
     """
     pattern = Dense()
     leaves = [torch.randn(1, 512, 2, 8, requires_grad=True) for _ in range(3)]  # 32 KB each
@@ -415,7 +435,13 @@ def left_by_an_error(rank, world, backward):
         gc.collect()
         gc.disable()
         before = alive()
-        where = patch.object(local, "backward" if backward else "forward", side_effect=torch.OutOfMemoryError)
+        place = {"buffers": (Sequence, "prepare"), "own rows": (local, "backward" if backward else "forward")}[where]
+
+        def runs_out(*_, **__):
+            some = torch.empty(1 << 15)  # noqa: F841, which the traceback has in this frame
+            raise torch.OutOfMemoryError
+
+        where = patch.object(*place, runs_out)
         with where if rank == world - 1 else contextlib.nullcontext(), contextlib.suppress(torch.OutOfMemoryError):
             torch.autograd.grad(out, leaves, leaves[0].detach()) if backward else run(pattern)(*leaves, pattern)
             raise AssertionError("no error")

@@ -15,19 +15,13 @@ TEXT = 400  # bytes of an error's message that the other ranks get
 KINDS = (ValueError, torch.OutOfMemoryError, RuntimeError)
 
 
-def agree(group, device, error: Exception | None, numbers: list[int]) -> Tensor:
-    """int64 (world, len(numbers)): the numbers of every rank. One small all-gather.
-
-    If some rank passes an error, all raise: that rank its own error, the others one of the same kind (ValueError,
-    OutOfMemoryError, else RuntimeError) that names the rank and the reason. The group stays usable.
-    """
-    return ask(group, device, error, numbers)()
-
-
 def ask(group, device, error: Exception | None, numbers: list[int]) -> Callable[[], Tensor]:
-    """`agree` in two steps: this starts the all-gather, and what it returns waits for it and gives the result.
+    """Tell all ranks these numbers, or this error, by one small all-gather; what it returns waits for theirs.
 
-    On a card that wait is on the stream beside the attention's, so that it does not wait for the attention.
+    That gives int64 (world, len(numbers)), or raises on all ranks where one told an error: on that rank its own error,
+    on the others one of the same kind (ValueError, OutOfMemoryError, else RuntimeError) that names the rank and the
+    reason. The group stays usable. A caller lets go of its error before it waits, since the traceback holds its frame.
+    On a card the wait is on the stream beside the attention's, so that it does not wait for the attention.
     """
     state = 0 if error is None else 1 + _kind(error)
     answers = _gather([state, *numbers], torch.int64, group, device)

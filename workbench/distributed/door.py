@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from workbench import dispatch
 from workbench.distributed import heads, local
-from workbench.distributed.agree import agree, ask, same
+from workbench.distributed.agree import ask, same
 from workbench.distributed.heads import HeadsPlan
 from workbench.distributed.plans import Plan, describe, digest
 from workbench.distributed.sequence import Buffers, Sequence
@@ -169,7 +169,8 @@ def _agreed(
                 room = _buffers(anew, rank, q, k)
             except Exception as found:
                 error = found
-            same(agree(group, device, error, [anew.plan.digest if anew else 0]), ("plan",))
+            asked, error = ask(group, device, error, [anew.plan.digest if anew else 0]), None
+            same(asked(), ("plan",))
             return anew, room
 
         return settle
@@ -178,7 +179,8 @@ def _agreed(
     call = Call(made, buffers, tell, rank, group, device, scale, backend, return_lse)
     if error is None and made is not None and made.ready is not None and made.ready.early(q):
         return q, k, v, call
-    made, buffers = tell(error)()
+    settle, error = tell(error), None
+    made, buffers = settle()
     return q, k, v, call._replace(made=made, buffers=buffers, tell=None)
 
 
@@ -320,16 +322,17 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, grad_lse=None):
-        call, (rows, k, v, out, lse) = ctx.call, ctx.saved_tensors
-        ready, error, buffers = call.made.ready, None, None
+        call, ready, error = ctx.call, ctx.call.made.ready, None
         try:
+            rows, k, v, out, lse = ctx.saved_tensors  # an error where one has been changed meanwhile
             buffers = ready.prepare(rows, k, backward=True)
         except Exception as found:
             error = found
         tell = functools.partial(ask, call.group, call.device, numbers=[int(grad_lse is not None)])
         regroup, held = ready.regroup, len(ready.plan.queries(call.rank))
         if error is not None or not ready.early(rows) or regroup and call.return_lse:
-            told = tell(error)()
+            asked, error = tell(error), None
+            told = asked()
             tell = functools.partial(ask, call.group, call.device, numbers=[]) if ready.early(rows) else None
             if regroup and bool(told.any()) and grad_lse is None:
                 grad_lse = lse.new_zeros(*lse.shape[:2], held)

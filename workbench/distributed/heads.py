@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from workbench.distributed import local, plans
-from workbench.distributed.agree import agree
+from workbench.distributed.agree import ask
 from workbench.distributed.exchange import all_to_all
 from workbench.distributed.plans import Plan, of_mode
 from workbench.distributed.shards import Shards
@@ -192,7 +192,8 @@ class Attend(torch.autograd.Function):
             rehearse(call.made.plan, call.rank, saved[0], backward=True)
         except Exception as found:
             error = found
-        told = agree(call.group, call.device, error, [int(grad_lse is not None)])
+        asked, error = ask(call.group, call.device, error, [int(grad_lse is not None)]), None
+        told = asked()
         if grad is None:
             grad = saved[0].new_zeros(ctx.sizes[0])
         if bool(told.any()) and grad_lse is None:

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 from dataclasses import dataclass, replace
 
 import torch
 
 from workbench.cards import VIRTUAL, Card
-from workbench.distributed import door, exchange, heads, jobs, local
+from workbench.distributed import agree, door, exchange, heads, jobs, local
 from workbench.distributed.needs import queries_of
 from workbench.distributed.plans import Plan
 from workbench.distributed.sequence import Sequence
@@ -26,8 +25,6 @@ from workbench.distributed.shards import Shards
 from workbench.probes.absent import CUDA, LOCK, META, OnCard, replaced
 from workbench.probes.case import Case
 from workbench.probes.shortcuts import unseen
-
-agreement = sys.modules[door.agree.__module__]  # the package has the function under the module's name
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ class Rank:
 
         stand_ins = [
             (door, "_place", lambda group: (group, self.world, self.rank, CUDA)),
-            (agreement, "_gather", gather),
+            (agree, "_gather", gather),
             (exchange, "all_to_all", _moved),
             (heads, "all_to_all", _moved),
             (local, "_operators", on_card(local._operators)),
