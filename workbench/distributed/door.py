@@ -169,8 +169,11 @@ def _agreed(
                 room = _buffers(anew, rank, q, k)
             except Exception as found:
                 error = found
-            asked, error = ask(group, device, error, [anew.plan.digest if anew else 0]), None
-            same(asked(), ("plan",))
+            try:
+                told = ask(group, device, error, [anew.plan.digest if anew else 0])()
+            finally:
+                error = None
+            same(told, ("plan",))
             return anew, room
 
         return settle
@@ -179,8 +182,10 @@ def _agreed(
     call = Call(made, buffers, tell, rank, group, device, scale, backend, return_lse)
     if error is None and made is not None and made.ready is not None and made.ready.early(q):
         return q, k, v, call
-    settle, error = tell(error), None
-    made, buffers = settle()
+    try:
+        made, buffers = tell(error)()
+    finally:
+        error = None
     return q, k, v, call._replace(made=made, buffers=buffers, tell=None)
 
 
@@ -331,8 +336,10 @@ class _Attend(torch.autograd.Function):
         tell = functools.partial(ask, call.group, call.device, numbers=[int(grad_lse is not None)])
         regroup, held = ready.regroup, len(ready.plan.queries(call.rank))
         if error is not None or not ready.early(rows) or regroup and call.return_lse:
-            asked, error = tell(error), None
-            told = asked()
+            try:
+                told = tell(error)()
+            finally:
+                error = None
             tell = functools.partial(ask, call.group, call.device, numbers=[]) if ready.early(rows) else None
             if regroup and bool(told.any()) and grad_lse is None:
                 grad_lse = lse.new_zeros(*lse.shape[:2], held)

@@ -192,8 +192,10 @@ class Attend(torch.autograd.Function):
             rehearse(call.made.plan, call.rank, saved[0], backward=True)
         except Exception as found:
             error = found
-        asked, error = ask(call.group, call.device, error, [int(grad_lse is not None)]), None
-        told = asked()
+        try:
+            told = ask(call.group, call.device, error, [int(grad_lse is not None)])()
+        finally:
+            error = None
         if grad is None:
             grad = saved[0].new_zeros(ctx.sizes[0])
         if bool(told.any()) and grad_lse is None:
