@@ -20,7 +20,7 @@ def ask(group, device, error: Exception | None, numbers: list[int]) -> Callable[
 
     That gives int64 (world, len(numbers)), or raises on all ranks where one told an error: on that rank its own error,
     on the others one of the same kind (ValueError, OutOfMemoryError, else RuntimeError) that names the rank and the
-    reason. The group stays usable. A caller lets go of its error when this raises it, since the traceback holds its frame.
+    reason. The group stays usable. A caller lets go of its error when this raises it: the traceback holds its frame.
     On a card the wait is on the stream beside the attention's, so that it does not wait for the attention.
     """
     state = 0 if error is None else 1 + _kind(error)
