@@ -203,6 +203,14 @@ def test_a_progress_bar_in_text_shows_its_last_line_only(render):
     assert "100%\ndone" in body and "50%" not in body
 
 
+def test_progress_that_was_erased_when_it_was_over_leaves_nothing(render):
+    cell = code("x")
+    cell.outputs = [v4.new_output("stream", name="stderr", text=t) for t in ("\rhalf", "\rdone", "\r    \r")]
+    cell.outputs.append(v4.new_output("stream", text="1\n"))
+    body = main(render(cell))
+    assert "stderr" not in body and "done" not in body and "<pre>1\n</pre>" in body
+
+
 def test_the_title_is_in_the_head_only_and_sections_are_in_the_contents(render):
     html = render("# T\n\nabout", "## One\n\n### Deep", "## One", "## $N^2$ pairs")
     assert html.count("<h1") == 1 and "about" in main(html)

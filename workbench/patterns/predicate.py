@@ -116,12 +116,12 @@ def source_of(fn) -> str:
 
 
 def watched(steps, what: str, total: int):
-    """The steps, with a line of progress on stderr once they have taken two seconds."""
-    began, shown = time.monotonic(), False
+    """The steps, with a line of progress on stderr from two seconds on until they are done, when it is erased."""
+    began, line = time.monotonic(), ""
     for done, step in enumerate(steps, 1):
         yield step
         if time.monotonic() - began > 2:
-            shown = True
-            print(f"\r{what}: {done:,} of {total:,} tiles", end="", file=sys.stderr, flush=True)
-    if shown:
-        print(file=sys.stderr)
+            line = f"{what}: {done:,} of {total:,} tiles"
+            print(f"\r{line}", end="", file=sys.stderr, flush=True)
+    if line:
+        print(f"\r{' ' * len(line)}\r", end="", file=sys.stderr, flush=True)
