@@ -19,7 +19,7 @@ from workbench.distributed import views
 from workbench.distributed.plans import Plan, Stage
 from workbench.distributed.shards import Rows, Shards, as_index, clip
 from workbench.execution.dilated import offset_slices, share_heads
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
+from workbench.patterns import Dense, Dilated, Neighborhood, Pattern
 
 FIRST = 2 << 30  # pairs that keep a card busy for a millisecond, while ranks agree
 PART = 2 << 20  # (row, head) of a call whose result needs memory beside out: 256 MB at head_dim 64 in 16 bits
@@ -239,9 +239,8 @@ def _needed(plan: Plan, rank: int, stage: Stage) -> Tensor:
 def _kept(plan: Plan, rank: int, stage: Stage) -> dict:
     """What is kept with the plan for the stage, by batch entry. Stages whose heads see the same share it, since
     executions keep their lists of blocks with the patterns in it."""
-    pattern = plan.pattern
-    by_head = isinstance(pattern, BlockSparse) and (pattern.layout.per_head or pattern.predicate is not None)
-    return plan.views.setdefault((rank, _heads_of(plan, stage.heads) if by_head else None), {})
+    heads = None if plan.pattern.same_heads else _heads_of(plan, stage.heads)
+    return plan.views.setdefault((rank, heads), {})
 
 
 def _by_batch(pattern: Pattern) -> list[tuple[int | None, Pattern]]:

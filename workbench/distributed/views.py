@@ -53,9 +53,7 @@ def some_heads(pattern: Pattern, first: int, heads: int, all_heads: int) -> Patt
 
     ValueError where there is none: offsets="blocked", cut inside a run of heads with one offset.
     """
-    if heads == all_heads or isinstance(pattern, (Dense, Neighborhood)):
-        return pattern
-    if isinstance(pattern, BlockSparse) and not pattern.layout.per_head and pattern.predicate is None:
+    if heads == all_heads or isinstance(pattern, Dense) or pattern.same_heads:
         return pattern  # the same object, so that its lists of blocks are made once
     if isinstance(pattern, Dilated):
         part = Branches(pattern, tuple(range(len(pattern.segment_lengths))), first, all_heads)
