@@ -207,12 +207,14 @@ def test_neither_cudnn_nor_flash_is_taken_where_they_are_wrong(wrong, backend):
     assert torch.backends.cuda.cudnn_sdp_enabled()  # again
 
 
-def test_memory_efficient_is_asked_first(wrong, monkeypatch):
-    asked = []
-    monkeypatch.setattr(dispatch, "sdpa_kernel", lambda *x, **y: (asked.append((x, y)), sdpa_kernel(*x, **y))[1])
-    attention(*tensors(), Dense())
-    first = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    assert asked == [((first,), {"set_priority": True})]
+def test_the_order_of_torchs_kernels_is_left_alone(wrong):
+    """Set within a block, it would be flash before cuDNN behind it."""
+    order, was_set = torch._C._get_sdp_priority_order(), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._C, "_set_sdp_priority_order", was_set.append)
+        attention(*tensors(), Dense())
+    assert wrong == [["efficient", "unfused"]] and was_set == []
+    assert order.index(SDPBackend.EFFICIENT_ATTENTION.value) < order.index(SDPBackend.MATH.value)
 
 
 def test_a_kernel_that_the_user_switched_off_stays_off(wrong):

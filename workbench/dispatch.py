@@ -124,7 +124,8 @@ def gradients_past_2_31(*tensors: Tensor) -> bool:
 def right_past_2_31():
     """A context in which torch's attention takes the memory-efficient kernel or else the unfused one.
 
-    ValueError where neither is enabled.
+    ValueError where neither is enabled. Torch's order of kernels is left alone: one that is set before the process's
+    first attention is followed by flash before cuDNN, for good (torch 2.11).
     """
     allowed = kernels_right_past_2_31()
     if not allowed:
@@ -132,11 +133,11 @@ def right_past_2_31():
             "torch.nn.attention.sdpa_kernel allows none but cuDNN's and flash attention, whose gradients are wrong "
             "past 2^31 elements: allow memory-efficient attention too"
         )
-    return sdpa_kernel([getattr(SDPBackend, name) for name in allowed], set_priority=True)
+    return sdpa_kernel([getattr(SDPBackend, name) for name in allowed])
 
 
 def kernels_right_past_2_31() -> tuple[str, ...]:
-    """The kernels of torch's attention that are right past 2^31 elements and enabled, in order of preference."""
+    """The kernels of torch's attention that are right past 2^31 elements and enabled, in torch's order."""
     cuda = torch.backends.cuda
     switches = {"EFFICIENT_ATTENTION": cuda.mem_efficient_sdp_enabled, "MATH": cuda.math_sdp_enabled}
     return tuple(name for name, enabled in switches.items() if enabled())

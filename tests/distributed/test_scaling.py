@@ -19,6 +19,8 @@ from workbench.probes.case import Case
 from workbench.probes.timing import AA
 
 MINE = """
+import gc
+
 import torch
 import torch.distributed as dist
 import workbench as wb
@@ -34,6 +36,12 @@ def late(q, k, v, pattern):
     if dist.get_rank() == 1:
         out = torch.cat([out[:, :-1], out[:, -1:] * 1.001], 1)  # the last row of all, by a thousandth
     return out
+
+def wants_room(q, k, v, pattern):
+    whole = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.shape == (1, 192, 4, 8)]
+    if any(x.dtype == q.dtype for x in whole):
+        raise MemoryError("no room beside one device's inputs")
+    return mine(q, k, v, pattern)
 
 def fails(q, k, v, pattern):
     if dist.get_rank() == 1:
@@ -152,6 +160,12 @@ def test_progress_is_short_and_silent_about_what_is_recorded(own, folder):
     said, case = [], {"x": Case(Dense(), dtype="float32", **SIZES)}
     scaling.sweep(case, 2, ["mine_on_ranks:mine"], folder=folder / "own", say=lambda x, **_: said.append(x))
     assert said == ["1/1: x, N = 192, from the records"]
+
+
+def test_strategies_that_have_no_room_beside_each_others_inputs_are_timed_all_the_same(folder):
+    found = sweep(folder / "room", {"x": Case(DILATED, dtype="float32", **SIZES)}, ["mine_on_ranks:wants_room"])
+    for row in found.values():
+        assert row["status"] == "ok" and len(row["samples_ms"]) == 3 and row["median_ms"] > 0
 
 
 @pytest.fixture(scope="module")

@@ -188,36 +188,47 @@ def covered(spans: list[tuple[int, int]]) -> int:
 
 
 @_job
-def times(case: dict, names: list[str], samples: int, seconds: float) -> dict:
+def times(case: dict, names: list[str], samples: int, seconds: float, at_once: bool = True) -> dict:
     """{strategy: milliseconds of each round on this rank}; "A/A" is the first strategy again.
 
     In each round all are timed, in a random order that is the same on all ranks. A sample begins at a barrier and ends
     when this rank is done. seconds: after about so long no second warm-up call is made, and no round is begun once
-    there are FEWEST.
+    there are FEWEST. at_once: whether the inputs of all strategies are there at once; if not, a sample makes its own.
     """
     case, (rank, world) = read(case), _place()
     made: dict = {}
-    works = {name: strategies.prepare(name, case, rank, world, made) for name in names}
+    works = {name: strategies.prepare(name, case, rank, world, made) for name in names} if at_once else {}
     begin = time.perf_counter()
     for work in works.values():
         for _ in range(2):
             _sample(work)
             if _over(begin, seconds):
                 break
-    works[AA] = works[names[0]]
-    shuffled, taken = random.Random(0), {name: [] for name in works}  # the same seed on all ranks
+    order = [*names, AA]
+    shuffled, taken = random.Random(0), {name: [] for name in order}  # the same seed on all ranks
     begin = time.perf_counter()
     for done in range(samples):
         if done >= FEWEST and _over(begin, seconds):
             break
-        for name in shuffled.sample(list(works), len(works)):
-            taken[name].append(_sample(works[name]))
+        for name in shuffled.sample(order, len(order)):
+            which = names[0] if name == AA else name
+            taken[name].append(_sample(works[which]) if at_once else _alone(which, case, rank, world))
     return taken
 
 
 def _sample(work: Work) -> float:
     with work.context():
         return _timed(work.case.device, work)
+
+
+def _alone(name: str, case: Case, rank: int, world: int) -> float:
+    """A sample of a strategy when no other one's inputs are there, behind a call that warms up."""
+    work = strategies.prepare(name, case, rank, world)
+    taken = [_sample(work) for _ in range(2)][1]
+    del work
+    if case.device.startswith("cuda"):
+        torch.cuda.empty_cache()  # the next inputs may be of another size
+    return taken
 
 
 def _over(begin: float, seconds: float) -> bool:

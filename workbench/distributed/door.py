@@ -5,6 +5,7 @@ Dimensions: B batch, L rows of this rank, N rows of all ranks together, H query 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from workbench import dispatch
-from workbench.distributed import heads, local
+from workbench.distributed import heads, local, streams
 from workbench.distributed.agree import ask, same
 from workbench.distributed.heads import HeadsPlan
 from workbench.distributed.plans import Plan, describe, digest
@@ -180,7 +181,7 @@ def _agreed(
 
     scale = 1 / math.sqrt(q.shape[-1]) if error is None and scale is None else scale
     call = Call(made, buffers, tell, rank, group, device, scale, backend, return_lse)
-    if error is None and made is not None and made.ready is not None and made.ready.early(q):
+    if error is None and made is not None and made.ready is not None and made.ready.early():
         return q, k, v, call
     try:
         made, buffers = tell(error)()
@@ -315,7 +316,7 @@ class _Attend(torch.autograd.Function):
 
             return rows, *ready.forward(rows, k, v, call.scale, call.backend, call.buffers, begin, bring)
 
-        rows, out, lse = _telling(call, tell if ready.early(q) else None, attend)
+        rows, out, lse = _telling(call, tell if ready.early() else None, attend)
         ctx.save_for_backward(rows, k, v, out, lse)
         ctx.set_materialize_grads(False)
         ctx.call = call._replace(buffers=None, tell=None)
@@ -335,12 +336,12 @@ class _Attend(torch.autograd.Function):
             error = found
         tell = functools.partial(ask, call.group, call.device, numbers=[int(grad_lse is not None)])
         regroup, held = ready.regroup, len(ready.plan.queries(call.rank))
-        if error is not None or not ready.early(rows) or regroup and call.return_lse:
+        if error is not None or not ready.early() or regroup and call.return_lse:
             try:
                 told = tell(error)()
             finally:
                 error = None
-            tell = functools.partial(ask, call.group, call.device, numbers=[]) if ready.early(rows) else None
+            tell = functools.partial(ask, call.group, call.device, numbers=[]) if ready.early() else None
             if regroup and bool(told.any()) and grad_lse is None:
                 grad_lse = lse.new_zeros(*lse.shape[:2], held)
 
@@ -374,7 +375,9 @@ def _telling(call: Call, tell: Callable[[Exception | None], Callable] | None, at
     tell: see `Call`; None where the ranks have agreed already. With NCCL, what ranks tell would itself queue behind
     that attention, so it is told first, and a later error is this rank's alone.
     """
-    waits = (lambda: None) if tell is None else tell(None) if call.device.type == "cuda" else None
+    ready, waits = call.made.ready, (lambda: None) if tell is None else None
+    if waits is None and call.device.type == "cuda":
+        waits = tell(None)
 
     def begin() -> Callable:
         nonlocal waits
@@ -382,7 +385,8 @@ def _telling(call: Call, tell: Callable[[Exception | None], Callable] | None, at
         return waits
 
     try:
-        return attend(begin)
+        with streams.joined(ready.exchange.device) if ready.early() else contextlib.nullcontext():
+            return attend(begin)
     except Exception as error:
         if waits is None:
             tell(error)()

@@ -142,10 +142,10 @@ class Sequence:
         buffers.release()
         return out.to(q.dtype), lse
 
-    def early(self, q: Tensor) -> bool:
+    def early(self) -> bool:
         """Whether the attention that needs no rows of other ranks begins before the ranks have agreed: on a card it
         runs meanwhile."""
-        return q.device.type == "cuda"
+        return self.exchange.device.type == "cuda"
 
     def _stages(
         self, k, v, buffers: Buffers, begin: Callable[[], Callable[[], None]], bring: Callable[[], None]
@@ -166,33 +166,7 @@ class Sequence:
                 sent, received = (side[x % len(side)] for side in (buffers.sent, buffers.received))
                 pending.append(self.exchange.fetch(stages[x], sent, received))
 
-        if self.early(k):
-            # transfers wait for the inputs, which are there now, not for the attention that is queued next
-            beside, there, moved = streams.beside(k.device), torch.cuda.Event(), torch.cuda.Event()
-            there.record()
-            yield None, 0, self.first
-            settle = begin()
-            with torch.cuda.stream(beside):
-                beside.wait_event(there)
-                for x in range(self.ahead):
-                    pack(x)
-            try:
-                settle()  # on the caller's stream, which uses the memory that this may allocate
-            except Exception:
-                with torch.cuda.stream(beside):
-                    moved.record()
-                moved.wait()  # the caller's stream gets the buffers' memory back, and must not reuse it before
-                raise
-            with torch.cuda.stream(beside):
-                bring()
-                fetch(0)
-                moved.record()
-            yield None, 0, self.second
-            with torch.cuda.stream(beside):
-                for x in range(1, self.ahead):
-                    fetch(x)
-            moved.wait()
-        else:
+        if not self.early():
             for x in range(self.ahead):
                 pack(x)
             begin()()
@@ -200,11 +174,43 @@ class Sequence:
             for x in range(self.ahead):
                 fetch(x)
             yield None, 0, [*self.first, *self.second]
+            for x, stage in enumerate(stages):
+                pending[x].wait()
+                pack(x + self.ahead)
+                fetch(x + self.ahead)
+                yield stage, x, self.later[stage]
+            return
+
+        # On a card rows are packed and sent on a stream of their own, beside the attention that is queued meanwhile:
+        # they wait for the inputs, which are there now, and for buffers that the attention has done with.
+        beside, free, brought = streams.beside(k.device), torch.cuda.Event(), torch.cuda.Event()
+        free.record()
+        yield None, 0, self.first
+        settle = begin()
+        with torch.cuda.stream(beside):
+            beside.wait_event(free)
+            for x in range(self.ahead):
+                pack(x)
+        settle()  # on the caller's stream, which uses the memory that this may allocate
+        with torch.cuda.stream(beside):
+            bring()
+            brought.record()
+            fetch(0)
+        yield None, 0, self.second
+        with torch.cuda.stream(beside):
+            for x in range(1, self.ahead):
+                fetch(x)
+        brought.wait()
         for x, stage in enumerate(stages):
-            pending.pop(0).wait()
-            pack(x + self.ahead)
-            fetch(x + self.ahead)
+            pending[x].wait()
+            with torch.cuda.stream(beside):
+                pending[x].wait()
+                if x:
+                    beside.wait_event(free)
+                pack(x + self.ahead)
+                fetch(x + self.ahead)
             yield stage, x, self.later[stage]
+            free.record()
 
     def _merge(self, task: Task, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         rows = zip(task.views(out), task.views(lse.transpose(1, 2)), strict=True)

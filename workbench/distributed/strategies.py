@@ -230,7 +230,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    with sdpa_kernel(kernels, set_priority=True):
+    with sdpa_kernel(kernels):  # in torch's order, see `dispatch.right_past_2_31`
         # looked up in its module, where the context puts torch's sharded one
         out = functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal)
     return out.transpose(1, 2)

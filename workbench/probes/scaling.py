@@ -164,7 +164,10 @@ def _times(facts: dict[str, dict], case: Case, pool: Pool, samples: int, seconds
     rows = dict(facts)
     if not able:
         return rows
-    outcome = _ask(pool, "times", [described(case), able, samples, seconds], timeout_s)
+    arguments = [described(case), able, samples, seconds]
+    outcome = _ask(pool, "times", arguments, timeout_s)
+    if outcome.status == "oom":  # each is able, but not beside the inputs of the others
+        outcome = _ask(pool, "times", [*arguments, False], timeout_s)
     if outcome.status != "ok":
         return rows | {name: rows[name] | {"status": outcome.status, "error": outcome.error} for name in able}
     taken = {name: np.max([rank[name] for rank in outcome.result], axis=0).tolist() for name in outcome.result[0]}
