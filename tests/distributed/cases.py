@@ -77,6 +77,13 @@ def _cases():
     for name, order in orders.items():
         grid = Case(f"grid-{name}", lambda o=order: Neighborhood((8, 9), (1, 2), o), 72, heads=4, kv_heads=2)
         yield grid, {2: (36, 36), 4: (18, 17, 0, 37)}
+    near = {"near-rows": None, "near-hilbert": orderings.hilbert((8, 24))}
+    for name, order in near.items():
+        grid = Case(f"grid-{name}", lambda o=order: Neighborhood((8, 24), 1, o), 192, heads=4, kv_heads=2)
+        yield grid, {2: (96, 96), 4: (3, 64, 0, 125)}
+    tall = Case("grid-near-last-queries", lambda: Neighborhood((48, 4), 1), 192, 101, heads=3, batch=2)
+    yield tall, {2: (90, 102), 4: (60, 40, 0, 92)}
+    yield Case("line-near", lambda: Neighborhood((160,), 3), 160, heads=3), {2: (80, 80), 4: (40, 40, 2, 78)}
     part = orderings.hilbert((8, 8)).restrict((torch.arange(64) % 5 > 0).view(8, 8))
     yield Case("grid-of-some-cells", lambda: Neighborhood((8, 8), 2, part), 51, 40), {2: (26, 25), 4: (1, 9, 20, 21)}
     solid = Case("grid-3d", lambda: Neighborhood((4, 5, 3), (1, 0, 2)), 60, batch=2)

@@ -81,6 +81,8 @@ SHOWN = {  # each mutant on a case in which what it breaks is used
     "gradients-added-to-what-was-there": "rates-that-share-no-divisor",
     "keys-and-values-swapped": "grid-hilbert",
     "what-was-there-overwritten": "geometric",
+    "results-at-the-border-not-replaced": "grid-near-hilbert",
+    "gradients-at-the-border-given-twice": "grid-near-rows",
 }
 
 

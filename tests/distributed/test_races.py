@@ -7,7 +7,7 @@ import pytest
 from tests.distributed import work
 
 IDS = ("dense", "dense-causal", "geometric", "rates-that-share-no-divisor-causal", "blocks-cut-causal",
-       "blocks-whole-at-both-ends", "grid-hilbert")  # fmt: skip
+       "blocks-whole-at-both-ends", "grid-hilbert", "grid-near-hilbert")  # fmt: skip
 
 
 @pytest.mark.parametrize("id", IDS)

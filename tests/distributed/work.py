@@ -173,6 +173,14 @@ def _overwritten(patch_):
     patch_(tasks.Written, "_first", lambda self, where, boxes: True)
 
 
+def _border_kept(patch_):
+    patch_(tasks.Task, "replace", lambda self, x, part: None)
+
+
+def _border_twice(patch_):
+    patch_(torch.Tensor, "index_fill", lambda self, *_: self)
+
+
 MUTANTS = {
     "dk-and-dv-swapped": _swapped,
     "a-hop-dropped": _hop_dropped,
@@ -180,6 +188,8 @@ MUTANTS = {
     "gradients-added-to-what-was-there": _stale_buffer,
     "keys-and-values-swapped": _keys_and_values_swapped,
     "what-was-there-overwritten": _overwritten,
+    "results-at-the-border-not-replaced": _border_kept,
+    "gradients-at-the-border-given-twice": _border_twice,
 }
 
 
@@ -648,6 +658,8 @@ def on_card(pattern):
     """The index tensors that a plan made ready keeps on the card."""
     kept = pattern.__dict__.get("_shared", {"plans": {}})["plans"]
     for made in (x for x in kept.values() if x.ready is not None):
-        fills = [x for found in made.ready.later.values() for task in found for fill in task.fills for x in fill]
+        every = [*made.ready.first, *(task for found in made.ready.later.values() for task in found)]
+        fills = [x for task in every for fill in task.fills for x in fill]
+        picked = [x for task in every for x in (task.picked, task.replaced)]
         slots = [slot.own for sides in made.ready.exchange.slots.values() for line in sides[0] for slot in line]
-        yield from (x for x in (*fills, *slots) if isinstance(x, torch.Tensor))
+        yield from (x for x in (*fills, *slots, *picked) if isinstance(x, torch.Tensor))

@@ -1,7 +1,8 @@
 """A rank's share of the attention as calls of single-device attention ("jobs"), and which keys each of them gathers.
 
 A job's queries are rows of the rank. Its keys are the rank's own rows, or own and received rows gathered side by side.
-The results of jobs on the same queries are merged by log-sum-exp, so that together they are one softmax.
+The results of jobs on the same queries are merged by log-sum-exp, so that together they are one softmax; or those of one
+job replace those of another (`Job.replaced`).
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ PART = 2 << 20  # (row, head) of a call whose result needs memory beside out: 25
 class Strand(NamedTuple):
     """Some heads of a job: their queries and keys, as positions. A key of -1 is padding, which no query sees.
 
-    Keys that are several ranges, in any order, have at most one range on each rank.
+    Keys that are several ranges, in any order, have at most one range on each rank. Queries that are a tensor, int64
+    ascending, are those of the whole job that another job has `replaced`.
     """
 
-    queries: range
+    queries: range | Tensor
     heads: slice
     keys: range | Rows | Tensor
     key_heads: slice
@@ -43,12 +45,14 @@ class Job:
 
     spare: rows of padding to be added behind the queries, whose results are dropped
     batch: the one entry of the batch that this is for, or None for all
+    replaced: int64 or None, queries whose results are those of another job, which runs later; they give no gradients
     """
 
     pattern: Pattern
     strands: tuple[Strand, ...]
     spare: int = 0
     batch: int | None = None
+    replaced: Tensor | None = None
 
 
 class Local(NamedTuple):
@@ -64,7 +68,7 @@ class Local(NamedTuple):
 
 
 def local(plan: Plan, rank: int) -> Local:
-    """Attention to a rank's own rows: dense, whole segments of dilated branches, or blocks where shards are whole ones.
+    """Attention to a rank's own rows: dense, whole segments of dilated branches, or what `Plan.apart` is about.
 
     A kernel that fills the card leaves no room for an exchange until it ends. So dense attention begins with only as
     many heads as take the time of agreeing, and the first rows travel while the other heads are computed. These are cut
@@ -75,7 +79,8 @@ def local(plan: Plan, rank: int) -> Local:
     if not any(plan.work(rank)) or not plan.heads:
         return Local([], [], {})
     if plan.apart:
-        return Local(_own_blocks(plan, rank), [], {})
+        cells = isinstance(plan.pattern, Neighborhood)
+        return Local([_own_cells(plan, rank)] if cells else _own_blocks(plan, rank), [], {})
     if not isinstance(plan.pattern, Dense):
         return Local(_whole_segments(plan, rank) if isinstance(plan.pattern, Dilated) else [], [], {})
     here, moved = plan.work(rank), []
@@ -110,7 +115,8 @@ def remote(plan: Plan, rank: int, stage: Stage) -> list[Job]:
     if isinstance(plan.pattern, Dilated):
         return _dilated(plan, rank, stage)
     if plan.apart:
-        return _other_blocks(plan, rank, stage)
+        cells = isinstance(plan.pattern, Neighborhood)
+        return _border_cells(plan, rank, stage) if cells else _other_blocks(plan, rank, stage)
     return _gathered(plan, rank, stage)
 
 
@@ -285,6 +291,41 @@ def _runs(view: views.Gathered, queries: range, heads: int) -> list[range]:
     return [clip(queries, (first + start) * bq, (first + stop) * bq) for start, stop in pairs]
 
 
+def _border(plan: Plan, rank: int) -> views.Gathered:
+    """A call of the queries that see rows of other ranks, kept with the plan.
+
+    Its keys are those rows, then the own ones that the queries see, at the end the queries themselves.
+    """
+    kept = plan.views.setdefault((rank, "border"), {})
+    if not kept:
+        near, own, queries = plan.finder.near, plan.shards[rank], plan.queries(rank)
+        needed = _needed(plan, rank, plan.stages[0])
+        border = _clip(near(needed), queries)
+        beside = _clip(near(border), own)
+        beside = beside[~torch.isin(beside, border)]
+        kept[None] = views.neighborhood(plan.pattern, torch.cat([needed, beside, border]), len(border))
+    return kept[None]
+
+
+def _clip(positions: Tensor, among: range) -> Tensor:
+    return positions[(positions >= among.start) & (positions < among.stop)]
+
+
+def _own_cells(plan: Plan, rank: int) -> Job:
+    own, border = plan.shards[rank], _border(plan, rank)
+    strand = Strand(plan.queries(rank), slice(0, plan.heads), own, slice(0, plan.kv_heads))
+    replaced = border.position[len(border.position) - border.queries :]
+    return Job(views.own_cells(plan.pattern, own), (strand,), replaced=replaced if len(replaced) else None)
+
+
+def _border_cells(plan: Plan, rank: int, stage: Stage) -> list[Job]:
+    """Attention of the queries that see what arrives: to that, and to what they see of the rank's own rows."""
+    heads, border = _heads_of(plan, stage.heads), _border(plan, rank)
+    spot = slice(heads.start, heads.stop), slice(stage.heads.start, stage.heads.stop)
+    queries = border.position[len(border.position) - border.queries :]
+    return [Job(border.pattern, (Strand(queries, spot[0], border.position, spot[1]),))] if len(queries) else []
+
+
 def _gathered(plan: Plan, rank: int, stage: Stage) -> list[Job]:
     own, queries, pattern = plan.shards[rank], plan.queries(rank), plan.pattern
     heads, needed, kept = _heads_of(plan, stage.heads), _needed(plan, rank, stage), _kept(plan, rank, stage)
@@ -293,7 +334,8 @@ def _gathered(plan: Plan, rank: int, stage: Stage) -> list[Job]:
     def job(batch: int | None, one: Pattern) -> Job:
         if batch not in kept:
             if isinstance(pattern, Neighborhood):
-                kept[batch] = views.neighborhood(one, queries, own, needed)
+                position = torch.cat([needed, torch.arange(own.start, own.stop)])
+                kept[batch] = views.neighborhood(one, position, len(queries))
             else:
                 sizes = (plan.n, heads.start, len(heads), plan.heads)
                 kept[batch] = views.block_sparse(one, queries, own, needed, *sizes)
@@ -332,7 +374,10 @@ def fills(plan: Plan, rank: int, stage: Stage | None, job: Job) -> list[Fill]:
         own = plan.shards[rank]
         to, rows = place(own.start, own.stop)
         if len(rows):
-            ours = slice(rows[0] - own.start, rows[-1] - own.start + 1, rows.step)
+            if isinstance(rows, range):
+                ours = slice(rows[0] - own.start, rows[-1] - own.start + 1, rows.step)
+            else:
+                ours = as_index(rows - own.start)
             found.append(Fill(to, slice(first, first + len(heads)), rank, None, ours, strand.key_heads))
         for source in range(plan.world) if stage is not None else ():
             for x, parcel in enumerate(plan.parcels(source, rank, stage)):
@@ -373,10 +418,8 @@ def _places(keys: range | Rows | Tensor):
         if parcel is not None:
             rows = parcel.rows.positions
             return as_index(order[torch.searchsorted(ascending, rows)]), rows
-        low = (keys == start).nonzero().flatten() if start < stop else ()
-        if not len(low):
-            return slice(0, 0), range(0)
-        return slice(int(low[0]), int(low[0]) + stop - start), range(start, stop)  # own rows are consecutive, if there
+        at = ((keys >= start) & (keys < stop)).nonzero().flatten()
+        return (as_index(at), keys[at]) if len(at) else (slice(0, 0), range(0))
 
     return place
 

@@ -256,7 +256,7 @@ class BlockNeeds:
 
 
 class NeighborhoodNeeds:
-    """The cells within the radius of one of the rank's cells: a mask of these, dilated one axis after another."""
+    """The tokens that some of the rank's queries see."""
 
     def __init__(self, pattern: Neighborhood, n: int, nq: int, heads: int, key_heads: int):
         self.pattern, self.n, self.nq, self.key_heads = pattern, n, nq, key_heads
@@ -265,8 +265,18 @@ class NeighborhoodNeeds:
         queries = queries_of(own, self.n, self.nq)
         if not queries or not self.key_heads:
             return []
+        token = self.near(torch.arange(queries.start, queries.stop))
+        return _need([tuple(range(self.key_heads))], [Rows.of([token]).without(own)])
+
+    def near(self, tokens: Tensor) -> Tensor:
+        """The tokens that these see, and that see these, int64, ascending: within the radius of one of their cells.
+
+        A mask of the cells is dilated one axis after another.
+        """
+        if not len(tokens):
+            return tokens
         shape, radius = self.pattern.shape, self.pattern.radius
-        cells = self.pattern.coordinates(torch.arange(queries.start, queries.stop))
+        cells = self.pattern.coordinates(tokens)
         low = [max(0, int(x.min()) - r) for x, r in zip(cells, radius, strict=True)]
         high = [min(side, int(x.max()) + r + 1) for x, r, side in zip(cells, radius, shape, strict=True)]
         near = torch.zeros([h - x for x, h in zip(low, high, strict=True)], dtype=torch.int32)
@@ -281,6 +291,5 @@ class NeighborhoodNeeds:
         cell = torch.zeros_like(spot[0])
         for x, o, side in zip(spot, low, shape, strict=True):
             cell = cell * side + x + o
-        token = self.pattern.rank[cell]
-        token = token[token >= 0].sort().values
-        return _need([tuple(range(self.key_heads))], [Rows.of([token]).without(own)])
+        found = self.pattern.rank[cell]
+        return found[found >= 0].sort().values

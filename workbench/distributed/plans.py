@@ -27,6 +27,7 @@ SHARE = 16  # a stage brings a rank about a 16th of the bytes of its own keys an
 PAIRS = 3 << 30  # dense attention computes at least so many pairs a call, a millisecond or two, to outlast its launch
 LEAST = 3 << 14  # other patterns bring at least so many (row, key head): 12 MB at head_dim 64 in 16 bits
 PIECES = 4  # a key head's rows come in at most so many stages, since what is computed from each has to be merged
+FEW = 4  # neighborhoods: a rank's own rows are at least so many times those that it needs, if they are a call apart
 CALLS = 3  # at least, in a causal stage: early and late queries, whole blocks and triangles
 
 
@@ -65,17 +66,20 @@ class Plan:
         self.nq = pattern.for_batch(0).check(shards.n, heads, nq)
         self.pattern, self.shards, self.heads, self.kv_heads = pattern, shards, heads, kv_heads
         self.zigzag = isinstance(pattern, Dense) and pattern.causal
-        self.apart = self._apart()
         self._needs: dict[int, list[Need]] = {}
         self._parcels: dict[tuple[int, int, Stage], list[Need]] = {}
         self.views: dict[tuple, dict] = {}  # the patterns on gathered keys, which `jobs` keeps here
 
-    def _apart(self) -> bool:
-        """Whether a rank attends to its own rows and to received ones in separate calls of block-sparse attention.
+    @cached_property
+    def apart(self) -> bool:
+        """Whether a rank attends to its own rows in a call of its own, of block-sparse or neighborhood attention.
 
-        For shards of whole blocks, and where nothing but the layout hides a pair of two ranks.
+        Blocks: for shards of whole ones, and where nothing but the layout hides a pair of two ranks. Cells: where few
+        queries see rows of other ranks. Else its own rows are copied beside what arrives.
         """
-        pattern = self.pattern
+        pattern, longest = self.pattern, max(self.shards.lengths, default=0)
+        if isinstance(pattern, Neighborhood):
+            return int(self.units.sum(0).max()) * FEW <= longest * self.kv_heads
         if not isinstance(pattern, BlockSparse) or pattern.predicate is not None or pattern.causal_rank is not None:
             return False
         return all(x % math.lcm(*pattern.block_size) == 0 for x in self.shards.starts)
@@ -106,7 +110,8 @@ class Plan:
     # --- what moves ---------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _finder(self):
+    def finder(self):
+        """What finds a rank's needs, by the kind of pattern; None for dense."""
         sizes = (self.n, self.nq, self.heads, self.kv_heads)
         kinds = {Dilated: needs.DilatedNeeds, BlockSparse: needs.BlockNeeds, Neighborhood: needs.NeighborhoodNeeds}
         for kind, finder in kinds.items():
@@ -137,8 +142,8 @@ class Plan:
     @cached_property
     def units(self) -> Tensor:
         """int64 (world, world): how many (row, key head) rank [s, .] sends to rank [., t]."""
-        if isinstance(self._finder, needs.DilatedNeeds):
-            return self._finder.units(self.shards).T.contiguous()
+        if isinstance(self.finder, needs.DilatedNeeds):
+            return self.finder.units(self.shards).T.contiguous()
         total = torch.zeros(self.world, self.world, dtype=torch.int64)
         for rank in range(self.world):
             for heads, rows in self._find(rank):
@@ -146,8 +151,8 @@ class Plan:
         return total
 
     def _find(self, rank: int) -> list[Need]:
-        if self._finder is not None:
-            return self._finder.needs(self.shards[rank])
+        if self.finder is not None:
+            return self.finder.needs(self.shards[rank])
         return needs.dense(self.pattern.causal, self.n, self.kv_heads, self.shards[rank], self.work(rank))
 
     @cached_property
@@ -302,7 +307,7 @@ def _pairs(plan: Plan) -> np.ndarray:
     if isinstance(pattern, Dense):
         return np.array([sum(_dense_pairs(plan, x) for x in plan.work(rank)) for rank in ranks], dtype=object)
     if isinstance(pattern, BlockSparse):
-        return np.array([int(plan._finder.visible(plan.shards[rank])[1]) for rank in ranks], dtype=object)
+        return np.array([int(plan.finder.visible(plan.shards[rank])[1]) for rank in ranks], dtype=object)
     bounds = [min(max(x, plan.n - plan.nq), plan.n) for x in plan.shards.starts]
     if isinstance(pattern, Neighborhood):
         total = torch.cat([torch.zeros(1, dtype=torch.int64), pattern.keys().cumsum(0)])[bounds]

@@ -24,7 +24,7 @@ from workbench.distributed.exchange import Exchange, Regroup
 from workbench.distributed.jobs import Job, Strand
 from workbench.distributed.plans import Plan, Stage
 from workbench.distributed.tasks import Task, Written
-from workbench.patterns import Dense, Dilated
+from workbench.patterns import Dense, Dilated, Neighborhood
 
 AHEAD = 2  # stages that travel at once if a stage may be a single call, which leaves the card only as it ends
 
@@ -60,7 +60,8 @@ class Sequence:
         ends = list(itertools.accumulate(map(len, work), initial=0))
         self.work, self.queries = list(zip(work, ends[:-1], strict=True)), ends[-1]  # (queries, where they begin)
         # whether a row is merged of several jobs' results
-        self.several = plan.apart or isinstance(plan.pattern, (Dense, Dilated))
+        cells = isinstance(plan.pattern, Neighborhood)
+        self.several = plan.apart and not cells or isinstance(plan.pattern, (Dense, Dilated))
         self.ahead = AHEAD if self.several and not plan.zigzag and not plan.apart else 1
 
         def tasks(stage: Stage | None, found: list[Job]) -> list[Task]:
@@ -79,9 +80,11 @@ class Sequence:
         # A row's gradient is then a sum of few parts, for dk and dv if few ranks return theirs. Such a sum may be
         # rounded to 16 bits each time: of two parts that is one rounding, and a single device rounds each branch of a
         # dilated pattern.
-        self.few = plan.apart or isinstance(plan.pattern, Dilated)
+        dilated = isinstance(plan.pattern, Dilated)
+        self.few = plan.apart or dilated
         returning = int((plan.units[rank] > 0).sum())
-        self.few_keys = self.few and returning <= (1 if plan.apart else len(plan.pattern.segment_lengths))
+        most = len(plan.pattern.segment_lengths) if dilated else int(plan.apart and not cells)
+        self.few_keys = self.few and returning <= most
         whole = Strand(work[0], slice(0, plan.heads), plan.shards[rank], slice(0, plan.kv_heads))
         first = each[0].job if each else None
         # whether the first job gives every row of out and dq; and of dk and dv
@@ -213,6 +216,10 @@ class Sequence:
             free.record()
 
     def _merge(self, task: Task, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+        if task.picked is not None:
+            task.replace(out, part)
+            task.replace(lse.transpose(1, 2), part_lse.transpose(1, 2))
+            return
         rows = zip(task.views(out), task.views(lse.transpose(1, 2)), strict=True)
         each = zip(task.each(part), task.each(part_lse.transpose(1, 2)), strict=True)
         for (to, to_lse), (one, one_lse) in zip(rows, each, strict=True):
@@ -242,10 +249,14 @@ class Sequence:
                     t if t is None else task.take(t.transpose(1, 2), value).transpose(1, 2)
                     for t, value in ((lse, torch.inf), (grad_lse, 0))  # lse inf: a row without gradients
                 )
+                if task.replaced is not None:
+                    its_lse = its_lse.index_fill(2, task.replaced, torch.inf)
                 parts = local.backward(
                     of_rows[0], its_grad_lse, of_rows[1], *keys, of_rows[2], its_lse, task.job.pattern, scale, backend
                 )
-                if dq is None:
+                if task.picked is not None:
+                    task.replace(dq, parts[0])
+                elif dq is None:
                     dq = parts[0] if self.once or self.few and local.narrow(q) else parts[0].to(lse.dtype)
                 else:
                     for to, part in zip(task.views(dq), task.each(parts[0]), strict=True):

@@ -48,6 +48,8 @@ class Task:
     lying: its keys as a view of the stage's receive buffer, if they are one; behind: how many of them are not received:
         the rank's own rows, which have to be copied there, or padding that no query sees
     full: whether `parts` fill all keys
+    picked: the rank's queries that the job has, int64, if they are a tensor; it replaces their results
+    replaced: the rank's queries whose results another job replaces, int64, or None
     alone: whether the job is the first to write where its results go (see `Written`)
     """
 
@@ -55,7 +57,13 @@ class Task:
         self.job, self.fills, self.exchange = job, [_on(x, exchange.device) for x in fills], exchange
         self.stage = stage
         self.batch = slice(None) if job.batch is None else slice(job.batch, job.batch + 1)
-        self.queries = skews([(_rows(s.queries, work), s.heads) for s in job.strands])
+        first = work[0][0].start
+        self.picked, self.replaced = (
+            x.sub(first).to(exchange.device) if isinstance(x, Tensor) else None
+            for x in (job.strands[0].queries, job.replaced)
+        )
+        ranges = job.strands if self.picked is None else ()
+        self.queries = skews([(_rows(s.queries, work), s.heads) for s in ranges])
         self.heads = list(itertools.accumulate((x.count * length(x.heads) for x in self.queries), initial=0))
         self.alone = False  # until `Written` says so
         self.keys = len(job.strands[0].keys)
@@ -155,6 +163,8 @@ class Task:
 
         value: what spare rows are filled with
         """
+        if self.picked is not None:
+            return x[self.batch, :, self.job.strands[0].heads].index_select(1, self.picked)
         found, spare = self.views(x), self.job.spare
         if len(found) == 1 and self.queries[0].count == 1:
             rows = found[0].squeeze(2)
@@ -164,6 +174,10 @@ class Task:
         for to, some in zip(self.each(rows), found, strict=True):
             to.copy_(some)
         return rows
+
+    def replace(self, x: Tensor, part: Tensor) -> None:
+        """Put results of `picked` into x (B, Q, H, ...), in place."""
+        x[self.batch, :, self.job.strands[0].heads].index_copy_(1, self.picked, part.to(x.dtype))
 
     # --- keys ---------------------------------------------------------------------------------------------------------
 
@@ -192,6 +206,9 @@ class Task:
         for part in self.parts:
             for y, (some, total) in enumerate(zip((dk, dv), totals, strict=True)):
                 some = some[:, part.to, part.heads].unflatten(2, (part.count, -1))
+                if part.slot is None and isinstance(part.own.rows, Tensor):
+                    total[self.batch, :, part.own.heads].index_add_(1, part.own.rows, some.squeeze(2).to(total.dtype))
+                    continue
                 if part.slot is None:
                     to = part.own.of(total[self.batch])
                 else:
@@ -226,11 +243,13 @@ class Written:
         for task in tasks:
             many = batch if task.job.batch is None else 1
             boxes = [x for skew in task.queries for x in skew.each()]
-            task.alone = self._first(("rows", task.job.batch), boxes)
+            task.alone = bool(boxes) and self._first(("rows", task.job.batch), boxes)
             if task.alone:
                 self.rows += many * sum(map(_size, boxes))
             for x, part in enumerate(task.parts):
-                if part.slot is None:
+                if part.slot is None and isinstance(part.own.rows, Tensor):
+                    alone = False  # behind the task of all own rows
+                elif part.slot is None:
                     boxes = list(part.own.each())
                     alone = self._first(("own", task.job.batch), boxes)
                     self.own += alone * many * sum(map(_size, boxes))

@@ -90,11 +90,17 @@ class Gathered:
     spare: int = 0
 
 
-def neighborhood(pattern: Neighborhood, queries: range, own: range, needed: Tensor) -> Gathered:
-    """On the gathered rows followed by the rank's own: a neighborhood of the cells of these tokens."""
-    position = torch.cat([needed, torch.arange(own.start, own.stop)])
+def neighborhood(pattern: Neighborhood, position: Tensor, queries: int) -> Gathered:
+    """A neighborhood of the cells of these tokens, the last of which are the queries."""
     curve = Ordering("gathered", pattern.shape, pattern.curve[position])
-    return Gathered(Neighborhood(pattern.shape, pattern.radius, curve), position, len(queries))
+    return Gathered(Neighborhood(pattern.shape, pattern.radius, curve), position, queries)
+
+
+def own_cells(pattern: Neighborhood, own: range) -> Neighborhood:
+    """The pattern among the rows of one rank."""
+    if len(pattern.shape) == 1 and pattern.ordering is None:
+        return Neighborhood(len(own), pattern.radius)  # its kernels need no coordinates
+    return neighborhood(pattern, torch.arange(own.start, own.stop), len(own)).pattern
 
 
 def own_blocks(pattern: BlockSparse, own: range, n: int) -> BlockSparse:

@@ -91,12 +91,13 @@ class Rank:
             (local, "narrow", on_card(local.narrow)),
             # what is computed of a plan is no tensor of the card
             (door, "choose", unseen(door.choose)),
+            (jobs, "local", unseen(jobs.local)),
             (jobs, "remote", unseen(jobs.remote)),
             (jobs, "fills", unseen(jobs.fills)),
             (Plan, "parcels", unseen(Plan.parcels)),
             # and what only packs rows into buffers makes none
             (exchange.Exchange, "pack", _packed(exchange.Exchange.pack)),
-            (Sequence, "early", lambda self, q: False),
+            (Sequence, "early", lambda self: False),
             (exchange.Exchange, "parcels", unseen(exchange.Exchange.parcels)),
         ]
         with LOCK, replaced(stand_ins):
