@@ -1,8 +1,8 @@
 """A rank's share of the attention as calls of single-device attention ("jobs"), and which keys each of them gathers.
 
 A job's queries are rows of the rank. Its keys are the rank's own rows, or own and received rows gathered side by side.
-The results of jobs on the same queries are merged by log-sum-exp, so that together they are one softmax; or those of one
-job replace those of another (`Job.replaced`).
+The results of jobs on the same queries are merged by log-sum-exp, so that together they are one softmax; or those of
+one job replace those of another (`Job.replaced`).
 """
 
 from __future__ import annotations
