@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -247,7 +248,9 @@ def test_the_profile_is_chosen_by_the_machine_and_said(run, monkeypatch):
 def start(*arguments) -> subprocess.Popen:
     command = [sys.executable, "-m", "workbench", "report", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # behind nohup or & it is ignored
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, preexec_fn=listens, **pipes)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -172,7 +172,7 @@ def checkout(tmp_path):
 
 
 def make(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    dropped = ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "MAKEFLAGS", "MAKELEVEL")
+    dropped = ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "MAKEFLAGS", "MAKELEVEL", "ARGS", "PYTHON")
     env = {k: v for k, v in os.environ.items() if k not in dropped} | environment
     (folder / "log").unlink(missing_ok=True)
     return subprocess.run(["make", *arguments], cwd=folder, env=env, capture_output=True, text=True)

@@ -246,11 +246,13 @@ def test_an_interrupt_ends_the_job(pair, tmp_path):
         found.extend(when_told(tmp_path))
         _thread.interrupt_main()
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # behind nohup or & it is ignored
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         pair.run("faults:pid", [str(tmp_path)])
     thread.join()
+    signal.signal(signal.SIGINT, before)
     assert found and gone(found)
     assert pair.run("faults:whoami")[0]["sum"] == 3.0  # by new ranks: no answer is left of the old ones
 
