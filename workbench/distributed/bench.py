@@ -1,7 +1,7 @@
 """What ranks do to measure a strategy: functions for a `Pool`, called on every rank alike; a case comes as JSON.
 
-A result is this rank's; the caller (`probes.scaling`) combines the ranks. Time is measured by `times`, in a pool of
-ranks that do nothing else; all else by `facts`, in another one.
+A result is this rank's; the caller (`probes.scaling`) combines the ranks. Time is measured by `times`, on cards in a
+pool of ranks that do nothing else; all else by `facts`.
 
 Dimensions: B batch, N positions, H heads, D head_dim.
 """

@@ -8,6 +8,7 @@ Dimensions: B batch, N keys, H heads, D head_dim.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -60,7 +61,7 @@ def sweep(
     valid: whether the compared rows agree with one device's, None if unknown; if not, limiter is "validity" and the row
         has no time; max_abs_error; errors: by result [absolute, over what is allowed]; compared: how many rows;
         compared_with: one device or, for a forward that it cannot do, float64; unchecked: why nothing was compared
-    Times are taken in one pool of ranks, all else in another.
+    On cards times are taken in a pool of their own, in which no profiler ever ran.
     """
     wanted = [ONE, *dict.fromkeys(x for x in strategies if x != ONE)]
     for name in wanted:
@@ -69,7 +70,10 @@ def sweep(
     backend = _backend(cases.values())
     recorder = records.start("scaling", profile, folder)
     rows, begin = [], time.monotonic()
-    with Pool(nproc, backend) as for_facts, Pool(nproc, backend) as for_times:
+    with contextlib.ExitStack() as pools:
+        for_facts = for_times = pools.enter_context(Pool(nproc, backend))
+        if backend == "nccl":
+            for_times = pools.enter_context(Pool(nproc, backend))
         for number, (label, case) in enumerate(cases.items(), 1):
             fields = {"stage": "sweep", "nproc": nproc, "check": check} | case.fields()
             known = {name: _settled(recorder, fields | _who(name, nproc)) for name in (*wanted, AA)}
