@@ -68,7 +68,8 @@ def interpreting():
                                              ("geometric-causal", "float16", 3e-3), ("last-queries", "float32", 2e-6),
                                              ("partition", "float16", 3e-3), ("grid-rows", "float32", 2e-6),
                                              ("rates-that-share-no-divisor-causal", "float16", 3e-3),
-                                             ("blocks-of-16-causal", "float16", 3e-3)])  # fmt: skip
+                                             ("blocks-of-16-causal", "float16", 3e-3),
+                                             ("blocks-of-16", "float32", 2e-6)])  # fmt: skip
 def test_by_kernels(interpreting, id, dtype, most):
     """They read some tensors as they lie, and merge 16-bit results in place, also of rows that have seen nothing."""
     assert max(interpreting.run(work.by_kernels, id, dtype)) < most

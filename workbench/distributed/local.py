@@ -16,7 +16,7 @@ from torch import Tensor
 from workbench.execution import torch_backend
 from workbench.execution.fused import span, unit_stride
 from workbench.execution.merge import merge_
-from workbench.patterns import Dense, Dilated, Pattern
+from workbench.patterns import BlockSparse, Dense, Dilated, Pattern
 
 BACKENDS = ("auto", "torch", "triton")
 ROWS = 1024  # queries and keys from which on cuDNN is the faster (`strided.FROM`)
@@ -81,6 +81,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, bac
         some, its_lse = cudnn.attend(*(_inner(x) for x in (q, k[:, :before], v[:, :before])), False, scale)
         cudnn.merge(some, its_lse, out, lse, False)
     return _inner(out), lse
+
+
+def merge_into(out: Tensor, lse: Tensor, q, k, v, pattern: Pattern, scale: float, backend: str) -> bool:
+    """Merge the results of `forward` into out (B, L, H, D) and lse (B, H, L); False if no kernel does both."""
+    if not isinstance(pattern, BlockSparse) or not kernels(backend, q, k, pattern):
+        return False
+    from workbench.execution import triton_backend
+
+    triton_backend.attend_into(q, k, v, pattern.handle, scale, out, lse)
+    return True
 
 
 def backward(grad, grad_lse, q, k, v, out, lse, pattern: Pattern, scale: float, backend: str):

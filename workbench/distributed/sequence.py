@@ -59,9 +59,10 @@ class Sequence:
         work = plan.work(rank)
         ends = list(itertools.accumulate(map(len, work), initial=0))
         self.work, self.queries = list(zip(work, ends[:-1], strict=True)), ends[-1]  # (queries, where they begin)
-        # whether a row is merged of several jobs' results
         cells = isinstance(plan.pattern, Neighborhood)
-        self.several = plan.apart and not cells or isinstance(plan.pattern, (Dense, Dilated))
+        self.blocks = plan.apart and not cells  # a job of a stage is then one strand
+        # whether a row is merged of several jobs' results
+        self.several = self.blocks or isinstance(plan.pattern, (Dense, Dilated))
         self.ahead = AHEAD if self.several and not plan.zigzag and not plan.apart else 1
 
         def tasks(stage: Stage | None, found: list[Job]) -> list[Task]:
@@ -83,7 +84,7 @@ class Sequence:
         dilated = isinstance(plan.pattern, Dilated)
         self.few = plan.apart or dilated
         returning = int((plan.units[rank] > 0).sum())
-        most = len(plan.pattern.segment_lengths) if dilated else int(plan.apart and not cells)
+        most = len(plan.pattern.segment_lengths) if dilated else int(self.blocks)
         self.few_keys = self.few and returning <= most
         whole = Strand(work[0], slice(0, plan.heads), plan.shards[rank], slice(0, plan.kv_heads))
         first = each[0].job if each else None
@@ -133,15 +134,20 @@ class Sequence:
         begin, bring: see `_stages`
         """
         out, lse = buffers.results
-        for _, x, found in self._stages(k, v, buffers, begin, bring):
+        for stage, x, found in self._stages(k, v, buffers, begin, bring):
             for task in found:
                 keys = task.gather(k, v, buffers.received[x % len(buffers.received)])
-                part = local.forward(task.take(q), *keys, task.job.pattern, scale, backend)
+                call = task.take(q), *keys, task.job.pattern, scale, backend
+                if stage is not None and self.blocks:
+                    to = task.take(out), task.take(lse.transpose(1, 2)).transpose(1, 2)  # views
+                    if local.merge_into(*to, *call):
+                        continue
+                part = local.forward(*call)
                 if out is None:
                     out, lse = part[0] if local.narrow(q) or not self.several else part[0].to(part[1].dtype), part[1]
                 else:
                     self._merge(task, out, lse, *part)
-                del keys, part  # before the next ones are made
+                del call, keys, part  # before the next ones are made
         buffers.release()
         return out.to(q.dtype), lse
 

@@ -84,6 +84,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, handle: int, scale: float) -> tuple[
         return execution.forward(*map(unit_stride, (q, k, v)), *pattern, scale)
 
 
+@torch.library.custom_op("workbench::attend_by_kernels_into", mutates_args=("out", "lse"))
+def attend_into(q: Tensor, k: Tensor, v: Tensor, handle: int, scale: float, out: Tensor, lse: Tensor) -> None:
+    """Merge what `attend` gives into out (B, Nq, H, D) and lse (B, H, Nq) of other keys; no dilated pattern."""
+    if q.numel():
+        execution, pattern = kernels(living(handle), q, k.shape[1])
+        with device_of(q):
+            execution.forward(*map(unit_stride, (q, k, v)), *pattern, scale, (out, lse))
+
+
+@attend_into.register_fake
+def _(q, k, v, handle, scale, out, lse):
+    return None
+
+
 @attend.register_fake
 def fake_attend(q, k, v, handle, scale):
     b, nq, h, _ = q.shape

@@ -65,11 +65,11 @@ def place(count, heads, SUB: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h,
+def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, l_b, l_h, l_n,
                    FULL, FULL_BLOCKS, PART, PART_BLOCKS, TABLE, scale, n, nq, heads, count, block0, by_batch,
                    by_head, reach, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
                    M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
-                   MASK: tl.constexpr):  # fmt: skip
+                   MASK: tl.constexpr, FIRST: tl.constexpr):  # fmt: skip
     b, h, block, part = place(count, heads, ROWS // M)
     if CAUSAL:
         block = count - 1 - block  # the longest first
@@ -97,8 +97,8 @@ def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_
         seen = visible(i[:, None], j0 + j[None, :], low_i, high_i, low_j, high_j, reach, MASK) & (j0 + j < n)[None, :]
         acc, peak, total = steps.attend(acc, peak, total, q, k, v, seen, scale, True)
     out, lse = steps.finish(acc, peak, total)
-    steps.store(OUT + b * o_b + h * o_h + row[:, None] * o_n + d[None, :], out, ours, d, D)
-    tl.store(LSE + (b * heads + h) * nq + row, lse, ours)
+    steps.merge(OUT + b * o_b + h * o_h + row[:, None] * o_n + d[None, :], LSE + b * l_b + h * l_h + row * l_n,
+                out, lse, ours, d, D, FIRST)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -273,12 +273,20 @@ def pack(fields: list[Tensor], radius: list[int], n: int, device) -> tuple[Tenso
 # --- launching -------------------------------------------------------------------------------------------------------
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D), k and v (B, N, G, D), last strides 1."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, causal: bool, scale: float, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D), k and v (B, N, G, D), last strides 1.
+
+    into: an out and lse of other keys, with which these are merged in place by their softmax denominators
+    """
     b, nq, h, _ = q.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty((b, h, nq), dtype=torch.float32, device=q.device)
-    launch("forward", forward_kernel, plan, causal, (q, k, v), (out, lse), (out,), (scale * math.log2(math.e),))
+    out, lse = into or (
+        torch.empty_like(q, memory_format=torch.contiguous_format),
+        torch.empty((b, h, nq), dtype=torch.float32, device=q.device),
+    )
+    scales = (scale * math.log2(math.e),)
+    launch("forward", forward_kernel, plan, causal, (q, k, v), (out, lse), (out, lse), scales, FIRST=into is None)
     return out, lse
 
 
@@ -292,7 +300,7 @@ def backward(grad: Tensor, grad_lse: Tensor | None, q, k, v, out, lse, plan: Pla
     return dq, dk, dv
 
 
-def launch(name, kernel, plan: Plan, causal: bool, inputs, others, strided, scales) -> None:
+def launch(name, kernel, plan: Plan, causal: bool, inputs, others, strided, scales, **options) -> None:
     """The kernel over every tile; `strided` are those of `others` whose strides it takes."""
     q, k, _ = inputs
     (b, nq, h, d), (n, g) = q.shape, k.shape[1:3]
@@ -306,5 +314,5 @@ def launch(name, kernel, plan: Plan, causal: bool, inputs, others, strided, scal
             *inputs, *others, *strides, *(plan.by_keys if keys else plan.by_queries), plan.table, *scales,
             n, nq, h, count, plan.block0, plan.by_batch, plan.by_head, plan.reach,
             GROUP=h // g, D=d, BLOCK_D=tiles.padded(d), ROWS=rows, COLS=cols, CAUSAL=causal,
-            MASK=plan.mask, **tile.options(),
+            MASK=plan.mask, **options, **tile.options(),
         )  # fmt: skip
