@@ -300,15 +300,11 @@ def _border(plan: Plan, rank: int) -> views.Gathered:
     if not kept:
         near, own, queries = plan.finder.near, plan.shards[rank], plan.queries(rank)
         needed = _needed(plan, rank, plan.stages[0])
-        border = _clip(near(needed), queries)
-        beside = _clip(near(border), own)
+        border = Rows.of([near(needed)]).within(queries.start, queries.stop).positions
+        beside = Rows.of([near(border)]).within(own.start, own.stop).positions
         beside = beside[~torch.isin(beside, border)]
         kept[None] = views.neighborhood(plan.pattern, torch.cat([needed, beside, border]), len(border))
     return kept[None]
-
-
-def _clip(positions: Tensor, among: range) -> Tensor:
-    return positions[(positions >= among.start) & (positions < among.stop)]
 
 
 def _own_cells(plan: Plan, rank: int) -> Job:
