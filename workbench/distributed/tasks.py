@@ -165,11 +165,10 @@ class Task:
         """
         if self.picked is not None:
             return x[self.batch, :, self.job.strands[0].heads].index_select(1, self.picked)
-        found, spare = self.views(x), self.job.spare
-        if len(found) == 1 and self.queries[0].count == 1:
-            rows = found[0].squeeze(2)
+        if len(self.queries) == 1 and self.queries[0].count == 1:
+            rows, spare = x[self.batch, self.queries[0].rows, self.queries[0].heads], self.job.spare
             return pad(rows, (0, 0) * (x.dim() - 2) + (0, spare), value=value) if spare else rows
-        # only jobs of one strand have spare rows
+        found = self.views(x)  # only jobs of one strand have spare rows
         rows = x.new_empty(found[0].shape[0], found[0].shape[1], self.heads[-1], *x.shape[3:])
         for to, some in zip(self.each(rows), found, strict=True):
             to.copy_(some)
@@ -183,9 +182,9 @@ class Task:
 
     def gather(self, k: Tensor, v: Tensor, received: Tensor) -> list[Tensor]:
         """The job's keys and values, (B, M, key heads of the job, D) each: views if they can be, else copies."""
-        k, v = k[self.batch], v[self.batch]
         if self.own is not None:
-            return [x[:, self.own.rows, self.own.heads] for x in (k, v)]
+            return [x[self.batch, self.own.rows, self.own.heads] for x in (k, v)]
+        k, v = k[self.batch], v[self.batch]
         if self.lying is not None:
             gathered = self.exchange.parcels(received, self.lying, 1)[:, :, self.batch, 0]
         else:
