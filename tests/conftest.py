@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import os
 
+import pytest
 import torch
 
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
@@ -12,3 +13,14 @@ if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     for name in ("steps", "blocks", "dilated"):
         importlib.import_module(f"workbench.execution.kernels.{name}")
     del os.environ["TRITON_INTERPRET"]  # the processes that tests start are as a user's
+
+
+@pytest.fixture(scope="module")
+def folder(request, tmp_path_factory):
+    """A folder on the path with the module's MODULES {file name: text}, which fresh processes import."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("modules")
+        for name, text in request.module.MODULES.items():
+            (folder / name).write_text(text)
+        patch.syspath_prepend(folder)
+        yield folder

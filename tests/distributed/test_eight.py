@@ -6,15 +6,15 @@ import time
 
 import pytest
 
-from tests.distributed import test_pool
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_exact import check
 from tests.distributed.work import exact
-from workbench.distributed.pool import Pool
+from tests.harness import test_ranks
+from workbench.harness.ranks import Pool
 
 WORLD = 8
 IDS = ("dense", "dense-causal", "geometric", "geometric-causal", "blocks-cut-causal", "grid-rows", "grid-hilbert")
-MODULES = test_pool.MODULES
+MODULES = test_ranks.MODULES
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_one_of_eight_that_is_killed_or_sleeps_is_named_and_the_next_job_runs(fo
             before = [x["pid"] for x in pool.run("faults:whoami")]
             begin = time.monotonic()
             outcome = pool.attempt("faults:fails", {"culprit": 5, "how": how}, timeout_s=seconds)
-            assert time.monotonic() - begin < test_pool.TOLD_S
+            assert time.monotonic() - begin < test_ranks.TOLD_S
             assert (outcome.status, outcome.rank) == (status, 5) and outcome.error.startswith(reason)
-            assert test_pool.gone(before)
+            assert test_ranks.gone(before)
         assert [x["sum"] for x in pool.run("faults:whoami")] == [36.0] * WORLD

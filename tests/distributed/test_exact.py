@@ -8,6 +8,7 @@ from tests.distributed import work
 from tests.distributed.cases import CASES
 from tests.distributed.ranks import Ranks
 from tests.distributed.work import MUTANTS, TOLERANCE
+from workbench.harness.processes import shared
 
 WORLDS = (2, 4)
 
@@ -57,9 +58,7 @@ def test_in_one_stage(ranks, world):
 def interpreting():
     """Two ranks in which Triton's interpreter runs the kernels."""
     pytest.importorskip("triton")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        found = Ranks(2)
+    found = Ranks(2, shared(TRITON_INTERPRET="1"))
     yield found
     found.close()
 

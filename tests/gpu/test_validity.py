@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from workbench import Dense, Dilated, Neighborhood, explain
+from workbench.harness.processes import shared
 from workbench.patterns.dilated import PAPER
 from workbench.probes import validity
 from workbench.probes.case import Case
 from workbench.probes.outcome import Outcome
-from workbench.probes.server import Server
 
 CUDA = torch.cuda.is_available()
 LARGE = CUDA and torch.cuda.get_device_properties(0).total_memory > 75 << 30
@@ -69,8 +69,7 @@ def checked(case: Case, heads_outside: bool = False) -> tuple[str, validity.Vali
 
 def attempted(pattern, sizes, backend, mode, dtype="bfloat16", heads_outside=False) -> Outcome:
     case = Case(pattern, dtype=dtype, backend=backend, mode=mode, device="cuda", **sizes)
-    with Server() as server:
-        return server.run("tests.gpu.test_validity:checked", (case, heads_outside), timeout_s=120)
+    return shared().run("tests.gpu.test_validity:checked", (case, heads_outside), timeout_s=120)
 
 
 def alone(*call, **options) -> tuple[str, validity.Validity]:

@@ -10,7 +10,6 @@ from workbench import cards, records
 from workbench.probes import estimate, frontier
 from workbench.probes.case import Case
 from workbench.probes.outcome import Outcome
-from workbench.probes.server import Server
 
 MIB = 1 << 20
 HERE = """
@@ -117,8 +116,7 @@ def mine(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def server():
-    with Server() as one:
-        yield one
+    return shared()
 
 
 # --- predicted -------------------------------------------------------------------------------------------------------
@@ -327,7 +325,7 @@ def test_two_searches_share_a_journal(monkeypatch, recorder):
 def test_a_sweep_is_a_table_and_is_not_measured_again(monkeypatch, tmp_path):
     toy(monkeypatch)
     card, said = Card(), []
-    monkeypatch.setattr(frontier, "Server", lambda: frontier.contextlib.nullcontext(card))
+    monkeypatch.setattr(frontier, "shared", lambda: card)
     cases = {"two heads": CASE, "four": Case(wb.Dense(), 1024, 4, 16, device="cuda")}
     tables = [
         frontier.sweep(cases, ["h100"], (BUDGET, BUDGET // 2), measure=True, folder=tmp_path, say=said.append)

@@ -33,8 +33,9 @@ from workbench.distributed.local import BACKENDS
 from workbench.distributed.needs import queries_of
 from workbench.distributed.plans import Plan
 from workbench.distributed.shards import Shards
+from workbench.harness.processes import imported
 from workbench.patterns import Dense
-from workbench.probes.case import Case, imported
+from workbench.probes.case import Case
 
 ONE = "one device"
 OURS = ("sequence", "heads")

@@ -19,7 +19,7 @@ exchanges together. torch.compile, of the model or of DDP around it, breaks its 
 checkpoint it compiles nothing, since the graph breaks inside: compile the layer, and checkpoint the compiled layer.
 
 An error that attention raises is raised on all ranks of that sequence, but not on the rest of the mesh, which waits for
-their gradients: let it end the process, as `worker` does.
+their gradients: let it end the process, as `harness.ranks` does.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def mesh(data: int = 1, sequence: int | None = None) -> DeviceMesh:
     ValueError if there is no process group, or data * sequence is not its size.
     """
     if not dist.is_initialized():
-        raise ValueError("want a process group: run under workbench.distributed.worker, or call init_process_group")
+        raise ValueError("want a process group: run under workbench.harness.ranks, or call init_process_group")
     world = dist.get_world_size()
     sequence = max(1, world // data) if sequence is None and data > 0 else sequence
     if data < 1 or data * sequence != world:
@@ -109,7 +109,7 @@ class Layer(nn.Module):
 def demo(steps: int = 40, n: int = 512, data: int = 1, compressed: bool = False) -> dict:
     """Train a small model to tell the level of a noisy sequence from the positions so far; each step draws new ones.
 
-        torchrun --nproc_per_node 2 -m workbench.distributed.worker workbench.distributed.training:demo '{"steps": 20}'
+        torchrun --nproc_per_node 2 -m workbench.harness.ranks workbench.distributed.training:demo '{"steps": 20}'
 
     n: positions; data: into how many parts the 8 sequences of a step are divided; compressed: gradients in bfloat16.
     Returns {"losses": by step, the same on any number of ranks; "bytes": what this rank sent in the last step}.

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from workbench.harness.processes import imported
+
 FUSED = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
 BASELINES = ("sdpa", *FUSED)
 
@@ -122,15 +124,6 @@ class Case:
         if reason:
             raise ValueError(reason)
         return lambda q, k, v: dispatch.attention(q, k, v, self.pattern, backend=backend), backend
-
-
-def imported(name: str) -> Callable:
-    """The function that "module:function" names."""
-    module, _, function = name.partition(":")
-    found = getattr(importlib.import_module(module), function, None)
-    if not callable(found):
-        raise ValueError(f"{name!r}: module {module} has no function {function!r}")
-    return found
 
 
 def source_of(backend: str | Callable) -> str | None:

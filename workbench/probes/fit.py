@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 import pandas as pd
 
 from workbench import cards, dispatch
+from workbench.harness.processes import imported
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, from_spec, layouts
 from workbench.patterns.dilated import PAPER, geometric
 from workbench.probes import estimate, frontier
-from workbench.probes.case import BASELINES, Case, imported
+from workbench.probes.case import BASELINES, Case
 from workbench.probes.outcome import attempt
 
 Maker = Callable[[int, bool], Pattern]  # of N and causal

@@ -1,9 +1,9 @@
 """The frontier: the longest sequence that runs on a budget of memory, predicted for any card, measured on this machine.
 
 A prediction looks for it in traces of the program (`probes.estimate`), a measurement in calls, each in a fresh process
-(`probes.server`); one way of looking, `largest`, serves both. What stands in the way at the next length has a name, the
-limiter: memory, time, validity (the call runs and computes wrongly), launch (the execution or the device refuses such a
-size) or search (nothing does, up to the longest length asked for).
+(`harness.processes`); one way of looking, `largest`, serves both. What stands in the way at the next length has a
+name, the limiter: memory, time, validity (the call runs and computes wrongly), launch (the execution or the device
+refuses such a size) or search (nothing does, up to the longest length asked for).
 
 Dimensions: N keys, H heads, D head_dim.
 """
@@ -23,11 +23,11 @@ import psutil
 import torch
 
 from workbench import cards, dispatch, records
+from workbench.harness.processes import Server, shared
 from workbench.probes import allocator, estimate, lone
 from workbench.probes.case import Case
 from workbench.probes.largest import Stopped, Tried, largest
 from workbench.probes.outcome import Outcome, attempt, sentence, status_of
-from workbench.probes.server import Server
 from workbench.probes.trace import uncollected
 
 GRAIN = 128  # lengths are multiples of it
@@ -61,8 +61,9 @@ def search(
     world, rank, strategy: N tokens over so many such cards, as `estimate.trace` has it, predicted only, and of memory
         only; rank None: whichever of the first, the middle, the last and the one that receives most holds most.
         Lengths are then multiples of which each rank has whole segments.
-    measure: do the calls, each in a fresh process of `server` (default: one for this search), until what works and what
-        does not are `step` of N apart, or a tenth where that is time. A prediction is ten times as close.
+    measure: do the calls, each in a fresh process of `server` (default: this process's shared one), until what
+        works and what does not are `step` of N apart, or a tenth where that is time. A prediction is ten times as
+        close.
     check: compare sampled rows of the results with float64; not for a function that computes something else.
     recorder: of records.start("frontier", ...); takes a row a probe ("stage": "probe"), as it is done, and the result
         ("stage": "search"). What it has settled, of an interrupted search too, is not measured again.
@@ -110,10 +111,9 @@ def search(
     predicted = _predicted(at, card, asked, place, space | {"first": max(first, FIRST_TRACED), "step": step / 10})
     row |= {f"predicted_{x}": predicted.get(y) for x, y in PREDICTED.items()}
     if measure:
-        with Server() if server is None else contextlib.nullcontext(server) as running:
-            guess = {"first": predicted["n"] or first, "near": bool(predicted["n"])}
-            guess |= {"step": step, "time_step": max(step, TIME_STEP)}
-            row |= _measured(at, asked, space | guess, check, recorder, running, say)
+        guess = {"first": predicted["n"] or first, "near": bool(predicted["n"])}
+        guess |= {"step": step, "time_step": max(step, TIME_STEP)}
+        row |= _measured(at, asked, space | guess, check, recorder, server or shared(), say)
     else:
         row |= {x: y for x, y in predicted.items() if x != "milliseconds"}
     row["backend"] = row["backend"] or asked["asked"]
@@ -139,12 +139,11 @@ def sweep(
     measured = options.get("measure", False)
     recorder = records.start("frontier", profile, folder) if measured else None
     wanted, rows = list(itertools.product(cases.items(), cards, budgets)), []
-    with Server() as server:
-        for number, ((label, case), card, budget) in enumerate(wanted, 1):
-            if say:
-                say(f"{number}/{len(wanted)}: {label}")
-            row = search(case, card=card, budget_bytes=budget, recorder=recorder, server=server, say=say, **options)
-            rows.append(row | {"label": label})
+    for number, ((label, case), card, budget) in enumerate(wanted, 1):
+        if say:
+            say(f"{number}/{len(wanted)}: {label}")
+        row = search(case, card=card, budget_bytes=budget, recorder=recorder, say=say, **options)
+        rows.append(row | {"label": label})
     return pd.DataFrame(rows)
 
 

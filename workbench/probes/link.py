@@ -13,7 +13,7 @@ import torch
 
 from workbench import records
 from workbench.distributed import strategies as ways
-from workbench.distributed.pool import Pool
+from workbench.harness.ranks import Pool
 from workbench.probes.case import Case
 from workbench.probes.frontier import Lengths
 from workbench.probes.outcome import attempt

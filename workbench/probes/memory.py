@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from workbench.probes.case import Case, imported
+from workbench.harness.processes import imported, shared
+from workbench.probes.case import Case
 from workbench.probes.outcome import Outcome, attempt
-from workbench.probes.server import Server
 
 STATUS = Path("/proc/self/status")
 
@@ -91,8 +91,7 @@ def measure_attention(
 
 
 def _fresh(function: str, arguments: tuple, timeout_s: float) -> Outcome:
-    with Server(MALLOC) as server:
-        return server.run(f"{__name__}:{function}", arguments, timeout_s)
+    return shared(**MALLOC).run(f"{__name__}:{function}", arguments, timeout_s)
 
 
 def _of_case(case: Case, resident: bool = True) -> tuple[int, str, Memory]:

@@ -18,8 +18,8 @@ import pandas as pd
 from workbench import records
 from workbench.distributed import strategies as ways
 from workbench.distributed.bench import described
-from workbench.distributed.pool import JobOutcome, Pool
 from workbench.distributed.strategies import ONE, STRATEGIES
+from workbench.harness.ranks import JobOutcome, Pool
 from workbench.narrate import beyond_noise
 from workbench.probes.case import Case, source_of
 from workbench.probes.fit import aligned

@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 
 import workbench as wb
-from workbench.distributed import pool as pools
-from workbench.distributed import worker
-from workbench.distributed.pool import Pool, RankError
+from workbench.harness import processes
+from workbench.harness import ranks as worker
+from workbench.harness.ranks import Pool, RankError
 
 ROOT = Path(wb.__file__).parents[1]
 TOLD_S = 15.0  # within which the caller is told
-WORKER = "workbench.distributed.worker"
+LONGEST_S = 3600.0  # far above what any machine takes: it ends what hangs
+WORKER = "workbench.harness.ranks"
 HERE = """
 import ctypes, os, subprocess, sys, time
 import torch
@@ -68,8 +69,8 @@ def ends(culprit):
 def sleeps(culprit):
     time.sleep(600)
 
-def returns_a_tensor(culprit):
-    return torch.ones(1)
+def returns_a_function(culprit):
+    return lambda: 0
 
 def fails(culprit, how):
     if dist.get_rank() == culprit:
@@ -92,7 +93,7 @@ def pid(folder):
 """
 CALLER = """
 import sys
-from workbench.distributed.pool import Pool
+from workbench.harness.ranks import Pool
 if __name__ == "__main__":
     with Pool(2, "gloo") as pool:
         pool.run("faults:pid", [sys.argv[1]])
@@ -108,7 +109,7 @@ def pair(folder):
         yield pool
 
 
-def gone(pids, seconds=5.0) -> bool:
+def gone(pids, seconds=600.0) -> bool:
     end = time.monotonic() + seconds
     while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.02)
@@ -126,7 +127,7 @@ def alive(pid: int) -> bool:
 
 def when_told(folder: Path) -> list[int]:
     """The process ids that two ranks have written into this folder."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + LONGEST_S
     while time.monotonic() < end:
         with contextlib.suppress(OSError, ValueError):
             return [int((folder / str(rank)).read_text()) for rank in range(2)]
@@ -155,7 +156,7 @@ FAULTS = {  # how rank 1 fails: status, what the error says, what the stack says
     "exits": ("killed", "SystemExit: 0", "in exits\n"),
     "ends": ("killed", "ended with exit code 0", "going"),
     "sleeps": ("timeout", "no answer within 1 s, nor from rank 0", "in sleeps\n"),
-    "returns_a_tensor": ("refused", "Tensor", "not JSON serializable"),
+    "returns_a_function": ("refused", "the result cannot be sent", "lambda"),
 }
 
 
@@ -165,14 +166,14 @@ def test_a_rank_that_fails_is_named_with_the_reason_and_the_stack_and_nothing_is
     before = [x["pid"] for x in pair.run("faults:whoami")]  # the next job after the fault before
     children = pair.run("faults:leaves_a_child")
     begin = time.monotonic()
-    outcome = pair.attempt("faults:fails", {"culprit": 1, "how": how}, timeout_s=1 if how == "sleeps" else 60)
+    outcome = pair.attempt("faults:fails", {"culprit": 1, "how": how}, timeout_s=1 if how == "sleeps" else LONGEST_S)
     assert time.monotonic() - begin < TOLD_S
     assert (outcome.status, outcome.rank, outcome.result) == (status, 1, None), outcome
     assert outcome.error.startswith("rank 1 of 2: ") and reason in outcome.error
     assert stack in outcome.stacks[1], outcome.stacks
     first, *beneath = str(outcome).splitlines()
     assert first == outcome.error and "\n".join(beneath) == outcome.stacks[1].rstrip() and "stacks" not in repr(outcome)
-    if how != "returns_a_tensor":  # where rank 0 has what it waits for
+    if how != "returns_a_function":  # where rank 0 has what it waits for
         assert ("in fails\n" if how == "raises_at_once" else "all_reduce") in outcome.stacks[0]
     assert gone(before + children)
 
@@ -180,7 +181,7 @@ def test_a_rank_that_fails_is_named_with_the_reason_and_the_stack_and_nothing_is
 def test_the_system_killing_for_memory_is_out_of_memory(pair, monkeypatch):
     pair.run("faults:whoami")
     kills = iter([3, 3, 3, 3])  # for either rank, when it is asked to find and to call the function
-    monkeypatch.setattr(pools, "kills", lambda: next(kills, 4))
+    monkeypatch.setattr(processes, "kills", lambda: next(kills, 4))
     with pytest.raises(RankError, match="rank 1 of 2: killed by the system, which was out of memory\nno stack") as told:
         pair.run("faults:fails", [1, "is_killed"])
     assert (told.value.outcome.status, told.value.outcome.rank) == ("oom", 1)
@@ -209,7 +210,7 @@ def test_a_function_that_cannot_be_imported_is_refused_and_the_ranks_live(pair, 
 
 
 def test_what_makes_no_sense_is_refused():
-    for arguments in ({1, 2}, [object()], "text", 3):
+    for arguments in ({1, 2}, [lambda: 0], "text", 3):
         with pytest.raises(ValueError, match="arguments="):
             Pool(2, "gloo").run("os:getpid", arguments)
     for nproc in (0, -1, 1.5, "2"):
@@ -321,7 +322,7 @@ def torchrun(*options: str) -> list[str]:
 
 def test_torchrun(folder):
     with launch([*torchrun("--nproc_per_node", "2"), "faults:whoami", '{"scale": 2}'], folder) as run:
-        found = answers(run.communicate(timeout=60)[0])
+        found = answers(run.communicate(timeout=LONGEST_S)[0])
     assert run.returncode == 0
     assert [(x["rank"], x["world"], x["status"], x["result"]["sum"]) for x in found] == [
         (0, 2, "ok", 6.0),
@@ -333,7 +334,7 @@ def test_torchrun_on_two_nodes(folder):
     options = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_id", "1"]
     command = [*torchrun(*options, "--rdzv_endpoint", f"127.0.0.1:{free_port()}"), "faults:whoami"]
     nodes = [launch(command, folder) for _ in range(2)]
-    found = answers("".join(node.communicate(timeout=60)[0] for node in nodes))
+    found = answers("".join(node.communicate(timeout=LONGEST_S)[0] for node in nodes))
     assert [x["result"]["rank"] for x in found] == [0, 1] and [x["result"]["local"] for x in found] == ["0", "0"]
     assert all(x["result"]["sum"] == 3.0 for x in found)
 
@@ -344,13 +345,13 @@ def test_slurm(folder):
         launch([sys.executable, "-m", WORKER, "faults:whoami"], folder, SLURM_PROCID=rank, SLURM_LOCALID=rank, **meet)
         for rank in "01"
     ]
-    found = answers("".join(task.communicate(timeout=60)[0] for task in tasks))
+    found = answers("".join(task.communicate(timeout=LONGEST_S)[0] for task in tasks))
     assert [(x["rank"], x["world"], x["result"]["sum"]) for x in found] == [(0, 2, 3.0), (1, 2, 3.0)]
 
 
 def test_no_launcher_is_one_rank_and_a_failure_is_an_answer(folder):
     with launch([sys.executable, "-m", WORKER, "faults:fails", '[0, "raises"]'], folder, subprocess.PIPE) as alone:
-        out, err = alone.communicate(timeout=60)
+        out, err = alone.communicate(timeout=LONGEST_S)
     assert alone.returncode == 1
     failure = {"rank": 0, "world": 1, "status": "killed", "error": "LookupError: nothing", "lost_peer": False}
     assert answers(out) == [failure]  # and the stack is not in a line of its own

@@ -1,0 +1,407 @@
+"""Fresh processes in milliseconds: they are forked from a server that has loaded torch, which takes seconds, just once.
+
+    outcome = shared().run("module:function", (1, 2), timeout_s=60, memory_bytes=1 << 30)
+
+The server computes nothing. It never touches a card, since a child of a process that has cannot use it, and never
+starts torch's threads, which do not survive a fork. `ranks` forks its ranks from the same server.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+
+import psutil
+import torch
+
+from workbench.probes.outcome import Outcome, attempt
+
+# What children are likely to import. The third is what the first call of an operator of ours imports, in two seconds.
+PRELOAD = ("workbench.dispatch", "workbench.execution.torch_backend", "torch._dynamo", "torch.distributed.device_mesh")
+LONGEST_PAUSE_S = 0.01  # between two looks at a process with a limit of memory, which grows by 100 MB in that time
+TOLD = 4000  # characters of a dead process's stderr that are reported
+
+
+def imported(name: str) -> Callable:
+    """The function that "module:function" names."""
+    module, _, function = name.partition(":")
+    found = getattr(importlib.import_module(module), function, None)
+    if not callable(found):
+        raise ValueError(f"{name!r}: module {module} has no function {function!r}")
+    return found
+
+
+@functools.cache
+def shared(**environment: str) -> Server:
+    """The server of this process whose environment has these variables, too. It ends when this process does."""
+    return Server(environment)
+
+
+class Server:
+    """Starts processes. It starts itself with the first, and again if it has died; `with Server() as server` ends it.
+
+    environment: variables that the server and all processes get beside those of this process, so early that the C
+    library sees them. The server and its processes end when this process does, however that ends.
+    """
+
+    def __init__(self, environment: dict[str, str] | None = None):
+        self._environment = environment or {}
+        self._process: subprocess.Popen | None = None
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def run(
+        self, function: str, arguments: tuple, timeout_s: float = 600.0, memory_bytes: int | None = None
+    ) -> Outcome:
+        """Call "module:function" with these arguments in a fresh process; see `Outcome` for what can become of it.
+
+        Beyond `attempt`'s statuses: timeout after timeout_s seconds; killed if the process ends without an answer; oom
+        if it is ended for its memory: by us, when its resident memory has grown by more than memory_bytes, or by the
+        system. ValueError if the arguments cannot be sent: a function defined in a notebook, say.
+        """
+        try:
+            work = pickle.dumps((function, arguments))
+        except Exception as error:  # pickle raises many kinds
+            raise ValueError(
+                f"{error}: a fresh process can be given what it can import; write the function into a module of its "
+                "own and name it 'module:function'"
+            ) from None
+        with self.start(f"{__name__}:_call_once") as process:
+            process.ask(work)
+            return process.outcome(timeout_s, memory_bytes)
+
+    def start(self, main: str, environment: dict[str, str] | None = None) -> Process:
+        """Fork a process that calls "module:function"(pipe), pipe being the other end of `Process.pipe`."""
+        path = [entry or os.getcwd() for entry in sys.path]
+        environment = dict(os.environ) | self._environment | (environment or {})
+        self._open(path)
+        ours, theirs = Pipe()
+        fate, told = Pipe(duplex=False)
+        said = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
+        request = pickle.dumps((main, path, os.getcwd(), environment))
+        request = len(request).to_bytes(4, "big") + request
+        files = array.array("i", [theirs.fileno(), told.fileno(), said.fileno()])
+        with theirs, told, contextlib.suppress(ConnectionError):  # a server that has died is told by `Process`
+            sent = self._socket.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+            self._socket.sendall(request[sent:])
+        return Process(ours, fate, said, functools.partial(_server_died, self._process, self._said))
+
+    def close(self) -> None:
+        """End the server, and the processes that it has started."""
+        if self._process is None:
+            return
+        self._socket.close()  # which it sees
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._said.close()
+        self._process = None
+
+    def _open(self, path: list[str]) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        self._socket, theirs = socket.socketpair()
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the server)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._said,
+                stderr=self._said,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path)} | self._environment,
+                start_new_session=True,  # Ctrl-C is for the one who asked
+            )
+
+
+def _server_died(process: subprocess.Popen, said) -> Outcome:
+    return Outcome("killed", how_ended(process.wait(), said, "the server of fresh processes "))
+
+
+class Process:
+    """A process that a `Server` has forked: what it answers, what it says and how it has ended. `with` kills it."""
+
+    def __init__(self, pipe: Connection, fate: Connection, said, server_died: Callable[[], Outcome]):
+        self.pipe, self._fate, self._said, self._server_died = pipe, fate, said, server_died
+        self._mark, self._kills = 0, kills()  # at the last question: the size of `said`, the system's OOM kills
+        self._ended: Outcome | None = None
+        try:
+            self.pid: int | None = fate.recv()  # waits until the server has loaded torch
+        except (EOFError, ConnectionError):
+            self.pid, self._ended = None, server_died()
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.kill()
+
+    @property
+    def signs(self) -> list[Connection]:
+        """What `multiprocessing.connection.wait` can wait for: an answer, and the end."""
+        return [self.pipe, self._fate]
+
+    def ask(self, work: bytes) -> None:
+        self._mark, self._kills = self._size(), kills()
+        with contextlib.suppress(ConnectionError):  # it has just ended, which `answer` will tell
+            self.pipe.send_bytes(work)
+
+    def answer(self) -> bytes | None:
+        """Its answer if it is here, else None."""
+        with contextlib.suppress(EOFError, ConnectionError):
+            if self.pipe.poll():
+                return self.pipe.recv_bytes()
+        return None
+
+    def ended(self) -> Outcome | None:
+        """How it has ended, None if it has not. What it may have answered before is still to be read."""
+        if self._ended is None and self._fate.poll():
+            try:
+                code = self._fate.recv()
+            except (EOFError, ConnectionError):
+                self._kill_group()  # where the system does not end a process with its server
+                self._ended = self._server_died()
+            else:
+                status, how = "killed", how_ended(code, self._said)
+                if code == -signal.SIGKILL and kills() > self._kills:
+                    status, how = "oom", "killed by the system, which was out of memory"
+                self._ended = Outcome(status, how)
+        return self._ended
+
+    def outcome(self, timeout_s: float, memory_bytes: int | None = None) -> Outcome:
+        """Its answer, a pickled `Outcome`; or what it has ended of, or has to be ended for."""
+        begin = time.monotonic()
+        most = None if memory_bytes is None else self._resident() + memory_bytes
+        while True:
+            spent = time.monotonic() - begin
+            pause = timeout_s - spent if most is None else min(LONGEST_PAUSE_S, 1e-3 + spent / 10, timeout_s - spent)
+            wait(self.signs, max(0.0, pause))
+            ended = self.ended()  # looked at first, so that all it has answered is read below
+            answer = self.answer()
+            if answer is not None:
+                return pickle.loads(answer)
+            if ended is not None:
+                return ended
+            if time.monotonic() - begin >= timeout_s:
+                return Outcome("timeout", f"no answer within {timeout_s:g} s")
+            if most is not None and self._resident() > most:
+                grown = f"its memory grew by more than {memory_bytes / 2**30:.2f} GiB"
+                return Outcome("oom", f"killed at its cap: {grown}")
+
+    def computed_s(self) -> float:
+        """Seconds of CPU that it and what it has started have used so far: a sign of life."""
+        total = 0.0
+        with contextlib.suppress(psutil.Error, TypeError):
+            process = psutil.Process(self.pid)
+            for one in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    total += sum(one.cpu_times()[:4])
+        return total
+
+    def said(self) -> str:
+        """What it has written since the last question, or since `dump`."""
+        return os.pread(self._said.fileno(), self._size() - self._mark, self._mark).decode(errors="replace").strip()
+
+    def dump(self) -> None:
+        """Have a rank write its stack to stderr, which `said` returns a moment later."""
+        self._mark = self._size()
+        if self.ended() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGUSR1)
+
+    def kill(self) -> None:
+        """End it, and what it has started."""
+        if self.ended() is None:
+            self._kill_group()
+            wait([self._fate], 10)
+        for file in (self.pipe, self._fate, self._said):
+            file.close()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _resident(self) -> int:
+        try:
+            return psutil.Process(self.pid).memory_info().rss
+        except (psutil.Error, TypeError):  # it has just ended, or has never been
+            return 0
+
+    def _size(self) -> int:
+        return os.fstat(self._said.fileno()).st_size
+
+
+def kills() -> int:
+    """How many processes this system has killed for want of memory; 0 where it does not tell."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+def how_ended(code: int, said, who: str = "") -> str:
+    """A sentence about a process that has ended; code: negative for a signal; said: the file of its stderr."""
+    if code < 0:
+        return f"{who}ended by signal {-code} ({signal.Signals(-code).name})"
+    lines = [] if said.closed else os.pread(said.fileno(), 1 << 20, 0).decode(errors="replace").strip().splitlines()
+    return f"{who}ended with exit code {code}: {(lines or ['no message'])[-1]}"[:400]
+
+
+# --- the server ------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    asker = socket.socket(fileno=int(sys.argv[1]))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so that nothing that is imported starts threads
+    for module in PRELOAD:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy the pages of all that lives here
+    warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)  # numpy's threads, which numpy's BLAS takes care of
+    woken, bell = socket.socketpair()
+    bell.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
+    children: dict[int, Connection] = {}
+    with selectors.DefaultSelector() as selector:
+        for one in (asker, woken):
+            selector.register(one, selectors.EVENT_READ)
+        while True:
+            ready = [key.fileobj for key, _ in selector.select()]
+            if woken in ready:
+                woken.recv(4096)
+                _bury(children)
+            if asker in ready:
+                request, files = _request(asker)
+                if not request:
+                    break
+                _fork(pickle.loads(request), files, children, (asker, woken, bell, selector), threads)
+    for pid in children:
+        _kill(pid)
+
+
+def _request(asker: socket.socket) -> tuple[bytes, list[int]]:
+    """(what is asked for, the files that came with it); nothing where the one who asks has gone."""
+    with contextlib.suppress(ConnectionError):
+        size, found, *_ = asker.recvmsg(4, socket.CMSG_SPACE(3 * array.array("i").itemsize))
+        if size:
+            files = array.array("i", found[0][2])
+            return asker.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL), list(files)
+    return b"", []
+
+
+def _bury(children: dict[int, Connection]) -> None:
+    """Tell how each child that has ended did, and end what it has left."""
+    for pid in list(children):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            _kill(pid)  # its group: what it has started
+            with children.pop(pid) as told, contextlib.suppress(ConnectionError):
+                told.send(os.waitstatus_to_exitcode(status))
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _fork(request: tuple, files: list[int], children: dict[int, Connection], ours: tuple, threads: int) -> None:
+    pipe, told, said = files
+    fate = Connection(told, readable=False)
+    server, child = os.getpid(), os.fork()
+    if not child:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for one in (*ours, fate, *children.values()):
+            one.close()  # else others would not see that the server has ended
+        _child(*request, pipe, said, server, threads)
+    with contextlib.suppress(OSError):  # the child does it, too: whichever comes first
+        os.setpgid(child, child)
+    os.close(pipe)
+    os.close(said)
+    children[child] = fate
+    with contextlib.suppress(ConnectionError):
+        fate.send(child)
+
+
+# --- the child -------------------------------------------------------------------------------------------------------
+
+
+def _child(main: str, path, folder, environment, pipe: int, said: int, server: int, threads: int) -> None:
+    """Do what is asked, and end this process: it never returns."""
+    code = 1
+    try:
+        os.setpgid(0, 0)  # a group of its own, which is killed with it
+        die_with(server)
+        prefer_to_be_killed()
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        os.chdir(folder)
+        sys.path[:] = path
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.set_num_threads(threads)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()  # else all children would draw the same numbers
+        with Connection(pipe) as asker:
+            imported(main)(asker)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)  # the server's clean-up is not the child's
+
+
+def _call_once(asker: Connection) -> None:
+    """`Server.run` in the process: one call, its `Outcome` the answer."""
+    function, arguments = pickle.loads(asker.recv_bytes())
+    asker.send_bytes(pickle.dumps(attempt(lambda: imported(function)(*arguments))))
+
+
+def die_with(parent: int) -> None:
+    """Have the system kill this process when its parent ends, however that ends: it may hold a card."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before that
+            os._exit(1)
+
+
+def prefer_to_be_killed() -> None:
+    """If the system runs out of memory, let it take this process, before the notebook that asked for it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+if __name__ == "__main__":
+    main()
