@@ -7,6 +7,7 @@ import pytest
 
 import workbench as wb
 from workbench import cards, records
+from workbench.harness.processes import shared
 from workbench.probes import estimate, frontier
 from workbench.probes.case import Case
 from workbench.probes.outcome import Outcome
