@@ -24,11 +24,12 @@ endif
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: picture help report test lint lab doctor venv clean
+.PHONY: picture help report test test-all lint lab doctor venv clean
 
 help:
 	@echo "make report [ARGS='...']   run the notebooks here and export them to HTML (ARGS: see workbench report --help)"
-	@echo "make test   [ARGS='...']   lint, then run the tests (ARGS go to pytest)"
+	@echo "make test   [ARGS='...']   lint, then run the tests of every day: minutes on two cores (ARGS go to pytest)"
+	@echo "make test-all [ARGS='...'] the slow tests, too, and those that need a card where there is one"
 	@echo "make lab                   open JupyterLab"
 	@echo "make doctor                say what works on this machine, and why not"
 	@echo "make picture               draw the README's pictures from the committed records"
@@ -44,8 +45,14 @@ report: $(SETUP)
 	@$(RUN) -m workbench report $(ARGS)
 
 # Two processes with one thread each: the tests are many and small, and torch's threads would fight over the cores.
+# Tests of one group (see tests/conftest.py) run in one process, in the order in which they were collected.
+PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 20
+
 test: lint
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+
+test-all: lint
+	$(PYTEST) $(ARGS)
 
 lint: $(SETUP)
 	@$(RUN) -m ruff check .

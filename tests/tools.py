@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from workbench import (
@@ -30,6 +31,13 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 RELATIVE = {torch.float64: 1e-10, torch.float32: 2e-6}
 LSE = {torch.float64: 1e-10, torch.float32: 1e-6, torch.bfloat16: 1e-4, torch.float16: 1e-4}
 NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def tiers(values, daily):
+    """The values as parameters, of which the default tier runs those in `daily` and `make test-all` all."""
+    values, daily = list(values), list(daily)
+    assert all(x in values for x in daily), [x for x in daily if x not in values]
+    return [pytest.param(x, marks=[] if x in daily else pytest.mark.slow) for x in values]
 
 
 def name_of(dtype: torch.dtype) -> str:

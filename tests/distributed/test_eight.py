@@ -15,6 +15,7 @@ from workbench.harness.ranks import Pool
 WORLD = 8
 IDS = ("dense", "dense-causal", "geometric", "geometric-causal", "blocks-cut-causal", "grid-rows", "grid-hilbert")
 MODULES = test_ranks.MODULES
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def test_values_gradients_and_bytes(eight, id):
 def test_one_of_eight_that_is_killed_or_sleeps_is_named_and_the_next_job_runs(folder):
     with Pool(WORLD, "gloo") as pool:
         for how, seconds, status, reason in (
-            ("is_killed", 60, "killed", "rank 5 of 8: ended by signal 9"),
+            ("is_killed", test_ranks.LONGEST_S, "killed", "rank 5 of 8: ended by signal 9"),
             ("sleeps", 2, "timeout", "rank 5 of 8: no answer within 2 s"),
         ):
             before = [x["pid"] for x in pool.run("faults:whoami")]

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from tests import tools
 from tests.distributed import work
 from tests.distributed.cases import CASES
 from tests.distributed.ranks import Ranks
 from tests.distributed.work import MUTANTS, TOLERANCE
 from workbench.harness.processes import shared
 
-WORLDS = (2, 4)
+BOTH = (2, 4)
+WORLDS = tools.tiers(BOTH, [2])
+# The default tier has, on two ranks, the cases in which shards cut what a pattern is made of, and one of each kind of
+# the others; on four ranks, of which some hold nothing, one case a pattern.
+ODD = [id for id in CASES if id not in tools.TABLE]
+KINDS = ["dilated-longnet-64-grouped", "dilated-uncovered-rows", "local-ragged", "neighborhood-2d", "hierarchical"]
+FOUR = ["geometric", "dense-causal", "blocks-cut", "grid-near-hilbert"]
+IN_TURN = [(id, world) for world in BOTH for id in CASES]
 
 
 def check(results):
@@ -20,9 +28,9 @@ def check(results):
         assert sent == planned
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("id", CASES)
-def test_values_gradients_and_bytes(ranks, world, id):
+@pytest.mark.parametrize("case", tools.tiers(IN_TURN, [(x, 2) for x in ODD + KINDS] + [(x, 4) for x in FOUR]), ids=str)
+def test_values_gradients_and_bytes(ranks, case):
+    id, world = case
     check(ranks(world).run(work.exact, id))
 
 
@@ -33,11 +41,12 @@ BY_HEADS = [  # 4 heads or 8 on 2 or 4 key heads, and so on: what two ranks can 
 ]
 
 
-@pytest.mark.parametrize("id", BY_HEADS)
+@pytest.mark.parametrize("id", tools.tiers(BY_HEADS, ["geometric", "dense-causal", "blocks-whole"]))
 def test_by_heads(ranks, id):
     check(ranks(2).run(work.exact, id, "heads"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("id", ["geometric", "rates-that-share-no-divisor-causal"])
 def test_by_heads_on_four(ranks, id):
     if CASES[id][0].kv_heads % 4:
@@ -63,15 +72,17 @@ def interpreting():
     found.close()
 
 
-@pytest.mark.parametrize("id, dtype, most", [("dense-causal", "float32", 2e-6), ("dense-causal", "float16", 3e-3),
-                                             ("geometric-causal", "float16", 3e-3), ("last-queries", "float32", 2e-6),
-                                             ("partition", "float16", 3e-3), ("grid-rows", "float32", 2e-6),
-                                             ("rates-that-share-no-divisor-causal", "float16", 3e-3),
-                                             ("blocks-of-16-causal", "float16", 3e-3),
-                                             ("blocks-of-16", "float32", 2e-6)])  # fmt: skip
-def test_by_kernels(interpreting, id, dtype, most):
+BY_KERNELS = [("dense-causal", "float32"), ("last-queries", "float32"), ("grid-rows", "float32"),
+              ("blocks-of-16", "float32"), ("dense-causal", "float16"), ("geometric-causal", "float16"),
+              ("partition", "float16"), ("rates-that-share-no-divisor-causal", "float16"),
+              ("blocks-of-16-causal", "float16")]  # fmt: skip
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("case", tools.tiers(BY_KERNELS, BY_KERNELS[3:6]), ids=str)
+def test_by_kernels(interpreting, case):
     """They read some tensors as they lie, and merge 16-bit results in place, also of rows that have seen nothing."""
-    assert max(interpreting.run(work.by_kernels, id, dtype)) < most
+    assert max(interpreting.run(work.by_kernels, *case)) < {"float32": 2e-6, "float16": 3e-3}[case[1]]
 
 
 SHOWN = {  # each mutant on a case in which what it breaks is used
@@ -102,9 +113,9 @@ def test_what_comes_later_changes_nothing_before_by_a_bit(ranks, world):
     ranks(world).run(work.blind_to_the_future)
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", tools.tiers(["float32", "bfloat16", "float16"], ["bfloat16"]))
 def test_errors_of_each_dtype_stay_within_one_devices_budget_as_ranks_grow(ranks, name):
-    found = {world: ranks(world).run(work.dtype_errors, name, [64 // world] * world)[0] for world in WORLDS}
+    found = {world: ranks(world).run(work.dtype_errors, name, [64 // world] * world)[0] for world in BOTH}
     for two, four in zip(*found.values(), strict=True):
         for quantity in two:
             (less, budget), (more, _) = two[quantity], four[quantity]
@@ -116,10 +127,11 @@ def test_strided_inputs_give_the_same_numbers(ranks):
     assert ranks(2).run(work.strided) == [0.0, 0.0]
 
 
-def test_fifty_iterations_hold_what_one_does(ranks):
+@pytest.mark.parametrize("many", tools.tiers([5, 50], [5]))
+def test_many_iterations_hold_what_one_does(ranks, many):
     ranks(2).run(work.living_bytes, 1)  # what is kept once is there: the modules' own tensors
-    once, fifty = (ranks(2).run(work.living_bytes, times) for times in (1, 50))
-    assert once == fifty
+    once, more = (ranks(2).run(work.living_bytes, times) for times in (1, many))
+    assert once == more
     assert all(during > after > 0 for after, during in once)
 
 

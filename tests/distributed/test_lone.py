@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 import workbench as wb
+from tests import tools
 from tests.distributed import work
 from workbench import cards, distributed
 from workbench.distributed import Plan, door, exchange, jobs, plans
@@ -45,12 +46,15 @@ def alone(case, world, rank, strategy):
     return frontier._trace(case, None, world=world, rank=rank, strategy=strategy).requested_bytes
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strategy", ["sequence", "heads"])
-@pytest.mark.parametrize("name", PATTERNS)
-def test_a_lone_rank_takes_what_it_takes_among_others(ranks, nothing_fused, name, strategy, mode):
+EACH = [(name, strategy, mode) for name in PATTERNS for strategy in ("sequence", "heads") for mode in MODES]
+DAILY = [x for x in EACH if x[1:] == ("sequence", "fwdbwd")] + [(x, "heads", "fwdbwd") for x in ("dilated", "grid")]
+
+
+@pytest.mark.parametrize("call", tools.tiers(EACH, DAILY), ids=" ".join)
+def test_a_lone_rank_takes_what_it_takes_among_others(ranks, nothing_fused, call):
     """To the byte, except for two tensors that with a real card are on the host: what ranks agree on in the backward,
     and a neighborhood's curve."""
+    name, strategy, mode = call
     case = Case(PATTERNS[name], mode=mode, **SIZES)
     real = ranks(2).run(work.peak, case, strategy)
     told = 2 * 2 * 8 if mode == "fwdbwd" else 0

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+from tests import tools
 from tests.distributed import train
 from tests.distributed.train import EVEN, HOLE, PATTERNS, UNEVEN
 from workbench.distributed import training
@@ -28,9 +29,13 @@ def world_of(mesh: str) -> int:
     return len(parts) * len(lengths)
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("mesh", MESHES)
-def test_steps_are_those_of_one_device(ranks, mesh, name):
+STEPS = [(mesh, name) for mesh in MESHES for name in PATTERNS]
+DAILY = [("1x2", "dense"), ("1x2-uneven", "dilated"), ("1x2-one-holds-all", "block-sparse"), ("2x2-uneven", "dilated")]
+
+
+@pytest.mark.parametrize("case", tools.tiers(STEPS, DAILY), ids=" ".join)
+def test_steps_are_those_of_one_device(ranks, case):
+    mesh, name = case
     for parameter, loss in ranks(world_of(mesh)).run(train.errors, *MESHES[mesh], name):
         assert parameter < TOLERANCE and loss < TOLERANCE
 
@@ -45,7 +50,7 @@ def test_gradients_that_are_reduced_over_one_axis_are_seen(ranks):
 
 
 @pytest.mark.parametrize("strategy", ["sequence", "heads"])
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("name", tools.tiers(PATTERNS, ["dilated"]))
 def test_checkpoints_change_no_bit_and_all_ranks_exchange_again_in_the_same_order(ranks, name, strategy):
     found = ranks(4).run(train.checkpointed, *MESHES["2x2-uneven"], name, strategy)
     for difference, (without, within), names in found:
@@ -53,12 +58,13 @@ def test_checkpoints_change_no_bit_and_all_ranks_exchange_again_in_the_same_orde
         assert names == found[0][2]
 
 
-@pytest.mark.parametrize("wrap", train.WRAPS)
+@pytest.mark.parametrize("wrap", tools.tiers(train.WRAPS, ["inside-ddp"]))
 def test_compiled_steps_are_those_of_one_device(ranks, wrap):
     for parameter, loss, graphs in ranks(4).run(train.compiled, *MESHES["2x2-uneven"], "dilated", wrap, "aot_eager"):
         assert parameter < TOLERANCE and loss < TOLERANCE and graphs > 1, graphs
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler, which TorchInductor needs on a CPU")
 @pytest.mark.parametrize("wrap", ["inside-ddp", "inside-checkpoints"])
 def test_steps_compiled_to_machine_code_are_those_of_one_device(ranks, wrap):

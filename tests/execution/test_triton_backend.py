@@ -22,10 +22,22 @@ HALF = (  # one of each way in which tiles are loaded, multiplied and stored; th
     "random-by-head", "causal-in-another-order", "empty-rows", "window-last-queries", "neighborhood-hilbert",
 )  # fmt: skip
 EACH = [(id, torch.float32) for id in CASES] + [(id, torch.float16) for id in HALF]
+DAILY = [  # pairwise: ragged or not, last queries, grouped heads, batch, causal, empty rows, tile shapes, dtype
+    *((id, torch.float32) for id in (
+        "dense-1-token-causal", "dense-last-9-queries", "dilated-prime-segments-causal", "dilated-same-branch-thrice",
+        "dilated-partition", "dilated-blocked-offsets-causal", "local-ragged", "wide-blocks-last-queries-causal",
+        "a-layout-a-sequence-causal", "window", "neighborhood-3d",
+    )),
+    *((id, torch.float16) for id in (
+        "dense-prime", "dilated-uncovered-rows", "tall-blocks-head-dim-20-causal", "random-by-head",
+        "causal-in-another-order", "empty-rows", "window-last-queries", "neighborhood-hilbert",
+    )),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("id", "dtype"), EACH, ids=tools.name_of)
-def test_agrees_with_the_oracle(id, dtype):
+@pytest.mark.parametrize("of", tools.tiers(EACH, DAILY), ids=lambda of: f"{of[0]}-{tools.name_of(of[1])}")
+def test_agrees_with_the_oracle(of):
+    id, dtype = of
     tools.check(CASES[id], dtype, backend="triton")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import workbench as wb
+from tests import tools
 from workbench.harness import processes
 from workbench.harness import ranks as worker
 from workbench.harness.ranks import Pool, RankError
@@ -101,6 +102,7 @@ if __name__ == "__main__":
 
 
 MODULES = {"faults.py": HERE}
+pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +162,7 @@ FAULTS = {  # how rank 1 fails: status, what the error says, what the stack says
 }
 
 
-@pytest.mark.parametrize("how", FAULTS)
+@pytest.mark.parametrize("how", tools.tiers(FAULTS, ["raises", "runs_out", "is_killed", "sleeps"]))
 def test_a_rank_that_fails_is_named_with_the_reason_and_the_stack_and_nothing_is_left(pair, how):
     status, reason, stack = FAULTS[how]
     before = [x["pid"] for x in pair.run("faults:whoami")]  # the next job after the fault before
@@ -282,17 +284,6 @@ def test_a_caller_that_is_killed_takes_its_ranks_along(folder, tmp_path):
     assert gone(pids)
 
 
-def test_eight_ranks(folder):
-    with Pool(8, "gloo") as pool:
-        pids = [x["pid"] for x in pool.run("faults:whoami")]
-        assert len(set(pids)) == 8
-        begin = time.monotonic()
-        outcome = pool.attempt("faults:fails", [5, "is_killed"])
-        assert time.monotonic() - begin < TOLD_S
-        assert (outcome.status, outcome.rank) == ("killed", 5) and len(outcome.stacks) == 8
-        assert gone(pids)
-
-
 def test_one_rank_is_a_group_of_one(folder):
     with Pool(1, "gloo") as pool:
         (only,) = pool.run("faults:whoami")
@@ -305,7 +296,7 @@ def test_one_rank_is_a_group_of_one(folder):
 
 
 def launch(command: list[str], folder: Path, stderr=None, **environment: str) -> subprocess.Popen:
-    launchers = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+    launchers = ("SLURM_", "OMPI_", "PMI_", "MPI_", "MV2_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
     mine = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
     env = mine | path | environment
@@ -330,6 +321,7 @@ def test_torchrun(folder):
     ]
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_nodes(folder):
     options = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_id", "1"]
     command = [*torchrun(*options, "--rdzv_endpoint", f"127.0.0.1:{free_port()}"), "faults:whoami"]
@@ -339,11 +331,13 @@ def test_torchrun_on_two_nodes(folder):
     assert all(x["result"]["sum"] == 3.0 for x in found)
 
 
-def test_slurm(folder):
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_NTASKS": "2"}
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [x[1:] for x in worker.LAUNCHERS[1:-1]], ids=lambda names: names[0])
+def test_srun_and_mpirun(folder, names):
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     tasks = [
-        launch([sys.executable, "-m", WORKER, "faults:whoami"], folder, SLURM_PROCID=rank, SLURM_LOCALID=rank, **meet)
-        for rank in "01"
+        launch([sys.executable, "-m", WORKER, "faults:whoami"], folder, **meet | dict(zip(names, own, strict=True)))
+        for own in (("0", "2", "0"), ("1", "2", "1"))
     ]
     found = answers("".join(task.communicate(timeout=LONGEST_S)[0] for task in tasks))
     assert [(x["rank"], x["world"], x["result"]["sum"]) for x in found] == [(0, 2, 3.0), (1, 2, 3.0)]
@@ -361,13 +355,20 @@ def test_no_launcher_is_one_rank_and_a_failure_is_an_answer(folder):
 def test_a_rank_is_placed_by_what_the_launcher_says():
     slurm = {"SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}
     assert worker.place({}) == (0, 1, 0)
-    assert worker.place(slurm) == (9, 16, 1)
+    for _, *names in worker.LAUNCHERS:
+        assert worker.place(dict(zip(names, ("9", "16", "1"), strict=True))) == (9, 16, 1)
+    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}  # of a script that calls mpirun
+    hydra = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
+    assert worker.place(batch | hydra) == (1, 4, 1)
+    assert worker.place(slurm | {"PMI_RANK": "9", "PMI_SIZE": "16"}) == (9, 16, 1)  # srun --mpi=pmi2
     assert worker.place(slurm | {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}) == (2, 4, 0)
     for wrong in (
         {"RANK": "0"},
         {"RANK": "0", "WORLD_SIZE": "two", "LOCAL_RANK": "0"},
         {"RANK": "4", "WORLD_SIZE": "4", "LOCAL_RANK": "0"},
         {"SLURM_PROCID": "0"},
+        {"PMI_RANK": "0", "PMI_SIZE": "2"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
     ):
         with pytest.raises(ValueError, match="RANK|SLURM_PROCID"):
             worker.place(wrong)
@@ -378,8 +379,15 @@ def test_ranks_that_are_not_told_where_to_meet_refuse(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="MASTER_ADDR nor MASTER_PORT"):
+    with pytest.raises(ValueError, match="MASTER_ADDR nor MASTER_PORT.*srun|mpirun -x"):
         worker.join("gloo")
+
+
+def test_a_pool_does_not_start_in_each_rank_of_a_launcher(monkeypatch):
+    for name, value in zip(worker.LAUNCHERS[1][1:], ("1", "2", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="OMPI_COMM_WORLD_RANK=1 of 2: each of these ranks would start 3"):
+        Pool(3, "gloo")
 
 
 def free_port() -> int:

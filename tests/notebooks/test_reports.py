@@ -7,33 +7,35 @@ from workbench import report
 from workbench.reporting import notebooks
 
 NAMES = [path.stem for path in notebooks.find()]
+DAILY = "03_oom_frontiers"  # it calls, draws, predicts, and measures in fresh processes
 
 
-def test_every_notebook_runs(folder):
-    assert {path.stem for path in folder.glob("*.html")} == {"index", *NAMES}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("reports")
-    done = report.run(profile="tiny", out=folder, say=lambda text: None)
-    assert {r.name: (r.status, r.failure) for r in done} == {name: ("ok", "") for name in NAMES}
-    return folder
-
-
-@pytest.mark.skipif(not browser.BINARY, reason=browser.MISSING)
-@pytest.mark.parametrize("name", ["index", *NAMES])
-@pytest.mark.parametrize("width", [1200, 390])
-def test_a_report_is_whole_without_a_network(folder, name, width):
-    page = folder / f"{name}.html"
+def look_at(page, index: bool) -> None:
+    """AssertionError unless the page is whole in a wide and in a narrow window, without a network."""
     assert page.stat().st_size < 3_000_000
-    with browser.tab(page, width) as tab:
-        assert tab.requests == [page.as_uri()] and tab.errors == []
-        wide = tab.run("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-        assert wide <= 0, f"{name} is {wide} pixels wider than a window of {width}"
-        blank = tab.run("[...document.images].filter(i => !i.naturalWidth).length")
-        assert blank == 0, f"{blank} pictures of {name} are blank"
-        if name != "index":  # whose thumbnails stand beside the title that says it all
-            silent = tab.run("[...document.images].filter(i => !i.alt).length")
-            assert silent == 0, f"{silent} pictures of {name} have no alternative text"
-        assert tab.run("document.querySelectorAll('.jp-RenderedText[data-mime-type*=stderr]').length") == 0
+    for width in (1200, 390):
+        with browser.tab(page, width) as tab:
+            assert tab.requests == [page.as_uri()] and tab.errors == []
+            wide = tab.run("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+            assert wide <= 0, f"{page.stem} is {wide} pixels wider than a window of {width}"
+            blank = tab.run("[...document.images].filter(i => !i.naturalWidth).length")
+            assert blank == 0, f"{blank} pictures of {page.stem} are blank"
+            if not index:  # whose thumbnails stand beside the title that says it all
+                silent = tab.run("[...document.images].filter(i => !i.alt).length")
+                assert silent == 0, f"{silent} pictures of {page.stem} have no alternative text"
+            assert tab.run("document.querySelectorAll('.jp-RenderedText[data-mime-type*=stderr]').length") == 0
+
+
+def case(name: str):
+    marks = [pytest.mark.xdist_group(f"notebooks {name}")]
+    return pytest.param(name, marks=marks if name == DAILY else [*marks, pytest.mark.slow])
+
+
+@pytest.mark.parametrize("name", [case(name) for name in NAMES])
+def test_a_notebook_runs_and_its_report_is_whole_without_a_network(name, tmp_path):
+    (done,) = report.run([name], profile="tiny", out=tmp_path, say=lambda text: None, timeout=3600)
+    assert (done.name, done.status, done.failure) == (name, "ok", "")
+    assert {path.stem for path in tmp_path.glob("*.html")} == {"index", name}
+    if browser.BINARY:
+        look_at(tmp_path / f"{name}.html", index=False)
+        look_at(tmp_path / "index.html", index=True)
