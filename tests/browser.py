@@ -26,7 +26,7 @@ class Tab:
     def __init__(self, address: str, width: int):
         import websocket
 
-        self.socket = websocket.create_connection(address, timeout=30, suppress_origin=True)
+        self.socket = websocket.create_connection(address, timeout=3600, suppress_origin=True)
         self.number = 0
         self.requests: list[str] = []  # addresses, without data:
         self.errors: list[str] = []  # of scripts, and whatever the browser refused
@@ -108,10 +108,10 @@ def tab(path: Path, width: int = 1200):
 def _address(port_file: Path) -> str:
     import urllib.request
 
-    for _ in range(300):
+    for _ in range(36_000):
         with contextlib.suppress(OSError, IndexError, StopIteration):
             port = port_file.read_text().split()[0]
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/json") as reply:
                 return next(t["webSocketDebuggerUrl"] for t in json.load(reply) if t["type"] == "page")
         time.sleep(0.1)
-    raise TimeoutError("the browser did not start in 30 s")
+    raise TimeoutError("the browser did not start in an hour")

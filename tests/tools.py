@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +39,16 @@ def tiers(values, daily):
     values, daily = list(values), list(daily)
     assert all(x in values for x in daily), [x for x in daily if x not in values]
     return [pytest.param(x, marks=[] if x in daily else pytest.mark.slow) for x in values]
+
+
+def slowness(clock=time.perf_counter) -> float:
+    """How many times longer than on a quiet core of 2020 a fixed piece of work takes here and now; at least 1.
+
+    A limit of time in a test is multiplied by it; clock: `time.process_time` where the limit is one of processor time.
+    """
+    begin = clock()
+    sum(x * x for x in range(1_000_000))
+    return max(1.0, (clock() - begin) / 0.06)
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import workbench as wb
+from tests import tools
 from tests.distributed.cases import CASES, drawn
 from tests.distributed.work import plan_of
 from workbench import layouts, orderings
@@ -132,10 +133,10 @@ SCALES = [
 @pytest.mark.parametrize("make", SCALES)
 def test_a_thousand_ranks_and_two_million_positions_in_seconds(make):
     with one_thread():
-        n, start = 1 << 21, time.perf_counter()
+        n, start = 1 << 21, time.process_time()
         found = plan(make(n), Shards.even(n, 1024), 12, 4)
         assert int(found.bytes(2, 64).sum()) > 0 and found.balance >= 1
-        assert time.perf_counter() - start < 20
+        assert time.process_time() - start < 20 * tools.slowness(time.process_time)
     assert "1024 ranks" in str(found)
 
 

@@ -169,7 +169,7 @@ def test_a_rank_that_fails_is_named_with_the_reason_and_the_stack_and_nothing_is
     children = pair.run("faults:leaves_a_child")
     begin = time.monotonic()
     outcome = pair.attempt("faults:fails", {"culprit": 1, "how": how}, timeout_s=1 if how == "sleeps" else LONGEST_S)
-    assert time.monotonic() - begin < TOLD_S
+    assert time.monotonic() - begin < TOLD_S * tools.slowness()
     assert (outcome.status, outcome.rank, outcome.result) == (status, 1, None), outcome
     assert outcome.error.startswith("rank 1 of 2: ") and reason in outcome.error
     assert stack in outcome.stacks[1], outcome.stacks
@@ -207,7 +207,7 @@ def test_a_function_that_cannot_be_imported_is_refused_and_the_ranks_live(pair, 
     begin = time.monotonic()
     with pytest.raises(ValueError, match=reason):
         pair.run(function)
-    assert time.monotonic() - begin < TOLD_S
+    assert time.monotonic() - begin < TOLD_S * tools.slowness()
     assert [x["pid"] for x in pair.run("faults:whoami")] == [x["pid"] for x in before]
 
 
