@@ -5,6 +5,8 @@ import time
 import pytest
 import torch
 
+from tests import tools
+
 
 def _agree(pattern, want, nq=None, block_sizes=(4, (3, 5), 128), exact=True):
     """want: int (heads, n, n), how often each query of all n sees each key. exact: every full block is called full."""

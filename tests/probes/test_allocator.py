@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import tools
 from workbench.probes.allocator import Allocator, OutOfMemory, replay
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

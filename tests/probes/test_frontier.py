@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 
 import workbench as wb
+from tests import tools
 from workbench import cards, records
 from workbench.harness.processes import shared
 from workbench.probes import estimate, frontier
