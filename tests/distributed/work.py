@@ -640,7 +640,7 @@ def why_not_heads(rank, world, id):
 def peak(rank, world, case, strategy) -> int:
     """Requested bytes at the peak of this rank's share of a case, on a virtual card without fused attention."""
     rows, backward, found = len(Shards.even(case.n, world)[rank]), case.mode == "fwdbwd", []
-    for _ in range(5):  # the first time makes the plan, which is no tensor of a card
+    for _ in range(3):  # the first time makes the plan, which is no tensor of a card
         with VirtualCard(8) as card, patch.object(fused, "kernel", lambda q, mask=None: "unfused"):
             indices = [x.view(-1) for x in on_card(case.pattern)]
             heads = case.heads, case.kv_heads, case.kv_heads
