@@ -19,6 +19,7 @@ if importlib.util.find_spec("triton") and not torch.cuda.is_available():
 LONG = ("notebooks", "ranks")  # groups that begin first, so that none is left alone at the end
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist writes the groups into the tests' names
 def pytest_collection_modifyitems(items):
     """Give each test the group whose tests run in one process: a file or, so that a pool of ranks lives as long as can
     be, all that take the fixture `ranks`. Long groups come first."""

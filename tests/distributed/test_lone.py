@@ -47,7 +47,8 @@ def alone(case, world, rank, strategy):
 
 
 EACH = [(name, strategy, mode) for name in PATTERNS for strategy in ("sequence", "heads") for mode in MODES]
-DAILY = [x for x in EACH if x[1:] == ("sequence", "fwdbwd")] + [(x, "heads", "fwdbwd") for x in ("dilated", "grid")]
+DAILY = [(x, "sequence", "fwdbwd") for x in ("causal", "dilated-causal", "blocks", "grid")]
+DAILY += [("dense", "sequence", "fwd"), ("dilated", "heads", "fwdbwd")]
 
 
 @pytest.mark.parametrize("call", tools.tiers(EACH, DAILY), ids=" ".join)

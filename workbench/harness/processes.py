@@ -16,7 +16,6 @@ import gc
 import importlib
 import os
 import pickle
-import selectors
 import signal
 import socket
 import subprocess
@@ -36,7 +35,7 @@ from workbench.probes.outcome import Outcome, attempt
 
 # What children are likely to import. The third is what the first call of an operator of ours imports, in two seconds.
 PRELOAD = ("workbench.dispatch", "workbench.execution.torch_backend", "torch._dynamo", "torch.distributed.device_mesh")
-LONGEST_PAUSE_S = 0.01  # between two looks at a process with a limit of memory, which grows by 100 MB in that time
+PAUSE_S = 0.01  # between two looks at a process with a limit of memory, which grows by 100 MB in that time
 TOLD = 4000  # characters of a dead process's stderr that are reported
 
 
@@ -112,12 +111,11 @@ class Server:
         """End the server, and the processes that it has started."""
         if self._process is None:
             return
-        self._socket.close()  # which it sees
-        try:
+        self._socket.close()  # which it sees, unless it is still loading torch
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
         self._said.close()
         self._process = None
 
@@ -149,6 +147,7 @@ class Process:
     def __init__(self, pipe: Connection, fate: Connection, said, server_died: Callable[[], Outcome]):
         self.pipe, self._fate, self._said, self._server_died = pipe, fate, said, server_died
         self._mark, self._kills = 0, kills()  # at the last question: the size of `said`, the system's OOM kills
+        self.signs = [pipe, fate]  # of an answer, and of the end: for `multiprocessing.connection.wait`
         self._ended: Outcome | None = None
         try:
             self.pid: int | None = fate.recv()  # waits until the server has loaded torch
@@ -160,11 +159,6 @@ class Process:
 
     def __exit__(self, *_) -> None:
         self.kill()
-
-    @property
-    def signs(self) -> list[Connection]:
-        """What `multiprocessing.connection.wait` can wait for: an answer, and the end."""
-        return [self.pipe, self._fate]
 
     def ask(self, work: bytes) -> None:
         self._mark, self._kills = self._size(), kills()
@@ -184,7 +178,7 @@ class Process:
             try:
                 code = self._fate.recv()
             except (EOFError, ConnectionError):
-                self._kill_group()  # where the system does not end a process with its server
+                _kill(self.pid)  # where the system does not end a process with its server
                 self._ended = self._server_died()
             else:
                 status, how = "killed", how_ended(code, self._said)
@@ -195,23 +189,21 @@ class Process:
 
     def outcome(self, timeout_s: float, memory_bytes: int | None = None) -> Outcome:
         """Its answer, a pickled `Outcome`; or what it has ended of, or has to be ended for."""
-        begin = time.monotonic()
+        end = time.monotonic() + timeout_s
         most = None if memory_bytes is None else self._resident() + memory_bytes
         while True:
-            spent = time.monotonic() - begin
-            pause = timeout_s - spent if most is None else min(LONGEST_PAUSE_S, 1e-3 + spent / 10, timeout_s - spent)
-            wait(self.signs, max(0.0, pause))
+            left = max(0.0, end - time.monotonic())
+            wait(self.signs, left if most is None else min(PAUSE_S, left))
             ended = self.ended()  # looked at first, so that all it has answered is read below
             answer = self.answer()
             if answer is not None:
                 return pickle.loads(answer)
             if ended is not None:
                 return ended
-            if time.monotonic() - begin >= timeout_s:
+            if not left:
                 return Outcome("timeout", f"no answer within {timeout_s:g} s")
             if most is not None and self._resident() > most:
-                grown = f"its memory grew by more than {memory_bytes / 2**30:.2f} GiB"
-                return Outcome("oom", f"killed at its cap: {grown}")
+                return Outcome("oom", f"killed at its cap: its memory grew by more than {memory_bytes / 2**30:.2f} GiB")
 
     def computed_s(self) -> float:
         """Seconds of CPU that it and what it has started have used so far: a sign of life."""
@@ -237,23 +229,24 @@ class Process:
     def kill(self) -> None:
         """End it, and what it has started."""
         if self.ended() is None:
-            self._kill_group()
+            _kill(self.pid)
             wait([self._fate], 10)
         for file in (self.pipe, self._fate, self._said):
             file.close()
 
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies
-            os.killpg(self.pid, signal.SIGKILL)
-
     def _resident(self) -> int:
-        try:
+        with contextlib.suppress(psutil.Error, TypeError):  # it has just ended, or has never been
             return psutil.Process(self.pid).memory_info().rss
-        except (psutil.Error, TypeError):  # it has just ended, or has never been
-            return 0
+        return 0
 
     def _size(self) -> int:
         return os.fstat(self._said.fileno()).st_size
+
+
+def _kill(pid: int) -> None:
+    """End a process and what it has started, which is in its group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies
+        os.killpg(pid, signal.SIGKILL)
 
 
 def kills() -> int:
@@ -273,7 +266,7 @@ def how_ended(code: int, said, who: str = "") -> str:
     return f"{who}ended with exit code {code}: {(lines or ['no message'])[-1]}"[:400]
 
 
-# --- the server ------------------------------------------------------------------------------------------------------
+# --- the server ---
 
 
 def main() -> None:
@@ -290,19 +283,16 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
     children: dict[int, Connection] = {}
-    with selectors.DefaultSelector() as selector:
-        for one in (asker, woken):
-            selector.register(one, selectors.EVENT_READ)
-        while True:
-            ready = [key.fileobj for key, _ in selector.select()]
-            if woken in ready:
-                woken.recv(4096)
-                _bury(children)
-            if asker in ready:
-                request, files = _request(asker)
-                if not request:
-                    break
-                _fork(pickle.loads(request), files, children, (asker, woken, bell, selector), threads)
+    while True:
+        ready = wait([asker, woken])
+        if woken in ready:
+            woken.recv(4096)
+            _bury(children)
+        if asker in ready:
+            request, files = _request(asker)
+            if not request:
+                break
+            _fork(pickle.loads(request), files, children, (asker, woken, bell), threads)
     for pid in children:
         _kill(pid)
 
@@ -327,11 +317,6 @@ def _bury(children: dict[int, Connection]) -> None:
                 told.send(os.waitstatus_to_exitcode(status))
 
 
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
 def _fork(request: tuple, files: list[int], children: dict[int, Connection], ours: tuple, threads: int) -> None:
     pipe, told, said = files
     fate = Connection(told, readable=False)
@@ -351,7 +336,7 @@ def _fork(request: tuple, files: list[int], children: dict[int, Connection], our
         fate.send(child)
 
 
-# --- the child -------------------------------------------------------------------------------------------------------
+# --- the child ---
 
 
 def _child(main: str, path, folder, environment, pipe: int, said: int, server: int, threads: int) -> None:
@@ -359,8 +344,7 @@ def _child(main: str, path, folder, environment, pipe: int, said: int, server: i
     code = 1
     try:
         os.setpgid(0, 0)  # a group of its own, which is killed with it
-        die_with(server)
-        prefer_to_be_killed()
+        _die_with(server)
         os.dup2(said, 1)
         os.dup2(said, 2)
         os.chdir(folder)
@@ -388,17 +372,14 @@ def _call_once(asker: Connection) -> None:
     asker.send_bytes(pickle.dumps(attempt(lambda: imported(function)(*arguments))))
 
 
-def die_with(parent: int) -> None:
-    """Have the system kill this process when its parent ends, however that ends: it may hold a card."""
+def _die_with(parent: int) -> None:
+    """Have the system kill this process when its parent ends, however that ends, and, if it runs out of memory, before
+    the notebook that asked for it."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before that
             os._exit(1)
-
-
-def prefer_to_be_killed() -> None:
-    """If the system runs out of memory, let it take this process, before the notebook that asked for it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
