@@ -217,7 +217,7 @@ def _place(group) -> tuple[object, int, int, torch.device]:
 
 
 def _kept(pattern: Pattern) -> dict:
-    return pattern.__dict__.setdefault("_shared", {"plans": {}})
+    return pattern.kept("shared", (), lambda: {"plans": {}})
 
 
 def _recall(pattern: Pattern, key: tuple) -> Made | None:
