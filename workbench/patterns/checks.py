@@ -55,7 +55,7 @@ def unwritten(name: str, tensor: Tensor) -> Tensor:
 
 def python(value):
     """A NumPy scalar or a tensor of no dimensions as the Python number that it holds; anything else as it is."""
-    if isinstance(value, np.generic | np.ndarray | Tensor) and value.ndim == 0:
+    if isinstance(value, (np.generic, np.ndarray, Tensor)) and value.ndim == 0:
         try:
             return value.item()
         except RuntimeError:  # a tensor without contents
@@ -65,9 +65,11 @@ def python(value):
 
 def whole(name: str, value, least: int) -> int:
     """`value` as an int >= least; bools, floats and strings are refused."""
+    if type(value) is int and value >= least:  # also a length that torch.compile leaves open
+        return value
     number = python(value)
     try:
-        number = None if isinstance(number, bool | Tensor) else operator.index(number)
+        number = None if isinstance(number, (bool, Tensor)) else operator.index(number)
     except TypeError:
         number = None
     if number is None or number < least:
@@ -88,7 +90,7 @@ def wholes(name: str, values, least: int) -> tuple[int, ...]:
 
 def listed(value) -> bool:
     """Whether a value is several numbers."""
-    return value.ndim > 0 if isinstance(value, np.ndarray | Tensor) else isinstance(value, tuple | list)
+    return value.ndim > 0 if isinstance(value, (np.ndarray, Tensor)) else isinstance(value, (tuple, list))
 
 
 def axes(name: str, value, many: int, least: int) -> tuple[int, ...]:
@@ -104,7 +106,7 @@ def real(name: str, value, want: str, low: float = 0, high: float = math.inf) ->
     number = python(value)
     if (
         isinstance(number, bool)
-        or not isinstance(number, int | float)
+        or not isinstance(number, (int, float))
         or not low < number <= high
         or number == math.inf
     ):
