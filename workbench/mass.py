@@ -22,7 +22,7 @@ def captured_mass(q: Tensor, k: Tensor, pattern, scale: float | None = None) -> 
     check(q, k, k, pattern, scale)
     (b, nq, heads, d), n = q.shape, k.shape[1]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scale = 1 / math.sqrt(d) if scale is None else scale
+    scale = 1 / math.sqrt(d) if scale is None else float(scale)
     q, k = q.to(wide).transpose(1, 2), k.to(wide).transpose(1, 2).repeat_interleave(heads // max(1, k.shape[2]), 1)
     h, j = torch.arange(heads, device=q.device)[:, None, None], torch.arange(n, device=q.device)
     total = torch.zeros(heads, dtype=torch.float64, device=q.device)

@@ -103,7 +103,7 @@ def axes(name: str, value, many: int, least: int) -> tuple[int, ...]:
 
 def real(name: str, value, want: str, low: float = 0, high: float = math.inf) -> float:
     """`value` as a float above `low` and up to `high`, finite; `want` says so in words."""
-    number = python(value)
+    number = value if type(value) is float else python(value)
     if (
         isinstance(number, bool)
         or not isinstance(number, (int, float))
