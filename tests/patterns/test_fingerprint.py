@@ -246,10 +246,8 @@ def test_counts_of_a_trillion_tokens_are_exact():
     n = 1 << 40
     assert wb.Dense(True).pairs(n, 3) == 3 * n * (n + 1) // 2
     assert wb.Dilated([n], [1]).pairs(n, 1) == n * n
-    assert (
-        wb.Dilated([1 << 36, n], [1, 2], True).pairs(n, 1)
-        == (m := 1 << 36) * (m + 1) // 2 * 16 + n // 2 * (n // 2 + 1) // 2
-    )
+    w, half = 1 << 36, n // 2
+    assert wb.Dilated([w, n], [1, 2], True).pairs(n, 1) == 16 * (w * (w + 1) // 2) + half * (half + 1) // 2
     assert wb.Neighborhood((1 << 20, 1 << 20), 1 << 20).pairs(n, 1) == n * n
     assert wb.BlockSparse(layouts.local(0), 1 << 33).pairs(n, 1) == n << 33
     rows = 1 << 17
@@ -265,3 +263,16 @@ def test_a_pattern_evaluates_to_itself():
     assert eval(repr(explicit), names).spec() == explicit.spec()
     part = wb.Neighborhood((4, 4), 1, orderings.hilbert((4, 4)).restrict(torch.eye(4, dtype=torch.bool)))
     assert eval(repr(part), names).spec() == part.spec()
+
+
+def test_two_mistakes_are_warned_of_once(recwarn, monkeypatch):
+    from workbench.patterns import advice
+
+    monkeypatch.setattr(advice, "_given", set())
+    half = wb.Dilated([8, 16], [2, 4])
+    for _ in range(2):
+        attention(*(torch.randn(1, 4, 64, 8) for _ in range(3)), wb.Dense())
+        attention(*inputs(64), half)
+    heads, rows = (str(warning.message) for warning in recwarn)
+    assert heads.startswith("4 positions of 64 heads: tensors are (batch, positions, heads, head_dim)")
+    assert rows.startswith("dilated-8x2-16x4: 50% of the rows see no key")
