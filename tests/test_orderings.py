@@ -214,11 +214,11 @@ def test_spec_describes_the_ordering():
         (lambda: orderings.random((4, 4), -1), "seed=-1"),
         (
             lambda: orderings.hilbert((4, 4)).restrict(torch.ones(4, 3)),
-            r"mask: torch.float32 .*torch.bool \(4, 4\)",
+            r"mask=torch.float32 .*torch.bool \(4, 4\)",
         ),
         (lambda: orderings.Ordering("x", (2, 2), torch.tensor([0, 1, 1, 3])).rank, "visited twice"),
         (lambda: orderings.Ordering("x", (2, 2), torch.tensor([0, 1, 2, 4])).rank, "outside the grid"),
-        (lambda: orderings.hilbert((4, 4)).arrange(torch.zeros(1, 15)), "15 entries"),
+        (lambda: orderings.hilbert((4, 4)).arrange(torch.zeros(1, 15)), "15 cells along dim 1: want 16"),
         (lambda: orderings.from_spec({"ordering": "peano", "shape": [9, 9]}), "ordering='peano'"),
     ],
     ids=range(11),

@@ -154,7 +154,7 @@ def _causal_or_not(c: bool):
          {"n": 37, "heads": 4, "kv_heads": 2, "batch": 2}),
         ("blocks-64x128", lambda: BlockSparse(layouts.local(1) | layouts.global_(1), (64, 128), c),
          {"n": 300, "nq": 171}),
-        ("blocks-128x64", lambda: BlockSparse(layouts.dilated((1, 2)), (128, 64), c),
+        ("blocks-128x64", lambda: BlockSparse(layouts.hierarchical(1, 2), (128, 64), c),
          {"n": 300, "nq": 171}),
         ("blocks-with-a-predicate",
          lambda: BlockSparse(layouts.local(1), 8, c, predicate=some_rows_only),
@@ -173,9 +173,6 @@ def _causal_or_not(c: bool):
 def _cases():
     for causal, suffix in ((False, ""), (True, "-causal")):
         yield from (Case(id + suffix, pattern, **sizes) for id, pattern, sizes in _causal_or_not(causal))
-    curve = torch.randperm(63, generator=torch.Generator().manual_seed(1))
-    yield Case("causal-in-another-order",
-               lambda: BlockSparse(layouts.local(1), 8, causal=True, causal_rank=curve), 63, heads=3)  # fmt: skip
     yield Case("only-key-block-0", lambda: BlockSparse(only_block_0(3), 16), 45)
     yield Case("one-dark-row", lambda: Predicate(lambda h, i, j: i != 4), 23, batch=2)
     yield Case("sees-nothing", lambda: Predicate(lambda h, i, j: i < 0), 23)
@@ -220,7 +217,6 @@ def _tiled(c):
 TILED = [
     *_tiled(False),
     *_tiled(True),
-    Case("causal-in-another-order", lambda: BlockSparse(layouts.local(1), 16, True, None, curve), 63, heads=3),
     Case("empty-rows", lambda: BlockSparse(layouts.explicit(dark), 16), 45),
     Case("window", lambda: Neighborhood((150,), 45), 150, kv_heads=1),
     Case("window-last-queries", lambda: Neighborhood((150,), 5), 150, 21),

@@ -17,6 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from workbench.execution.fused import GRID, OFFSETS, span
 from workbench.oracle import reference
 from workbench.patterns import Dense, Dilated, Pattern
+from workbench.patterns.advice import advise
+from workbench.patterns.checks import real
 
 BACKENDS = ("reference", "torch", "flex", "triton")
 AUTOCAST = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
@@ -37,6 +39,7 @@ def attention(
     runs.
     """
     check(q, k, v, pattern, scale)
+    advise(pattern, k.shape[1], q.shape[2], q.shape[1])
     q, k, v = autocast(q, k, v)
     chosen = choose(backend, q, k, v, pattern, return_lse)[0]
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
@@ -173,8 +176,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None
         raise ValueError(f"dtypes {names} of {shapes}: want one of float64, float32, bfloat16, float16 for all three")
     if not q.device == k.device == v.device:
         raise ValueError(f"devices {q.device}, {k.device}, {v.device} of {shapes}: want one")
-    if scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
-        raise ValueError(f"scale={scale!r}: want a finite number above 0, or None for 1 / sqrt(head_dim)")
+    if scale is not None:
+        real("scale", scale, "a finite number above 0, or None for 1 / sqrt(head_dim)")
     if pattern.batch not in (None, q.shape[0]):
         raise ValueError(f"the layout is for a batch of {pattern.batch}, but {shapes}")
     pattern.for_batch(0).check(k.shape[1], heads, q.shape[1])

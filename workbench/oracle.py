@@ -24,7 +24,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float | None = No
 
     q, k, v = (x.double() for x in (q, k, v))
     k, v = (x.repeat_interleave(h // max(1, x.shape[2]), dim=2) for x in (k, v))  # (B, N, H, D)
-    scale = 1 / math.sqrt(d) if scale is None else scale
+    scale = 1 / math.sqrt(d) if scale is None else float(scale)
     s = torch.einsum("bthd,bjhd->bhtj", q, k) * scale
 
     visible = c > 0

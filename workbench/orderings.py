@@ -10,48 +10,54 @@ Shapes are (W,), (H, W) or (D, H, W); the last axis is the fastest in row-major 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from copy import deepcopy
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from workbench.patterns.arguments import whole, wholes
+from workbench.patterns.checks import Value, axes, describe, listed, on_host, unwritten, whole, wholes
+
+LONG = 2000  # characters of a repr
 
 
-@dataclass(frozen=True, eq=False)
-class Ordering:
+class Ordering(Value):
     """The cells of a grid in the order in which they are tokens; `restrict` leaves some of them out.
 
     name: short, for tables and records, e.g. hilbert, tiles-8x16
     shape: the grid
-    curve: int64 (N,), row-major index (in the whole grid) of token i's cell; each cell at most once
+    curve: int64 (N,), row-major index (in the whole grid) of token i's cell; each cell at most once. It is copied.
     source: the constructor call as JSON-able data; empty for an ordering made by hand
     """
 
-    name: str
-    shape: tuple[int, ...]
-    curve: Tensor
-    source: dict = field(default_factory=dict, repr=False)
+    def __init__(self, name: str, shape, curve, source: dict | None = None):
+        self.name, self.shape, self.source = name, shape_of(shape), deepcopy(source or {})
+        curve = torch.as_tensor(curve)
+        if curve.ndim != 1 or curve.is_floating_point() or curve.dtype == torch.bool or curve.is_meta:
+            raise ValueError(f"curve={describe(curve)} on {curve.device}: want integers, one a token")
+        with torch.inference_mode(False):
+            self._curve = curve.detach().to("cpu", torch.int64, copy=True)
 
-    def __post_init__(self):
-        object.__setattr__(self, "shape", shape_of(self.shape))
-        curve = torch.as_tensor(self.curve)
-        if curve.ndim != 1 or curve.is_floating_point() or curve.dtype == torch.bool:
-            raise ValueError(f"curve: {curve.dtype} {tuple(curve.shape)}: want integers, one a token")
-        object.__setattr__(self, "curve", curve.to(torch.int64))
+    @property
+    def curve(self) -> Tensor:
+        return unwritten(f"curve of {self.name}", self._curve)
 
-    @cached_property
+    @property
     def rank(self) -> Tensor:
         """int64 (cells,): the token of each cell of the grid, -1 where a cell is no token."""
-        cells = math.prod(self.shape)
-        if len(self) and not 0 <= int(self.curve.min()) <= int(self.curve.max()) < cells:
+        return unwritten(f"rank of {self.name}", self._inverse[0])
+
+    @cached_property
+    def _inverse(self) -> tuple[Tensor]:
+        cells, curve = math.prod(self.shape), self.curve
+        if len(self) and not 0 <= int(curve.min()) <= int(curve.max()) < cells:
             raise ValueError(f"curve of {self.name}: cells outside the grid {self.shape}: want 0 to {cells - 1}")
-        rank = torch.full((cells,), -1)
-        rank[self.curve] = torch.arange(len(self))
+        with on_host():
+            rank = torch.full((cells,), -1)
+            rank[curve] = torch.arange(len(self))
         if int((rank >= 0).sum()) != len(self):
             raise ValueError(f"curve of {self.name}: a cell is visited twice: want each at most once")
-        return rank
+        return (rank.clone(),)  # whose version is 0
 
     def __len__(self) -> int:
         """Tokens: the cells of the grid, or the occupied ones where it was restricted."""
@@ -80,7 +86,7 @@ class Ordering:
         """
         mask = torch.as_tensor(mask)
         if mask.dtype != torch.bool or tuple(mask.shape) != self.shape:
-            raise ValueError(f"mask: {mask.dtype} {tuple(mask.shape)}: want torch.bool {self.shape}, one entry a cell")
+            raise ValueError(f"mask={describe(mask)}: want torch.bool {self.shape}, one entry a cell")
         occupied = mask.flatten() & (self.rank >= 0)
         # as alternating run lengths, empty cells first: a region is a few runs a row
         edges = torch.cat([occupied.new_zeros(1), occupied]).diff().nonzero()[:, 0]
@@ -88,51 +94,64 @@ class Ordering:
         source = self.spec() | {"runs": ends.diff().tolist()}
         return Ordering(self.name, self.shape, self.curve[occupied[self.curve]], source)
 
-    def arrange(self, x: Tensor, dim: int = 1) -> Tensor:
-        """x with the grid's cells along `dim`, row-major -> with the tokens along it, in this order."""
-        if x.shape[dim] != len(self.rank):
-            raise ValueError(f"x: {x.shape[dim]} entries along dim {dim}; the grid {self.shape} has {len(self.rank)}")
-        return x.index_select(dim, self.curve.to(x.device))
+    def arrange(self, cells: Tensor, dim: int = 1) -> Tensor:
+        """A tensor with the grid's cells along `dim`, row-major -> with the tokens along it, in this order."""
+        if cells.shape[dim] != len(self.rank):
+            raise ValueError(
+                f"{cells.shape[dim]} cells along dim {dim}: want {len(self.rank)}, the grid's {self.shape}"
+            )
+        return cells.index_select(dim, self.curve.to(cells.device))
 
-    def restore(self, x: Tensor, dim: int = 1, fill: float = 0) -> Tensor:
+    def restore(self, tokens: Tensor, dim: int = 1, fill: float = 0) -> Tensor:
         """The inverse of `arrange`; cells that are no token get `fill`."""
-        if x.shape[dim] != len(self):
-            raise ValueError(f"x: {x.shape[dim]} entries along dim {dim}; this ordering has {len(self)} tokens")
-        size = list(x.shape)
+        if tokens.shape[dim] != len(self):
+            raise ValueError(f"{tokens.shape[dim]} tokens along dim {dim}: want {len(self)}, those of this ordering")
+        size = list(tokens.shape)
         size[dim] = len(self.rank)
-        return x.new_full(size, fill).index_copy(dim, self.curve.to(x.device), x)
+        return tokens.new_full(size, fill).index_copy(dim, self.curve.to(tokens.device), tokens)
 
     def spec(self) -> dict:
         """The call that made this, as JSON-able data; `from_spec` is its inverse."""
-        return self.source or {"ordering": self.name, "shape": list(self.shape), "curve": self.curve.tolist()}
+        if self.source:
+            return deepcopy(self.source)
+        return {"ordering": self.name, "shape": list(self.shape), "curve": self.curve.tolist()}
+
+    def __repr__(self) -> str:
+        """A call that makes it; where that would be a long list, what it is in words."""
+        if self.source and "runs" not in self.source:
+            arguments = [f"{k}={v!r}" for k, v in self.source.items() if k != "ordering"]
+            return f"orderings.{self.source['ordering']}({', '.join(arguments)})"
+        text = f"orderings.from_spec({self.spec()!r})"
+        return text if len(text) < LONG else f"<{self.name} of {len(self):,} tokens on {self.shape}>"
 
 
+@on_host()
 def row_major(shape) -> Ordering:
     """Row by row, as tensors are flattened."""
     shape = shape_of(shape)
     return _ordering("row_major", shape, torch.arange(math.prod(shape)))
 
 
+@on_host()
 def tiles(shape, tile) -> Ordering:
     """Tile by tile in row-major order, row-major within a tile; tiles at the far borders may be smaller.
 
     tile: an int, or one an axis.
     """
     shape = shape_of(shape)
-    tile = (whole("tile", tile, 1),) * len(shape) if isinstance(tile, int) else wholes("tile", tile, 1)
-    if len(tile) != len(shape):
-        raise ValueError(f"tile={tile}: want an int, or one for each of the {len(shape)} axes of {shape}")
+    tile = axes("tile", tile, len(shape), 1)
     name = "tiles-" + "x".join(map(str, tile))
     sizes = [min(t, s) for t, s in zip(tile, shape, strict=True)]
     counts = [-(-s // t) for s, t in zip(shape, sizes, strict=True)]
     padded = torch.full([c * t for c, t in zip(counts, sizes, strict=True)], -1)
     padded[tuple(slice(s) for s in shape)] = torch.arange(math.prod(shape)).view(shape)
-    axes = range(0, 2 * len(shape), 2)
-    split = padded.view([x for pair in zip(counts, sizes, strict=True) for x in pair])  # (count, size) an axis
-    curve = split.permute(*axes, *(a + 1 for a in axes)).flatten()
+    split = padded.view([side for pair in zip(counts, sizes, strict=True) for side in pair])  # (count, size) an axis
+    counted = range(0, 2 * len(shape), 2)
+    curve = split.permute(*counted, *(place + 1 for place in counted)).flatten()
     return _ordering("tiles", shape, curve[curve >= 0], name=name, tile=list(tile))
 
 
+@on_host()
 def morton(shape) -> Ordering:
     """Z-order: by the interleaved bits of the coordinates (the column's lowest), cells outside the grid left out.
 
@@ -157,6 +176,7 @@ def morton(shape) -> Ordering:
     return _ordering("morton", shape, curve[inside])
 
 
+@on_host()
 def hilbert(shape) -> Ordering:
     """A Hilbert curve over any rectangle or box.
 
@@ -180,6 +200,7 @@ def hilbert(shape) -> Ordering:
     return _ordering("hilbert", shape, curve)
 
 
+@on_host()
 def random(shape, seed: int = 0) -> Ordering:
     """A random order of the cells: no locality at all, the other end of the scale."""
     shape, seed = shape_of(shape), whole("seed", seed, 0)
@@ -187,6 +208,7 @@ def random(shape, seed: int = 0) -> Ordering:
     return _ordering("random", shape, curve, name=f"random-{seed}", seed=seed)
 
 
+@on_host()
 def from_spec(spec: dict) -> Ordering:
     """The ordering that `Ordering.spec` describes."""
     makers = {f.__name__: f for f in (row_major, tiles, morton, hilbert, random)}
@@ -203,7 +225,7 @@ def from_spec(spec: dict) -> Ordering:
 
 def shape_of(shape) -> tuple[int, ...]:
     """A grid's shape as a tuple of positive ints, one an axis (an int is one axis)."""
-    return (whole("shape", shape, 1),) if isinstance(shape, int) else wholes("shape", shape, 1)
+    return wholes("shape", shape, 1) if listed(shape) else (whole("shape", shape, 1),)
 
 
 def _ordering(maker: str, shape, curve, name: str | None = None, **arguments) -> Ordering:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._library.custom_ops import _maybe_get_opdef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from workbench.patterns.checks import real
 from workbench.probes.allocator import MIB, Allocator, OutOfMemory
 
 META = torch.device("meta")
@@ -43,10 +44,8 @@ class VirtualCard:
     """
 
     def __init__(self, gib: float):
-        if not 0 < gib < float("inf"):
-            raise ValueError(f"gib={gib!r}: want the card's memory in GiB, e.g. 8 or 0.5")
-        self.gib = gib
-        self._births = _Births(Allocator(int(gib * 1024 * MIB)))
+        self.gib = real("gib", gib, "the card's memory in GiB, e.g. 8 or 0.5")
+        self._births = _Births(Allocator(int(self.gib * 1024 * MIB)))
 
     def __enter__(self) -> VirtualCard:
         if any(isinstance(mode, _Births) for mode in _get_current_dispatch_mode_stack()):

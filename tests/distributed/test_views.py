@@ -15,7 +15,6 @@ from workbench.distributed.shards import Rows
 from workbench.execution import triton_backend
 from workbench.execution.torch_backend import attend
 
-CURVE = torch.randperm(150, generator=torch.Generator().manual_seed(1))
 EDGE = layouts.local(1) | layouts.global_(1)
 PATTERNS = {
     "blocks": lambda: wb.BlockSparse(EDGE, 16),
@@ -24,7 +23,6 @@ PATTERNS = {
     "blocks-wide": lambda: wb.BlockSparse(EDGE, (16, 32)),
     "blocks-tall-causal": lambda: wb.BlockSparse(EDGE, (32, 16), True),
     "blocks-by-head": lambda: wb.BlockSparse(layouts.random(0.3, 2, per_head=True), 16),
-    "causal-in-another-order": lambda: wb.BlockSparse(layouts.strided(3), 16, True, None, CURVE),
     "grid": lambda: wb.Neighborhood((10, 15), 2, orderings.hilbert((10, 15))),
     "line": lambda: wb.Neighborhood((150,), 9),
     "near-grid": lambda: wb.Neighborhood((30, 5), 1),

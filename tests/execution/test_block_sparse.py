@@ -154,9 +154,8 @@ def test_a_predicate_is_never_asked_about_positions_that_do_not_exist():
 
 
 @pytest.mark.parametrize("dtype", tools.DTYPES, ids=tools.name_of)
-@pytest.mark.parametrize("causal_rank", [None, torch.arange(67)], ids=["in-memory-order", "by-rank"])
-def test_the_past_does_not_change_by_a_bit_with_the_future(causal_rank, dtype):
-    pattern = BlockSparse(layouts.local(1) | layouts.global_(1), 8, causal=True, causal_rank=causal_rank)
+def test_the_past_does_not_change_by_a_bit_with_the_future(dtype):
+    pattern = BlockSparse(layouts.local(1) | layouts.global_(1), 8, causal=True)
     q, k, v = inputs(67, dtype=dtype)
     tools.check_past(lambda k, v: run(q, k, v, pattern), k, v, (1, 8, 33, 66))
 
@@ -191,12 +190,3 @@ def test_permuting_queries_keys_and_mask_permutes_the_result():
     permuted = Predicate(lambda h, i, j: tools.some_rows_only(h, p[i], p[j]) & (p[j] <= p[i]))
     out = run(q[:, p], k[:, p], v[:, p], permuted)[0]
     torch.testing.assert_close(out[:, p.argsort()], run(q, k, v, natural)[0], rtol=1e-12, atol=1e-12)
-
-
-def test_causality_by_rank_is_causality_in_time():
-    p = torch.randperm(50, generator=torch.Generator().manual_seed(0))  # the token in place x has the time p[x]
-    q, k, v = inputs(50)
-    everything = layouts.strided(1)
-    want = run(q, k, v, BlockSparse(everything, 8, causal=True))[0]
-    out = run(q[:, p], k[:, p], v[:, p], BlockSparse(everything, 8, causal=True, causal_rank=p))[0]
-    torch.testing.assert_close(out[:, p.argsort()], want, rtol=1e-12, atol=1e-12)

@@ -19,7 +19,7 @@ CASES = {id: tools.TABLE[id] for id in DILATED} | {case.id: case for case in too
 HALF = (  # one of each way in which tiles are loaded, multiplied and stored; the interpreter's bfloat16 is wrong
     "dense-prime", "dense-last-9-queries-causal", "dilated-same-branch-thrice-causal", "dilated-uncovered-rows",
     "dilated-head-dim-64", "local-ragged-causal", "wide-blocks-last-queries", "tall-blocks-head-dim-20-causal",
-    "random-by-head", "causal-in-another-order", "empty-rows", "window-last-queries", "neighborhood-hilbert",
+    "random-by-head", "empty-rows", "window-last-queries", "neighborhood-hilbert",
 )  # fmt: skip
 EACH = [(id, torch.float32) for id in CASES] + [(id, torch.float16) for id in HALF]
 DAILY = [  # pairwise: ragged or not, last queries, grouped heads, batch, causal, empty rows, tile shapes, dtype

@@ -132,12 +132,6 @@ def test_a_rate_above_the_heads_covers_only_their_residues():
     assert pattern.coverage(32, 3).tolist() == [1 / 8] * 3
 
 
-def test_blocks_are_one_layout_only_where_heads_agree():
-    assert Dilated([8, 16], [1, 1]).blocks(64, 4).layouts == 1
-    assert Dilated([8, 16], [1, 2]).blocks(64, 4).layouts == 4
-    assert Dilated([8, 16], [1, 2]).blocks(64, 1).layouts == 1
-
-
 def test_blocks_that_one_branch_alone_fills_are_full():
     inside = Dilated([32, 64], [1, 2]).blocks(64, 1, block_size=16).full.view(4, 4)
     assert not inside.any()  # the second branch is everywhere

@@ -109,11 +109,11 @@ def test_pairs_of_a_large_grid_have_a_closed_form():
         (lambda: Neighborhood((8, 8), -1), "radius=-1: want an int >= 0"),
         (lambda: Neighborhood((8, 8), 1.5), "radius=1.5: want an int >= 0"),
         (lambda: Neighborhood((8, 8), (1, -2)), r"radius\[1\]=-2: want an int >= 0"),
-        (lambda: Neighborhood((8, 8), (1, 2, 3)), r"radius=\(1, 2, 3\): want an int, or 2 ints"),
+        (lambda: Neighborhood((8, 8), (1, 2, 3)), r"radius=\(1, 2, 3\): want an int >= 0, or 2 of them"),
         (lambda: Neighborhood((8, 0), 1), r"shape\[1\]=0: want an int >= 1"),
         (lambda: Neighborhood((), 1), r"shape=\(\): want a non-empty list"),
         (lambda: Neighborhood((8, True), 1), r"shape\[1\]=True: want an int >= 1"),
-        (lambda: Neighborhood("8x8", 1), r"shape\[0\]='8x8': want an int >= 1"),
+        (lambda: Neighborhood("8x8", 1), r"shape='8x8': want an int >= 1"),
         (
             lambda: Neighborhood((2, 2), 1, orderings.Ordering("twice", (2, 2), torch.tensor([0, 1, 1, 2]))).pairs(
                 4, 1

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from workbench.patterns import Predicate, from_spec, predicate
+from workbench.patterns import Predicate, base, from_spec
 
 
 def count(fn, n, heads, causal):
@@ -28,7 +28,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("fn", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_against_brute_force(agree, monkeypatch, fn, causal):
     for n, nq, tile in ((13, 13, 1 << 22), (13, 5, 50), (1, 1, 50), (13, 0, 50)):
-        monkeypatch.setattr(predicate, "TILE", tile)  # a few pairs a tile: rows and columns are both cut
+        monkeypatch.setattr(base, "TILE", tile)  # a few pairs a tile: rows and columns are both cut
         agree(Predicate(fn, causal), count(fn, n, 2, causal), nq, block_sizes=(4, (3, 5), 64))
 
 
@@ -60,9 +60,9 @@ def test_a_function_may_compute_in_place(monkeypatch):
 
 def test_long_work_shows_progress(capsys, monkeypatch):
     clock = iter(range(0, 1000, 1))
-    monkeypatch.setattr(predicate.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(base.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr("workbench.patterns.base.TILE", 13)
-    monkeypatch.setattr(predicate, "TILE", 13)
+    monkeypatch.setattr(base, "TILE", 13)
     Predicate(FUNCTIONS["window"]).pairs(13, 1)
     *lines, line, blank, rest = capsys.readouterr().err.split("\r")
     assert line.endswith(": 13 of 13 tiles") and blank == " " * len(line) and rest == ""

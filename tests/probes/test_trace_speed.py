@@ -142,7 +142,7 @@ def test_a_trace_takes_hardly_longer_for_long_sequences(monkeypatch, backend, ma
 PATTERNS = [
     *((layouts.local(2), bs, causal) for bs in (4, 8, (4, 8)) for causal in (False, True)),
     *((layout, 4, causal) for causal in (False, True) for layout in (
-        layouts.global_(2), layouts.strided(5), layouts.dilated((1, 3)), layouts.hierarchical(2, 3),
+        layouts.global_(2), layouts.strided(5), layouts.hierarchical(2, 3),
         layouts.strided(4) & ~layouts.local(2), layouts.global_(3) - layouts.strided(3),
         layouts.random(0.1), layouts.random(0.3, per_head=True), layouts.random(0.2) | layouts.local(1),
     )),

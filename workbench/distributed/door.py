@@ -143,6 +143,7 @@ def _agreed(
     try:
         _check_strategy(strategy)
         _check(q, k, v, pattern, scale, backend)
+        scale = None if scale is None else float(scale)  # ranks compare it
         if device.type == "cuda" and q.device.type != "cuda":
             raise ValueError(f"q is on {q.device}, and the group moves what is on CUDA")
         q, k, v = dispatch.autocast(q, k, v)
@@ -217,7 +218,7 @@ def _place(group) -> tuple[object, int, int, torch.device]:
 
 
 def _kept(pattern: Pattern) -> dict:
-    return pattern.__dict__.setdefault("_shared", {"plans": {}})
+    return pattern.kept("shared", (), lambda: {"plans": {}})
 
 
 def _recall(pattern: Pattern, key: tuple) -> Made | None:

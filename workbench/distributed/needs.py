@@ -7,7 +7,6 @@ A rank's queries are those of its positions that are among the last Nq of the se
 from __future__ import annotations
 
 from collections import Counter
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -170,7 +169,7 @@ class DilatedNeeds:
 
 
 class BlockNeeds:
-    """The rows of each key block that one of the rank's query blocks sees; if causal, up to the last query's time."""
+    """The rows of each key block that one of the rank's query blocks sees; if causal, up to the last query."""
 
     CELLS = 1 << 22  # of the block grid, evaluated at once
 
@@ -180,12 +179,10 @@ class BlockNeeds:
         batch = pattern.batch
         self.layouts = [pattern.layout] if batch is None else [pattern.layout.for_batch(b) for b in range(batch)]
         self.per_head = pattern.layout.per_head
-        rank = pattern.causal_rank
-        self.time = None if not pattern.causal else torch.arange(n) if rank is None else rank.cpu()
 
     def visible(self, own: range) -> tuple[Tensor, Tensor]:
         """(last, pairs) of the rank's queries. last: int64 (key heads, or 1 if all heads share the layout; key blocks),
-        the time of the last query that sees a block, 0 if time does not count, -1 if none sees it. pairs: int64 scalar,
+        the last query that sees a block, 0 if not causal, -1 if none sees it. pairs: int64 scalar,
         the (head, query, key) of all visible blocks.
         """
         (bq, bk), n = self.block_size, self.n
@@ -202,9 +199,8 @@ class BlockNeeds:
             block = torch.arange(start, min(start + step, (queries.stop - 1) // bq + 1), dtype=torch.int32)
             low = (block.long() * bq).clamp(min=queries.start)
             high = ((block.long() + 1) * bq).clamp(max=queries.stop)
-            latest, reach = self._latest(low, high, block), cols
-            if self.time is not None and self.pattern.causal_rank is None:
-                reach = int(latest[-1]) // bk + 1
+            latest = high - 1 if self.pattern.causal else torch.zeros_like(low)
+            reach = int(latest[-1]) // bk + 1 if self.pattern.causal else cols
             seen = torch.zeros(sets, len(block), reach, dtype=torch.bool)
             j = torch.arange(reach, dtype=torch.int32)
             for h in range(self.heads if self.per_head else 1):
@@ -215,24 +211,9 @@ class BlockNeeds:
                     seen[h * sets // self.heads] |= one
                     each = (one * widths[:reach]).sum(1) * (high - low)
                     pairs = pairs + each.sum() * (1 if self.per_head else self.heads)
-            time = torch.where(seen, latest.view(1, -1, 1), -1).amax(1)
-            last[:, :reach] = torch.maximum(last[:, :reach], time)
+            found = torch.where(seen, latest.view(1, -1, 1), -1).amax(1)
+            last[:, :reach] = torch.maximum(last[:, :reach], found)
         return last, pairs
-
-    def _latest(self, low: Tensor, high: Tensor, block: Tensor) -> Tensor:
-        """int64 (blocks,): the latest time of a query in each of these blocks; 0 if time does not count."""
-        if self.time is None:
-            return torch.zeros_like(low)
-        if self.pattern.causal_rank is None:
-            return high - 1
-        which = torch.repeat_interleave(torch.arange(len(block)), high - low)
-        time = self.order[int(low[0]) : int(high[-1])]
-        return torch.full_like(low, -1).scatter_reduce_(0, which, time, "amax")
-
-    @cached_property
-    def order(self) -> Tensor:
-        """int64 (N,): the times ranked 0, 1, 2, ..., equal times alike."""
-        return self.time.unique(return_inverse=True)[1]
 
     def needs(self, own: range) -> list[Need]:
         last, _ = self.visible(own)
@@ -243,9 +224,8 @@ class BlockNeeds:
             position = (block[:, None] * bk + torch.arange(bk)).flatten()
             until = one[block].repeat_interleave(bk)
             keep = position < self.n
-            if self.time is not None:
-                time = position if self.pattern.causal_rank is None else self.order[position.clamp(max=self.n - 1)]
-                keep &= time <= until
+            if self.pattern.causal:
+                keep &= position <= until
             found.append(Rows.of([position[keep]]).without(own))
         if not self.per_head:
             return _need([tuple(range(self.key_heads))], found) if self.key_heads else []

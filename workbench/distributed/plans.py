@@ -63,7 +63,7 @@ class Plan:
             raise ValueError(f"pattern={pattern}: want Dense, Dilated, BlockSparse or Neighborhood to shard a sequence")
         if heads and (not kv_heads or heads % kv_heads):
             raise ValueError(f"kv_heads={kv_heads} on heads={heads}: want a divisor")
-        self.nq = pattern.for_batch(0).check(shards.n, heads, nq)
+        _, heads, self.nq = pattern.for_batch(0).check(shards.n, heads, nq)
         self.pattern, self.shards, self.heads, self.kv_heads = pattern, shards, heads, kv_heads
         self.zigzag = isinstance(pattern, Dense) and pattern.causal
         self._needs: dict[int, list[Need]] = {}
@@ -80,7 +80,7 @@ class Plan:
         pattern, longest = self.pattern, max(self.shards.lengths, default=0)
         if isinstance(pattern, Neighborhood):
             return int(self.units.sum(0).max()) * FEW <= longest * self.kv_heads
-        if not isinstance(pattern, BlockSparse) or pattern.predicate is not None or pattern.causal_rank is not None:
+        if not isinstance(pattern, BlockSparse) or pattern.predicate is not None:
             return False
         return all(x % math.lcm(*pattern.block_size) == 0 for x in self.shards.starts)
 

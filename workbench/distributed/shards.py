@@ -11,6 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from workbench.patterns.checks import whole, wholes
+
 
 @dataclass(frozen=True)
 class Shards:
@@ -22,15 +24,12 @@ class Shards:
     lengths: tuple[int, ...]
 
     def __post_init__(self):
-        object.__setattr__(self, "lengths", tuple(self.lengths))
-        if not self.lengths or any(type(x) is not int or x < 0 for x in self.lengths):
-            raise ValueError(f"lengths={self.lengths}: want an int >= 0 for each rank")
+        object.__setattr__(self, "lengths", wholes("lengths", self.lengths, 0))
 
     @classmethod
     def even(cls, n: int, world: int) -> Shards:
         """n positions on `world` ranks, lengths differing by at most one, the larger first."""
-        if type(world) is not int or world < 1:
-            raise ValueError(f"world={world!r}: want an int >= 1")
+        n, world = whole("n", n, 0), whole("world", world, 1)
         size, larger = divmod(n, world)
         return cls(tuple(size + (p < larger) for p in range(world)))
 

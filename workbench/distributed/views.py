@@ -65,7 +65,7 @@ def some_heads(pattern: Pattern, first: int, heads: int, all_heads: int) -> Patt
         layout = Layout("heads", {}, _moved(layout, first), True)
     if predicate is not None:
         predicate = _shifted(predicate, first)
-    return BlockSparse(layout, pattern.block_size, pattern.causal, predicate, pattern.causal_rank)
+    return BlockSparse(layout, pattern.block_size, pattern.causal, predicate)
 
 
 def _moved(layout: Layout, first: int) -> Callable:
@@ -149,7 +149,7 @@ def block_sparse(
     (bq, bk), both = pattern.block_size, math.lcm(*pattern.block_size)
     cols = -(-n // bk)
     low = own.start // both * both
-    high = own.stop if pattern.causal and pattern.causal_rank is None else min(n, -(-own.stop // bk) * bk)
+    high = own.stop if pattern.causal else min(n, -(-own.stop // bk) * bk)
     outside = (needed // bk).unique()
     outside = outside[(outside < low // bk) | (outside >= -(-high // bk))]
     short = n % bk if high < n and n % bk and len(outside) and int(outside[-1]) == cols - 1 else 0
@@ -171,17 +171,13 @@ def block_sparse(
         seen = layout.visible(h, i - moved, column.clamp(min=0).to(j.dtype), grid)
         return seen & (column >= 0) & (i <= last_row)
 
-    rank, predicate = pattern.causal_rank, None
-    if rank is not None:
-        rank = torch.where(position < 0, torch.iinfo(torch.int64).max, rank.cpu()[position.clamp(min=0)])
+    predicate = None
     if pattern.predicate is not None:
 
         def predicate(h, i, j):
             there = position.clamp(min=0).to(i.device)
             return pattern.predicate(h, there[i], there[j])
 
-    view = BlockSparse(
-        Layout("gathered", {}, visible, layout.per_head), pattern.block_size, pattern.causal, predicate, rank
-    )
+    view = BlockSparse(Layout("gathered", {}, visible, layout.per_head), pattern.block_size, pattern.causal, predicate)
     here = len(position) - (room + queries.start - low)
     return Gathered(view, position, here, here - len(queries))

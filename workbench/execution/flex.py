@@ -254,11 +254,10 @@ def visible_of(pattern, n: int, heads: int, end: int, device):
         places = [padded(x, end, device) for x in pattern.coordinates(torch.arange(n))]
         return near(places, pattern.radius)
     if isinstance(pattern, BlockSparse):
-        rank = None if pattern.causal_rank is None else padded(pattern.causal_rank, end, device)
-        return refined(pattern.causal, rank, pattern.predicate, n)
+        return refined(pattern.causal, pattern.predicate, n)
     if isinstance(pattern, Predicate):
-        return refined(pattern.causal, None, pattern.fn, n)
-    return refined(False, None, lambda h, i, j: pattern.count(h, i, j, n, heads), n)
+        return refined(pattern.causal, pattern.fn, n)
+    return refined(False, lambda h, i, j: pattern.count(h, i, j, n, heads), n)
 
 
 def padded(x: Tensor, end: int, device) -> Tensor:
@@ -276,12 +275,10 @@ def near(places: list[Tensor], radius: tuple[int, ...]):
     return visible
 
 
-def refined(causal: bool, rank: Tensor | None, fn, n: int):
+def refined(causal: bool, fn, n: int):
     def visible(h, i, j):
         seen = i >= 0
-        if rank is not None:
-            seen = rank[j] <= rank[i]
-        elif causal:
+        if causal:
             seen = j <= i
         if fn is not None:  # a user's function may look up tensors of n entries, and wants int64
             seen = seen & fn(h.to(torch.int64), i.to(torch.int64).clamp(max=n - 1), j.to(torch.int64).clamp(max=n - 1))

@@ -79,8 +79,14 @@ def setup_context(ctx, inputs, output) -> None:
     """What the backward of an operator of (q, k, v, handle, scale) -> (out, lse) keeps."""
     q, k, v, ctx.handle, ctx.scale = inputs
     ctx.pattern = living(int(ctx.handle))  # keeps it alive until the backward
+    ctx.asked = ctx.pattern.fingerprint()
     ctx.save_for_backward(q, k, v, *output)
     ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad, grad_lse):
+    ctx.pattern.unchanged(ctx.asked)
+    return _autograd(ctx, grad, grad_lse)
 
 
 def _autograd(ctx, grad, grad_lse):
@@ -101,4 +107,4 @@ def _autograd(ctx, grad, grad_lse):
     return dq[..., :d], dk[..., :d], dv[..., :d], None, None
 
 
-attend.register_autograd(_autograd, setup_context=setup_context)
+attend.register_autograd(_backward, setup_context=setup_context)

@@ -174,6 +174,11 @@ def device_of(q: Tensor):
     return torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext()
 
 
+def _backward(ctx, grad, grad_lse):
+    ctx.pattern.unchanged(ctx.asked)
+    return _autograd(ctx, grad, grad_lse)
+
+
 def _autograd(ctx, grad, grad_lse):
     q, k, v, out, lse = ctx.saved_tensors
     if grad is None and grad_lse is None:
@@ -183,4 +188,4 @@ def _autograd(ctx, grad, grad_lse):
     return *attend_backward(grad, grad_lse, q, k, v, out, lse, ctx.handle, ctx.scale), None, None
 
 
-attend.register_autograd(_autograd, setup_context=setup_context)
+attend.register_autograd(_backward, setup_context=setup_context)

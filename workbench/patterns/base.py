@@ -7,7 +7,8 @@ query and a key, h is a query head.
 from __future__ import annotations
 
 import itertools
-import json
+import sys
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from workbench.patterns.checks import Value, axes, on_host, whole
+from workbench.patterns.fingerprint import Fingerprint, fingerprint
 
 T = TypeVar("T")
 TILE = 1 << 22  # pairs in a tile of a generic count: 32 MB of int64
@@ -68,7 +72,7 @@ class Blocks:
         full, lines = self.full, len(self.starts) - 1
         if self.n % self.block_size[1]:
             full = full & (self.columns < self.cols - 1)
-        line = torch.arange(lines).repeat_interleave(self.starts.diff())
+        line = torch.arange(lines, device=full.device).repeat_interleave(self.starts.diff())
         counts = torch.stack([self.starts.diff(), torch.bincount(line[full], minlength=lines)])
         return counts.view(2, self.layouts, self.rows)
 
@@ -91,15 +95,19 @@ def living(handle: int) -> Pattern:
     return _living[handle]
 
 
-class Pattern:
+class Pattern(Value):
     """What attends to what. Subclasses define `count`, and override what they have a closed form for.
 
     Every method takes `n` (keys), `heads` (query heads) and `nq` (queries: the last nq of the n positions; default n).
+    A pattern does not change once it is made; tensors that it is made of are copied. What a user's function reads may
+    change: everything kept with the pattern is then made again. A function that changes what it reads itself, or reads
+    what nobody else can (an open file), is asked anew at every call, and trusted to answer a backward as its forward.
     """
 
     causal = False
     same_heads = False  # whether all heads see the same, however many there are
     batch: int | None = None  # the batch size where the pattern differs by batch entry
+    function: Callable | None = None  # a user's, which `count` asks
     handle: int  # how a torch operator, which takes no Python objects, names a pattern; never reused in a process
 
     def __new__(cls, *args, **kwargs):
@@ -108,17 +116,40 @@ class Pattern:
         _living[self.handle] = self
         return self
 
-    def __getstate__(self):  # a copy is a pattern of its own, and keeps tables of its own
-        return {k: v for k, v in self.__dict__.items() if k not in ("handle", "_kept", "_shared")}
+    # --- what is kept -------------------------------------------------------------------------------------------------
 
     def kept(self, what: str, key: tuple, make: Callable[[], T]) -> T:
-        """make(), kept with the pattern as `what` until it is asked for under another key: the last sizes only."""
-        kept = self.__dict__.setdefault("_kept", {})
-        found = kept.get(what)
-        if found is None or found[0] != key:
-            kept[what] = found = None  # the last one goes before the next is made
-            kept[what] = found = key, make()
-        return found[1]
+        """make(), kept with the pattern as `what` until it is asked for under another key: the last sizes only.
+
+        Made again too where the pattern's function may answer otherwise than it did. Made `on_host`.
+        """
+        now = self.fingerprint().digest
+        found = self._kept.get(what)
+        if found is None or found[:2] != (key, now):
+            self._kept[what] = found = None  # the last one goes before the next is made
+            with on_host():
+                made = make()
+            steady = self.fingerprint().digest == now
+            self._kept["steady"] = steady
+            self._kept[what] = found = key, now if steady else None, made
+        return found[2]
+
+    def fingerprint(self) -> Fingerprint:
+        """Of all that the pattern's function can read."""
+        found = fingerprint(self.function)
+        self._kept["held"] = found.held
+        return found
+
+    def unchanged(self, then: Fingerprint) -> None:
+        """RuntimeError where the function may not answer as it did in the forward, whose fingerprint `then` is."""
+        now = self.fingerprint()
+        if now.known() and then.known() and now.digest != then.digest and self._kept.get("steady", True):
+            raise RuntimeError(
+                f"what the function of {self!r} reads has changed since the forward, so its gradient cannot be "
+                "computed: change it after the backward, or give the forward a copy"
+            )
+
+    # --- parts --------------------------------------------------------------------------------------------------------
 
     def for_batch(self, b: int) -> Pattern:
         """The pattern of one batch entry: itself where all have the same."""
@@ -136,85 +167,131 @@ class Pattern:
         """How often query i of head h sees key j, causality included: broadcastable int64 tensors -> bool or int."""
         raise NotImplementedError
 
-    def check(self, n: int, heads: int, nq: int | None = None) -> int:
-        """Raise ValueError where the pattern does not apply to these sizes; return nq."""
-        nq = n if nq is None else nq
-        if any(isinstance(x, (float, str)) or x is None for x in (n, heads, nq)):
-            raise ValueError(f"n={n!r}, heads={heads!r}, nq={nq!r}: want ints")
-        if n < 0 or heads < 0:
-            raise ValueError(f"n={n}, heads={heads}: neither can be negative")
-        if not 0 <= nq <= n:
+    def check(self, n: int, heads: int, nq: int | None = None) -> tuple[int, int, int]:
+        """(n, heads, nq) as ints; ValueError where the pattern does not apply to these sizes."""
+        n, heads = whole("n", n, 0), whole("heads", heads, 0)
+        nq = n if nq is None else whole("nq", nq, 0)
+        if nq > n:
             raise ValueError(f"nq={nq} queries on n={n} keys: queries are the last nq positions, so 0 <= nq <= n")
-        return nq
+        return n, heads, nq
 
-    # --- generic answers, tile by tile: exact, bounded memory, N^2 work ---------------------------------------------
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    def _ask(self, answer: Callable[..., T], n, heads, nq, *more) -> T:
+        sizes = self.check(n, heads, nq)
+        with on_host():
+            return answer(*sizes, *more)
+
+    def multiplicity(self, n: int, heads: int, nq: int | None = None) -> Tensor:
+        """int32 (heads, nq, n): how often each query sees each key. For small n: the picture, and the oracle's mask."""
+        return self._ask(self._multiplicity, n, heads, nq)
+
+    def pairs(self, n: int, heads: int, nq: int | None = None) -> int:
+        """Attended (head, query, key) pairs, with multiplicity: what has to be computed."""
+        return self._ask(self._pairs, n, heads, nq)
+
+    def distinct(self, n: int, heads: int, nq: int | None = None) -> int:
+        """Visible (head, query, key) triples, each counted once."""
+        return self._ask(self._distinct, n, heads, nq)
+
+    def uncovered(self, n: int, heads: int, nq: int | None = None) -> int:
+        """How many (head, query) rows no key reaches."""
+        return sum(self._ask(self._uncovered, n, heads, nq).tolist())
+
+    def coverage(self, n: int, heads: int, nq: int | None = None) -> Tensor:
+        """float64 (heads,): the fraction of rows with a visible key."""
+        n, heads, nq = self.check(n, heads, nq)
+        return 1 - self._ask(self._uncovered, n, heads, nq).double() / max(1, nq)
+
+    def density(self, n: int, heads: int, nq: int | None = None) -> float:
+        """Distinct visible pairs over all heads * nq * n, causal or not."""
+        n, heads, nq = self.check(n, heads, nq)
+        return self.distinct(n, heads, nq) / max(1, heads * nq * n)
+
+    def block_density(self, n: int, heads: int, nq: int | None = None, block_size=None) -> float:
+        """Blocks that hold a visible pair, over all blocks and heads. block_size: by default that of `blocks`."""
+        blocks = self.blocks(n, heads, nq, block_size)
+        return len(blocks.columns) / max(1, blocks.layouts * blocks.rows * blocks.cols)
+
+    def blocks(self, n: int, heads: int, nq: int | None = None, block_size=None) -> Blocks:
+        """The blocks that hold a visible pair; one layout where `count` does not depend on the head.
+
+        block_size: an int or (query, key), by default 128 or the pattern's own.
+        """
+        return self._ask(self._blocks, n, heads, nq, self.block_of(block_size))
+
+    def row_counts(self, n: int, heads: int, nq: int | None = None, block_size=None) -> Tensor:
+        """`Blocks.row_counts` of `blocks`, without making the list where there is a rule for its length."""
+        return self._ask(self._row_counts, n, heads, nq, self.block_of(block_size))
+
+    def block_of(self, block_size=None) -> tuple[int, int]:
+        """A block size as (query, key)."""
+        return axes("block_size", 128 if block_size is None else block_size, 2, 1)
+
+    # --- generic answers, tile by tile: exact, bounded memory, N^2 work -----------------------------------------------
 
     def tiles(self, n: int, heads: int, nq: int):
         """Yield (first row, count of these rows) with the count broadcastable to (heads, rows, n)."""
         h = torch.arange(heads).view(-1, 1, 1)
         j = torch.arange(n).view(1, 1, -1)
         step = max(1, TILE // max(1, n * heads))
-        for start in range(n - nq, n, step):
+        for start in watched(range(n - nq, n, step), self.name, -(-nq // step)):
             i = torch.arange(start, min(n, start + step)).view(1, -1, 1)
             yield start, self.count(h, i, j, n, heads)
 
-    def multiplicity(self, n: int, heads: int, nq: int | None = None) -> Tensor:
-        """int32 (heads, nq, n): how often each query sees each key. For small n: the picture, and the oracle's mask."""
-        nq = self.check(n, heads, nq)
+    def _multiplicity(self, n, heads, nq):
         out = torch.zeros(heads, nq, n, dtype=torch.int32)
         for start, count in self.tiles(n, heads, nq):
             row = start - (n - nq)
             out[:, row : row + count.shape[1]] = count.to(torch.int32)
         return out
 
-    def pairs(self, n: int, heads: int, nq: int | None = None) -> int:
-        """Attended (head, query, key) pairs, with multiplicity: what has to be computed."""
+    def _pairs(self, n, heads, nq):
         return self._sum(n, heads, nq, lambda count: count.to(torch.int64).sum((1, 2)))
 
-    def distinct(self, n: int, heads: int, nq: int | None = None) -> int:
-        """Visible (head, query, key) triples, each counted once."""
+    def _distinct(self, n, heads, nq):
         return self._sum(n, heads, nq, lambda count: (count > 0).sum((1, 2)))
 
-    def uncovered(self, n: int, heads: int, nq: int | None = None) -> int:
-        """How many (head, query) rows no key reaches."""
-        return int(self._uncovered(n, heads, self.check(n, heads, nq)).sum())
+    def _sum(self, n, heads, nq, per_head) -> int:
+        return sum(int(per_head(count.expand(heads, -1, n)).sum()) for _, count in self.tiles(n, heads, nq))
 
-    def coverage(self, n: int, heads: int, nq: int | None = None) -> Tensor:
-        """float64 (heads,): the fraction of rows with a visible key."""
-        nq = self.check(n, heads, nq)
-        return 1 - self._uncovered(n, heads, nq).double() / max(1, nq)
-
-    def density(self, n: int, heads: int, nq: int | None = None) -> float:
-        """Distinct visible pairs over all heads * nq * n, causal or not."""
-        nq = self.check(n, heads, nq)
-        return self.distinct(n, heads, nq) / max(1, heads * nq * n)
-
-    def block_density(self, n: int, heads: int, nq: int | None = None, block_size=None) -> float:
-        """Blocks that hold a visible pair, over all blocks and heads. block_size: by default that of `blocks`."""
-        blocks = self.blocks(n, heads, nq, *(() if block_size is None else (block_size,)))
-        return len(blocks.columns) / max(1, blocks.layouts * blocks.rows * blocks.cols)
-
-    def blocks(self, n: int, heads: int, nq: int | None = None, block_size=128) -> Blocks:
-        """The blocks that hold a visible pair; one layout where `count` does not depend on the head."""
-        raise NotImplementedError(f"{self} has no block form")
-
-    def row_counts(self, n: int, heads: int, nq: int | None = None, block_size=None) -> Tensor:
-        """`Blocks.row_counts` of `blocks`, without making the list where there is a rule for its length."""
-        return self.blocks(n, heads, nq, *(() if block_size is None else (block_size,))).row_counts()
-
-    def _uncovered(self, n: int, heads: int, nq: int) -> Tensor:
+    def _uncovered(self, n, heads, nq) -> Tensor:
         """int64 (heads,): rows that no key reaches."""
         out = torch.zeros(heads, dtype=torch.int64)
         for _, count in self.tiles(n, heads, nq):
             out += (~(count > 0).any(-1)).sum(-1)
         return out
 
-    def _sum(self, n, heads, nq, per_head) -> int:
-        nq = self.check(n, heads, nq)
-        total = torch.zeros(heads, dtype=torch.int64)
-        for _, count in self.tiles(n, heads, nq):
-            total += per_head(count.expand(-1, -1, n))
-        return int(total.sum())
+    def _row_counts(self, n, heads, nq, block_size):
+        return self._blocks(n, heads, nq, block_size).row_counts()
+
+    def _blocks(self, n, heads, nq, block_size):
+        bq, bk = block_size
+        cols, first = -(-n // bk), (n - nq) // bq
+        rows = -(-n // bq) - first if nq and heads else 0
+        wide = min(cols, max(1, TILE // max(1, heads * bq * bk)))  # a tile is high x wide blocks
+        high = max(1, TILE // max(1, heads * bq * bk * wide))
+        parts = []
+        for a in watched(range(first, first + rows, high), self.name, -(-rows // high)):
+            end = min(a + high, first + rows)
+            tiles = [self._tile(a, end, b, min(cols, b + wide), n, heads, nq, block_size) for b in range(0, cols, wide)]
+            parts.append([torch.cat(tile, -1) for tile in zip(*tiles, strict=True)])
+        nothing = torch.zeros(min(1, heads), 0, cols, dtype=torch.bool)
+        visible, full = (torch.cat(part, 1) for part in zip(*parts, strict=True)) if parts else (nothing, nothing)
+        return Blocks.from_dense(block_size, n, nq, visible, full)
+
+    def _tile(self, a, a_end, b, b_end, n, heads, nq, block_size):
+        """bool (layouts, rows, cols) twice, for blocks [a, a_end) x [b, b_end): some pair is visible, all are once."""
+        bq, bk = block_size
+        h = torch.arange(heads).view(-1, 1, 1)
+        i = torch.arange(max(a * bq, n - nq), min(a_end * bq, n)).view(1, -1, 1)
+        j = torch.arange(b * bk, min(b_end * bk, n)).view(1, 1, -1)
+        count = self.count(h, i, j, n, heads)  # (layouts, i, j)
+        row, column = i[0, :, 0] // bq - a, j[0, 0] // bk - b
+        some, other = (
+            any_of(any_of(which, 2, column, b_end - b), 1, row, a_end - a) for which in (count > 0, count != 1)
+        )
+        return some, ~other
 
     # --- identity ----------------------------------------------------------------------------------------------------
 
@@ -228,8 +305,28 @@ class Pattern:
         return type(self).__name__.lower()
 
     def __repr__(self) -> str:
-        args = ", ".join(f"{k}={json.dumps(v)}" for k, v in self.spec().items() if k != "pattern")
-        return f"{type(self).__name__}({args})"
+        arguments = (f"{name}={value!r}" for name, value in self.spec().items() if name != "pattern")
+        return f"{type(self).__name__}({', '.join(arguments)})"
+
+
+def any_of(seen: Tensor, dim: int, group: Tensor, groups: int) -> Tensor:
+    """bool: whether any of each group of indices along dim is True."""
+    shape = list(seen.shape)
+    shape[dim] = groups
+    total = torch.zeros(shape, dtype=torch.int32).index_add_(dim, group, seen.to(torch.int32))
+    return total > 0
+
+
+def watched(steps, what: str, total: int):
+    """The steps, with a line of progress on stderr from two seconds on until they are done, when it is erased."""
+    began, line = time.monotonic(), ""
+    for done, step in enumerate(steps, 1):
+        yield step
+        if time.monotonic() - began > 2:
+            line = f"{what}: {done:,} of {total:,} tiles"
+            print(f"\r{line}", end="", file=sys.stderr, flush=True)
+    if line:
+        print(f"\r{' ' * len(line)}\r", end="", file=sys.stderr, flush=True)
 
 
 def repeated(counts: Callable[[int], Tensor], n: int, block: int, period: int, reach: int) -> Tensor:
@@ -249,11 +346,3 @@ def repeated(counts: Callable[[int], Tensor], n: int, block: int, period: int, r
     row = row - before * period
     here = short[..., row]
     return here + before * (longer[..., row + period] - here) + (turns - before) * (longer[..., row] - here)
-
-
-def pair_of(block_size) -> tuple[int, int]:
-    """A block size as (query, key): an int means both."""
-    pair = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
-    if len(pair) != 2 or not all(type(b) is int and b > 0 for b in pair):
-        raise ValueError(f"block_size={block_size!r}: want a positive int, or (query, key) of two")
-    return pair

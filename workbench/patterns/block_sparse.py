@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from workbench.patterns import layouts
-from workbench.patterns.arguments import describe, flag, wholes
-from workbench.patterns.base import TILE, Blocks, Pattern, pair_of, repeated
-from workbench.patterns.predicate import evaluate, source_of
+from workbench.patterns.base import TILE, Blocks, Pattern, repeated
+from workbench.patterns.checks import axes, flag
+from workbench.patterns.predicate import evaluate, named, source_of
 
 CHUNK = 1 << 20  # cells of the block grid held at once: a few MB
 
@@ -32,31 +32,25 @@ class Part:
 
 
 class BlockSparse(Pattern):
-    """visible(h, i, j) = layout(h, i // bq, j // bk), and time(j) <= time(i) if causal, and predicate(h, i, j).
+    """visible(h, i, j) = layout(h, i // bq, j // bk), and j <= i if causal, and predicate(h, i, j).
 
     layout: from workbench.layouts. block_size: an int or (query, key).
     predicate: fn(h, i, j) on broadcastable int64 tensors -> bool.
-    causal_rank: int64 (N,), a token's place in time where that is not its place in memory; wants causal=True.
     """
 
-    def __init__(self, layout, block_size=128, causal=False, predicate=None, causal_rank=None):
+    def __init__(self, layout, block_size=128, causal=False, predicate=None):
         if not isinstance(layout, layouts.Layout):
             raise ValueError(f"layout={layout!r}: want a layout, e.g. layouts.local(4) or layouts.explicit(blocks)")
         self.layout = layout
-        sizes = wholes("block_size", block_size if isinstance(block_size, (tuple, list)) else [block_size] * 2, 1)
-        if len(sizes) != 2:
-            raise ValueError(f"block_size={block_size!r}: want an int >= 1, or (query, key) of two")
-        self.block_size = sizes
+        self.block_size = axes("block_size", block_size, 2, 1)
         self.causal = flag("causal", causal)
         if predicate is not None and not callable(predicate):
             raise ValueError(f"predicate={predicate!r}: want a function of (h, i, j), or None")
         self.predicate = predicate
-        if causal_rank is not None:
-            if not isinstance(causal_rank, Tensor) or causal_rank.dtype != torch.int64 or causal_rank.ndim != 1:
-                raise ValueError(f"causal_rank={describe(causal_rank)}: want an int64 tensor (N,), or None")
-            if not causal:
-                raise ValueError("causal_rank without causal=True has no effect: want causal=True, or no causal_rank")
-        self.causal_rank = causal_rank
+
+    @property
+    def function(self):
+        return self.predicate
 
     @property
     def same_heads(self) -> bool:
@@ -71,15 +65,12 @@ class BlockSparse(Pattern):
         """The pattern of one batch entry: itself where all have the same."""
         if self.batch is None:
             return self
-        layout = self.layout.for_batch(b)
-        return BlockSparse(layout, self.block_size, self.causal, self.predicate, self.causal_rank)
+        return BlockSparse(self.layout.for_batch(b), self.block_size, self.causal, self.predicate)
 
     def check(self, n, heads, nq=None):
-        nq = super().check(n, heads, nq)
+        n, heads, nq = super().check(n, heads, nq)
         self.layout.check(heads, self._grid(n))
-        if self.causal_rank is not None and len(self.causal_rank) != n:
-            raise ValueError(f"causal_rank of {len(self.causal_rank)} tokens: want {n}, one a token")
-        return nq
+        return n, heads, nq
 
     def count(self, h, i, j, n, heads):
         return self._layout(h, i // self.block_size[0], j // self.block_size[1], n) & self._inside(h, i, j)
@@ -92,12 +83,7 @@ class BlockSparse(Pattern):
 
     def _inside(self, h, i, j):
         """Which pairs of visible blocks are visible: bool, broadcastable."""
-        seen = torch.ones_like(i + j, dtype=torch.bool)
-        if self.causal_rank is not None:
-            rank = self.causal_rank.to(i.device)
-            seen = rank[j] <= rank[i]
-        elif self.causal:
-            seen = j <= i
+        seen = j <= i if self.causal else torch.ones_like(i + j, dtype=torch.bool)
         return seen if self.predicate is None else seen & evaluate(self.predicate, h, i, j)
 
     def _grid(self, n):
@@ -105,11 +91,13 @@ class BlockSparse(Pattern):
 
     # --- the block form -----------------------------------------------------------------------------------------------
 
-    def blocks(self, n, heads, nq=None, block_size=None):
-        """At the pattern's own block size; another one is refused."""
-        if block_size is not None and pair_of(block_size) != self.block_size:
+    def block_of(self, block_size=None):
+        """The pattern's own; another one is refused."""
+        if block_size is not None and axes("block_size", block_size, 2, 1) != self.block_size:
             raise ValueError(f"block_size={block_size!r}: want {self.block_size}, the pattern's own, or None")
-        nq = self.check(n, heads, nq)
+        return self.block_size
+
+    def _blocks(self, n, heads, nq, block_size):
         widths, columns = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int32)]
         full = [torch.zeros(0, dtype=torch.bool)]
         for part in self._parts(n, heads, nq):
@@ -120,19 +108,17 @@ class BlockSparse(Pattern):
         starts = torch.cat(widths).cumsum(0)
         return Blocks(self.block_size, n, nq, layouts, starts, torch.cat(columns), torch.cat(full))
 
-    def row_counts(self, n, heads, nq=None, block_size=None):
-        nq = self.check(n, heads, nq)
+    def _row_counts(self, n, heads, nq, block_size):
         (bq, bk), layout = self.block_size, self.layout
-        plain = self.predicate is None and self.causal_rank is None
-        if not plain or not nq or (n - nq) % bq or block_size not in (None, self.block_size):
-            return super().row_counts(n, heads, nq, block_size)
+        if self.predicate is not None or not nq or (n - nq) % bq:
+            return super()._row_counts(n, heads, nq, block_size)
         first = (n - nq) // bq
         if layout.row_counts and not self.causal and n % bk == 0:
             return layout.row_counts(self._grid(n))[first:].expand(2, heads if layout.per_head else 1, -1)
         if layout.repeats is None or bq != bk:
-            return super().row_counts(n, heads, nq, block_size)
-        whole = super().row_counts  # of all positions
-        return repeated(lambda m: whole(m, heads), n, bq, *layout.repeats)[..., first:]
+            return super()._row_counts(n, heads, nq, block_size)
+        whole = super()._row_counts  # of all positions
+        return repeated(lambda m: whole(m, heads, m, block_size), n, bq, *layout.repeats)[..., first:]
 
     def _by_head(self, n, heads) -> bool:
         if self.layout.per_head or self.predicate is None or not n or heads < 2:
@@ -144,37 +130,29 @@ class BlockSparse(Pattern):
         """The visible blocks of a few whole rows at a time, row by row, layout by layout."""
         first, (rows, cols) = (n - nq) // self.block_size[0], self._grid(n)
         step = max(1, CHUNK // max(1, cols))
-        key_times = self._times(0, n, self.block_size[1])
         for head in range(heads if self._by_head(n, heads) else 1):
             for start in range(first, rows if nq else first, step):
-                part = self._part(head, start, min(rows, start + step), n, nq, key_times)
+                part = self._part(head, start, min(rows, start + step), n, nq)
                 yield part if self.predicate is None else self._refine(part, n, nq)
 
-    def _part(self, head, start, end, n, nq, key_times) -> Part:
+    def _part(self, head, start, end, n, nq) -> Part:
         """Rows [start, end) of one layout, predicate aside."""
         bq, bk = self.block_size
         cols = self._grid(n)[1]
-        earliest, latest = self._times(max(start * bq, n - nq), min(end * bq, n), bq)
-        if self.causal and self.causal_rank is None:
-            cols = int(latest[-1]) // bk + 1  # nothing further right is visible to these rows
         a = torch.arange(start, end, dtype=torch.int32).view(1, -1, 1)
+        start_of = torch.arange(start, end)[:, None] * bq
+        first, last = start_of.clamp(min=n - nq), (start_of + bq).clamp(max=n) - 1  # the queries of each row
+        if self.causal:
+            cols = int(last[-1]) // bk + 1  # nothing further right is visible to these rows
         b = torch.arange(cols, dtype=torch.int32).view(1, 1, -1)
         visible = self._layout(torch.full((1, 1, 1), head, dtype=torch.int32), a, b, n).expand(1, end - start, cols)[0]
         if self.causal:
-            visible = visible & (key_times[0][:cols] <= latest[:, None])
+            visible = visible & (b[0].long() * bk <= last)
         row, column = visible.nonzero(as_tuple=True)
-        full = key_times[1][column] <= earliest[row] if self.causal else torch.ones_like(row, dtype=torch.bool)
+        full = torch.ones_like(row, dtype=torch.bool)
+        if self.causal:
+            full = (column * bk + bk).clamp(max=n) - 1 <= first[row, 0]
         return Part(head, start, end, row + start, column, full)
-
-    def _times(self, low, high, block) -> tuple[Tensor, Tensor]:
-        """int64 (blocks,) twice: the earliest and the latest time in each block that [low, high) reaches."""
-        group = torch.arange(low // block, -(-high // block))
-        if self.causal_rank is None:
-            return (group * block).clamp(min=low), (group * block + block).clamp(max=high) - 1
-        limit = torch.iinfo(torch.int64)
-        where, time = torch.arange(low, high) // block - low // block, self.causal_rank[low:high].cpu()
-        earliest, latest = torch.full_like(group, limit.max), torch.full_like(group, limit.min)
-        return earliest.scatter_reduce_(0, where, time, "amin"), latest.scatter_reduce_(0, where, time, "amax")
 
     # --- inside the blocks --------------------------------------------------------------------------------------------
 
@@ -182,7 +160,7 @@ class BlockSparse(Pattern):
         """Yield (slice of the part's blocks, seen, exists), bool (blocks, bq, bk) both, a few blocks at a time."""
         (bq, bk), size = self.block_size, len(part.row)
         step = max(1, TILE // 4 // (bq * bk))
-        for some in (slice(x, min(size, x + step)) for x in range(0, size, step)):
+        for some in (slice(start, min(size, start + step)) for start in range(0, size, step)):
             h = torch.full((1, 1, 1), part.head)
             i = part.row[some].view(-1, 1, 1) * bq + torch.arange(bq).view(1, -1, 1)
             j = part.column[some].view(-1, 1, 1) * bk + torch.arange(bk)
@@ -201,40 +179,40 @@ class BlockSparse(Pattern):
 
     # --- counting -----------------------------------------------------------------------------------------------------
 
-    def pairs(self, n, heads, nq=None):
-        nq = self.check(n, heads, nq)
+    def _pairs(self, n, heads, nq):
         (bq, bk), layout = self.block_size, self.layout
-        if self.predicate is None and self.causal_rank is None and nq == n:
+        if self.predicate is None and nq == n:
             if layout.row_counts and not self.causal and n % bq == n % bk == 0:
                 return heads * bq * bk * int(layout.row_counts(self._grid(n)).sum())
             if layout.repeats and bq == bk:
                 return heads * self._pairs_repeated(n, *layout.repeats)
-        total = sum(self._pairs(part, n, nq) for part in self._parts(n, heads, nq))
+        total = sum(self._pairs_of(part, n, nq) for part in self._parts(n, heads, nq))
         return total if self._by_head(n, heads) else heads * total
 
-    def distinct(self, n, heads, nq=None):
-        return self.pairs(n, heads, nq)
+    _distinct = _pairs
 
     def _pairs_repeated(self, n, period, reach) -> int:
         """The pairs of a head: quadratic in the number of periods, so that three short lengths determine it."""
         step = period * self.block_size[0]
         turns = (n - 2 * (reach + 1) * self.block_size[0]) // step - 1
-        lengths = [n] if turns < 2 else [n - (turns - x) * step for x in range(3)]
-        found = [sum(self._pairs(part, m, m) for part in self._parts(m, 1, m)) for m in lengths]
+        lengths = [n] if turns < 2 else [n - (turns - more) * step for more in range(3)]
+        found = [sum(self._pairs_of(part, m, m) for part in self._parts(m, 1, m)) for m in lengths]
         if turns < 2:
             return found[0]
         more = found[1] - found[0]
         return found[0] + turns * more + turns * (turns - 1) // 2 * (found[2] - found[1] - more)
 
-    def _pairs(self, part: Part, n, nq) -> int:
+    def _pairs_of(self, part: Part, n, nq) -> int:
         (q0, q1), (k0, k1) = self._spans(part, n, nq)
-        total = int(((q1 - q0) * (k1 - k0))[part.full].sum())
+        total = _inner((q1 - q0)[part.full], (k1 - k0)[part.full])
         rest = part.only(~part.full)
-        if self.predicate is not None or self.causal_rank is not None:
+        if self.predicate is not None:
             return total + sum(int(seen.sum()) for _, seen, _ in self._evaluated(rest, n, nq))
         # Query i sees i + 1 - k0 keys of the block, clamped to [0, k1 - k0]: the sum is of triangular numbers.
         (q0, q1), (k0, k1) = self._spans(rest, n, nq)
-        return total + int((_triangle(q1 - k0) - _triangle(q1 - k1) - _triangle(q0 - k0) + _triangle(q0 - k1)).sum())
+        return total + sum(
+            sign * _triangles(x - y) for sign, x, y in ((1, q1, k0), (-1, q1, k1), (-1, q0, k0), (1, q0, k1))
+        )
 
     def _spans(self, part: Part, n, nq):
         """The queries [q0, q1) and keys [k0, k1) of each block."""
@@ -244,7 +222,6 @@ class BlockSparse(Pattern):
 
     def _uncovered(self, n, heads, nq):
         missing = torch.zeros(heads if self._by_head(n, heads) else 1, dtype=torch.int64)
-        key_earliest = self._times(0, n, self.block_size[1])[0]
         for part in self._parts(n, heads, nq):
             low, high = max(part.start * self.block_size[0], n - nq), min(part.end * self.block_size[0], n)
             line = torch.arange(low, high) // self.block_size[0] - part.start  # of each query
@@ -253,12 +230,11 @@ class BlockSparse(Pattern):
                 for some, seen, _ in self._evaluated(part, n, nq):
                     hits.index_add_(0, part.row[some] - part.start, seen.any(2).int())
                 covered = hits[line, torch.arange(low, high) % self.block_size[0]] > 0
-            else:  # a query sees something from the earliest time among its row's key blocks on
-                since = torch.full((part.end - part.start,), torch.iinfo(torch.int64).max)
-                opens = key_earliest[part.column] if self.causal else torch.full_like(part.column, -n)
+            else:  # a query sees something from the first of its row's key blocks on
+                since = torch.full((part.end - part.start,), n)
+                opens = part.column * (self.block_size[1] if self.causal else 0)
                 since.scatter_reduce_(0, part.row - part.start, opens, "amin")
-                time = torch.arange(low, high) if self.causal_rank is None else self.causal_rank[low:high].cpu()
-                covered = since[line] <= time
+                covered = since[line] <= torch.arange(low, high)
             missing[part.head] += int((~covered).sum())
         return missing.expand(heads).clone()
 
@@ -269,26 +245,34 @@ class BlockSparse(Pattern):
         spec["causal"] = self.causal
         if self.predicate is not None:
             spec["predicate"] = source_of(self.predicate)
-        if self.causal_rank is not None:
-            spec["causal_rank"] = layouts.pack(self.causal_rank)
         return spec
 
     @classmethod
-    def from_spec(cls, layout, causal_rank=None, predicate=None, **rest):
+    def from_spec(cls, layout, predicate=None, **rest):
         if predicate is not None:
             raise ValueError("a BlockSparse with a predicate cannot be made from its spec: a predicate is Python code")
-        rank = None if causal_rank is None else layouts.unpack(causal_rank)
-        return cls(layouts.from_spec(layout), causal_rank=rank, **rest)
+        return cls(layouts.from_spec(layout), **rest)
 
     @property
     def name(self):
-        return self.layout.name
+        """The layout's, and what else is not the usual: blocks of 64, say, or a predicate."""
+        (bq, bk), words = self.block_size, [self.layout.name]
+        words += [f"blocks-{bq}" if bq == bk else f"blocks-{bq}x{bk}"] if (bq, bk) != (128, 128) else []
+        return "-".join(words if self.predicate is None else [*words, "where", named(self.predicate).strip("<>")])
 
     def __repr__(self):
         causal = ", causal=True" * self.causal
-        return f"BlockSparse({self.layout.name}, block_size={self.block_size}{causal})"
+        predicate = "" if self.predicate is None else f", predicate={named(self.predicate)}"
+        return f"BlockSparse({self.layout!r}, block_size={self.block_size}{causal}{predicate})"
 
 
-def _triangle(x: Tensor) -> Tensor:
-    x = x.clamp(min=0)
-    return x * (x + 1) // 2
+def _inner(a: Tensor, b: Tensor) -> int:
+    """sum(a * b), of a few small numbers or, where that could overflow, in Python ints."""
+    if not len(a) or int(a.max()) * int(b.max()) * len(a) < 1 << 62:
+        return int((a * b).sum())
+    return sum(x * y for x, y in zip(a.tolist(), b.tolist(), strict=True))
+
+
+def _triangles(sides: Tensor) -> int:
+    sides = sides.clamp(min=0)
+    return _inner(sides, sides + 1) // 2

@@ -12,10 +12,10 @@ import itertools
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
 CHUNK = 1 << 18  # cells held at once, over all offsets: a few MB
+INT64 = 1 << 31  # positions up to which no product of two of them overflows; beyond, arrays hold Python ints
 
 
 def subsets(size: int, deepest: int):
@@ -35,8 +35,9 @@ class Seen:
     pairs: list[int]
 
 
-def count(branches, offsets: Tensor, n: int, nq: int, causal: bool) -> Seen:
-    """What ALL the branches [(w, r), ...] see; offsets int64 (rows, branches); queries are the last nq of n."""
+def count(branches, offsets: np.ndarray, n: int, nq: int, causal: bool) -> Seen:
+    """What ALL the branches [(w, r), ...] see; offsets (rows, branches); queries are the last nq of n."""
+    offsets = offsets.astype(_dtype(n))
     branches = [(min(w, n), min(r, n)) for w, r in branches]  # beyond n they change nothing
     period = math.lcm(*(w for w, _ in branches))  # the cells repeat, and with them what is kept
     first = n - nq
@@ -52,20 +53,24 @@ def count(branches, offsets: Tensor, n: int, nq: int, causal: bool) -> Seen:
         for begin, end in _cells([w for w, _ in branches], low, high, query, max(1, CHUNK // len(offsets))):
             step, position, possible = _congruence(branches, offsets, begin, n)
             kept = _kept(end, position, step) * possible
-            kept_queries = kept - _kept(torch.minimum(end, begin.clamp(min=query)), position, step) * possible
+            kept_queries = kept - _kept(np.minimum(end, np.maximum(begin, query)), position, step) * possible
             pairs = kept_queries * kept
             if causal:  # the queries are the last of the kept positions
-                pairs -= kept_queries * (kept_queries - 1) // 2
-            width = begin.expand(len(offsets), -1).shape
-            for total, value in ((seen.rows, kept_queries), (seen.pairs, pairs)):
-                for u, x in enumerate(value.expand(width).sum(1).tolist()):
-                    total[u] += times * x
+                pairs = pairs - kept_queries * (kept_queries - 1) // 2
+            width = len(offsets), len(begin)
+            for total, values in ((seen.rows, kept_queries), (seen.pairs, pairs)):
+                for row, value in enumerate(np.broadcast_to(values, width).sum(1).tolist()):
+                    total[row] += times * value
     return seen
 
 
-def _kept(end: Tensor, position: Tensor, step: int) -> Tensor:
+def _dtype(n: int):
+    return np.int64 if n < INT64 else object
+
+
+def _kept(end: np.ndarray, position: np.ndarray, step: int) -> np.ndarray:
     """How many of position, position + step, ... are below end."""
-    return ((end - position + step - 1) // step).clamp(min=0)
+    return np.maximum((end - position + step - 1) // step, 0)
 
 
 def _cells(lengths, low: int, high: int, query: int, chunk: int):
@@ -75,20 +80,19 @@ def _cells(lengths, low: int, high: int, query: int, chunk: int):
     step = max(1, chunk // len(lengths)) * w
     edges = [low, *range((low // step + 1) * step, high, step), high]
     for a, b in itertools.pairwise(edges):
-        starts = [torch.tensor([a])] + [_multiples(x, a, b) for x in lengths]
-        starts = torch.cat(starts).unique()
-        yield starts, torch.cat([starts[1:], torch.tensor([b])])
+        starts = np.unique(np.concatenate([[a], *(_multiples(length, a, b) for length in lengths)]))
+        yield (borders := np.append(starts, b).astype(_dtype(high)))[:-1], borders[1:]
 
 
-def _multiples(x: int, low: int, high: int) -> Tensor:
-    """The multiples of x strictly between low and high."""
-    first = low // x + 1
-    return torch.arange(first, max(first, -(-high // x))) * x
+def _multiples(length: int, low: int, high: int) -> np.ndarray:
+    """The multiples of length strictly between low and high."""
+    first = low // length + 1
+    return np.arange(first, max(first, -(-high // length))) * length
 
 
-def _congruence(branches, offsets: Tensor, begin: Tensor, n: int):
+def _congruence(branches, offsets: np.ndarray, begin: np.ndarray, n: int):
     """What all branches keep in each cell: (step, first kept position >= begin, whether there can be one)."""
-    step, residue, possible = 1, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
+    step, residue, possible = 1, np.zeros((1, 1), dtype=begin.dtype), np.ones((1, 1), dtype=bool)
     for b, (w, r) in enumerate(branches):
         want = offsets[:, b, None]  # (rows, 1)
         possible = possible & (want < r)
@@ -105,25 +109,3 @@ def _congruence(branches, offsets: Tensor, begin: Tensor, n: int):
         step = step // common * r
         residue = residue % step
     return step, begin + (residue - begin) % step, possible
-
-
-class Pieces:
-    """Positions [low, high) cut at block and at segment borders; only pieces that keep a position, in order.
-
-    block, segment, first, last: int64 (pieces); first and last kept position. whole: bool, the piece is all that
-    [low, high) has of its block, and all of it is kept.
-    """
-
-    def __init__(self, low: int, high: int, block: int, w: int, r: int, offset: int):
-        cuts = [_multiples(x, low, high) for x in (block, w)]
-        starts = torch.cat([torch.tensor([low]), *cuts]).unique()
-        ends = torch.cat([starts[1:], torch.tensor([high])])
-        origin = starts // w * w + offset
-        first = starts + (origin - starts) % r
-        first = torch.maximum(first, origin)  # r > w: the residue may not have come up yet
-        last = ends - 1 - (ends - 1 - origin) % r
-        keep = first < ends
-        self.first, self.last = first[keep], last[keep]
-        self.block, self.segment = starts[keep] // block, starts[keep] // w
-        size = (self.block * block + block).clamp(max=high) - (self.block * block).clamp(min=low)
-        self.whole = (self.last - self.first) // r + 1 == size

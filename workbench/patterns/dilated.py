@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from workbench.patterns import cells
-from workbench.patterns.arguments import choice, flag, wholes
-from workbench.patterns.base import Blocks, Pattern, pair_of
+from workbench.patterns.base import Pattern
+from workbench.patterns.checks import choice, flag, wholes
 
 PAPER = (2048, 4096, 8192, 16384, 32768)
 NAMES = {(PAPER, (1, 2, 4, 6, 12)): "longnet-paper", (PAPER, (1, 2, 4, 8, 16)): "longnet-pow2"}
@@ -89,7 +89,7 @@ class Dilated(Pattern):
         branches = range(len(self.segment_lengths))
         table = [[self.offset(b, h, heads) for b in branches] for h in range(heads)]
         flat = [-1 if o is None else o for row in table for o in row]
-        return torch.tensor(flat, dtype=torch.int64).view(heads, len(branches))
+        return torch.tensor(flat, dtype=torch.int64, device="cpu").view(heads, len(branches))
 
     # --- counting -----------------------------------------------------------------------------------------------------
 
@@ -101,12 +101,10 @@ class Dilated(Pattern):
             total = total + ((i // w == j // w) & (i % w % r == o) & (j % w % r == o))
         return torch.where(j <= i, total, 0) if self.causal else total
 
-    def pairs(self, n, heads, nq=None):
-        nq = self.check(n, heads, nq)
+    def _pairs(self, n, heads, nq):
         return sum(self._weigh(n, heads, nq, lambda seen: seen.pairs, deepest=1))
 
-    def distinct(self, n, heads, nq=None):
-        nq = self.check(n, heads, nq)
+    def _distinct(self, n, heads, nq):
         return sum(self._weigh(n, heads, nq, lambda seen: seen.pairs))
 
     def _uncovered(self, n, heads, nq):
@@ -125,61 +123,11 @@ class Dilated(Pattern):
             if not inside.any():
                 continue
             offsets = distinct[inside][:, list(subset)]
-            seen = cells.count([branches[b] for b in subset], offsets, n, nq, self.causal)
+            seen = cells.count([branches[b] for b in subset], offsets.numpy(), n, nq, self.causal)
             sign = 1 if len(subset) % 2 else -1
             for u, value in zip(inside.nonzero().flatten().tolist(), what(seen), strict=True):
                 totals[u] += sign * value
         return [totals[u] for u in which.tolist()]
-
-    def blocks(self, n, heads, nq=None, block_size=128):
-        """Blocks that some branch reaches; full where exactly one branch reaches the block and keeps all of it."""
-        nq = self.check(n, heads, nq)
-        block_size = pair_of(block_size)
-        bq, bk = block_size
-        distinct, which = self._offsets(heads).unique(dim=0, return_inverse=True)
-        first, cols = (n - nq) // bq, -(-n // bk)
-        rows = -(-n // bq) - first if nq else 0
-        parts = []
-        for offsets in distinct.tolist():
-            codes, full = self._reached(offsets, n, nq, block_size)
-            codes, where, times = codes.unique(return_inverse=True, return_counts=True)
-            once = torch.zeros(len(codes), dtype=torch.int64).index_add_(0, where, full.long())
-            row = codes // max(1, cols)
-            starts = torch.searchsorted(row, torch.arange(1, rows + 1) + first)
-            parts.append((starts, (codes % max(1, cols)).to(torch.int32), (once == 1) & (times == 1)))
-        if len(parts) == 1:
-            which = which[:1]
-        starts, total = [torch.zeros(1, dtype=torch.int64)], 0
-        for u in which.tolist():
-            starts.append(parts[u][0] + total)
-            total += len(parts[u][1])
-        columns = torch.cat([parts[u][1] for u in which.tolist()] or [torch.zeros(0, dtype=torch.int32)])
-        full = torch.cat([parts[u][2] for u in which.tolist()] or [torch.zeros(0, dtype=torch.bool)])
-        return Blocks(block_size, n, nq, len(which), torch.cat(starts), columns, full)
-
-    def _reached(self, offsets, n, nq, block_size) -> tuple[Tensor, Tensor]:
-        """int64 codes row * cols + col (at most once a branch) and bool: this branch alone makes the block full."""
-        cols = -(-n // block_size[1])
-        codes, full = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.bool)]
-        for w, r, o in zip(self.segment_lengths, self.dilation_rates, offsets, strict=True):
-            if o < 0 or not nq:
-                continue
-            query = cells.Pieces(n - nq, n, block_size[0], w, r, o)
-            key = cells.Pieces((n - nq) // w * w // block_size[1] * block_size[1], n, block_size[1], w, r, o)
-            # Join on the segment: the key pieces of a segment are consecutive.
-            low = torch.searchsorted(key.segment, query.segment)
-            many = torch.searchsorted(key.segment, query.segment, right=True) - low
-            q = torch.arange(len(many)).repeat_interleave(many)
-            k = torch.arange(len(q)) - (many.cumsum(0) - many - low).repeat_interleave(many)
-            whole = query.whole[q] & key.whole[k]
-            if self.causal:
-                whole &= key.last[k] <= query.first[q]
-                seen = key.first[k] <= query.last[q]
-                q, k, whole = q[seen], k[seen], whole[seen]
-            code, where = (query.block[q] * cols + key.block[k]).unique(return_inverse=True)
-            codes.append(code)
-            full.append(torch.zeros(len(code), dtype=torch.int64).index_add_(0, where, whole.long()) > 0)
-        return torch.cat(codes), torch.cat(full)
 
     # --- identity -----------------------------------------------------------------------------------------------------
 

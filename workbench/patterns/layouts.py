@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.patterns.arguments import describe, flag, whole, wholes
-from workbench.patterns.base import pair_of
+from workbench.patterns.checks import Value, axes, describe, flag, real, unwritten, whole
 
+LONG = 2000  # characters of a repr
 FAR = 1 << 30  # more blocks than there ever are: longer distances are cut to it, so that they fit in int32
 OPERATORS = {"|": operator.or_, "&": operator.and_, "-": operator.sub, "~": operator.invert}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Layout:
+class Layout(Value):
     """A predicate on blocks.
 
     visible(h, i, j, grid): broadcastable integer tensors and grid = (rows, columns) of blocks -> bool
@@ -47,16 +47,16 @@ class Layout:
     row_counts: Callable[[tuple[int, int]], Tensor] | None = None
 
     def __or__(self, other):
-        return _combine("|", self, other, lambda *x: self.visible(*x) | other.visible(*x))
+        return _combine("|", self, other, lambda *where: self.visible(*where) | other.visible(*where))
 
     def __and__(self, other):
-        return _combine("&", self, other, lambda *x: self.visible(*x) & other.visible(*x))
+        return _combine("&", self, other, lambda *where: self.visible(*where) & other.visible(*where))
 
     def __sub__(self, other):
-        return _combine("-", self, other, lambda *x: self.visible(*x) & ~other.visible(*x))
+        return _combine("-", self, other, lambda *where: self.visible(*where) & ~other.visible(*where))
 
     def __invert__(self):
-        return Layout("~", {}, lambda *x: ~self.visible(*x), self.per_head, (self,), repeats=self.repeats)
+        return Layout("~", {}, lambda *where: ~self.visible(*where), self.per_head, (self,), repeats=self.repeats)
 
     @property
     def batch(self) -> int | None:
@@ -70,7 +70,7 @@ class Layout:
         if self.batch is None:
             return self
         if self.tensor is not None:
-            return explicit(self.tensor[b], **self.arguments)
+            return _explicit(self.tensor[b], **self.arguments)
         return OPERATORS[self.kind](*(part.for_batch(b) for part in self.of))
 
     def check(self, heads: int, grid: tuple[int, int]) -> None:
@@ -79,7 +79,7 @@ class Layout:
             part.check(heads, grid)
         if self.tensor is None:
             return
-        shape = tuple(self.tensor.shape)
+        shape = tuple(unwritten("the layout's tensor", self.tensor).shape)
         if shape[-2:] != grid:
             raise ValueError(f"layout of shape {shape}: its last two dimensions are {shape[-2:]}, want {grid} blocks")
         if len(shape) > 2 and shape[-3] != heads:
@@ -102,11 +102,11 @@ class Layout:
         if self.of:
             return self.kind.join(part._inner for part in self.of)
         if self.kind == "random":
-            return f"random-{_short(1 - self.arguments['density'])}"
+            seed, unlike = self.arguments["seed"], "-per-head" * self.arguments["per_head"]
+            return f"random-{_short(1 - self.arguments['density'])}" + f"-seed-{seed}" * (seed > 0) + unlike
         if self.kind == "explicit":
             return self.arguments["name"]
-        values = [".".join(map(str, v)) if isinstance(v, (list, tuple)) else str(v) for v in self.arguments.values()]
-        return "-".join([self.kind.rstrip("_"), *values])
+        return "-".join([self.kind.rstrip("_"), *map(str, self.arguments.values())])
 
     @property
     def _inner(self) -> str:
@@ -119,7 +119,13 @@ class Layout:
         return hash(json.dumps(self.spec()))
 
     def __repr__(self):
-        return f"<layout {self.name}>"
+        if self.tensor is not None:
+            text = f"layouts.from_spec({self.spec()!r})"
+            return text if len(text) < LONG else f"<layout {self.name} of {tuple(self.tensor.shape)}>"
+        parts = [f"({part!r})" if len(part.of) > 1 else repr(part) for part in self.of]
+        if parts:
+            return f"~{parts[0]}" if self.kind == "~" else f" {self.kind} ".join(parts)
+        return f"layouts.{self.kind}({', '.join(f'{k}={v!r}' for k, v in self.arguments.items())})"
 
     def __reduce__(self):  # predicates are closures: pickled and copied by their spec
         return from_spec, (self.spec(),)
@@ -144,8 +150,7 @@ def from_spec(spec: dict) -> Layout:
         return OPERATORS[kind](*map(from_spec, spec["of"]))
     if kind == "explicit":
         return explicit(unpack(spec.pop("blocks")), **spec)
-    makers = {"local": local, "global_": global_, "strided": strided, "dilated": dilated, "random": random}
-    makers["hierarchical"] = hierarchical
+    makers = {make.__name__: make for make in (local, global_, strided, hierarchical, random)}
     if kind not in makers:
         raise ValueError(f"layout={kind!r}: want one of {', '.join([*makers, 'explicit', *OPERATORS])}")
     return makers[kind](**spec)
@@ -173,20 +178,6 @@ def strided(s: int) -> Layout:
     s = whole("s", s, 1)
     step = min(s, FAR)
     return Layout("strided", {"s": s}, lambda h, i, j, grid: i % step == j % step, repeats=(step, 0))
-
-
-def dilated(offsets=(1, 2, 4)) -> Layout:
-    """i = j or |i - j| in offsets"""
-    offsets = wholes("offsets", offsets, 1)
-
-    def visible(h, i, j, grid):
-        distance = (i - j).abs()
-        seen = distance == 0
-        for offset in offsets:
-            seen |= distance == min(offset, FAR)
-        return seen
-
-    return Layout("dilated", {"offsets": list(offsets)}, visible, repeats=(1, min(max(offsets, default=0), FAR)))
 
 
 def hierarchical(window: int = 1, levels: int = 4) -> Layout:
@@ -217,28 +208,28 @@ def random(density: float, seed: int = 0, per_head: bool = False) -> Layout:
     total = max(rows, round(density * rows * cols)): at least one block a row, rows differ by at most one. The
     draw depends on (seed, i) alone, with per_head=True also on the head. `block_density` says what came of it.
     """
-    if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0 < density <= 1:
-        raise ValueError(f"density={density!r}: want a number in (0, 1], the share of blocks that is visible")
+    density = real("density", density, "a number in (0, 1], the share of blocks that is visible", high=1)
     seed, per_head = whole("seed", seed, 0), flag("per_head", per_head)
 
     def row_counts(grid):
-        total = max(grid[0], round(density * grid[0] * grid[1]))
-        return (torch.arange(grid[0] + 1) * total // grid[0]).diff()
+        rows, row = grid[0], torch.arange(grid[0] + 1)
+        each, more = divmod(max(rows, round(density * rows * grid[1])), rows)
+        return (row * each + row * more // rows).diff()  # row * total could overflow
 
     def visible(h, i, j, grid):
         rows, cols = grid
         total = max(rows, round(density * rows * cols))
         lines, line = i.unique(return_inverse=True)
-        heads, head = h.unique(return_inverse=True) if per_head else (torch.zeros(1, dtype=torch.int64), h * 0)
-        table = torch.zeros(len(heads), len(lines), cols, dtype=torch.bool)
-        for x, head_id in enumerate(heads.tolist()):
-            for y, row in enumerate(lines.tolist()):
+        heads, head = h.unique(return_inverse=True) if per_head else (h.new_zeros(1), h * 0)
+        table = torch.zeros(len(heads), len(lines), cols, dtype=torch.bool, device="cpu")
+        for of_head, head_id in zip(table, heads.tolist(), strict=True):
+            for of_row, row in zip(of_head, lines.tolist(), strict=True):
                 many = (row + 1) * total // rows - row * total // rows
                 chosen = np.random.default_rng((seed, head_id, row)).choice(cols, many, replace=False, shuffle=False)
-                table[x, y, torch.from_numpy(chosen)] = True
+                of_row[torch.from_numpy(chosen)] = True
         return table.to(i.device)[head.long(), line, j.long()]
 
-    arguments = {"density": float(density), "seed": seed, "per_head": per_head}
+    arguments = {"density": density, "seed": seed, "per_head": per_head}
     return Layout("random", arguments, visible, per_head, row_counts=row_counts)
 
 
@@ -246,7 +237,7 @@ def explicit(blocks: Tensor, name: str = "explicit") -> Layout:
     """blocks[i, j], blocks[h, i, j] or blocks[b, h, i, j]
 
     blocks: bool (rows, cols), (H, rows, cols) or (B, H, rows, cols), rows = ceil(N / bq) and cols = ceil(N / bk): rows
-    are absolute, also where there are fewer queries than keys.
+    are absolute, also where there are fewer queries than keys. They are copied.
     """
     if not isinstance(blocks, Tensor) or blocks.dtype != torch.bool or blocks.ndim not in (2, 3, 4):
         raise ValueError(
@@ -254,8 +245,13 @@ def explicit(blocks: Tensor, name: str = "explicit") -> Layout:
         )
     if not isinstance(name, str):
         raise ValueError(f"name={name!r}: want a string")
-    blocks = blocks.detach()
+    if blocks.is_meta:
+        raise ValueError(f"blocks={describe(blocks)} on the meta device: want a tensor with contents")
+    with torch.inference_mode(False):
+        return _explicit(blocks.detach().clone(), name)
 
+
+def _explicit(blocks: Tensor, name: str) -> Layout:
     def visible(h, i, j, grid):
         table = blocks.to(i.device)
         if table.ndim == 4:
@@ -272,7 +268,7 @@ def top_k(q: Tensor, k: Tensor, block_size, count: int, causal: bool = False) ->
     q (B, Nq, H, D), k (B, N, Hkv, D) with Hkv dividing H, queries the last Nq positions. causal=True chooses among the
     key blocks that start no later than the query block ends. The result is explicit: (B, H, rows, cols).
     """
-    bq, bk = pair_of(block_size)
+    bq, bk = axes("block_size", block_size, 2, 1)
     count, causal = whole("count", count, 1), flag("causal", causal)
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}: want (B, Nq, H, D) and (B, N, Hkv, D)")
@@ -295,13 +291,13 @@ def top_k(q: Tensor, k: Tensor, block_size, count: int, causal: bool = False) ->
     return explicit(blocks, name=f"top-k-{count}")
 
 
-def _pool(x: Tensor, block: int, skip: int) -> Tensor:
+def _pool(states: Tensor, block: int, skip: int) -> Tensor:
     """(B, N, H, D) -> (B, blocks, H, D): the mean of each block, where the first block lacks its first `skip` rows."""
-    size = x.shape[1]
+    size = states.shape[1]
     blocks = -(-(size + skip) // block) if size else 0
-    where = (torch.arange(size, device=x.device) + skip) // block
-    wide = x.double() if x.dtype == torch.float64 else x.float()
-    total = wide.new_zeros(x.shape[0], blocks, *x.shape[2:]).index_add_(1, where, wide)
+    where = (torch.arange(size, device=states.device) + skip) // block
+    wide = states.double() if states.dtype == torch.float64 else states.float()
+    total = wide.new_zeros(states.shape[0], blocks, *states.shape[2:]).index_add_(1, where, wide)
     return total / torch.bincount(where, minlength=blocks).clamp(min=1)[:, None, None]
 
 
@@ -309,21 +305,17 @@ def _pool(x: Tensor, block: int, skip: int) -> Tensor:
 
 
 def pack(tensor: Tensor) -> dict:
-    """A bool or int64 tensor as JSON-able data."""
-    array = tensor.cpu().numpy()
-    data = np.packbits(array) if array.dtype == np.bool_ else array.astype("<i8")
-    text = base64.b64encode(zlib.compress(data.tobytes(), 9)).decode()
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "zlib": text}
+    """A bool tensor as JSON-able data."""
+    text = base64.b64encode(zlib.compress(np.packbits(tensor.cpu().numpy()).tobytes(), 9)).decode()
+    return {"dtype": "bool", "shape": list(tensor.shape), "zlib": text}
 
 
 def unpack(packed: dict) -> Tensor:
     data, shape = zlib.decompress(base64.b64decode(packed["zlib"])), tuple(packed["shape"])
-    if packed["dtype"] == "bool":
-        bits = np.unpackbits(np.frombuffer(data, np.uint8), count=int(np.prod(shape)))
-        return torch.from_numpy(bits.astype(bool)).view(shape)
-    return torch.from_numpy(np.frombuffer(data, "<i8").astype(np.int64)).view(shape)
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), count=math.prod(shape))
+    return torch.from_numpy(bits.astype(bool)).view(shape)
 
 
-def _short(x: float) -> str:
+def _short(share: float) -> str:
     """Two decimals, more where two do not say it."""
-    return f"{x:.2f}" if abs(round(x, 2) - x) < 1e-9 else f"{x:.4g}"
+    return f"{share:.2f}" if abs(round(share, 2) - share) < 1e-9 else f"{share:.4g}"

@@ -9,8 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from workbench.patterns.arguments import whole, wholes
-from workbench.patterns.base import Blocks, Pattern, pair_of, repeated
+import workbench.orderings  # by its full name, since it imports this package
+from workbench.patterns.base import Blocks, Pattern, repeated
+from workbench.patterns.checks import axes
 
 CHUNK = 1 << 22  # cells of windows held at once: a few hundred MB at most
 
@@ -26,44 +27,39 @@ class Neighborhood(Pattern):
     same_heads = True
 
     def __init__(self, shape, radius, ordering=None):
-        self.shape = wholes("shape", shape if isinstance(shape, (tuple, list)) else [shape], 1)
-        if isinstance(radius, (tuple, list)):
-            self.radius = wholes("radius", radius, 0)
-            if len(self.radius) != len(self.shape):
-                raise ValueError(f"radius={radius!r}: want an int, or {len(self.shape)} ints for shape {self.shape}")
-        else:
-            self.radius = (whole("radius", radius, 0),) * len(self.shape)
-        if ordering is not None and not all(hasattr(ordering, x) for x in ("curve", "shape", "name")):
+        self.shape = workbench.orderings.shape_of(shape)
+        self.radius = axes("radius", radius, len(self.shape), 0)
+        if ordering is not None and not isinstance(ordering, workbench.orderings.Ordering):
             raise ValueError(f"ordering={ordering!r}: want an ordering, e.g. orderings.hilbert({self.shape}), or None")
-        if ordering is not None and tuple(ordering.shape) != self.shape:
-            raise ValueError(f"ordering={ordering.name} of shape {tuple(ordering.shape)}: want the shape {self.shape}")
+        if ordering is not None and ordering.shape != self.shape:
+            raise ValueError(f"ordering={ordering.name} of shape {ordering.shape}: want the shape {self.shape}")
         self.ordering = ordering
 
     @cached_property
+    def _order(self):
+        return self.ordering or workbench.orderings.row_major(self.shape)
+
+    @property
     def curve(self) -> Tensor:
         """int64 (N,): the row-major index of each token's cell."""
-        if self.ordering is None:
-            return torch.arange(math.prod(self.shape))
-        self.ordering.rank  # noqa: B018  refuses a curve that leaves the grid or visits a cell twice
-        return self.ordering.curve
+        self._order.rank  # noqa: B018  refuses a curve that leaves the grid or visits a cell twice
+        return self._order.curve
 
-    @cached_property
+    @property
     def rank(self) -> Tensor:
         """int64 (cells,): the token of each cell, -1 where there is none."""
-        rank = torch.full((math.prod(self.shape),), -1)
-        rank[self.curve] = torch.arange(len(self.curve))
-        return rank
+        return self._order.rank
 
     def coordinates(self, token: Tensor) -> list[Tensor]:
         """The place of tokens on each axis: int64 tensors of `token`'s shape."""
         return list(torch.unravel_index(self.curve.to(token.device)[token], self.shape))
 
     def check(self, n, heads, nq=None):
-        nq = super().check(n, heads, nq)
-        tokens = math.prod(self.shape) if self.ordering is None else len(self.ordering.curve)
+        n, heads, nq = super().check(n, heads, nq)
+        tokens = math.prod(self.shape) if self.ordering is None else len(self.ordering)
         if n != tokens:
             raise ValueError(f"n={n} on a neighborhood of shape {self.shape}: want n={tokens}, one token a cell")
-        return nq
+        return n, heads, nq
 
     def count(self, h, i, j, n, heads):
         seen = torch.ones((), dtype=torch.bool, device=i.device)
@@ -73,8 +69,7 @@ class Neighborhood(Pattern):
 
     # --- counting -----------------------------------------------------------------------------------------------------
 
-    def pairs(self, n, heads, nq=None):
-        nq = self.check(n, heads, nq)
+    def _pairs(self, n, heads, nq):
         if self.ordering is None and nq == n:  # windows are boxes: one axis times the other
             reaches = [(side, min(r, side - 1)) for side, r in zip(self.shape, self.radius, strict=True)]
             return heads * math.prod(side * (2 * r + 1) - r * (r + 1) for side, r in reaches)
@@ -91,22 +86,20 @@ class Neighborhood(Pattern):
             window = below.index_select(axis, upto) - below.index_select(axis, since)
         return window.flatten()[self.curve]
 
-    def distinct(self, n, heads, nq=None):
-        return self.pairs(n, heads, nq)
+    _distinct = _pairs
 
     def _uncovered(self, n, heads, nq):
         return torch.zeros(heads, dtype=torch.int64)  # every token sees itself
 
     # --- the block form -----------------------------------------------------------------------------------------------
 
-    def blocks(self, n, heads, nq=None, block_size=128):
+    def _blocks(self, n, heads, nq, block_size):
         """Exact, in time that grows with the runs of cells, not with the pairs.
 
         The tokens of a query block are runs of cells along the last axis. Each run is widened by the radius and
         intersected, on each line within reach, with the runs of cells that share a key block.
         """
-        nq = self.check(n, heads, nq)
-        bq, bk = block_size = pair_of(block_size)
+        bq, bk = block_size
         first, cols = (n - nq) // bq, -(-n // bk)
         rows = -(-n // bq) - first if nq else 0
         token = self.rank
@@ -137,18 +130,17 @@ class Neighborhood(Pattern):
         full = torch.cat([torch.zeros(0, dtype=torch.bool), *full])
         return Blocks(block_size, n, nq, 1, starts, torch.cat(columns), full)
 
-    def row_counts(self, n, heads, nq=None, block_size=128):
-        nq = self.check(n, heads, nq)
-        bq, bk = pair_of(block_size)
+    def _row_counts(self, n, heads, nq, block_size):
+        bq, bk = block_size
         if self.ordering is not None or not nq or (n - nq) % bq:
-            return super().row_counts(n, heads, nq, block_size)
+            return super()._row_counts(n, heads, nq, block_size)
         line = math.prod(self.shape[1:])
         period = math.lcm(bq, bk, line)
         reach = (min(self.radius[0], self.shape[0]) + 1) * line + max(bq, bk)
 
         def whole(m):
             shorter = Neighborhood((m // line, *self.shape[1:]), self.radius)
-            return Pattern.row_counts(shorter, m, heads, m, block_size)
+            return Pattern._row_counts(shorter, m, heads, m, block_size)
 
         return repeated(whole, n, bq, period // bq, -(-reach // bq))[..., (n - nq) // bq :]
 
@@ -216,11 +208,7 @@ class Neighborhood(Pattern):
 
     @classmethod
     def from_spec(cls, ordering=None, **rest):
-        if ordering is not None:
-            from workbench import orderings
-
-            ordering = orderings.from_spec(ordering)
-        return cls(ordering=ordering, **rest)
+        return cls(ordering=None if ordering is None else workbench.orderings.from_spec(ordering), **rest)
 
     @property
     def name(self):
@@ -230,7 +218,7 @@ class Neighborhood(Pattern):
         return "-".join(parts)
 
     def __repr__(self):
-        ordering = "" if self.ordering is None else f", ordering={self.ordering.name}"
+        ordering = "" if self.ordering is None else f", ordering={self.ordering!r}"
         return f"Neighborhood({self.shape}, radius={self.radius}{ordering})"
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from workbench.harness.processes import imported
+from workbench.patterns.checks import whole
 
 FUSED = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
 BASELINES = ("sdpa", *FUSED)
@@ -56,6 +57,8 @@ class Case:
         object.__setattr__(self, "device", str(self.device))
         object.__setattr__(self, "kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
         object.__setattr__(self, "nq", self.n if self.nq is None else self.nq)
+        for name in ("n", "heads", "head_dim", "batch", "kv_heads", "nq", "seed"):
+            object.__setattr__(self, name, whole(name, getattr(self, name), 0))
 
     def at(self, n: int) -> Case:
         """This case at another N; where there are as many queries as keys, there are again."""

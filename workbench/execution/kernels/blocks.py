@@ -27,7 +27,7 @@ UNSPECIALIZED = ["n", "nq", "heads", "count", "block0", "by_batch", "by_head", "
 @triton.jit
 def table(TABLE, i, exists, AXIS: tl.constexpr, MASK: tl.constexpr):
     """(low, high) of positions i, for `visible`, with a new axis AXIS; zeros where the mask needs no table."""
-    if MASK == "later" or MASK == "near":
+    if MASK == "near":
         low, high = tl.split(tl.load(TABLE + 2 * i[:, None] + tl.arange(0, 2)[None, :], exists[:, None], 0))
         return tl.expand_dims(low, AXIS), tl.expand_dims(high, AXIS)
     else:
@@ -39,15 +39,13 @@ def visible(i, j, low_i, high_i, low_j, high_j, reach, MASK: tl.constexpr):
     """Which pairs of a partial block are visible: i, low_i and high_i broadcast against j, low_j and high_j.
 
     The numbers of the table are packed bit fields, and `reach` has the top bit of each field. low has a token's
-    coordinates x (or its place in time, the only field) with the top bits clear, high has x + radius with the top bits
+    coordinates x with the top bits clear, high has x + radius with the top bits
     set: in high_i - low_j the top bit of a field stays set exactly where x_i + radius >= x_j.
     """
     if MASK == "causal":
         seen = j <= i
     elif MASK == "window":
         seen = tl.abs(i - j) <= reach
-    elif MASK == "later":
-        seen = ((high_i - low_j) & reach) == reach
     elif MASK == "near":
         seen = ((high_i - low_j) & (high_j - low_i) & reach) == reach
     else:
@@ -242,12 +240,6 @@ def lists(line: Tensor, block: Tensor, full: Tensor, lines: int) -> Lists:
 
 def mask_of(pattern, n: int, device) -> tuple[Tensor | None, int, str]:
     """(TABLE (N, 2) or None, reach, MASK) for `visible`."""
-    if getattr(pattern, "causal_rank", None) is not None:
-        time = pattern.causal_rank
-        order = time.argsort(stable=True)  # places in time may be any int64: only their order counts
-        ranked = torch.zeros_like(time)
-        ranked[order] = torch.cat([time.new_zeros(1), (time[order].diff() != 0).cumsum(0)])[: len(time)]
-        return pack([ranked], [0], n, device) + ("later",)
     if hasattr(pattern, "radius"):
         if len(pattern.shape) == 1 and pattern.ordering is None:
             return None, min(pattern.radius[0], n), "window"
