@@ -29,7 +29,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@echo "make report [ARGS='...']   run the notebooks here and export them to HTML (ARGS: see workbench report --help)"
 	@echo "make test   [ARGS='...']   lint, then run the tests (ARGS go to pytest)"
-	@echo "make lab                   open JupyterLab"
+	@echo "make lab                   open JupyterLab; notebooks are saved without their outputs"
 	@echo "make doctor                say what works on this machine, and why not"
 	@echo "make picture               draw the README's pictures from the committed records"
 	@echo "make lint                  ruff over code and notebooks"
@@ -51,7 +51,7 @@ lint: $(SETUP)
 	@$(RUN) -m ruff check .
 
 lab: $(SETUP)
-	@$(RUN) -m jupyter lab notebooks $(ARGS)
+	@$(RUN) -m jupyter lab notebooks --ContentsManager.pre_save_hook=workbench.report.notebooks.without_results $(ARGS)
 
 doctor: $(SETUP)
 	@$(RUN) -m workbench doctor $(ARGS)

@@ -4,7 +4,7 @@ import pytest
 
 from tests import browser
 from workbench import report
-from workbench.reporting import notebooks
+from workbench.report import notebooks
 
 NAMES = [path.stem for path in notebooks.find()]
 

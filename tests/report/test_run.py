@@ -17,7 +17,7 @@ import pytest
 from tests import browser
 from tests.notebooks.build import code, write
 from workbench import report
-from workbench.reporting import index
+from workbench.report import index
 
 PARAMETERS = code('profile = "quick"\nn = 512\nlengths = [1, 2]', "parameters")
 
@@ -141,7 +141,7 @@ LOOPS = {
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 def test_a_cell_over_its_time_is_reported_as_a_time_out_in_one_line(run, monkeypatch, loop):
-    from workbench.reporting import kernel
+    from workbench.report import kernel
 
     monkeypatch.setattr(kernel, "GRACE_S", 1.0)
     start = time.monotonic()
@@ -196,7 +196,7 @@ def test_the_kernel_is_this_interpreter_whatever_kernelspecs_there_are(run, tmp_
 
 
 def test_a_kernel_that_does_not_start_is_a_report_like_any_other(run, monkeypatch):
-    from workbench.reporting import kernel
+    from workbench.report import kernel
 
     monkeypatch.setattr(
         kernel, "get_kernel_dict", lambda: {"argv": ["false"], "display_name": "x", "language": "python"}
@@ -247,7 +247,7 @@ def test_the_profile_is_chosen_by_the_machine_and_said(run, monkeypatch):
 
 def start(*arguments) -> subprocess.Popen:
     command = [sys.executable, "-m", "workbench", "report", *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # behind nohup or & it is ignored
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=environment, preexec_fn=listens, **pipes)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.notebooks.build import code, write
-from workbench.reporting import notebooks as nbs
+from workbench.report import notebooks as nbs
+from workbench.report import parameters
 
 CELL = """
 "What a reader may change."
@@ -31,15 +32,15 @@ def notebook(tmp_path):
 
 
 def test_defaults_are_the_literals_of_the_parameters_cell(notebook):
-    own = nbs.declared(notebook())
-    assert nbs.set_of(own) == DECLARED
+    own = parameters.declared(notebook())
+    assert parameters.set_of(own) == DECLARED
     assert own["n"] == 512 and own["lengths"] == [128, 256] and own["shift"] == -3 and own["seed"] is None
 
 
 @pytest.mark.parametrize("statement", ["n = 4 * 1024", "n = f()", "import os", "n += 1", "a, b = 1, 2", "d['n'] = 1"])
 def test_a_parameters_cell_that_computes_is_refused_with_its_name(notebook, statement):
     with pytest.raises(ValueError, match="one: .*literal"):
-        nbs.declared(notebook(statement), "one")
+        parameters.declared(notebook(statement), "one")
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,6 @@ def test_a_parameters_cell_that_computes_is_refused_with_its_name(notebook, stat
     [
         ("n", 4096),
         ("lengths", [16]),
-        ("lengths", []),
         ("rates", [1, 2]),
         ("scale", 2),
         ("scale", 0.5),
@@ -58,7 +58,7 @@ def test_a_parameters_cell_that_computes_is_refused_with_its_name(notebook, stat
     ],
 )
 def test_a_value_of_the_declared_kind_is_passed_on_as_it_is(notebook, name, value):
-    settled = nbs.settle({"one": notebook()}, "quick", {name: value})
+    settled = parameters.settle({"one": notebook()}, "quick", {name: value})
     assert settled == {"one": {"profile": "quick", name: value}}
     assert type(settled["one"][name]) is type(value)
 
@@ -72,6 +72,7 @@ def test_a_value_of_the_declared_kind_is_passed_on_as_it_is(notebook, name, valu
         ("n", None),
         ("n", [4096]),
         ("lengths", 16),
+        ("lengths", []),
         ("lengths", "16,32"),
         ("lengths", [16, "32"]),
         ("lengths", [True]),
@@ -85,16 +86,16 @@ def test_a_value_of_the_declared_kind_is_passed_on_as_it_is(notebook, name, valu
 )
 def test_a_value_of_another_kind_is_refused_with_the_name_the_value_and_what_is_accepted(notebook, name, value):
     with pytest.raises(ValueError) as refused:
-        nbs.settle({"one": notebook()}, "quick", {name: value})
+        parameters.settle({"one": notebook()}, "quick", {name: value})
     message = str(refused.value)
     assert f"{name}={value!r}" in message and "one" in message
-    assert f"should be {nbs.kind(nbs.declared(notebook())[name])}" in message
+    assert f"should be {parameters.kind(parameters.declared(notebook())[name])}" in message
     assert ", ".join(DECLARED) in message
 
 
 def test_an_unknown_name_is_refused_with_the_declared_names_of_each_notebook(notebook):
     with pytest.raises(ValueError) as refused:
-        nbs.settle({"one": notebook(), "two": notebook("m = 1", "two")}, "quick", {"N": 4})
+        parameters.settle({"one": notebook(), "two": notebook("m = 1", "two")}, "quick", {"N": 4})
     assert str(refused.value) == (
         f"parameter N=4: no notebook here declares it. Declared: one: {', '.join(DECLARED)}; two: m"
     )
@@ -102,35 +103,35 @@ def test_an_unknown_name_is_refused_with_the_declared_names_of_each_notebook(not
 
 def test_a_parameter_goes_to_the_notebooks_that_declare_it(notebook):
     both = {"one": notebook(), "two": notebook("m = 1", "two")}
-    assert nbs.settle(both, "tiny", {"m": 3}) == {"one": {"profile": "tiny"}, "two": {"m": 3}}
+    assert parameters.settle(both, "tiny", {"m": 3}) == {"one": {"profile": "tiny"}, "two": {"m": 3}}
 
 
 def test_a_parameter_that_fits_one_notebook_and_not_the_other_is_refused(notebook):
     with pytest.raises(ValueError, match="n=4 of two: should be str"):
-        nbs.settle({"one": notebook(), "two": notebook('n = "four"', "two")}, "quick", {"n": 4})
+        parameters.settle({"one": notebook(), "two": notebook('n = "four"', "two")}, "quick", {"n": 4})
 
 
 def test_a_profile_overrides_defaults_and_a_user_overrides_the_profile(notebook):
     nb = notebook(tiny={"n": 64, "lengths": [8]})
-    assert nbs.settle({"one": nb}, "tiny", {}) == {"one": {"profile": "tiny", "n": 64, "lengths": [8]}}
-    assert nbs.settle({"one": nb}, "tiny", {"n": 2})["one"]["n"] == 2
-    assert nbs.settle({"one": nb}, "gpu", {}) == {"one": {"profile": "gpu"}}
+    assert parameters.settle({"one": nb}, "tiny", {}) == {"one": {"profile": "tiny", "n": 64, "lengths": [8]}}
+    assert parameters.settle({"one": nb}, "tiny", {"n": 2})["one"]["n"] == 2
+    assert parameters.settle({"one": nb}, "gpu", {}) == {"one": {"profile": "gpu"}}
 
 
 @pytest.mark.parametrize("values, told", [({"m": 1}, "not declared"), ({"n": "64"}, "should be int")])
 def test_a_profile_that_does_not_fit_its_own_notebook_is_refused(notebook, values, told):
     with pytest.raises(ValueError, match=f"profile tiny: .* of one: {told}"):
-        nbs.settle({"one": notebook(tiny=values)}, "tiny", {})
+        parameters.settle({"one": notebook(tiny=values)}, "tiny", {})
 
 
 def test_a_profile_that_nobody_can_choose_is_refused(notebook):
     with pytest.raises(ValueError, match=r"one: profiles \['quik'\] in its metadata; there are tiny, quick, gpu"):
-        nbs.settle({"one": notebook(quik={"n": 1})}, "quick", {})
+        parameters.settle({"one": notebook(quik={"n": 1})}, "quick", {})
 
 
 def test_the_profile_is_not_set_as_a_parameter(notebook):
     with pytest.raises(ValueError, match=r"--profile tiny\|quick\|gpu"):
-        nbs.settle({"one": notebook()}, "quick", {"profile": "gpu"})
+        parameters.settle({"one": notebook()}, "quick", {"profile": "gpu"})
 
 
 def test_notebooks_are_found_by_path_by_name_and_by_how_a_name_begins(tmp_path, monkeypatch):
@@ -165,7 +166,7 @@ def test_what_is_no_notebook_is_refused_with_its_path(tmp_path, text):
 
 def test_a_parameters_cell_that_is_not_python_is_refused_with_its_name(notebook):
     with pytest.raises(ValueError, match="one: its parameters cell is not Python"):
-        nbs.declared(notebook("n = = 3"), "one")
+        parameters.declared(notebook("n = = 3"), "one")
 
 
 def test_a_notebook_named_like_the_index_is_refused(tmp_path):

@@ -13,9 +13,8 @@ from nbformat import v4
 from PIL import Image
 
 from tests.notebooks.build import code, text
-from workbench.reporting import page
-from workbench.reporting.png import shrink
-from workbench.reporting.widgets import STATE, VIEW
+from workbench.report import page
+from workbench.report.outputs import STATE, VIEW, shrink
 
 FACTS = {"title": "T", "status": "ok", "failure": "", "message": "", "cell": None, "byline": [("device", "a <card>")]}
 
@@ -240,7 +239,7 @@ def test_a_plot_becomes_a_palette_and_a_photograph_keeps_its_colours():
 def test_a_figure_is_described_by_its_label_or_its_titles():
     from matplotlib.figure import Figure
 
-    from workbench.reporting.alt import describe
+    from workbench.report.outputs import describe
 
     fig = Figure()
     assert describe(fig) == ""
