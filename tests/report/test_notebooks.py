@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.notebooks.build import code, write
@@ -173,3 +175,157 @@ def test_a_notebook_named_like_the_index_is_refused(tmp_path):
     path = write(tmp_path / "index.ipynb", "# T")
     with pytest.raises(ValueError, match="take the place of the index"):
         nbs.find([path])
+
+
+RULED = """
+profile = "quick"
+n = 64
+rates = [1, 2]
+segments = [8, 16]
+pair = [4, 4]
+rows = [[8, 8, "sliding", 3]]
+mode = "fwd"
+sizes = {"heads": 2, "dtype": "float32"}
+none = []
+flag = False
+"""
+RULES = {
+    "n": {"least": 16, "multiple": 8},
+    "rates": {"least": 1, "most": 64},
+    "segments": {"as_long_as": "rates"},
+    "pair": {"length": 2, "least": 2},
+    "rows": {"least": 1, "choices": ["sliding", "aligned"]},
+    "mode": {"choices": ["fwd", "fwdbwd"]},
+    "sizes": {"keys": {"heads": {"least": 1}, "dtype": {"choices": ["float32"]}, "batch": {"least": 1}}},
+}
+
+
+@pytest.fixture
+def ruled(tmp_path, monkeypatch):
+    """A folder with notebooks/01_ruled.ipynb, which is the current one; its path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(parameters.MARK, raising=False)
+    path = tmp_path / "notebooks" / "01_ruled.ipynb"
+    write(path, "# T", code(RULED, "parameters"), profiles={"tiny": {"n": 32}})
+    nb = json.loads(path.read_text())
+    nb["metadata"]["workbench"]["parameters"] = RULES
+    path.write_text(json.dumps(nb))
+    return path
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"n": 24},
+        {"rates": [64]} | {"segments": [9]},
+        {"pair": [2, 9]},
+        {"rows": [[1, 2, "aligned", 3], [9, 9, "sliding", 1]]},
+        {"mode": "fwdbwd"},
+        {"sizes": {"heads": 1, "dtype": "float32", "batch": 3}},
+        {"none": []},
+        {"none": ["any", 1]},
+    ],
+    ids=str,
+)
+def test_what_a_rule_takes_is_taken(ruled, asked):
+    assert parameters.settle({"01": nbs.read(ruled)}, "quick", asked)["01"] == {"profile": "quick"} | asked
+
+
+@pytest.mark.parametrize(
+    "asked, wanted",
+    [
+        ({"n": 20}, "n=20 of 01: should be int, at least 16, a multiple of 8, such as 64"),
+        ({"n": 8}, "at least 16"),
+        ({"rates": [0, 1]}, "list of int, not empty, each from 1 to 64"),
+        ({"rates": [10**400, 1]}, "each from 1 to 64"),
+        ({"rates": []}, "not empty"),
+        ({"rates": [1]}, r"segments=\[8, 16\], rates=\[1\] of 01: want lists of one length"),
+        ({"pair": [2]}, "list of int, 2 of them, each at least 2"),
+        ({"rows": [[1, 2, "round", 3]]}, 'each one of "sliding", "aligned"'),
+        ({"rows": [[1, 2, 3, "sliding"]]}, "list of list"),
+        ({"rows": [[1, 2, "sliding"]]}, "list of list"),
+        ({"mode": "bwd"}, 'mode=\'bwd\' of 01: should be str, one of "fwd", "fwdbwd"'),
+        ({"sizes": {"heads": 1}}, 'dict of heads: int, at least 1; dtype: str, one of "float32"; batch: int'),
+        ({"sizes": {"heads": 0, "dtype": "float32"}}, "heads: int, at least 1"),
+        ({"sizes": {"heads": 1, "dtype": "float32", "head": 1}}, "dict of heads"),
+        ({"sizes": [1]}, "dict of heads"),
+    ],
+    ids=str,
+)
+def test_what_a_rule_does_not_take_is_refused_with_what_it_takes(ruled, asked, wanted):
+    with pytest.raises(ValueError, match=wanted):
+        parameters.settle({"01": nbs.read(ruled)}, "quick", asked)
+
+
+@pytest.mark.parametrize("rules", [{"m": {"least": 1}}, {"n": {"lest": 1}}])
+def test_a_rule_that_means_nothing_is_refused(ruled, rules):
+    nb = nbs.read(ruled)
+    nb["metadata"]["workbench"]["parameters"] = rules
+    with pytest.raises(ValueError, match="in its metadata: want a declared name and some of as_long_as, choices"):
+        parameters.settle({"01": nb}, "quick", {})
+
+
+def running(**changed) -> dict:
+    """The globals of a kernel in which the parameters cell has run."""
+    values = {}
+    exec(RULED, values)
+    return values | changed
+
+
+def test_a_running_notebook_gets_what_its_profile_sets_and_says_so(ruled, capsys):
+    values = running(profile="tiny", mode="fwdbwd")
+    parameters.apply("01_ruled", values)
+    assert (values["n"], values["mode"], values["rates"]) == (32, "fwdbwd", [1, 2])
+    assert capsys.readouterr().out == "Profile tiny: n = 32\n"
+    parameters.apply("01_ruled", values)
+    assert values["n"] == 32
+
+
+def test_what_a_reader_or_papermill_set_stays(ruled, capsys):
+    values = running(profile="tiny", n=128)
+    parameters.apply("01_ruled", values)
+    assert values["n"] == 128
+    values = running(profile="tiny", In=["", RULED, '# Parameters\nprofile = "tiny"\nn = 64\n', "import x"])
+    parameters.apply("01_ruled", values)
+    assert values["n"] == 64 and capsys.readouterr().out == ""
+
+
+def test_a_string_that_papermill_made_of_a_list_is_read(ruled):
+    values = running(rates="[1, 3]", flag="true", mode="fwd")
+    parameters.apply("01_ruled", values)
+    assert (values["rates"], values["flag"]) == ([1, 3], True)
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"profile": "huge"}, "profile='huge': one of tiny, quick, gpu"),
+        ({"rates": "1, 3"}, "rates='1, 3' of 01_ruled: should be list of int"),
+        ({"n": 64.0}, "n=64.0 of 01_ruled: should be int"),
+        ({"n": 20}, "n=20 of 01_ruled: should be int, at least 16"),
+    ],
+    ids=str,
+)
+def test_a_running_notebook_refuses_what_it_does_not_take(ruled, changed, message):
+    with pytest.raises(ValueError, match=message):
+        parameters.apply("01_ruled", running(**changed))
+
+
+def test_under_a_report_the_parameters_are_settled_already(ruled, monkeypatch):
+    monkeypatch.setenv(parameters.MARK, "1")
+    values = running(profile="tiny")
+    parameters.apply("01_ruled", values)
+    assert values["n"] == 64
+
+
+def test_a_notebook_is_saved_as_its_source(ruled):
+    nb = json.loads(ruled.read_text())
+    ran = json.loads(ruled.read_text())
+    for cell in ran["cells"]:
+        cell["metadata"] |= {"scrolled": True, "execution": {}}
+        if cell["cell_type"] == "code":
+            cell["outputs"], cell["execution_count"] = [{"output_type": "stream", "name": "stdout", "text": "1"}], 3
+    ran["metadata"]["language_info"] = {"name": "python", "version": "3.14"}
+    nbs.without_results(model={"type": "notebook", "content": ran}, path="x", contents_manager=None)
+    assert ran["cells"] == nb["cells"] and ran["metadata"]["language_info"] == {"name": "python"}
+    nbs.without_results(model={"type": "file", "content": "text"}, path="x", contents_manager=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -225,6 +227,53 @@ def test_what_is_no_report_in_the_folder_does_not_matter(run, tmp_path):
 def test_an_error_without_a_message_ends_in_one_full_stop(run):
     (done,), _, _ = run({"a": ["## Here", "raise KeyError"]})
     assert done.failure == "Failed in cell 1 (“Here”): KeyError."
+
+
+@pytest.mark.parametrize("end", ["sys.exit()", "sys.exit(0)", "raise SystemExit(None)"])
+def test_a_notebook_may_end_itself(run, end):
+    (done,), _, _ = run({"a": [f"import sys\nprint('be' + 'fore')\n{end}", "print('un' + 'seen')"]})
+    assert (done.status, done.failure) == ("ok", "")
+    html = done.path.read_text()
+    assert "before" in html and "unseen" not in html and 'role="alert"' not in html
+
+
+def test_a_notebook_that_exits_with_a_code_has_failed(run):
+    (done,), _, _ = run({"a": ["import sys\nsys.exit(3)"]})
+    assert (done.status, done.failure) == ("error", "Failed in cell 1 (import sys): SystemExit: 3.")
+
+
+def test_a_page_that_cannot_be_made_is_a_banner_and_the_next_notebook_runs(run, monkeypatch):
+    from workbench.report import page
+
+    make = page.make_static
+    monkeypatch.setattr(page, "make_static", lambda nb: 1 / 0 if "01" in str(nb.cells) else make(nb))
+    (bad, good), said, out = run({"01_bad": ["# Notebook 01", "1"], "02_good": ["print(6 * 7)"]})
+    assert (bad.status, good.status) == ("error", "ok")
+    assert bad.failure == "Its page could not be made: ZeroDivisionError: division by zero."
+    assert all(bad.failure in text for text in (bad.path.read_text(), said, (out / "index.html").read_text()))
+
+
+def test_a_full_disk_is_a_sentence_and_the_next_notebook_runs(run, monkeypatch):
+    write_whole, full = index.write, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def no_room(path, text):
+        if path.name == "01_a.html":
+            raise full
+        write_whole(path, text)
+
+    monkeypatch.setattr(index, "write", no_room)
+    (lost, good), said, _ = run({"01_a": ["1"], "02_b": ["print(6 * 7)"]})
+    assert (lost.status, lost.failure) == ("error", f"It could not be written: {full}.")
+    assert lost.failure in said and good.status == "ok" and "42" in good.path.read_text()
+
+
+@pytest.mark.parametrize("value", [np.bool_(True), float("nan"), float("inf"), {1, 2}, np.zeros(2)], ids=repr)
+def test_what_json_cannot_hold_is_refused_before_anything_runs(run, tmp_path, value):
+    cell = code("flag = False\nscale = 1.0\nwhatever = None", "parameters")
+    for name in ("flag", "scale", "whatever"):
+        with pytest.raises(ValueError, match=f"parameter {name}=.* of a: should be"):
+            run({"a": [cell, f"open({str(tmp_path / 'ran')!r}, 'w')"]}, parameters={name: value})
+    assert not (tmp_path / "ran").exists()
 
 
 def test_reports_of_earlier_runs_stay_in_the_index(run):

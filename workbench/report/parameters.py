@@ -186,7 +186,7 @@ def _settled(name: str, nb: dict, own: dict, profile: str, asked: dict) -> dict[
     for key, other in ((key, rule["as_long_as"]) for key, rule in rules(nb).items() if "as_long_as" in rule):
         one, two = ((own | settled)[x] for x in (key, other))
         if len(one) != len(two):
-            raise ValueError(f"parameters {key}={one!r}, {other}={two!r} of {name}: want as many of one as of the other")
+            raise ValueError(f"parameters {key}={one!r}, {other}={two!r} of {name}: want lists of one length")
     return settled
 
 
