@@ -98,6 +98,8 @@ def _run_one(path, parameters, asked, profile, folder, timeout, machine, say, re
 
 def _export(state, path: Path, profile: str, asked: dict, folder: Path, machine: dict, begun) -> Report:
     """Write the page and the index. A page that cannot be made is a banner; one that cannot be stored, a sentence."""
+    from nbformat.v4 import new_notebook
+
     from workbench.report import index, page  # nbconvert: a second
 
     title = nbs.title(state.nb, path.stem)
@@ -116,7 +118,7 @@ def _export(state, path: Path, profile: str, asked: dict, folder: Path, machine:
         state.status = "error" if state.status == "ok" else state.status
         failure = f"{failure} Its page could not be made: {type(error).__name__}: {error}.".strip()
         facts |= {"status": state.status, "failure": failure, "cell": None}
-        html = page.render(type(state.nb)(cells=[], metadata={}), path, facts)
+        html = page.render(new_notebook(), path, facts)
     written = folder / f"{path.stem}.html"
     try:
         index.write(written, html)
