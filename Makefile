@@ -30,7 +30,7 @@ help:
 	@echo "make report [ARGS='...']   run the notebooks here and export them to HTML (ARGS: see workbench report --help)"
 	@echo "make test   [ARGS='...']   lint, then run the tests of every day: minutes on two cores (ARGS go to pytest)"
 	@echo "make test-all [ARGS='...'] the slow tests, too, and those that need a card where there is one"
-	@echo "make lab                   open JupyterLab"
+	@echo "make lab                   open JupyterLab; notebooks are saved without their outputs"
 	@echo "make doctor                say what works on this machine, and why not"
 	@echo "make picture               draw the README's pictures from the committed records"
 	@echo "make lint                  ruff over code and notebooks"
@@ -58,7 +58,7 @@ lint: $(SETUP)
 	@$(RUN) -m ruff check .
 
 lab: $(SETUP)
-	@$(RUN) -m jupyter lab notebooks $(ARGS)
+	@$(RUN) -m jupyter lab notebooks --ContentsManager.pre_save_hook=workbench.report.notebooks.without_results $(ARGS)
 
 doctor: $(SETUP)
 	@$(RUN) -m workbench doctor $(ARGS)

@@ -52,11 +52,11 @@ def test_workbench_commands_parse(arguments):
 
 
 def test_papermill_commands_name_notebooks_and_their_parameters():
-    from workbench.reporting import notebooks
+    from workbench.report import notebooks, parameters
 
     assert commands("papermill")
     for source, _, *options in commands("papermill"):
-        declared = notebooks.declared(notebooks.read(ROOT / source))
+        declared = parameters.declared(notebooks.read(ROOT / source))
         assert set(options[1::3]) <= set(declared)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import math
 import os
@@ -10,20 +12,75 @@ import signal
 import sys
 
 from workbench import report
-from workbench.reporting import notebooks as nbs
+from workbench.report import notebooks as nbs
+from workbench.report import parameters
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; its exit code: 0 done, 1 something failed, 2 refused, 130 interrupted."""
+    out, err = Output(sys.stdout), Output(sys.stderr)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = _run(_words(sys.argv[1:] if argv is None else argv))
+        finally:
+            out.flush()
+    if out.lost:
+        err.write(f"workbench: not all could be printed: {out.lost}\n")
+    return code or int(bool(out.lost))
+
+
+def _run(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
     try:
         return arguments.command(arguments)
     except ValueError as refused:
         print(f"workbench: {refused}", file=sys.stderr)
         return 2
+    except OSError as failed:
+        print(f"workbench: {failed}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("workbench: interrupted; what is done is written", file=sys.stderr)
         return 130
+
+
+def _words(argv: list[str]) -> list[str]:
+    """`-p heads=4` is `-p heads 4`."""
+    pairs = zip(["", *argv], argv, strict=False)
+    return [part for before, word in pairs for part in (word.split("=", 1) if before == "-p" else [word])]
+
+
+class Output:
+    """A stream that no trouble in printing ends a command by: the work goes on, without its words.
+
+    What the encoding lacks is escaped. `lost` is what the system said of words that were lost; that whoever read them
+    has left (`| head -1`) is none.
+    """
+
+    def __init__(self, stream):
+        self.stream, self.lost, self.open = stream, None, stream is not None
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self._try("write", text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try("flush")
+
+    def _try(self, method: str, *words: str) -> None:
+        if not self.open:
+            return
+        try:
+            getattr(self.stream, method)(*words)
+        except OSError as error:
+            self.open = False
+            self.lost = None if isinstance(error, BrokenPipeError) else error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())  # for what Python still holds at its end
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,7 +94,8 @@ def parser() -> argparse.ArgumentParser:
         epilog='example: workbench report 01 05 --profile quick -p heads 4 -p lengths "[1024, 4096]"',
     )
     make.add_argument("notebooks", nargs="*", metavar="NOTEBOOK", help="a path or a name in notebooks/ (default: all)")
-    make.add_argument("--profile", choices=nbs.PROFILES, help="how much (default: gpu where there is CUDA, else quick)")
+    how_much = "how much (default: gpu where there is CUDA, else quick)"
+    make.add_argument("--profile", choices=parameters.PROFILES, help=how_much)
     make.add_argument("--out", metavar="DIR", help="where the reports go (default: outputs/reports/<profile>)")
     make.add_argument(
         "-p",
@@ -148,8 +206,9 @@ def _report(arguments) -> int:
 def _value(name: str, text: str) -> object:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
-        hint = f"a string has quotes of its own: -p {name} '\"{text}\"'"
+    except json.JSONDecodeError as error:
+        word = text.replace("_", "").isalnum()
+        hint = f"a string has quotes of its own: -p {name} '\"{text}\"'" if word else str(error)
         raise ValueError(f"parameter {name}={text}: not JSON; {hint}") from None
 
 
@@ -157,13 +216,14 @@ def _list(arguments) -> int:
     for path in nbs.find():
         nb = nbs.read(path)
         print(f"{path.stem}: {nbs.title(nb, path.stem)}")
-        own = nbs.declared(nb, path.stem)
-        profiles = nb["metadata"].get("workbench", {}).get("profiles", {})
-        for name in nbs.set_of(own):
-            setting = [profile for profile in nbs.PROFILES if name in profiles.get(profile, {})]
+        profiles, rules = parameters.profiles(nb), parameters.rules(nb)
+        for name, default in parameters.declared(nb, path.stem).items():
+            if name == "profile":
+                continue
+            setting = [profile for profile in parameters.PROFILES if name in profiles.get(profile, {})]
             sets = [f"{profile}: {json.dumps(profiles[profile][name])}" for profile in setting]
             others = f"   [{', '.join(sets)}]" if sets else ""
-            print(f"    {name} ({nbs.kind(own[name])}) = {json.dumps(own[name])}{others}")
+            print(f"    {name} ({parameters.wanted(default, rules.get(name, {}))}) = {json.dumps(default)}{others}")
     return 0
 
 

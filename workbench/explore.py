@@ -64,7 +64,7 @@ class Player:
         for index, options in zip(starts, self.values.values(), strict=True):
             at = at * len(options) + index
         data = {"order": self.order, "frames": self.frames, "labels": [[*map(_label, o)] for o in self.values.values()]}
-        page = files("workbench").joinpath("reporting", "templates", "player.html").read_text(encoding="utf-8")
+        page = files("workbench").joinpath("report", "templates", "player.html").read_text(encoding="utf-8")
         parts = {
             "CHOICES": "".join(map(_slider, self.values, self.values.values(), starts)),
             "FRAME": self.frames[self.order[at]],
@@ -122,8 +122,7 @@ def _frame(result, alt: str | None) -> str:
         raise ValueError(f"explore: its function returned {kind}; should be a matplotlib figure or a string of HTML")
     from matplotlib import pyplot
 
-    from workbench.reporting.alt import describe
-    from workbench.reporting.png import shrink
+    from workbench.report.outputs import describe, shrink
 
     out = io.BytesIO()
     result.savefig(out, format="png", dpi=FRAME_DPI)  # not bbox="tight": frames keep one size

@@ -234,7 +234,7 @@ class Chooser:
             for name, options in self.choices.items()
         )
         length = f'<label><span>N</span><input type="number" min="1" step="1" value="{self.n}"></label>'
-        page = files("workbench").joinpath("reporting", "templates", "chooser.html").read_text(encoding="utf-8")
+        page = files("workbench").joinpath("report", "templates", "chooser.html").read_text(encoding="utf-8")
         page = page.replace("@MENUS@", menus + length)
         page = page.replace("@NOW@", escape(self.answer(self.n, *(x[0] for x in self.choices.values()))))
         return page.replace("@DATA@", json.dumps(data, ensure_ascii=False).replace("<", "\\u003c"))

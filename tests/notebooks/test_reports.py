@@ -4,7 +4,7 @@ import pytest
 
 from tests import browser
 from workbench import report
-from workbench.reporting import notebooks
+from workbench.report import notebooks
 
 NAMES = [path.stem for path in notebooks.find()]
 DAILY = "03_oom_frontiers"  # it calls, draws, predicts, and measures in fresh processes

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import statistics
+import sys
 
 import pytest
 
-from workbench.reporting import notebooks
+from workbench.cards import CARDS
+from workbench.report import notebooks, parameters
 
 PATHS = notebooks.find()
 
@@ -21,21 +23,33 @@ def cells(nb, kind):
     return [cell for cell in nb["cells"] if cell["cell_type"] == kind]
 
 
+CLEAR = f"{sys.executable} -m nbconvert --clear-output --inplace {' '.join(map(str, PATHS))}"
+RESTORE = "change them back, or as they were committed: git restore notebooks"
+
+
 def test_no_outputs_are_committed(nb):
-    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells(nb, "code"))
+    empty = all(not cell["outputs"] and cell["execution_count"] is None for cell in cells(nb, "code"))
+    assert empty, f"it was run and saved with its outputs, which `make lab` does not do. To remove them:\n{CLEAR}"
 
 
 def test_one_cell_of_parameters_all_literals_with_a_profile(nb):
     tagged = [cell for cell in nb["cells"] if "parameters" in cell["metadata"].get("tags", [])]
     assert len(tagged) == 1 and tagged[0]["cell_type"] == "code"
-    assert notebooks.declared(nb)["profile"] == "quick"
+    assert parameters.declared(nb)["profile"] == "quick", f"saved with other parameters: {RESTORE}"
+
+
+def test_parameters_keep_their_own_rules_and_their_cards_are_known(nb):
+    own = {key: value for key, value in parameters.declared(nb).items() if key != "profile"}
+    parameters.settle({"notebook": nb}, "quick", own)  # raises where a default is not taken
+    for key in ("card", "cards", "fit_card", "choose_cards"):
+        assert key not in own or parameters.rules(nb)[key]["choices"] == list(CARDS)
 
 
 def test_profiles_set_only_what_is_declared_each_of_its_kind(nb):
     own = nb["metadata"]["workbench"]
-    assert set(own["profiles"]) == set(notebooks.PROFILES)
-    for profile in notebooks.PROFILES:
-        notebooks.settle({"notebook": nb}, profile, {})  # raises where one does not fit
+    assert set(own["profiles"]) == set(parameters.PROFILES)
+    for profile in parameters.PROFILES:
+        parameters.settle({"notebook": nb}, profile, {})  # raises where one does not fit
 
 
 def test_cells_are_short(nb):

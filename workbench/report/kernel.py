@@ -25,11 +25,12 @@ from papermill.engines import NBClientEngine
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
-MARK = "WORKBENCH_RUN"  # in the environment of a kernel and so of every process that descends from it
+from workbench.report.parameters import MARK
+
 GRACE_S = 5.0  # between the interrupt of a cell that is over its time and the end of its kernel
 LAST_WORDS = 10_000  # bytes of what a kernel wrote as it died that a report keeps
 KERNEL_OPTIONS = (
-    "--IPKernelApp.extra_extensions=workbench.reporting.inside",
+    "--IPKernelApp.extra_extensions=workbench.report.outputs",
     "--InlineBackend.figure_formats=retina",  # twice the pixels: sharp on a phone and on paper
 )
 SOCKET_PATH = 100  # bytes that a Unix socket's path may have, a little less than the 104 of macOS
@@ -136,9 +137,7 @@ class Engine(NBClientEngine):
         if client.timed_out:
             run.fail("timeout", f"over the limit of {limit:g} s for a cell")
         elif run.status == "error" and not run.message:
-            errors = [out for out in run.nb.cells[run.cell].outputs if out.output_type == "error"]
-            message = f"{errors[-1].ename}: {errors[-1].evalue.strip()}" if errors else "the cell failed"
-            run.message = message.splitlines()[0]
+            _name_error(run)
 
 
 def execute(path: Path, parameters: dict[str, object], limit: float, run: Run) -> None:
@@ -151,8 +150,20 @@ def execute(path: Path, parameters: dict[str, object], limit: float, run: Run) -
     start = time.monotonic()
     try:
         Engine.execute_notebook(run.nb, "python3", progress_bar=False, run=run, folder=path.parent, limit=limit)
+    except OSError as error:  # no room for what a kernel needs before it starts
+        run.fail("error", str(error))
     finally:
         run.seconds = time.monotonic() - start
+
+
+def _name_error(run: Run) -> None:
+    """Note the last error of the cell that ended the run; none where that is `sys.exit(0)`, which ends a notebook."""
+    errors = [out for out in run.nb.cells[run.cell].outputs if out.output_type == "error"]
+    if errors and errors[-1].ename == "SystemExit" and errors[-1].evalue in ("", "0", "None"):
+        run.status = "ok"
+        return
+    message = f"{errors[-1].ename}: {errors[-1].evalue.strip()}" if errors else "the cell failed"
+    run.message = message.splitlines()[0]
 
 
 def load(path: Path) -> Run:

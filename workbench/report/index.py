@@ -9,7 +9,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from workbench.reporting.page import TEMPLATES
+from workbench.report.page import TEMPLATES
 
 FACTS = re.compile(r'<script\b[^>]*\bid="report-facts"[^>]*>(.*?)</script>', re.S)
 
@@ -42,10 +42,10 @@ def refresh(folder: Path) -> Path:
 def read(path: Path) -> dict | None:
     """What a report says of itself, or None where the file is no report (any more)."""
     try:
-        found = FACTS.search(path.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
+        found = FACTS.findall(path.read_text(encoding="utf-8", errors="replace"))
+        return json.loads(found[-1]) | {"file": path.name} if found else None  # the last is the page's own
+    except (OSError, ValueError):
         return None
-    return json.loads(found[1]) | {"file": path.name} if found else None
 
 
 @contextlib.contextmanager

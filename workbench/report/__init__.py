@@ -5,21 +5,22 @@ Only what a command line needs is imported at first; papermill, nbconvert and to
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-from workbench.reporting import notebooks as nbs
+from workbench.report import notebooks as nbs
+from workbench.report.parameters import PROFILES, settle
 
 LIMIT_S = 1800.0  # a cell's time, unless told
 MOST_BYTES = 3_000_000  # a report that can still be mailed
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Report:
     """What became of one notebook. `status`: ok, error, killed, timeout or interrupted; `failure`: why, a sentence."""
 
@@ -50,20 +51,21 @@ def run(
     A notebook that fails is exported as far as it came and the next one runs; so it is on KeyboardInterrupt, which is
     raised again when the interrupted notebook and the index are written.
     """
-    if profile not in (None, *nbs.PROFILES):
-        raise ValueError(f"profile={profile!r}: one of {', '.join(nbs.PROFILES)}")
+    if profile not in (None, *PROFILES):
+        raise ValueError(f"profile={profile!r}: one of {', '.join(PROFILES)}")
     if not timeout > 0:
         raise ValueError(f"timeout={timeout!r}: a positive number of seconds")
     paths = nbs.find(notebooks)
     read = {path.stem: nbs.read(path) for path in paths}
-    nbs.settle(read, profile or "quick", parameters or {})
+    settle(read, profile or "quick", parameters or {})
     machine = describe()
     chosen = profile or ("quick" if machine["kind"] == "cpu" else "gpu")
-    settled = nbs.settle(read, chosen, parameters or {})
+    settled = settle(read, chosen, parameters or {})
     folder = Path(out) if out else nbs.root() / "outputs" / "reports" / chosen
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        with tempfile.TemporaryFile(dir=folder) as room:
+            room.write(bytes(MOST_BYTES))
     except OSError as error:
         raise ValueError(f"out={str(folder)!r}: want a folder that can be written to ({error})") from None
     origin = "" if profile else f" (by default: {'no CUDA here' if chosen == 'quick' else 'CUDA is present'})"
@@ -79,7 +81,7 @@ def run(
 
 def _run_one(path, parameters, asked, profile, folder, timeout, machine, say, reports) -> None:
     """Run and export a notebook, also when it is interrupted; add what became of it to `reports` and the index."""
-    from workbench.reporting import index, kernel  # papermill and nbconvert: a second each
+    from workbench.report import kernel  # papermill: a second
 
     begun = time.gmtime()
     state = kernel.load(path)
@@ -88,18 +90,19 @@ def _run_one(path, parameters, asked, profile, folder, timeout, machine, say, re
     finally:
         report = _export(state, path, profile, asked, folder, machine, begun)
         reports.append(report)
-        index.refresh(folder)
-        size = report.path.stat().st_size
+        size = report.path.stat().st_size if report.path.exists() else 0
         note = f"  ({size / 1e6:.1f} MB: more than {MOST_BYTES / 1e6:g} MB)" if size > MOST_BYTES else ""
         why = f"  {report.failure}" if report.failure else ""
         say(f"{report.status} {_duration(report.seconds)}  {_shown(report.path)}{note}{why}\n")
 
 
 def _export(state, path: Path, profile: str, asked: dict, folder: Path, machine: dict, begun) -> Report:
-    from workbench.reporting import index, page
+    """Write the page and the index. A page that cannot be made is a banner; one that cannot be stored, a sentence."""
+    from nbformat.v4 import new_notebook
+
+    from workbench.report import index, page  # nbconvert: a second
 
     title = nbs.title(state.nb, path.stem)
-    failure = _sentence(state) if state.status != "ok" else ""
     byline = [
         ("device", machine["device"]),
         ("profile", profile + "".join(f", {key} = {json.dumps(value)}" for key, value in asked.items())),
@@ -107,10 +110,23 @@ def _export(state, path: Path, profile: str, asked: dict, folder: Path, machine:
         ("commit", machine["commit"]),
         ("time", _duration(state.seconds)),
     ]
+    failure = _sentence(state) if state.status != "ok" else ""
     facts = {"title": title, "status": state.status, "failure": failure, "message": state.message, "byline": byline}
-    html = page.render(state.nb, path, facts | {"cell": state.cell if failure else None})
-    index.write(folder / f"{path.stem}.html", html)
-    return Report(path.stem, title, state.status, failure, state.seconds, folder / f"{path.stem}.html")
+    try:
+        html = page.render(state.nb, path, facts | {"cell": state.cell if failure else None})
+    except Exception as error:  # whatever a cell holds that the page's makers do not expect
+        state.status = "error" if state.status == "ok" else state.status
+        failure = f"{failure} Its page could not be made: {type(error).__name__}: {error}.".strip()
+        facts |= {"status": state.status, "failure": failure, "cell": None}
+        html = page.render(new_notebook(), path, facts)
+    written = folder / f"{path.stem}.html"
+    try:
+        index.write(written, html)
+        index.refresh(folder)
+    except OSError as error:
+        state.status = "error" if state.status == "ok" else state.status
+        failure = f"{failure} It could not be written: {error}.".strip()
+    return Report(path.stem, title, state.status, failure, state.seconds, written)
 
 
 def _sentence(state) -> str:

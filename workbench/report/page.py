@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import io
 import re
 from html import escape, unescape
 from pathlib import Path
+from urllib.parse import unquote
 
 from jinja2 import pass_context
 from latex2mathml.converter import convert
@@ -17,8 +19,7 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from PIL import Image
 from traitlets.config import Config
 
-from workbench.reporting import widgets
-from workbench.reporting.png import shrink
+from workbench.report.outputs import make_static, picture, shrink
 
 TEMPLATES = Path(__file__).parent / "templates"
 IMAGES = ("image/png", "image/jpeg", "image/svg+xml")
@@ -64,11 +65,22 @@ class Renderer(IPythonRenderer):
         self.headings.append((level, anchor, text))
         return f'<h{level} id="{escape(anchor)}">{text}</h{level}>\n'
 
+    def _embed_image_or_attachment(self, src: str) -> str:
+        """The data of a picture in place of its address, which is quoted where its name has a space or an ü."""
+        address = unescape(src)
+        for name in (address, unquote(address)):
+            for mime, data in self.attachments.get(name.removeprefix("attachment:"), {}).items():
+                return f"data:{mime};base64,{data}"
+            with contextlib.suppress(OSError, ValueError):  # a folder, or what cannot be a file's name
+                if data := self._src_to_base64(name):
+                    return data
+        return src
+
     def _html_embed_images(self, html: str) -> str:
         """In place of nbconvert's, which parses each piece of HTML and closes every tag that is open at its end."""
 
         def embed(match: re.Match) -> str:
-            return f"{match[1]}{match[2]}{self._src_to_base64(unescape(match[3])) or match[3]}{match[2]}"
+            return f"{match[1]}{match[2]}{self._embed_image_or_attachment(match[3])}{match[2]}"
 
         return re.sub(r"""(<img\b[^>]*?\bsrc=)(["'])(.*?)\2""", embed, html, flags=re.S | re.I)
 
@@ -115,7 +127,7 @@ def render(nb, path: Path, facts: dict) -> str:
     facts: title, name, status, failure (a sentence or ""), cell (the failed one's index, or None), byline (pairs), and
     whatever else the index wants to find in the page again; `thumbnail` is added here.
     """
-    widgets.make_static(nb)
+    make_static(nb)
     _drop_title(nb)
     _describe_images(nb)
     facts = facts | {"thumbnail": _thumbnail(nb)}
@@ -130,18 +142,26 @@ def render(nb, path: Path, facts: dict) -> str:
 
 
 def offline(html: str) -> str:
-    """Without what a browser would fetch: a script, image or frame that is elsewhere leaves its address behind."""
+    """Without what a browser would fetch: a script, image or frame that is elsewhere leaves its address behind.
+
+    That is for the reader. What keeps a page from fetching, in whatever way its HTML asks for it, is the policy in its
+    head, which allows what is inside the file; here goes what no policy governs, elements that lead elsewhere (a
+    refresh), look up names, or change what addresses mean. Where a script of the author's goes to is the author's.
+    """
     there = r"""(?:"(?!data:|\#|")[^"]*"|'(?!data:|\#|')[^']*'|(?!data:|\#)[^\s"'>]+)"""
 
     def note(match: re.Match) -> str:
         address = re.search(rf"(?i)\b(?:src|data)\s*=\s*({there})", match[0])[1].strip("\"'")
         return f'<span class="absent">(not part of this file: {address})</span>'
 
-    html = re.sub(rf"(?is)<script\b[^>]*\bsrc\s*=\s*{there}[^>]*>.*?</script>", note, html)
-    html = re.sub(r"(?is)<link\b[^>]*>|<base\b[^>]*>", "", html)
+    head, end, body = html.partition("</head>")
+    body = re.sub(r"(?is)<(meta|link|base)\b[^>]*>", r"<x-\1></x-\1>", body)  # not nothing, which could join its ends
+    body = re.sub(r"(?i)(<script\b[^>]*)\bspeculationrules\b", r"\1text/plain", body)
+    body = re.sub(r"(?i)(<(?:img|source)\b[^>]*?\s)(srcset\s*=)", r"\1data-\2", body)
+    body = re.sub(rf"(?is)<script\b[^>]*\bsrc\s*=\s*{there}[^>]*>.*?</script>", note, body)
     paired = rf"(?is)<(iframe|video|audio|object)\b[^>]*\b(?:src|data)\s*=\s*{there}[^>]*>.*?</\1>"
-    html = re.sub(paired, note, html)
-    return re.sub(rf"(?is)<(?:img|embed|source|input)\b[^>]*?\bsrc\s*=\s*{there}[^>]*>", note, html)
+    body = re.sub(paired, note, body)
+    return head + end + re.sub(rf"(?is)<(?:img|embed|source|input)\b[^>]*?\bsrc\s*=\s*{there}[^>]*>", note, body)
 
 
 def _drop_title(nb) -> None:
@@ -178,9 +198,10 @@ def _thumbnail(nb, size: tuple[int, int] = (480, 320)) -> str:
     for output in (output for cell in cells for output in cell.get("outputs", [])):
         data = output.get("data", {})
         inside = re.search(r"data:image/png;base64,([A-Za-z0-9+/=]+)", data.get("text/html", ""))
-        picture = data.get("image/png") or (inside and inside[1])
-        if picture:
-            image = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
+        encoded = data.get("image/png") or (inside and inside[1])
+        image = encoded and picture(base64.b64decode(encoded))
+        if image:
+            image = image.convert("RGB")
             image.thumbnail(size, Image.Resampling.LANCZOS)
             out = io.BytesIO()
             image.save(out, "JPEG", quality=85)

@@ -13,9 +13,8 @@ from nbformat import v4
 from PIL import Image
 
 from tests.notebooks.build import code, text
-from workbench.reporting import page
-from workbench.reporting.png import shrink
-from workbench.reporting.widgets import STATE, VIEW
+from workbench.report import page
+from workbench.report.outputs import STATE, VIEW, shrink
 
 FACTS = {"title": "T", "status": "ok", "failure": "", "message": "", "cell": None, "byline": [("device", "a <card>")]}
 
@@ -240,7 +239,7 @@ def test_a_plot_becomes_a_palette_and_a_photograph_keeps_its_colours():
 def test_a_figure_is_described_by_its_label_or_its_titles():
     from matplotlib.figure import Figure
 
-    from workbench.reporting.alt import describe
+    from workbench.report.outputs import describe
 
     fig = Figure()
     assert describe(fig) == ""
@@ -257,3 +256,46 @@ def test_a_figure_is_described_by_its_label_or_its_titles():
 def test_templates_are_part_of_the_package():
     names = {path.name for path in Path(page.TEMPLATES).iterdir()}
     assert {"report", "style.css", "index.html.j2", "player.html"} <= names
+
+
+DOT = base64.b64encode(png(np.zeros((2, 2, 3)))).decode()
+
+
+@pytest.mark.parametrize(
+    "name, source",
+    [
+        ("a.png", "![A](attachment:a.png)"),
+        ("ü.png", "![A](attachment:%C3%BC.png)"),
+        ("ü.png", "![A](attachment:ü.png)"),
+        ("my picture.png", "![A](attachment:my%20picture.png)"),
+        ("my picture.png", "![A](<attachment:my picture.png>)"),
+        ("a&b's.png", "![A](attachment:a&b's.png)"),
+        ("50%25.png", "![A](attachment:50%25.png)"),
+        ("a.png", '<img alt="A" src="attachment:a.png">'),
+    ],
+)
+def test_a_pasted_picture_is_inside_whatever_its_name(render, name, source):
+    cell = text(source)
+    cell.attachments = {name: {"image/png": DOT}}
+    assert f'src="data:image/png;base64,{DOT}"' in main(render(cell))
+
+
+def test_a_file_with_a_space_in_its_name_is_inside(render, tmp_path):
+    (tmp_path / "my ü.png").write_bytes(png(np.zeros((2, 2, 3))))
+    assert main(render("![A](my%20%C3%BC.png)")).count("data:image/png;base64,") == 1
+
+
+@pytest.mark.parametrize("address", ["attachment:gone.png", ".", "a%00b.png", "x" * 300])
+def test_a_picture_that_is_not_there_leaves_its_address(render, address):
+    assert f"(not part of this file: {address})" in main(render(f"![A]({address})"))
+
+
+def test_what_is_no_picture_does_not_end_the_page(render):
+    html = render(shown({"image/png": b"no picture"}), shown({"text/plain": "after"}))
+    assert "after" in main(html)
+
+
+def test_a_picture_inside_keeps_no_other_source(render):
+    two = f'<img alt="x" src="data:image/png;base64,{DOT}" srcset="http://there/x 2x">'
+    body = main(render(shown({"text/html": two})))
+    assert f'src="data:image/png;base64,{DOT}"' in body and " srcset=" not in body

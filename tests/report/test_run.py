@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -11,13 +12,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from tests import browser, tools
 from tests.notebooks.build import code, write
 from workbench import report
-from workbench.reporting import index
+from workbench.report import index
 
 PARAMETERS = code('profile = "quick"\nn = 512\nlengths = [1, 2]', "parameters")
 
@@ -141,7 +143,7 @@ LOOPS = {
 
 @pytest.mark.parametrize("loop", tools.tiers(LOOPS.values(), [LOOPS["waits"]]))
 def test_a_cell_over_its_time_is_reported_as_a_time_out_in_one_line(run, monkeypatch, loop):
-    from workbench.reporting import kernel
+    from workbench.report import kernel
 
     monkeypatch.setattr(kernel, "GRACE_S", 1.0)
     limit = round(1.5 * tools.slowness(), 1)
@@ -195,7 +197,7 @@ def test_the_kernel_is_this_interpreter_whatever_kernelspecs_there_are(run, tmp_
 
 
 def test_a_kernel_that_does_not_start_is_a_report_like_any_other(run, monkeypatch):
-    from workbench.reporting import kernel
+    from workbench.report import kernel
 
     monkeypatch.setattr(
         kernel, "get_kernel_dict", lambda: {"argv": ["false"], "display_name": "x", "language": "python"}
@@ -226,6 +228,53 @@ def test_an_error_without_a_message_ends_in_one_full_stop(run):
     assert done.failure == "Failed in cell 1 (“Here”): KeyError."
 
 
+@pytest.mark.parametrize("end", ["sys.exit()", "sys.exit(0)", "raise SystemExit(None)"])
+def test_a_notebook_may_end_itself(run, end):
+    (done,), _, _ = run({"a": [f"import sys\nprint('be' + 'fore')\n{end}", "print('un' + 'seen')"]})
+    assert (done.status, done.failure) == ("ok", "")
+    html = done.path.read_text()
+    assert "before" in html and "unseen" not in html and 'role="alert"' not in html
+
+
+def test_a_notebook_that_exits_with_a_code_has_failed(run):
+    (done,), _, _ = run({"a": ["import sys\nsys.exit(3)"]})
+    assert (done.status, done.failure) == ("error", "Failed in cell 1 (import sys): SystemExit: 3.")
+
+
+def test_a_page_that_cannot_be_made_is_a_banner_and_the_next_notebook_runs(run, monkeypatch):
+    from workbench.report import page
+
+    make = page.make_static
+    monkeypatch.setattr(page, "make_static", lambda nb: 1 / 0 if "01" in str(nb.cells) else make(nb))
+    (bad, good), said, out = run({"01_bad": ["# Notebook 01", "1"], "02_good": ["print(6 * 7)"]})
+    assert (bad.status, good.status) == ("error", "ok")
+    assert bad.failure == "Its page could not be made: ZeroDivisionError: division by zero."
+    assert all(bad.failure in text for text in (bad.path.read_text(), said, (out / "index.html").read_text()))
+
+
+def test_a_full_disk_is_a_sentence_and_the_next_notebook_runs(run, monkeypatch):
+    write_whole, full = index.write, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def no_room(path, text):
+        if path.name == "01_a.html":
+            raise full
+        write_whole(path, text)
+
+    monkeypatch.setattr(index, "write", no_room)
+    (lost, good), said, _ = run({"01_a": ["1"], "02_b": ["print(6 * 7)"]})
+    assert (lost.status, lost.failure) == ("error", f"It could not be written: {full}.")
+    assert lost.failure in said and good.status == "ok" and "42" in good.path.read_text()
+
+
+@pytest.mark.parametrize("value", [np.bool_(True), float("nan"), float("inf"), {1, 2}, np.zeros(2)], ids=repr)
+def test_what_json_cannot_hold_is_refused_before_anything_runs(run, tmp_path, value):
+    cell = code("flag = False\nscale = 1.0\nwhatever = None", "parameters")
+    for name in ("flag", "scale", "whatever"):
+        with pytest.raises(ValueError, match=f"parameter {name}=.* of a: should be"):
+            run({"a": [cell, f"open({str(tmp_path / 'ran')!r}, 'w')"]}, parameters={name: value})
+    assert not (tmp_path / "ran").exists()
+
+
 def test_reports_of_earlier_runs_stay_in_the_index(run):
     _, _, out = run({"01_a": ["# First", "1"]})
     run({"02_b": ["# Second", "1"]})
@@ -246,7 +295,7 @@ def test_the_profile_is_chosen_by_the_machine_and_said(run, monkeypatch):
 
 def start(*arguments) -> subprocess.Popen:
     command = [sys.executable, "-m", "workbench", "report", *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # behind nohup or & it is ignored
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=environment, preexec_fn=listens, **pipes)

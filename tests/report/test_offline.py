@@ -1,0 +1,124 @@
+"""A page fetches nothing, whatever HTML a notebook holds: a server beside the browser sees no request."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import threading
+import time
+
+import pytest
+from nbformat import v4
+
+from tests import browser
+from tests.notebooks.build import code, text
+from workbench.report import page
+
+FACTS = {"title": "T", "status": "ok", "failure": "", "message": "", "cell": None, "byline": []}
+HERE = "~"  # stands for the server's address
+FETCHES = {  # the name is the path that it would ask for
+    "script": '<script src="~script"></script>',
+    "module": '<script type="module" src="~module"></script>',
+    "import": '<script type="module">import "~import"</script>',
+    "dynamic": "<script>import('~dynamic').catch(() => 0)</script>",
+    "fetch": "<script>fetch('~fetch').catch(() => 0)</script>",
+    "beacon": "<script>navigator.sendBeacon('~beacon')</script>",
+    "worker": "<script>try { new Worker('~worker') } catch (e) {}</script>",
+    "made": "<script>new Image().src = '~made'</script>",
+    "map": '<script type="importmap">{"imports": {"x": "~map"}}</script><script type="module">import "x"</script>',
+    "rules": '<script type="speculationrules">{"prefetch": [{"urls": ["~rules"], "eagerness": "immediate"}]}</script>',
+    "image": '<img src="~image">',
+    "bare": "<img src=~bare alt=x>",
+    "srcset": '<img src="data:image/gif;base64,R0lGODlhAQABAAAAACw=" srcset="~srcset 1x">',
+    "picture": '<picture><source srcset="~picture"><img alt="x"></picture>',
+    "background": '<table background="~background"><tr><td>x</td></tr></table>',
+    "style": '<p style="background: url(~style)">x</p>',
+    "sheet": '<style>@import "~sheet"; .x { color: red }</style>',
+    "url": '<style>.y { background: url("~url") }</style><p class="y">y</p>',
+    "font": '<style>@font-face { font-family: z; src: url("~font") } .z { font-family: z }</style><p class="z">z</p>',
+    "link": '<link rel="stylesheet" href="~link">',
+    "preload": '<link rel="preload" as="image" href="~preload">',
+    "modulepreload": '<link rel="modulepreload" href="~modulepreload">',
+    "prefetch": '<link rel="prefetch" href="~prefetch">',
+    "icon": '<link rel="icon" href="~icon">',
+    "manifest": '<link rel="manifest" href="~manifest">',
+    "frame": '<iframe src="~frame"></iframe>',
+    "inner": '<iframe srcdoc="&lt;img src=~inner&gt;"></iframe>',
+    "turned": '<iframe srcdoc="&lt;meta http-equiv=refresh content=0;url=~turned&gt;"></iframe>',
+    "object": '<object data="~object"></object>',
+    "embed": '<embed src="~embed">',
+    "video": '<video src="~video"></video>',
+    "poster": '<video poster="~poster"></video>',
+    "source": '<video preload="auto"><source src="~source"></video>',
+    "track": '<video src="data:video/mp4,"><track default src="~track"></video>',
+    "audio": '<audio preload="auto" src="~audio"></audio>',
+    "input": '<input type="image" src="~input">',
+    "svg": '<svg><image href="~svg" width="9" height="9"/></svg>',
+    "xlink": '<svg><image xlink:href="~xlink" width="9" height="9"/></svg>',
+    "use": '<svg><use href="~use#a"/></svg>',
+    "filter": '<svg><rect width="9" height="9" style="filter: url(~filter#a)"/></svg>',
+    "base": '<base href="~base/"><img src="below">',
+}
+LEAVES = {
+    "refresh": '<meta http-equiv="refresh" content="0; url=~refresh">',
+    "joined": '<me<meta>ta http-equiv="refresh" content="0; url=~joined">',
+    "unquoted": "<META\nhttp-equiv=refresh content=0;url=~unquoted>",
+}
+
+
+@pytest.fixture
+def server():
+    """(its address, the paths that it was asked for)"""
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path.strip("/").split("/")[0])
+            self.send_response(204)
+            self.end_headers()
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{serving.server_port}/", asked
+        serving.shutdown()
+
+
+def opened(path, html: str) -> list[str]:
+    """Open it; the addresses that the browser asked for, the page's own aside."""
+    path.write_text(html)
+    with browser.tab(path) as tab:
+        time.sleep(1)
+        with contextlib.suppress(RuntimeError):
+            assert tab.run("location.href") == path.as_uri()
+        return [address for address in tab.requests if address != path.as_uri()]
+
+
+@pytest.mark.skipif(not browser.BINARY, reason=browser.MISSING)
+def test_a_page_asks_for_nothing_whatever_its_cells_hold(server, tmp_path):
+    here, asked = server
+    pieces = [html.replace(HERE, here) for html in FETCHES.values()]
+    opened(tmp_path / "raw.html", "<!DOCTYPE html><body>" + "\n".join(pieces))
+    not_from_a_file = {"base", "filter", "icon", "manifest", "rules", "track", "turned", "use", "worker"}
+    assert set(FETCHES) - set(asked) <= not_from_a_file  # what is asked for without a policy: else this could not fail
+    asked.clear()
+    cells = [text(piece) for piece in pieces]
+    for piece in pieces:
+        cells.append(code("x"))
+        cells[-1].outputs = [v4.new_output("display_data", {"text/html": piece})]
+    html = page.render(v4.new_notebook(cells=cells), tmp_path / "x.ipynb", FACTS)
+    opened(tmp_path / "page.html", html)
+    assert asked == []
+
+
+@pytest.mark.skipif(not browser.BINARY, reason=browser.MISSING)
+@pytest.mark.parametrize("html", LEAVES.values(), ids=LEAVES)
+def test_a_page_does_not_turn_to_another(server, tmp_path, html):
+    here, asked = server
+    html = page.render(v4.new_notebook(cells=[text(html.replace(HERE, here))]), tmp_path / "x.ipynb", FACTS)
+    opened(tmp_path / "page.html", html)
+    assert asked == []

@@ -1,0 +1,243 @@
+"""A notebook's parameters: what it declares, what it takes, and the values it runs with, checked before anything runs.
+
+The cell tagged `parameters` declares names and defaults, and a default says of which kind a value is. What else is
+asked of one stands in the notebook's metadata, beside the values that a profile sets:
+
+    {"workbench": {"profiles": {"tiny": {"n": 32}, "quick": {}, "gpu": {"n": 4096}},
+                   "parameters": {"n": {"least": 8, "multiple": 8}, "dtypes": {"choices": ["float32", "float64"]}}}}
+
+`least`, `most` and `multiple` hold for a number and for each number of a list, `choices` for strings or numbers
+likewise. `length` is a list's, or [least, most] of it; `as_long_as` names the list that it pairs with. `keys` has the
+rules of a dict's keys, and those that it may have beside its default's. A list is empty only where its default is; one
+of several kinds (`[128, 128, "sliding", 17]`) keeps length and order.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+
+from workbench.report import notebooks as nbs
+
+PROFILES = ("tiny", "quick", "gpu")
+RULES = {"least", "most", "multiple", "choices", "length", "as_long_as", "keys"}
+MARK = "WORKBENCH_RUN"  # in the environment of a kernel of `workbench report`, and so of what descends from it
+
+
+def declared(nb: dict, name: str = "notebook") -> dict[str, object]:
+    """Parameter -> default, from the literals of the cell tagged `parameters`; ValueError where one is no literal."""
+    cells = [cell for cell in nb["cells"] if "parameters" in cell["metadata"].get("tags", [])]
+    found = {}
+    try:
+        statements = ast.parse(nbs.source(cells[0])).body if cells else []
+    except SyntaxError as error:
+        raise ValueError(f"{name}: its parameters cell is not Python ({error}); it takes `name = literal`") from None
+    for statement in statements:
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        if not isinstance(statement, ast.Assign | ast.AnnAssign) or not isinstance(targets[0], ast.Name):
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                continue  # a docstring
+            raise ValueError(f"{name}: `{ast.unparse(statement)}` in its parameters cell, which takes `name = literal`")
+        try:
+            found[targets[0].id] = ast.literal_eval(statement.value)
+        except (ValueError, TypeError):
+            raise ValueError(f"{name}: parameter `{ast.unparse(statement)}` is not a literal") from None
+    return found
+
+
+def rules(nb: dict) -> dict[str, dict]:
+    """Parameter -> what its notebook's metadata asks of it beyond its kind."""
+    return nb["metadata"].get("workbench", {}).get("parameters", {})
+
+
+def profiles(nb: dict) -> dict[str, dict[str, object]]:
+    """Profile -> the parameters that it sets."""
+    return nb["metadata"].get("workbench", {}).get("profiles", {})
+
+
+def kind(value: object) -> str:
+    """What a parameter with this default takes: 'int', 'float', 'str', 'list of int', 'list', 'dict', 'anything'..."""
+    if value is None:
+        return "anything"
+    if not isinstance(value, list | tuple):
+        return type(value).__name__
+    kinds = {kind(item) for item in value}
+    if kinds == {"int", "float"}:
+        return "list of float"
+    return f"list of {kinds.pop()}" if len(kinds) == 1 and "anything" not in kinds else "list"
+
+
+def fits(value: object, default: object, rule: dict) -> bool:
+    """Whether a parameter takes a value: one that JSON holds, of its default's kind, as its rule wants it.
+
+    An int may stand for a float and a tuple for a list; a bool is no int.
+    """
+    if isinstance(default, dict):
+        about = {key: {} for key in default} | rule.get("keys", {})
+        return (
+            isinstance(value, dict)
+            and set(default) <= set(value) <= set(about)
+            and all(fits(item, default.get(key, _example(about[key])), about[key]) for key, item in value.items())
+        )
+    if isinstance(default, list | tuple):
+        least, most = _lengths(default, rule)
+        if not isinstance(value, list | tuple) or not least <= len(value) <= most:
+            return False
+        if not default:
+            return all(_is_json(item) for item in value)
+        each = {key: bound for key, bound in rule.items() if key != "length"}
+        if kind(default) == "list":
+            return len(value) == len(default) and all(map(fits, value, default, [each] * len(value)))
+        example = max(default, key=lambda item: isinstance(item, float))
+        return all(fits(item, example, each) for item in value)
+    if default is None:
+        return _is_json(value)
+    kinds = int | float if isinstance(default, float) else type(default)
+    return isinstance(value, kinds) and isinstance(value, bool) == isinstance(default, bool) and _allowed(value, rule)
+
+
+def _lengths(default: list | tuple, rule: dict) -> tuple[int, float]:
+    length = rule.get("length", [min(1, len(default)), math.inf])
+    return tuple(length) if isinstance(length, list) else (length, length)
+
+
+def _allowed(value: object, rule: dict) -> bool:
+    if "choices" in rule and isinstance(value, type(rule["choices"][0])):
+        return value in rule["choices"]
+    if isinstance(value, str):
+        return True
+    if "multiple" in rule and value % rule["multiple"]:
+        return False
+    least, most = rule.get("least", -math.inf), rule.get("most", math.inf)
+    return least <= value <= most and abs(value) != math.inf
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _example(rule: dict) -> object:
+    """A value of the kind of a key that the default does not have."""
+    return rule.get("least", rule.get("choices", [None])[0])
+
+
+def wanted(default: object, rule: dict) -> str:
+    """What a parameter takes, in words: 'list of int, not empty, each from 1 to 64'."""
+    many = isinstance(default, list | tuple)
+    words = [kind(default)]
+    if many:
+        least, most = _lengths(default, rule)
+        several = f"{least} of them" if least == most else f"{least} to {most} of them"
+        words += [several] if "length" in rule else ["not empty"] if least else []
+    each = "each " if many else ""
+    if {"least", "most"} <= set(rule):
+        words.append(f"{each}from {rule['least']} to {rule['most']}")
+    else:
+        words += [f"{each}at {bound} {rule[bound]}" for bound in ("least", "most") if bound in rule]
+    if "multiple" in rule:
+        words.append(f"{each}a multiple of {rule['multiple']}")
+    if "choices" in rule:
+        words.append(f"{each}one of {', '.join(map(json.dumps, rule['choices']))}")
+    if isinstance(default, dict):
+        about = {key: {} for key in default} | rule.get("keys", {})
+        words += [f"{key}: {wanted(default.get(key, _example(own)), own)}" for key, own in about.items()]
+    return ", ".join(words) if not isinstance(default, dict) else f"{words[0]} of {'; '.join(words[1:])}"
+
+
+def settle(notebooks: dict[str, dict], profile: str, asked: dict[str, object]) -> dict[str, dict[str, object]]:
+    """Notebook name -> the parameters to inject: what its profile sets, then what is asked for.
+
+    Something asked for goes to every notebook that declares it. ValueError, naming what is declared, where none does or
+    one does not take the value.
+    """
+    if "profile" in asked:
+        raise ValueError(f"parameter profile={asked['profile']!r}: chosen with --profile {'|'.join(PROFILES)}")
+    every = {name: declared(nb, name) for name, nb in notebooks.items()}
+    for key, value in asked.items():
+        if not any(key in own for own in every.values()):
+            raise ValueError(f"parameter {key}={value!r}: no notebook here declares it. {_known(every)}")
+    return {name: _settled(name, nb, every[name], profile, asked) for name, nb in notebooks.items()}
+
+
+def _settled(name: str, nb: dict, own: dict, profile: str, asked: dict) -> dict[str, object]:
+    if unknown := set(profiles(nb)) - set(PROFILES):
+        raise ValueError(f"{name}: profiles {sorted(unknown)} in its metadata; there are {', '.join(PROFILES)}")
+    for key, rule in rules(nb).items():
+        if key not in own or set(rule) - RULES:
+            accepted = f"want a declared name and some of {', '.join(sorted(RULES))}"
+            raise ValueError(f"{name}: parameters {key}={rule!r} in its metadata: {accepted}")
+    settled = {"profile": profile} if "profile" in own else {}
+    mine = {key: value for key, value in asked.items() if key in own}
+    for origin, values in ((f"profile {profile}:", profiles(nb).get(profile, {})), ("parameter", mine)):
+        for key, value in values.items():
+            if key not in own:
+                raise ValueError(f"{origin} {key}={value!r} of {name}: not declared. {_known({name: own})}")
+            rule = rules(nb).get(key, {})
+            if not fits(value, own[key], rule):
+                accepted = f"should be {wanted(own[key], rule)}, such as {own[key]!r}"
+                raise ValueError(f"{origin} {key}={value!r} of {name}: {accepted}. {_known({name: own})}")
+            settled[key] = value
+    for key, other in ((key, rule["as_long_as"]) for key, rule in rules(nb).items() if "as_long_as" in rule):
+        one, two = ((own | settled)[x] for x in (key, other))
+        if len(one) != len(two):
+            raise ValueError(f"parameters {key}={one!r}, {other}={two!r} of {name}: want lists of one length")
+    return settled
+
+
+def set_of(own: dict[str, object]) -> list[str]:
+    """What a user may set: everything but the profile, which has an option of its own."""
+    return [key for key in own if key != "profile"]
+
+
+def _known(defaults: dict[str, dict[str, object]]) -> str:
+    return "Declared: " + "; ".join(f"{name}: {', '.join(set_of(own)) or 'none'}" for name, own in defaults.items())
+
+
+def apply(notebook: str, values: dict[str, object]) -> None:
+    """Check the parameters of a running notebook and apply its profile: its first call, with its `globals()`.
+
+    notebook: its name in notebooks/. values: changed in place. What is neither its default nor set by papermill becomes
+    what the profile sets, and is printed. A string in place of something else, which is what papermill's command line
+    makes of a list, is read as JSON. ValueError, with what is taken, for a profile or a value that does not fit.
+    Under `workbench report` all this is done before the kernel starts.
+    """
+    if MARK in os.environ:
+        return
+    path = nbs.find([notebook])[0]
+    nb = nbs.read(path)
+    own = declared(nb, path.stem)
+    asked = {}
+    for key in own.keys() & values.keys():
+        value = _read(values[key], own[key])
+        if key in _injected(values) or type(value) is not type(own[key]) or value != own[key]:
+            asked[key] = value
+    profile = asked.pop("profile", own.get("profile", "quick"))
+    if profile not in PROFILES:
+        raise ValueError(f"profile={profile!r}: one of {', '.join(PROFILES)}")
+    settled = settle({path.stem: nb}, profile, asked)[path.stem]
+    values.update(settled)
+    changed = [f"{key} = {value!r}" for key, value in settled.items() if key not in {"profile", *asked}]
+    if changed:
+        print(f"Profile {profile}: {', '.join(changed)}")
+
+
+def _read(value: object, default: object) -> object:
+    if isinstance(value, str) and default is not None and not isinstance(default, str):
+        try:
+            return json.loads(value)
+        except ValueError:
+            pass
+    return value
+
+
+def _injected(namespace: dict[str, object]) -> set[str]:
+    """The names that papermill's cell set, which IPython keeps among its inputs."""
+    cells = [source for source in namespace.get("In", []) if source.startswith("# Parameters\n")]
+    names = (target for source in cells for statement in ast.parse(source).body for target in statement.targets)
+    return {name.id for name in names}

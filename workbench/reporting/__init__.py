@@ -1,1 +1,0 @@
-"""The parts of `workbench report`: parameters, the kernel, the page, the index."""
