@@ -20,10 +20,10 @@ def captured_mass(q: Tensor, k: Tensor, pattern, scale: float | None = None) -> 
     """
     from workbench.dispatch import check
 
-    check(q, k, k, pattern, scale)
+    q, k, _ = check(q, k, k, pattern, scale)
     (b, nq, heads, d), n = q.shape, k.shape[1]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scale = 1 / math.sqrt(d) if scale is None else scale
+    scale = 1 / math.sqrt(d) if scale is None else float(scale)
     q, k = q.to(wide).transpose(1, 2), k.to(wide).transpose(1, 2).repeat_interleave(heads // max(1, k.shape[2]), 1)
     h, j = torch.arange(heads, device=q.device)[:, None, None], torch.arange(n, device=q.device)
     rank = getattr(pattern, "causal_rank", None)
@@ -34,7 +34,8 @@ def captured_mass(q: Tensor, k: Tensor, pattern, scale: float | None = None) -> 
         one = pattern.for_batch(x)
         for start in range(0, nq, step):
             i = torch.arange(start, min(nq, start + step), device=q.device)[:, None] + n - nq
-            s = q[x, :, start : start + step] @ k[x].transpose(-1, -2) * scale  # (H, rows, N)
+            with torch.autocast(q.device.type, enabled=False):  # the scores stay wide
+                s = q[x, :, start : start + step] @ k[x].transpose(-1, -2) * scale  # (H, rows, N)
             if pattern.causal:
                 s = s.masked_fill(time[j] > time[i], -torch.inf)
             p = torch.softmax(s, -1)

@@ -6,9 +6,7 @@ query and a key, h is a query head.
 
 from __future__ import annotations
 
-import itertools
 import json
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -82,15 +80,6 @@ class Blocks:
         return cls(block_size, n, nq, layouts, starts, columns, full[visible])
 
 
-_handles = itertools.count()
-_living: weakref.WeakValueDictionary[int, Pattern] = weakref.WeakValueDictionary()
-
-
-def living(handle: int) -> Pattern:
-    """The pattern that has this handle."""
-    return _living[handle]
-
-
 class Pattern:
     """What attends to what. Subclasses define `count`, and override what they have a closed form for.
 
@@ -100,16 +89,9 @@ class Pattern:
     causal = False
     same_heads = False  # whether all heads see the same, however many there are
     batch: int | None = None  # the batch size where the pattern differs by batch entry
-    handle: int  # how a torch operator, which takes no Python objects, names a pattern; never reused in a process
-
-    def __new__(cls, *args, **kwargs):
-        self = super().__new__(cls)
-        self.handle = next(_handles)
-        _living[self.handle] = self
-        return self
 
     def __getstate__(self):  # a copy is a pattern of its own, and keeps tables of its own
-        return {k: v for k, v in self.__dict__.items() if k not in ("handle", "_kept", "_shared")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_handle", "_kept", "_shared")}
 
     def kept(self, what: str, key: tuple, make: Callable[[], T]) -> T:
         """make(), kept with the pattern as `what` until it is asked for under another key: the last sizes only."""
