@@ -47,6 +47,10 @@ def attention(
     q (B, Nq, H, D), k and v (B, N, G, D) of one dtype (float64, float32, bfloat16, float16) and device; scale (above 0)
     defaults to 1 / sqrt(D); lse is the natural logarithm of the softmax denominator, float32 (float64 for float64).
     A row that no key reaches has out 0, lse -inf and zero gradients.
+    k and v have to be finite where they are hidden too, as in torch's kernels: hidden means a weight of 0, and 0 * NaN
+    is NaN. A NaN or infinity reaches the rows that see it, and may reach others of its sequence and its group of heads.
+    Derivatives: reverse mode once, torch.func's included; others by backend "reference" only, and refused elsewhere. To
+    run what torch.export saved, import workbench.execution.torch_backend first: it defines the operators.
     backend: "auto" (see `explain`), "reference", "torch", "flex" or "triton"; one asked for by name runs or raises
     ValueError with the reason, as does any input that the pattern or the shapes do not allow. Where "auto" takes flex
     and torch cannot compile the pattern's function, which only trying tells, a warning says so and the torch backend

@@ -69,7 +69,7 @@ OTHER = {
     "jvp": lambda f, q, k, v, t: jvp(lambda x: f(x, k, v), (q,), (t,))[1],
     "jvp-of-v": lambda f, q, k, v, t: jvp(lambda x: f(q, k, x), (v,), (t,))[1],
     "jvp-of-vjp": lambda f, q, k, v, t: jvp(lambda u: vjp(lambda x: f(x, k, v), q)[1](u)[0], (v,), (t,))[1],
-    "jacfwd": lambda f, q, k, v, t: jacfwd(lambda x: f(torch.cat([x, q[:, 1:]], 1), k, v))(q[:, :1]),
+    "jacfwd": lambda f, q, k, v, t: jacfwd(lambda x: f(torch.cat([q[:, :-1], x], 1), k, v))(q[:, -1:]),
     "hessian": lambda f, q, k, v, t: hessian(lambda x: f(x, k, v).square().sum())(q),
     "grad-of-grad": lambda f, q, k, v, t: grad(lambda x: (grad(sum_of(f, k, v))(x) * t).sum())(q),
     "hvp": lambda f, q, k, v, t: torch.autograd.functional.hvp(sum_of(f, k, v), q, t)[1],
