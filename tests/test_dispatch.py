@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,6 +19,7 @@ from workbench import (
     Neighborhood,
     Predicate,
     attention,
+    captured_mass,
     dispatch,
     explain,
     layouts,
@@ -79,6 +81,12 @@ REFUSED = {
     "scale-negative": (bad(scale=-0.5), "scale=-0.5: want a finite number above 0"),
     "scale-text": (bad(scale="1"), "scale='1': want a finite number above 0"),
     "unknown-backend": (bad(backend="cuda"), "backend='cuda': want 'auto' or one of 'reference', 'torch', 'flex'"),
+    "causal": (bad(causal=True), "causal=True: attention has no such option; the pattern says it, e.g. Dense(causal"),
+    "is-causal": (bad(is_causal=False), "is_causal=False: attention has no such option; the pattern says it"),
+    "a-mask": (bad(attn_mask=None), "attn_mask=None: attention has no such option; which pairs attend"),
+    "dropout": (bad(dropout_p=0.0), "dropout_p=0.0: attention has no such option; the weights are not dropped out"),
+    "grouped": (bad(enable_gqa=True), "enable_gqa=True: attention has no such option; key heads are shared by groups"),
+    "misspelled": (bad(scales=1.0), "scales=1.0: attention has no such option; see its help"),
     "no-backend": (bad(backend=None), "backend=None: want 'auto'"),
     "another-neighborhood": (bad(pattern=Neighborhood((3, 3), 1)), "n=6 on a neighborhood of shape (3, 3): want n=9"),
     "another-grid-of-blocks": (bad(pattern=BlockSparse(tools.only_block_0(3), 4)), "(3, 3), want (2, 2) blocks"),
@@ -94,6 +102,13 @@ def test_bad_input_is_refused_with_the_value_and_what_would_do(call, message):
     given, pattern, options = call
     with pytest.raises(ValueError, match=re.escape(message)):
         attention(*given, pattern, **options)
+
+
+@pytest.mark.parametrize("id", ["6-heads-on-4", "more-queries-than-keys", "no-tensor", "no-pattern", "scale-text"])
+def test_the_reference_refuses_what_attention_refuses(id):
+    (given, pattern, options), message = REFUSED[id]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        reference(*given, pattern, **options)
 
 
 @pytest.mark.parametrize("id", ["6-heads-on-4", "more-queries-than-keys", "float16-on-q-only", "no-pattern"])
@@ -205,6 +220,29 @@ def test_neither_cudnn_nor_flash_is_taken_where_they_are_wrong(wrong, backend):
     assert tools.relative(out.detach(), reference(q, k, v, Dense(True))[0].detach()) < 1e-10
     assert wrong == [["efficient", "unfused"]]
     assert torch.backends.cuda.cudnn_sdp_enabled()  # again
+
+
+@pytest.mark.parametrize("past", [False, True], ids=["before", "past-2^31"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=tools.name_of)
+def test_memory_efficient_attention_gets_as_many_key_heads_as_query_heads(dtype, past, monkeypatch):
+    """It refuses grouped heads, and torch then takes the kernel that holds all scores."""
+    taken = []
+
+    def sdpa(q, k, v, **options):
+        taken.append((k.shape[1], v.shape[1], options.get("enable_gqa", False)))
+        return q
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr(dispatch, "gradients_past_2_31", lambda *tensors: past)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    with FakeTensorMode():
+        q, k = (on_card(1, 64, heads, 64, grad=False, dtype=dtype) for heads in (8, 2))
+        assert attention(q, k, k, Dense(True)).shape == q.shape
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+        attention(q, k, k, Dense(True))
+    grouped, repeated = (2, 2, True), (8, 8, False)
+    newer = repeated if past or dtype == torch.float32 else grouped
+    assert taken == [newer, repeated if dtype == torch.float16 else newer]
 
 
 def test_the_order_of_torchs_kernels_is_left_alone(wrong):
@@ -338,7 +376,7 @@ def test_broadcast_inputs_and_upstream_gradients_of_stride_0(pattern):
 @every_pattern
 def test_a_scale_of_ones_own(pattern):
     q, k, v = tensors(dtype=torch.float64)
-    for scale in (1, 0.3, 1e-30, 30.0):
+    for scale in (1, 0.3, 1e-30, 30.0, np.float32(0.5), np.int64(2)):
         assert_right(q, k, v, pattern, scale=scale)
     torch.testing.assert_close(attention(q, k, v, pattern), attention(q, k, v, pattern, scale=0.5))
 
@@ -359,6 +397,25 @@ def test_autocast_casts_all_but_float64(pattern):
         first = got[0] if options.get("return_lse") else got
         assert first.dtype == torch.bfloat16 and wide.dtype == torch.float64
         torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@every_pattern
+def test_autocast_comes_before_the_checks(pattern):
+    """As with float32 q and k from a rotary embedding beside a 16-bit v; torch's attention casts them too."""
+    q, k, v = tensors(nq=5)
+    q, k, v = q, k.half(), v.bfloat16()
+    want = attention(q.bfloat16(), k.bfloat16(), v, pattern)
+    mass = captured_mass(q.bfloat16(), k.bfloat16(), pattern)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attention(q, k, v, pattern), want)
+        assert explain(q, k, v, pattern) == explain(q, q[:, :1].expand_as(k), v, pattern)
+        assert torch.equal(captured_mass(q, k, pattern), mass)
+        with pytest.raises(ValueError, match="dtypes float64, bfloat16, bfloat16"):
+            attention(q.double(), k, v, pattern)
+        with pytest.raises(ValueError, match="dtypes int64, bfloat16, bfloat16"):
+            attention(q.long(), k, v, pattern)
+    with pytest.raises(ValueError, match="dtypes float32, float16, bfloat16"):
+        attention(q, k, v, pattern)
 
 
 def test_autocast_leaves_what_is_wide_inside_wide(monkeypatch):

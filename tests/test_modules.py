@@ -2,6 +2,7 @@ import copy
 import io
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -133,9 +134,12 @@ def test_the_backend_is_passed_on():
 
 REFUSED = {
     "heads-do-not-divide": ({"num_heads": 5}, "embed_dim=24, num_heads=5: num_heads must divide embed_dim"),
-    "no-heads": ({"num_heads": 0}, "embed_dim=24, num_heads=0: num_heads must divide embed_dim"),
+    "no-heads": ({"num_heads": 0}, "num_heads=0: want an int >= 1"),
+    "heads-in-halves": ({"num_heads": 6.0}, "num_heads=6.0: want an int >= 1"),
+    "no-width": ({"embed_dim": 0}, "embed_dim=0: want an int >= 1"),
+    "unknown-backend": ({"backend": "cuda"}, "backend='cuda': want 'auto' or one of 'reference', 'torch'"),
     "key-heads-do-not-divide": ({"num_kv_heads": 4}, "num_heads=6, num_kv_heads=4: the second must divide the first"),
-    "no-key-heads": ({"num_kv_heads": 0}, "num_heads=6, num_kv_heads=0"),
+    "no-key-heads": ({"num_kv_heads": 0}, "num_kv_heads=0: want an int >= 1"),
     "attention-dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1: want 0; `dropout` acts on the output"),
     "no-pattern": ({"pattern": "dense"}, "pattern='dense': want a pattern"),
 }
@@ -150,20 +154,30 @@ def test_bad_arguments_are_refused(options, message):
 def test_masks_are_refused_by_name_not_ignored():
     module, x = layer(), tokens()
     for name in ("key_padding_mask", "attn_mask"):
-        with pytest.raises(ValueError, match=f"{name} is not supported"):
+        with pytest.raises(ValueError, match=f"(?s){name}=.*which pairs attend is the pattern's to say"):
             module(x, **{name: torch.ones(2, 29, dtype=torch.bool)})
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="is_causal=True: MultiheadAttention has no such option; the pattern says it"):
         module(x, is_causal=True)
 
 
 def test_bad_inputs_are_refused_with_the_shapes():
     module, x = layer(), tokens()
-    with pytest.raises(ValueError, match=re.escape("want q (B, Nq, H, D)")):
+    with pytest.raises(ValueError, match=re.escape("x is torch.float64 (29, 24): want a tensor (B, N, 24)")):
         module(x[0])
+    with pytest.raises(ValueError, match=re.escape("context is torch.float64 (2, 29, 23): want a tensor (B, N, 24)")):
+        module(x, x[..., 1:])
+    with pytest.raises(ValueError, match="pattern=4: want a pattern"):
+        MultiheadAttention(Dense(), 64, 4)
     with pytest.raises(ValueError, match="29 queries on 28 keys"):
         module(x, x[:, 1:])
     with pytest.raises(ValueError, match=re.escape("q (2, 29, 6, 4), k (1, 29, 6, 4)")):
         module(x, x[:1])
+
+
+def test_numpy_integers_are_the_numbers_that_they_are():
+    module = layer(embed_dim=np.int64(24), num_heads=np.int32(6), num_kv_heads=np.int8(2))
+    assert module(tokens()).shape == (2, 29, 24) and type(module.num_heads) is int
+    assert layer(backend="torch")(tokens()).shape == (2, 29, 24)
 
 
 def test_repr_says_what_it_is():

@@ -10,11 +10,13 @@ import contextlib
 import math
 import warnings
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from workbench.execution.fused import GRID, OFFSETS, span
+from workbench.execution.fused import GRID, OFFSETS, expand_heads, kernel, span, unit_stride
+from workbench.execution.operators import handle_of, transformed
 from workbench.oracle import reference
 from workbench.patterns import Dense, Dilated, Pattern
 from workbench.patterns.advice import advise
@@ -23,24 +25,42 @@ from workbench.patterns.checks import real
 BACKENDS = ("reference", "torch", "flex", "triton")
 AUTOCAST = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_CAUSAL = "the pattern says it, e.g. Dense(causal=True)"
+_MASK = "which pairs attend is the pattern's to say, e.g. Predicate(lambda h, i, j: document[i] == document[j])"
+_DROPOUT = "the weights are not dropped out; apply dropout to the output"
+ELSEWHERE = {  # where the meaning of an option of other libraries goes
+    "causal": _CAUSAL, "is_causal": _CAUSAL,
+    "mask": _MASK, "attn_mask": _MASK, "key_padding_mask": _MASK, "bias": _MASK, "attn_bias": _MASK,
+    "block_mask": _MASK, "score_mod": "scores get no bias; which pairs attend is the pattern's to say",
+    "dropout": _DROPOUT, "dropout_p": _DROPOUT, "attention_dropout": _DROPOUT,
+    "enable_gqa": "key heads are shared by groups of query heads wherever there are fewer of them",
+    "softmax_scale": "it is called scale", "need_weights": "the weights are never made", "window_size":
+    "the pattern says it, e.g. Neighborhood((n,), radius)",
+}  # fmt: skip
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None = None, backend="auto", return_lse=False
-):
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None = None, backend="auto", return_lse=False,
+    **unknown,
+):  # fmt: skip
     """Attention over the pairs of `pattern`: out (B, Nq, H, D) like q, or (out, lse (B, H, Nq)) with return_lse.
 
     q (B, Nq, H, D), k and v (B, N, G, D) of one dtype (float64, float32, bfloat16, float16) and device; scale (above 0)
     defaults to 1 / sqrt(D); lse is the natural logarithm of the softmax denominator, float32 (float64 for float64).
     A row that no key reaches has out 0, lse -inf and zero gradients.
+    k and v have to be finite where they are hidden too, as in torch's kernels: hidden means a weight of 0, and 0 * NaN
+    is NaN. A NaN or infinity reaches the rows that see it, and may reach others of its sequence and its group of heads.
+    Derivatives: reverse mode once, torch.func's included; others by backend "reference" only, and refused elsewhere. To
+    run what torch.export saved, import workbench.execution.torch_backend first: it defines the operators.
     backend: "auto" (see `explain`), "reference", "torch", "flex" or "triton"; one asked for by name runs or raises
     ValueError with the reason, as does any input that the pattern or the shapes do not allow. Where "auto" takes flex
     and torch cannot compile the pattern's function, which only trying tells, a warning says so and the torch backend
     runs.
+    Under torch.autocast the inputs are cast first, as by torch's attention. `unknown` options are refused by name.
     """
-    check(q, k, v, pattern, scale)
+    refuse("attention", unknown)
+    q, k, v = check(q, k, v, pattern, scale)
     advise(pattern, k.shape[1], q.shape[2], q.shape[1])
-    q, k, v = autocast(q, k, v)
     chosen = choose(backend, q, k, v, pattern, return_lse)[0]
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     run = _run_flex_or_torch if backend == "auto" and chosen == "flex" else _RUN[chosen]
@@ -50,8 +70,7 @@ def attention(
 
 def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str:
     """Which backend 'auto' takes for this call, and why, in a sentence."""
-    check(q, k, v, pattern)
-    q, k, v = autocast(q, k, v)
+    q, k, v = check(q, k, v, pattern)
     chosen, why = choose("auto", q, k, v, pattern)
     if chosen == "triton":
         why += f"; {kernel_words(q, k, v, pattern)}"
@@ -150,8 +169,8 @@ def kernels_right_past_2_31() -> tuple[str, ...]:
 kernels_right_past_2_31._dynamo_marked_constant = True
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None = None) -> None:
-    """Raise ValueError, before any work, for what `attention` cannot mean."""
+def check(q, k, v, pattern, scale=None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, cast where torch.autocast says so. ValueError, before any work, for what `attention` cannot mean."""
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern={pattern!r}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -159,6 +178,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None
             raise ValueError(f"{name} is a {type(t).__name__}: want a tensor")
         if t.layout != torch.strided:
             raise ValueError(f"{name} has layout {t.layout}: want a dense tensor")
+    q, k, v = autocast(q, k, v)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"{shapes}: want q (B, Nq, H, D) and k, v (B, N, Hkv, D)")
@@ -181,14 +201,22 @@ def check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None
     if pattern.batch not in (None, q.shape[0]):
         raise ValueError(f"the layout is for a batch of {pattern.batch}, but {shapes}")
     pattern.for_batch(0).check(k.shape[1], heads, q.shape[1])
+    return q, k, v
+
+
+def refuse(name: str, options: dict) -> None:
+    """ValueError for options that the function `name` does not have: each with the place where its meaning goes."""
+    for option, value in options.items():
+        raise ValueError(f"{option}={value!r}: {name} has no such option; {ELSEWHERE.get(option, 'see its help')}")
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under torch.autocast, the inputs cast as torch casts those of its own attention: all but float64."""
+    """Under torch.autocast, the inputs cast as torch casts those of its own attention: floats, except float64."""
     kind = tensors[0].device.type
     if kind not in AUTOCAST or not torch.is_autocast_enabled(kind):
         return tensors
-    return tuple(t if t.dtype == torch.float64 else t.to(torch.get_autocast_dtype(kind)) for t in tensors)
+    to = torch.get_autocast_dtype(kind)
+    return tuple(t.to(to) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
 
 
 def _run_reference(q, k, v, pattern, scale, return_lse):
@@ -200,25 +228,25 @@ def _run_torch(q, k, v, pattern, scale, return_lse):
     from workbench.execution.torch_backend import attend
 
     square = not pattern.causal or q.shape[1] == k.shape[1]  # torch aligns its causal mask at the first query
-    if isinstance(pattern, Dense) and square and not return_lse and q.numel():
-        with right_past_2_31() if gradients_past_2_31(q, k, v) else contextlib.nullcontext():
+    if isinstance(pattern, Dense) and square and not return_lse and q.numel() and not transformed(q, k, v):
+        past = gradients_past_2_31(q, k, v)
+        with right_past_2_31() if past else contextlib.nullcontext():
             if q.shape[0] <= GRID:
-                return _dense(q, k, v, pattern.causal, scale), None
-            some = zip(*(x.split(GRID) for x in (q, k, v)), strict=True)
-            return torch.cat([_dense(*x, pattern.causal, scale) for x in some]), None
-    out, lse = attend(q, k, v, pattern.handle, scale)
+                return _dense(q, k, v, pattern.causal, scale, past), None
+            parts = zip(*(tensor.split(GRID) for tensor in (q, k, v)), strict=True)
+            return torch.cat([_dense(*part, pattern.causal, scale, past) for part in parts]), None
+    out, lse = attend(q, k, v, handle_of(pattern), scale)
     return _divided(out, pattern), lse
 
 
-def _dense(q, k, v, causal, scale):
-    """out (B, N, H, D) by whichever of its kernels torch takes."""
-    from workbench.execution.fused import unit_stride
-
-    grouped = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
-    out = torch.nn.functional.scaled_dot_product_attention(
-        *(unit_stride(x).transpose(1, 2) for x in (q, k, v)), is_causal=causal, scale=scale, **grouped
-    )
-    return out.transpose(1, 2)
+def _dense(q, k, v, causal, scale, efficient=False):
+    """out (B, N, H, D) by whichever of its kernels torch takes; the memory-efficient one wants as many key heads."""
+    q, k, v = (unit_stride(tensor).transpose(1, 2) for tensor in (q, k, v))
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    if grouped and q.device.type == "cuda" and (efficient or q.dtype == torch.float32 or kernel(q) == "efficient"):
+        k, v, grouped = expand_heads(k, q), expand_heads(v, q), {}
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return sdpa(q, k, v, is_causal=causal, scale=scale, **grouped).transpose(1, 2)
 
 
 def _run_flex(q, k, v, pattern, scale, return_lse):
@@ -230,7 +258,7 @@ def _run_flex(q, k, v, pattern, scale, return_lse):
 def _run_triton(q, k, v, pattern, scale, return_lse):
     from workbench.execution.triton_backend import attend
 
-    out, lse = attend(q, k, v, pattern.handle, scale)
+    out, lse = attend(q, k, v, handle_of(pattern), scale)
     return _divided(out, pattern), lse
 
 

@@ -19,7 +19,7 @@ def captured_mass(q: Tensor, k: Tensor, pattern, scale: float | None = None) -> 
     """
     from workbench.dispatch import check
 
-    check(q, k, k, pattern, scale)
+    q, k, _ = check(q, k, k, pattern, scale)
     (b, nq, heads, d), n = q.shape, k.shape[1]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scale = 1 / math.sqrt(d) if scale is None else float(scale)
@@ -31,7 +31,8 @@ def captured_mass(q: Tensor, k: Tensor, pattern, scale: float | None = None) -> 
         one = pattern.for_batch(entry)
         for start in range(0, nq, step):
             i = torch.arange(start, min(nq, start + step), device=q.device)[:, None] + n - nq
-            s = q[entry, :, start : start + step] @ k[entry].transpose(-1, -2) * scale  # (H, rows, N)
+            with torch.autocast(q.device.type, enabled=False):  # the scores stay wide
+                s = q[entry, :, start : start + step] @ k[entry].transpose(-1, -2) * scale  # (H, rows, N)
             if pattern.causal:
                 s = s.masked_fill(j > i, -torch.inf)
             p = torch.softmax(s, -1)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from workbench.dispatch import attention
+from workbench.dispatch import BACKENDS, attention, refuse
 from workbench.patterns import Pattern
+from workbench.patterns.arguments import describe, whole
 
 
 class MultiheadAttention(nn.Module):
@@ -22,13 +23,16 @@ class MultiheadAttention(nn.Module):
         backend="auto", device=None, dtype=None,
     ):  # fmt: skip
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(f"embed_dim={embed_dim}, num_heads={num_heads}: num_heads must divide embed_dim")
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"num_heads={num_heads}, num_kv_heads={num_kv_heads}: the second must divide the first")
         if not isinstance(pattern, Pattern):
             raise ValueError(f"pattern={pattern!r}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
+        embed_dim, num_heads = whole("embed_dim", embed_dim, 1), whole("num_heads", num_heads, 1)
+        num_kv_heads = num_heads if num_kv_heads is None else whole("num_kv_heads", num_kv_heads, 1)
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim={embed_dim}, num_heads={num_heads}: num_heads must divide embed_dim")
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_heads={num_heads}, num_kv_heads={num_kv_heads}: the second must divide the first")
+        if backend not in ("auto", *BACKENDS):
+            raise ValueError(f"backend={backend!r}: want 'auto' or one of {', '.join(map(repr, BACKENDS))}")
         if attention_dropout:
             raise ValueError(f"attention_dropout={attention_dropout}: want 0; `dropout` acts on the output instead")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
@@ -40,11 +44,12 @@ class MultiheadAttention(nn.Module):
         self.out = nn.Linear(embed_dim, embed_dim, **to)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, context: Tensor | None = None, *, key_padding_mask=None, attn_mask=None) -> Tensor:
-        for name, value in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
-            if value is not None:
-                raise ValueError(f"{name} is not supported: which pairs attend is the pattern's to say (Predicate)")
+    def forward(self, x: Tensor, context: Tensor | None = None, **unknown) -> Tensor:
+        refuse("MultiheadAttention", unknown)
         context = x if context is None else context
+        for name, tensor in (("x", x), ("context", context)):
+            if not isinstance(tensor, Tensor) or tensor.dim() != 3 or tensor.shape[-1] != self.q.in_features:
+                raise ValueError(f"{name} is {describe(tensor)}: want a tensor (B, N, {self.q.in_features})")
         heads = (-1, self.head_dim)
         q = self.q(x).unflatten(-1, heads)  # (B, Nq, H, D)
         k, v = (f(context).unflatten(-1, heads) for f in (self.k, self.v))  # (B, N, Hkv, D)

@@ -18,12 +18,15 @@ def reference(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float | None = No
 
     N x N memory: meant for small N. scale defaults to 1 / sqrt(D).
     """
+    from workbench.dispatch import check
+
+    q, k, v = (t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in (q, k, v))
+    check(q, k, v, pattern, scale)
     (b, nq, h, d), n = q.shape, k.shape[1]
     c = torch.stack([one.multiplicity(n, h, nq) for one in pattern.each()])  # (B or 1, H, Nq, N)
     c = c.to(q.device, torch.float64)
 
-    q, k, v = (x.double() for x in (q, k, v))
-    k, v = (x.repeat_interleave(h // max(1, x.shape[2]), dim=2) for x in (k, v))  # (B, N, H, D)
+    k, v = (t.repeat_interleave(h // max(1, t.shape[2]), dim=2) for t in (k, v))  # (B, N, H, D)
     scale = 1 / math.sqrt(d) if scale is None else float(scale)
     s = torch.einsum("bthd,bjhd->bhtj", q, k) * scale
 

@@ -13,6 +13,7 @@ from workbench.distributed import Shards, jobs, plan, views
 from workbench.distributed.plans import Stage
 from workbench.distributed.shards import Rows
 from workbench.execution import triton_backend
+from workbench.execution.operators import handle_of
 from workbench.execution.torch_backend import attend
 
 EDGE = layouts.local(1) | layouts.global_(1)
@@ -54,7 +55,8 @@ def test_the_kernels_take_what_a_rank_attends_to_as_the_torch_backend_does(name,
             k_, v_ = (x[:, keys.clamp(min=0), strand.key_heads] * (keys >= 0)[:, None, None] for x in (k, v))
             q_ = torch.nn.functional.pad(q[:, list(strand.queries), strand.heads], (0, 0, 0, 0, 0, job.spare))
             assert triton_backend.why_not(q_, k_, job.pattern) is None
-            by_torch, by_kernels = (x.attend(q_, k_, v_, job.pattern.handle, 0.3) for x in (_Torch, triton_backend))
+            call = q_, k_, v_, handle_of(job.pattern), 0.3
+            by_torch, by_kernels = (backend.attend(*call) for backend in (_Torch, triton_backend))
             length = len(strand.queries)
             assert tools.relative(by_kernels[0][:, :length], by_torch[0][:, :length]) < 2e-6
             assert tools.lse_error(by_kernels[1][..., :length], by_torch[1][..., :length].double()) < 2e-6

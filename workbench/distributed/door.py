@@ -24,6 +24,7 @@ from workbench.distributed.plans import Plan, describe, digest
 from workbench.distributed.sequence import Buffers, Sequence
 from workbench.distributed.shards import Shards
 from workbench.execution.fused import unit_stride
+from workbench.execution.operators import transformed
 from workbench.patterns import Dense, Pattern
 
 STRATEGIES = ("auto", "sequence", "heads")
@@ -142,11 +143,10 @@ def _agreed(
     error, made, buffers, numbers = None, None, None, [0] * (3 + len(SAME))
     try:
         _check_strategy(strategy)
-        _check(q, k, v, pattern, scale, backend)
+        q, k, v = _check(q, k, v, pattern, scale, backend)
         scale = None if scale is None else float(scale)  # ranks compare it
         if device.type == "cuda" and q.device.type != "cuda":
             raise ValueError(f"q is on {q.device}, and the group moves what is on CUDA")
-        q, k, v = dispatch.autocast(q, k, v)
         key = (group, q.shape, k.shape, q.device, q.dtype, strategy)
         made = _recall(pattern, key)
         buffers = _buffers(made, rank, q, k) if made else None
@@ -196,16 +196,22 @@ def _check_strategy(strategy: str) -> None:
         raise ValueError(f"strategy={strategy!r}: want one of {', '.join(map(repr, STRATEGIES))}")
 
 
-def _check(q, k, v, pattern, scale, backend) -> None:
-    """ValueError for what is wrong in this rank's own shard."""
+def _check(q, k, v, pattern, scale, backend) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v under autocast. ValueError for what is wrong in this rank's own shard."""
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern={pattern!r}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
-    dispatch.check(q, k, v, Dense(), scale)
+    q, k, v = dispatch.check(q, k, v, Dense(), scale)
+    if transformed(q, k, v):
+        raise ValueError(
+            "transforms of torch.func and forward-mode derivatives do not go through several ranks: "
+            "torch.autograd.grad and backward do, and workbench.attention with backend='reference' takes all"
+        )
     if pattern.batch not in (None, q.shape[0]):
         raise ValueError(f"the layout is for a batch of {pattern.batch}, but q is {tuple(q.shape)}")
     reason = local.why_not(backend, q, k, pattern)
     if reason:
         raise ValueError(reason)
+    return q, k, v
 
 
 def _place(group) -> tuple[object, int, int, torch.device]:

@@ -8,14 +8,13 @@ Dimensions: B batch, L queries, M keys, H query heads, G key heads, D head_dim.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 from torch import Tensor
 
 from workbench.execution import torch_backend
 from workbench.execution.fused import span, unit_stride
 from workbench.execution.merge import merge_
+from workbench.execution.operators import handle_of
 from workbench.patterns import BlockSparse, Dense, Dilated, Pattern
 
 BACKENDS = ("auto", "torch", "triton")
@@ -74,7 +73,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, bac
         if q.shape[1] > k.shape[1]:
             parts = [forward(x, k, v, pattern, scale, backend) for x in q.split(k.shape[1], 1)]
             return torch.cat([x for x, _ in parts], 1), torch.cat([x for _, x in parts], 2)
-        return _operators(backend, q, k, pattern).attend(q, k, v, pattern.handle, scale)
+        return _operators(backend, q, k, pattern).attend(q, k, v, handle_of(pattern), scale)
     before = k.shape[1] - q.shape[1] if pattern.causal else 0
     out, lse = cudnn.attend(*(_inner(x) for x in (q, k[:, before:], v[:, before:])), pattern.causal, scale)
     if before:
@@ -89,7 +88,7 @@ def merge_into(out: Tensor, lse: Tensor, q, k, v, pattern: Pattern, scale: float
         return False
     from workbench.execution import triton_backend
 
-    triton_backend.attend_into(q, k, v, pattern.handle, scale, out, lse)
+    triton_backend.attend_into(q, k, v, handle_of(pattern), scale, out, lse)
     return True
 
 
@@ -118,9 +117,9 @@ def _by_operators(grad, grad_lse, q, k, v, out, lse, pattern: Pattern, scale: fl
     for start in range(0, max(1, q.shape[1]), many):
         rows = slice(start, start + many)
         of_rows = q[:, rows], k, v, out[:, rows], lse[:, :, rows]
-        saved = SimpleNamespace(saved_tensors=of_rows, handle=pattern.handle, scale=scale)
         its_grad_lse = None if grad_lse is None else grad_lse[:, :, rows]
-        found.append(_operators(backend, q, k, pattern)._autograd(saved, grad[:, rows], its_grad_lse)[:3])
+        operator = _operators(backend, q, k, pattern).attend_backward
+        found.append(operator(grad[:, rows], its_grad_lse, *of_rows, handle_of(pattern), scale))
     if len(found) == 1:
         return found[0]
     dq, dk, dv = zip(*found, strict=True)

@@ -1,7 +1,6 @@
-"""The torch backend as two torch operators, so that compile, checkpointing and autograd see one opaque call each way.
+"""The torch backend: which execution a pattern needs, and the operators of both.
 
-An operator cannot take a pattern (it may hold a Python function), so it takes the pattern's `handle`, an int that finds
-the living pattern again. Fake implementations give the shapes; nothing else is traced.
+Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -10,48 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from workbench.execution import block_sparse, dilated
+from workbench.execution import block_sparse, dilated, operators
 from workbench.execution.fused import unit_stride
-from workbench.patterns import Dense, Dilated, living
-
-
-def lse_dtype(q: Tensor) -> torch.dtype:
-    """lse is float32, and float64 for float64 inputs."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+from workbench.patterns import Dense, Dilated
 
 
 def one_branch(pattern: Dense, n: int) -> Dilated:
     """Dense attention as the dilated pattern with one undilated branch."""
     return Dilated([max(1, n)], [1], causal=pattern.causal)
-
-
-@torch.library.custom_op("workbench::attend", mutates_args=())
-def attend(q: Tensor, k: Tensor, v: Tensor, handle: int, scale: float) -> tuple[Tensor, Tensor]:
-    """out (B, Nq, H, D) and lse (B, H, Nq) of the pattern behind `handle`."""
-    if q.numel() == 0:
-        return fake_attend(q, k, v, handle, scale)
-    return run("forward", (q, k, v), living(handle), k.shape[1], scale)
-
-
-@attend.register_fake
-def fake_attend(q, k, v, handle, scale):
-    b, nq, h, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((b, h, nq), dtype=lse_dtype(q))
-
-
-@torch.library.custom_op("workbench::attend_backward", mutates_args=())
-def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) from the gradient of out, the inputs, and out and lse."""
-    if q.numel() == 0:
-        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    return run("backward", (grad, q, k, v, out, lse), living(handle), k.shape[1], scale)
-
-
-@attend_backward.register_fake
-def _(grad, q, k, v, out, lse, handle, scale):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def run(direction: str, tensors: tuple[Tensor, ...], pattern, n: int, scale: float) -> tuple[Tensor, ...]:
@@ -75,36 +40,23 @@ def blocks_of(pattern, q: Tensor, n: int):
     return pattern.kept("blocks", (*sizes, str(q.device)), lambda: pattern.blocks(*sizes).to(q.device))
 
 
-def setup_context(ctx, inputs, output) -> None:
-    """What the backward of an operator of (q, k, v, handle, scale) -> (out, lse) keeps."""
-    q, k, v, ctx.handle, ctx.scale = inputs
-    ctx.pattern = living(int(ctx.handle))  # keeps it alive until the backward
-    ctx.asked = ctx.pattern.fingerprint()
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.set_materialize_grads(False)
+def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Tensor, Tensor]:
+    """out (B, Nq, H, D) and lse (B, H, Nq)."""
+    return run("forward", (q, k, v), pattern, k.shape[1], scale)
 
 
-def _backward(ctx, grad, grad_lse):
-    ctx.pattern.unchanged(ctx.asked)
-    return _autograd(ctx, grad, grad_lse)
+def backward(grad, grad_lse, q, k, v, out, lse, pattern, scale):
+    """(dq, dk, dv) from the gradients of out and lse, the inputs, and out and lse."""
+    d, n = q.shape[-1], k.shape[1]
+    if grad_lse is None:
+        return run("backward", (grad, q, k, v, out, lse), pattern, n, scale)
+    # dS = P * (dO V^T + dlse - rowsum(dO * out)): one more column, ones in V and dlse in dO, adds just that term.
+    # Eight columns, because CUDA's kernels want head_dims in eights.
+    column = grad_lse.masked_fill(lse == -torch.inf, 0).transpose(1, 2)[..., None].to(grad.dtype)
+    grad = torch.cat((grad, pad(column, (0, 7))), -1)
+    q, k, out = pad(q, (0, 8)), pad(k, (0, 8)), pad(out, (0, 8))
+    v = torch.cat((v, pad(torch.ones_like(v[..., :1]), (0, 7))), -1)
+    return tuple(x[..., :d].contiguous() for x in run("backward", (grad, q, k, v, out, lse), pattern, n, scale))
 
 
-def _autograd(ctx, grad, grad_lse):
-    q, k, v, out, lse = ctx.saved_tensors
-    if grad is None and grad_lse is None:
-        return (None,) * 5
-    if grad is None:
-        grad = torch.zeros_like(out)
-    d = q.shape[-1]
-    if grad_lse is not None:
-        # dS = P * (dO V^T + dlse - rowsum(dO * out)): one more column, ones in V and dlse in dO, adds just that term.
-        # Eight columns, because CUDA's kernels want head_dims in eights.
-        column = grad_lse.masked_fill(lse == -torch.inf, 0).transpose(1, 2)[..., None].to(grad.dtype)
-        grad = torch.cat((grad, pad(column, (0, 7))), -1)
-        q, k, out = pad(q, (0, 8)), pad(k, (0, 8)), pad(out, (0, 8))
-        v = torch.cat((v, pad(torch.ones_like(v[..., :1]), (0, 7))), -1)
-    dq, dk, dv = attend_backward(grad, q, k, v, out, lse, ctx.handle, ctx.scale)
-    return dq[..., :d], dk[..., :d], dv[..., :d], None, None
-
-
-attend.register_autograd(_backward, setup_context=setup_context)
+attend, attend_backward = operators.define("attend", forward, backward)

@@ -1,7 +1,4 @@
-"""The kernels as two torch operators, so that compile, checkpointing and autograd see one opaque call each way.
-
-As in `torch_backend`, an operator takes the pattern's `handle`. Both operators have fake implementations, and the
-gradient of lse is part of the backward.
+"""Our Triton kernels: which calls they take, what a pattern is in their terms, and their operators.
 
 Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads, D head_dim.
 """
@@ -15,9 +12,10 @@ import sys
 import torch
 from torch import Tensor
 
+from workbench.execution import operators
 from workbench.execution.fused import unit_stride
-from workbench.execution.torch_backend import one_branch, setup_context
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, living
+from workbench.execution.torch_backend import one_branch
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 LENGTH = 1 << 30  # positions are int32 in the kernels, and some are computed one tile beyond the last
@@ -74,21 +72,29 @@ def block_size_of(pattern) -> tuple[int, int]:
     return size, size
 
 
-@torch.library.custom_op("workbench::attend_by_kernels", mutates_args=())
-def attend(q: Tensor, k: Tensor, v: Tensor, handle: int, scale: float) -> tuple[Tensor, Tensor]:
-    """out (B, Nq, H, D) and lse (B, H, Nq), float32, of the pattern behind `handle`."""
-    if q.numel() == 0:
-        return fake_attend(q, k, v, handle, scale)
-    execution, pattern = kernels(living(handle), q, k.shape[1])
+def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Tensor, Tensor]:
+    """out (B, Nq, H, D) and lse (B, H, Nq), float32."""
+    execution, arguments = kernels(pattern, q, k.shape[1])
     with device_of(q):
-        return execution.forward(*map(unit_stride, (q, k, v)), *pattern, scale)
+        return execution.forward(*map(unit_stride, (q, k, v)), *arguments, scale)
+
+
+def backward(grad, grad_lse, q, k, v, out, lse, pattern, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) from the gradients of out and lse, the inputs, and out and lse."""
+    execution, arguments = kernels(pattern, q, k.shape[1])
+    grad, q, k, v, out = map(unit_stride, (grad, q, k, v, out))
+    with device_of(q):  # the kernels read lse as contiguous, and it may be a slice
+        return execution.backward(grad, grad_lse, q, k, v, out, lse.contiguous(), *arguments, scale)
+
+
+attend, attend_backward = operators.define("attend_by_kernels", forward, backward)
 
 
 @torch.library.custom_op("workbench::attend_by_kernels_into", mutates_args=("out", "lse"))
-def attend_into(q: Tensor, k: Tensor, v: Tensor, handle: int, scale: float, out: Tensor, lse: Tensor) -> None:
+def attend_into(q: Tensor, k: Tensor, v: Tensor, handle: str, scale: float, out: Tensor, lse: Tensor) -> None:
     """Merge what `attend` gives into out (B, Nq, H, D) and lse (B, H, Nq) of other keys; no dilated pattern."""
     if q.numel():
-        execution, pattern = kernels(living(handle), q, k.shape[1])
+        execution, pattern = kernels(operators.living(handle), q, k.shape[1])
         with device_of(q):
             execution.forward(*map(unit_stride, (q, k, v)), *pattern, scale, (out, lse))
 
@@ -96,31 +102,6 @@ def attend_into(q: Tensor, k: Tensor, v: Tensor, handle: int, scale: float, out:
 @attend_into.register_fake
 def _(q, k, v, handle, scale, out, lse):
     return None
-
-
-@attend.register_fake
-def fake_attend(q, k, v, handle, scale):
-    b, nq, h, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((b, h, nq), dtype=torch.float32)
-
-
-@torch.library.custom_op("workbench::attend_by_kernels_backward", mutates_args=())
-def attend_backward(
-    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv) from the gradients of out and lse, the inputs, and out and lse."""
-    if q.numel() == 0:
-        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    execution, pattern = kernels(living(handle), q, k.shape[1])
-    grad, q, k, v, out = map(unit_stride, (grad, q, k, v, out))
-    with device_of(q):  # the kernels read lse as contiguous, and it may be a slice
-        return execution.backward(grad, grad_lse, q, k, v, out, lse.contiguous(), *pattern, scale)
-
-
-@attend_backward.register_fake
-def _(grad, grad_lse, q, k, v, out, lse, handle, scale):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def kernels(pattern, q: Tensor, n: int):
@@ -172,20 +153,3 @@ def by_cudnn(q: Tensor, k: Tensor, v: Tensor, pattern) -> dict[str, list]:
 def device_of(q: Tensor):
     """Triton launches on the current device: that of the tensors."""
     return torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext()
-
-
-def _backward(ctx, grad, grad_lse):
-    ctx.pattern.unchanged(ctx.asked)
-    return _autograd(ctx, grad, grad_lse)
-
-
-def _autograd(ctx, grad, grad_lse):
-    q, k, v, out, lse = ctx.saved_tensors
-    if grad is None and grad_lse is None:
-        return (None,) * 5
-    if grad is None:
-        grad = torch.zeros_like(out)
-    return *attend_backward(grad, grad_lse, q, k, v, out, lse, ctx.handle, ctx.scale), None, None
-
-
-attend.register_autograd(_backward, setup_context=setup_context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workbench.patterns import layouts
-from workbench.patterns.base import Blocks, Pattern, living
+from workbench.patterns.base import Blocks, Pattern
 from workbench.patterns.block_sparse import BlockSparse
 from workbench.patterns.dense import Dense
 from workbench.patterns.dilated import Dilated
@@ -20,7 +20,6 @@ __all__ = [
     "Predicate",
     "from_spec",
     "layouts",
-    "living",
 ]
 
 

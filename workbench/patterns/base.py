@@ -6,10 +6,9 @@ query and a key, h is a query head.
 
 from __future__ import annotations
 
-import itertools
+import json
 import sys
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -86,15 +85,6 @@ class Blocks:
         return cls(block_size, n, nq, layouts, starts, columns, full[visible])
 
 
-_handles = itertools.count()
-_living: weakref.WeakValueDictionary[int, Pattern] = weakref.WeakValueDictionary()
-
-
-def living(handle: int) -> Pattern:
-    """The pattern that has this handle."""
-    return _living[handle]
-
-
 class Pattern(Value):
     """What attends to what. Subclasses define `count`, and override what they have a closed form for.
 
@@ -108,13 +98,6 @@ class Pattern(Value):
     same_heads = False  # whether all heads see the same, however many there are
     batch: int | None = None  # the batch size where the pattern differs by batch entry
     function: Callable | None = None  # a user's, which `count` asks
-    handle: int  # how a torch operator, which takes no Python objects, names a pattern; never reused in a process
-
-    def __new__(cls, *args, **kwargs):
-        self = super().__new__(cls)
-        self.handle = next(_handles)
-        _living[self.handle] = self
-        return self
 
     # --- what is kept -------------------------------------------------------------------------------------------------
 

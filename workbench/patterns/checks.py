@@ -33,7 +33,7 @@ class Value(metaclass=_Finished):
         raise AttributeError(f"{name} of {self!r}: a {type(self).__name__} does not change, make another one")
 
     def __getstate__(self):  # a copy is a value of its own, and keeps tables of its own
-        return {k: v for k, v in vars(self).items() if k not in ("handle", "_kept")}
+        return {k: v for k, v in vars(self).items() if k not in ("_handle", "_kept")}
 
     def __setstate__(self, state):
         vars(self).update(state, _kept={})

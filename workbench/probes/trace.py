@@ -219,10 +219,9 @@ ASKED_FOR_LSE = {"_scaled_dot_product_cudnn_attention", EFFICIENT}
 
 def _bodies() -> dict:
     """Our operators and the Python that they run."""
-    from workbench.execution import torch_backend, triton_backend
+    from workbench.execution import operators, torch_backend, triton_backend  # noqa: F401  (they define operators)
 
-    found = (torch_backend.attend, torch_backend.attend_backward, triton_backend.attend, triton_backend.attend_backward)
-    return {op._opoverload: op._init_fn for op in found}
+    return operators.BODIES
 
 
 # --- results that need not be asked for ------------------------------------------------------------------------------
