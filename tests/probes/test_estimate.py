@@ -75,7 +75,7 @@ def test_the_memory_efficient_backward_takes_what_was_measured(n, heads, head_di
 def test_eager_attention_takes_what_was_measured():
     """On an H100: a copy of the scores in softmax's backward, and a cuBLAS workspace for each of two threads."""
     sizes = {"batch": 8, "heads": 32, "head_dim": 128, "dtype": "bfloat16", "mode": "fwdbwd"}
-    found = estimate.trace(Case(wb.Dense(), 816, backend="workbench.frontiers:eager", **sizes), "h100")
+    found = estimate.trace(Case(wb.Dense(), 816, backend="eager", **sizes), "h100")
     assert found.requested_bytes == 1_858_600_960
 
 

@@ -190,7 +190,7 @@ def others(mode: str) -> dict[str, Case]:
         "dense flash x128": case(Dense(), 32_768, 8, 128, "flash"),
         "dense efficient": case(Dense(), 32_768, 8, 64, "efficient"),
         "dense efficient x128": case(Dense(), 32_768, 8, 128, "efficient"),
-        "dense eager": case(Dense(), 16_384, 8, 64, "workbench.frontiers:eager"),
+        "dense eager": case(Dense(), 16_384, 8, 64, "eager"),
         "dense float32": case(Dense(), 16_384, 8, 64, "efficient", "float32"),
         "dense float32 x128": case(Dense(), 16_384, 8, 128, "efficient", "float32"),
         "longnet torch x128": case(longnet, 131_072, 8, 128, "torch"),
