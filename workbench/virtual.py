@@ -10,6 +10,7 @@ an operator returns is allocated before it computes, so one that does not fit ta
 
 from __future__ import annotations
 
+import numbers
 import traceback
 import weakref
 from collections import deque
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch._library.custom_ops import _maybe_get_opdef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from workbench import cards
 from workbench.probes.allocator import MIB, Allocator, OutOfMemory
 
 META = torch.device("meta")
@@ -28,7 +30,8 @@ META = torch.device("meta")
 class VirtualCard:
     """A card of `gib` GiB, while the block lasts, for what this thread computes on the CPU (its backward included).
 
-    gib: memory that tensors may take: the whole card's less its CUDA context, which is about half a GiB.
+    gib: memory that tensors may take: the whole card's less its CUDA context, which is about half a GiB; or the name of
+        a card (`cards.find`), "rtx4090", for what that one has.
 
     A tensor made inside counts from its birth to its death, also where it outlives the block; one made before counts
     from its first use inside, as if it were copied to the card then. Operators defined in Python, as attention's
@@ -42,9 +45,12 @@ class VirtualCard:
     A card can be entered again, with what is still alive on it.
     """
 
-    def __init__(self, gib: float):
-        if not 0 < gib < float("inf"):
-            raise ValueError(f"gib={gib!r}: want the card's memory in GiB, e.g. 8 or 0.5")
+    def __init__(self, gib: float | str):
+        if isinstance(gib, str):
+            card = cards.find(gib)
+            gib = (card.total_bytes - card.context_bytes) / (1024 * MIB)
+        if isinstance(gib, bool) or not isinstance(gib, numbers.Real) or not 0 < gib < float("inf"):
+            raise ValueError(f"gib={gib!r}: want the card's memory in GiB, e.g. 8 or 0.5, or a card's name, 'rtx4090'")
         self.gib = gib
         self._births = _Births(Allocator(int(gib * 1024 * MIB)))
 

@@ -285,43 +285,8 @@ def between(points: list[tuple[int, float]], rows: int) -> float:
 
 @functools.cache
 def efficiency() -> dict[str, list[dict]]:
-    """{family: [{head_dim, rows, share of the card's matmul peak}]}, from an H100's records (`write_efficiency`)."""
+    """{family: [{head_dim, rows, share of the card's matmul peak}]}, from an H100's records (tests/efficiency.py)."""
     return json.loads(EFFICIENCY.read_text())["families"] if EFFICIENCY.exists() else {}
-
-
-def write_efficiency(kind: str = "h100x1") -> dict:
-    """Write the efficiency table from the timings committed for a machine kind; returns its families.
-
-    ValueError where there are none.
-    """
-    from workbench import patterns, records
-
-    card, found = cards.find(kind.rpartition("x")[0]), {}
-    timed = records.committed(kind, "timing")
-    if timed.empty:
-        raise ValueError(f"kind={kind!r}: want a machine kind with committed timings")
-    usual = timed["dtype"].isin(card.matmul_tflops) & timed["median_ms"].notna()
-    timed = timed[(timed["status"] == "ok") & usual]
-    for _, row in timed.iterrows():
-        if row.get("label") == "A/A" or row.get("graph") is True:
-            continue
-        case = Case(patterns.from_spec(row["pattern_spec"]), int(row["n"]), int(row["heads"]), int(row["head_dim"]),
-                    row["dtype"], row["backend"], row["mode"], batch=int(row["batch"]))  # fmt: skip
-        share = operations(case) / (row["median_ms"] * 1e9 * card.matmul_tflops[row["dtype"]])
-        key = int(row["head_dim"]), rows(case)
-        latest = found.setdefault(family(case, row["backend"], card), {}).setdefault(key, [])
-        latest.append((row["run_utc"], share))
-    families = {}
-    for name, lines in sorted(found.items()):
-        families[name] = []
-        for (d, count), shares in sorted(lines.items()):
-            last = max(x for x, _ in shares)
-            some = sorted(share for x, share in shares if x == last)
-            families[name].append({"head_dim": d, "rows": count, "share": round(some[len(some) // 2], 4)})
-    table = {"card": card.key, "from": f"outputs/records/{kind}", "torch": str(timed["run_torch"].iloc[-1])}
-    EFFICIENCY.write_text(json.dumps(table | {"families": families}, indent=1) + "\n")
-    efficiency.cache_clear()
-    return families
 
 
 __all__ = ["CannotTrace", "Estimate", "Event", "check", "program", "trace"]

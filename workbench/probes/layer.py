@@ -59,13 +59,15 @@ def measure(
             calls[label], known[label] = outcome.result
         else:
             record(label, label, outcome)
-    timed, failed = _compare(calls, samples, seconds)
-    for label, outcome in failed.items():
-        record(label, label, outcome, **known[label])
-    for label, line in timed.items():
-        of = next(iter(timed)) if label == "A/A" else label
-        peak = _peak(calls[of], str(device), known[of]["given_bytes"]) if label != "A/A" else {}
-        record(label, of, Outcome("ok"), **line, **known[of], **peak, against=next(iter(timed)))
+    compared = attempt(lambda: timing.compare(calls, samples=samples, seconds=seconds).to_dict("index"))
+    first = next(iter(calls), None)
+    for label in calls if compared.status != "ok" else compared.result:
+        of = first if label == timing.AA else label
+        found = known[of]
+        if compared.status == "ok":
+            peak = _peak(calls[of], str(device), found["given_bytes"]) if label != timing.AA else {}
+            found = compared.result[label] | found | peak | {"against": first}
+        record(label, of, compared, **found)
     return pd.DataFrame([rows[label] for label in (*cases, "A/A") if label in rows])
 
 
@@ -160,31 +162,6 @@ def _pass(case: Case, embed_dim: int, x: Tensor, upstream: Tensor) -> tuple[Call
         return torch.autograd.grad(y, wanted, upstream)
 
     return call, backend, wanted
-
-
-def _compare(calls: Mapping[str, Callable], samples: int, seconds: float) -> tuple[dict, dict[str, Outcome]]:
-    """({label, and "A/A": what `timing.compare` says}, {label: what became of one that failed while it was timed}).
-
-    The others are then timed anew without it.
-    """
-    left, failed, running = list(calls), {}, ""
-
-    def watched(label: str) -> Callable:
-        def call():
-            nonlocal running
-            running = label
-            calls[label]()
-
-        return call
-
-    while left:
-        compare = partial(timing.compare, {x: watched(x) for x in left}, samples=samples, seconds=seconds)
-        outcome = attempt(compare)
-        if outcome.status == "ok":
-            return outcome.result.to_dict("index"), failed
-        failed[running] = outcome
-        left.remove(running)
-    return {}, failed
 
 
 def _peak(call: Callable, device: str, given: int) -> dict:
