@@ -158,12 +158,3 @@ def test_a_card_that_is_not_in_the_table_has_no_speeds(name, gib, capability, ke
 def test_a_machine_without_a_card_says_so():
     with pytest.raises(ValueError, match="no CUDA card"):
         cards.from_device()
-
-
-def test_the_table_shows_every_figure_and_its_source():
-    frame = cards.table()
-    assert list(frame.index) == list(CARDS) and frame.shape[1] == 13 + len(FIGURES)
-    row = frame.loc["h100"]
-    assert row["GiB"] == pytest.approx(79.18, abs=0.01) and row["cuBLAS MiB"] == 32 and row["bfloat16 TFLOP/s"] == 989.4
-    assert row["context_bytes from"].startswith("measured") and row["measured"] == "context_bytes, total_bytes"
-    assert frame["bfloat16 TFLOP/s"].isna().tolist() == [card.capability < (8, 0) for card in CARDS.values()]

@@ -204,8 +204,8 @@ class Log(Allocator):
         super().__init__()
         self.events = []
 
-    def malloc(self, nbytes, stream=0):
-        handle = super().malloc(nbytes, stream)
+    def malloc(self, nbytes):
+        handle = super().malloc(nbytes)
         self.events.append((handle, nbytes, ""))
         return handle
 

@@ -179,8 +179,12 @@ class Allocator:
                 raise OutOfMemory(self._message(segment, nbytes))
         self.reserved += segment
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        self._top += segment
-        return _Block(self._top - segment, segment, pool)
+        return _Block(self._place(segment), segment, pool)
+
+    def _place(self, nbytes: int) -> int:
+        """The address of a new segment."""
+        self._top += nbytes
+        return self._top - nbytes
 
     def _message(self, segment: int, nbytes: int) -> str:
         return (

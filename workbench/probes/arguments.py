@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from workbench.patterns.arguments import choice, describe, whole
+from workbench.patterns.arguments import choice, describe, whole, wholes
 
 
 def number(name: str, value, above: float = 0, most: float = math.inf) -> float:
@@ -50,4 +50,4 @@ def device(value, here: bool = False) -> str:
     return name
 
 
-__all__ = ["callable_", "choice", "device", "listed", "named", "number", "whole"]
+__all__ = ["callable_", "choice", "device", "listed", "named", "number", "whole", "wholes"]

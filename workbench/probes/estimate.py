@@ -26,7 +26,7 @@ import torch
 from workbench import cards
 from workbench.execution import torch_rules
 from workbench.patterns import Dense, Neighborhood
-from workbench.probes import allocator, lone, roofline
+from workbench.probes import allocator, arguments, lone, roofline
 from workbench.probes import trace as tracer
 from workbench.probes.case import Case
 from workbench.probes.outcome import attempt
@@ -87,7 +87,9 @@ def trace(
     CannotTrace where the program looks at data; ValueError or NotImplementedError where this cannot be run on that
     card, or so shared out, with the reason.
     """
-    card = cards.find(card) if isinstance(card, str) else card
+    if not isinstance(case, Case):
+        raise ValueError(f"case={case!r}: want a Case")
+    card = cards.find(card)
     life = _life(case, card, lone.Rank(world, rank, strategy))
     found = _estimate(card, life)
     if world > 1:
@@ -103,7 +105,8 @@ def program(
     prepare(make) takes its inputs from make(shape, dtype), tensors on the card named by `names`, makes what else it
     wants on device "cuda", and returns (call, the name of what executes it); call() is traced, its result held.
     """
-    card = cards.find(card) if isinstance(card, str) else card
+    arguments.callable_("prepare", prepare)
+    card = cards.find(card)
     return _estimate(card, _lived(tracer.run(prepare, card, names)))
 
 

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from workbench import dispatch, records
 from workbench.modules import MultiheadAttention
 from workbench.patterns import Dense, Dilated, Pattern
-from workbench.probes import estimate, memory, timing
+from workbench.probes import arguments, estimate, memory, timing
 from workbench.probes import peers as others
 from workbench.probes.case import FUSED, Case
 from workbench.probes.outcome import Outcome, attempt
@@ -43,9 +43,10 @@ def measure(
     given_bytes: x, the upstream gradient and the layer's parameters; extra_bytes: the peak above what was allocated
         before the pass, each layer alone, gradients included, and peak_bytes the sum of both. None on a CPU.
     """
-    cases = _cases(patterns, tuple(peers), n, embed_dim, heads, dtype, str(device))
-    if samples < 1:
-        raise ValueError(f"samples={samples!r}: want at least 1")
+    arguments.whole("samples", samples, 1)
+    arguments.number("seconds", seconds)
+    device = arguments.device(device, here=True)
+    cases = _cases(patterns, tuple(arguments.listed("peers", peers)), n, embed_dim, heads, dtype, device)
     recorder, rows, calls, known = records.start("layer", profile, folder), {}, {}, {}
 
     def record(label: str, of: str, outcome: Outcome, **found) -> None:
@@ -97,8 +98,9 @@ class Around(MultiheadAttention):
 
 def _cases(patterns, peers, n, embed_dim, heads, dtype, device) -> dict[str, Case]:
     """Label -> what is measured, a peer's name being its backend; ValueError for what cannot be meant."""
-    if not patterns or "A/A" in patterns:
-        raise ValueError(f"patterns={list(patterns)}: want at least one, and none named 'A/A'")
+    patterns = arguments.named("patterns", patterns, "a pattern")
+    if timing.AA in patterns:
+        raise ValueError(f"patterns={list(patterns)}: want none named 'A/A'")
     for pattern in patterns.values():
         MultiheadAttention(embed_dim, heads, pattern, device="meta")  # refuses sizes that do not fit
     for peer in peers:

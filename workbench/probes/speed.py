@@ -108,6 +108,8 @@ def gain(rows: pd.DataFrame, n: int, mode: str = "fwd") -> dict:
     speedup: of the medians; low and high: of the extreme samples against each other, so everything that was seen.
     """
     done = rows[(rows["status"] == "ok") & (rows["n"] == n) & (rows["mode"] == mode)].sort_values("median_ms")
+    if not (done["family"] == "Dense").any():
+        raise ValueError(f"n={n}, mode={mode!r}: no row of dense attention has a time there")
     dense, fastest = done[done["family"] == "Dense"].iloc[0], done.iloc[0]
     return {
         "label": fastest["label"], "speedup": dense["median_ms"] / fastest["median_ms"],
@@ -173,6 +175,9 @@ def break_even(
     Columns: sparsity (achieved), speedup with its 95% interval (speedup_low, speedup_high), ideal (dense pairs over
     attended pairs), median_ms. The row "A/A" is dense measured against itself: what noise alone does. All are recorded.
     """
+    sparsities = arguments.listed("sparsities", sparsities)
+    for sparsity in sparsities:
+        arguments.number("1 - sparsity", 1 - sparsity if isinstance(sparsity, (int, float)) else sparsity, most=1)
     dense = fastest_dense(n=n, heads=heads, head_dim=head_dim, dtype=dtype, device=device, mode=mode)
     sizes = (n, heads, head_dim, dtype)
     cases = {"dense": Case(Dense(), *sizes, dense, mode, device)}
