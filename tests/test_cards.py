@@ -97,7 +97,6 @@ def test_a_card_is_found_by_how_it_is_written(name, key):
 @pytest.mark.parametrize(
     "name",
     [
-        "a100",  # two sizes
         "NVIDIA GeForce RTX 4090 Laptop GPU",  # 16 GB
         "NVIDIA GeForce GTX 1080 Ti",
         "NVIDIA H100 NVL",  # 94 GB
@@ -158,3 +157,14 @@ def test_a_card_that_is_not_in_the_table_has_no_speeds(name, gib, capability, ke
 def test_a_machine_without_a_card_says_so():
     with pytest.raises(ValueError, match="no CUDA card"):
         cards.from_device()
+
+
+@pytest.mark.parametrize("name, near", [("a100", "'a100-40gb' or 'a100-80gb'"), ("V100", "'v100-16gb' or 'v100-32gb'"),
+                                        ("4090", "'rtx4090'")])  # fmt: skip
+def test_part_of_a_name_is_answered_with_what_it_may_be(name, near):
+    with pytest.raises(ValueError, match=f"^card='{name}': want {near}$"):
+        cards.find(name)
+
+
+def test_a_card_is_itself():
+    assert cards.find(CARDS["t4"]) is CARDS["t4"]

@@ -223,7 +223,7 @@ def test_a_number_of_tokens_is_taken_as_people_write_it(text, n):
     assert (arguments.n, arguments.dtype) == (n, "bfloat16")
 
 
-@pytest.mark.parametrize("text", ["1.5", "0.5k", "many", "1MM", "", "nan", "1e-3", "k"])
+@pytest.mark.parametrize("text", ["1.5", "0.0005k", "many", "1MM", "", "nan", "1e-3", "k"])
 def test_what_is_no_number_of_tokens_is_refused(text, capsys):
     with pytest.raises(SystemExit):
         cli.parser().parse_args(["fit", f"--n={text}"])

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import sys
-from fractions import Fraction
 
 from workbench import report
 from workbench.reporting import notebooks as nbs
@@ -159,6 +158,8 @@ def _to_records(arguments) -> None:
 
 def _count(text: str) -> int:
     """A number of tokens: 1000000, 1_000_000, 1e6, 300k, 1M, 1Mi (1,048,576)."""
+    from fractions import Fraction
+
     found = re.fullmatch(r"([-+]?[\d_.]+(?:e\+?\d{1,2})?)([kmgt]?)(i?)", text.strip().lower())
     try:
         scale = (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")

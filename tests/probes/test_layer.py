@@ -91,7 +91,7 @@ def test_a_function_has_the_projections_of_the_layer():
     ("change", "said"),
     [
         ({"embed_dim": 30}, "num_heads must divide"),
-        ({"dtype": "float31"}, "want a torch dtype"),
+        ({"dtype": "float31"}, "want one of float64"),
         ({"peers": ["natten"]}, "peer 'natten'"),
         ({"samples": 0}, "samples=0"),
     ],

@@ -45,7 +45,7 @@ def measure(
     """
     arguments.whole("samples", samples, 1)
     arguments.number("seconds", seconds)
-    device = arguments.device(device, here=True)
+    device = arguments.device(device)
     cases = _cases(patterns, tuple(arguments.listed("peers", peers)), n, embed_dim, heads, dtype, device)
     recorder, rows, calls, known = records.start("layer", profile, folder), {}, {}, {}
 

@@ -70,10 +70,9 @@ def measure_attention(
 
     Runs in a fresh process, as it must be for a number to be published, under a time limit; or in this one, which is
     quick and the same but for device used. peak_bytes is the peak allocated, inputs included, extra_bytes what is above
-    them. ValueError for what no call can be, and for a device that this machine has not.
+    them. ValueError for what no call can be.
     """
     case = Case(pattern, n, heads, head_dim, dtype, backend, mode, device, batch, kv_heads, nq, seed)
-    arguments.device(case.device, here=True)
     if in_process:
         outcome = attempt(lambda: _of_case(case))
     else:

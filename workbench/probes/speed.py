@@ -61,7 +61,6 @@ def sweep(
                 for backend in dense_backends(device) if isinstance(pattern, Dense) else ("auto",):
                     case = Case(pattern, n, heads, head_dim, dtype, backend, mode, device)
                     wanted[label, n, mode, backend] = case
-    arguments.device(device, here=True)
     rounds = {"samples": arguments.whole("samples", samples, 1), "seconds": arguments.number("seconds", seconds)}
     recorder, before = records.start("timing", profile, folder), None
     for (label, n, mode, backend), case in wanted.items():
