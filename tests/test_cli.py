@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import tools
 from tests.notebooks.build import code, write
 from workbench import cli, report
 
@@ -230,7 +229,7 @@ def test_fit_does_not_offer_what_computes_wrongly(capsys):
 
 
 def test_fit_prints_a_table_and_why_a_line_has_no_number(capsys):
-    assert cli.main(["fit", "--card", "gtx1080", "--pattern", "longnet", "--backend", "triton", "--n", "4096"]) == 0
+    assert cli.main(["fit", "--card", "gtx1080", "--pattern", "longnet", "--backend", "triton", "--n", "4096"]) == 1
     first, second, empty, header, line = capsys.readouterr().out.splitlines()
     assert first.startswith("NVIDIA GeForce GTX 1080: 7.") and "60 s a call" in first and empty == ""
     assert "12 heads x 64, bfloat16, fwd; predicted" in second and "N = 4,096" in second
@@ -256,10 +255,32 @@ def test_fit_answers_for_the_others_where_one_cannot_be(folder, capsys):
     assert [row["way"] for row in rows if row["fits"]] == ["dense, triton"] and len(rows) == 4
     said = {row["way"]: row["note"] for row in rows}
     assert "want an int >= 1" in said["neighborhood, triton"] and "SystemExit" in said["dense, leaves_fit:leaves"]
-    sizes = ["--heads", "6", "--kv-heads", "4", "--pattern", "dense", "--backend", "sdpa", "cudnn", "triton"]
-    assert all("4 key heads do not divide 6 query heads" in row["note"] for row in fit(capsys, *sizes))
-    (oracle,) = fit(capsys, "--heads", "1", "--pattern", "dense", "--backend", "reference")
+    oracle, _ = fit(capsys, "--heads", "1", "--pattern", "dense", "--backend", "reference", "auto")
     assert oracle["longest_n"] is None and "on the host" in oracle["note"]
+    assert cli.main(["fit", "--pattern", "dense", "--backend", "reference"]) == 1  # nothing can be run
+
+
+def test_fit_offers_the_kernels_that_torch_has_on_the_card(capsys):
+    """Of dense attention: none for bfloat16 on a T4 and for grouped float32, which is then all the scores'."""
+    for sizes, want in ((["--card", "t4"], 12_416), (["--dtype", "fp32", "--heads", "8", "--kv-heads", "8"], None),
+                        (["--card", "t4", "--dtype", "fp16"], None)):  # fmt: skip
+        (row,) = fit(capsys, "--pattern", "dense", *sizes)
+        assert row["way"] == ("dense, auto" if want else "dense, efficient")
+        assert row["longest_n"] == want if want else row["longest_n"] > 100_000
+
+
+@pytest.mark.parametrize("text, n", [("1000000", 10**6), ("1e6", 10**6), ("1M", 10**6), ("1_000_000", 10**6),
+                                     ("300k", 300_000), ("2.5K", 2500), ("128Ki", 131_072)])  # fmt: skip
+def test_a_number_of_tokens_is_taken_as_people_write_it(text, n):
+    arguments = cli.parser().parse_args(["fit", "--n", text, "--dtype", "bf16"])
+    assert (arguments.n, arguments.dtype) == (n, "bfloat16")
+
+
+@pytest.mark.parametrize("text", ["1.5", "0.0005k", "many", "1MM", "", "nan", "1e-3", "k"])
+def test_what_is_no_number_of_tokens_is_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        cli.parser().parse_args(["fit", f"--n={text}"])
+    assert "want a number of tokens" in capsys.readouterr().err
 
 
 def test_fit_makes_no_lists_for_what_cannot_fit(capsys, monkeypatch):
@@ -294,11 +315,14 @@ def test_fit_takes_a_function_and_a_spec(folder, capsys):
     "arguments, message",
     [
         (["--card", "h101"], "card='h101': want one of 'gtx1080'"),
+        (["--card", "a100"], "card='a100': want 'a100-40gb' or 'a100-80gb'"),
+        (["--kv-heads", "5"], "5 key heads do not divide 12 query heads"),
         (["--pattern", "longnets"], "pattern='longnets': want one of dense, longnet"),
         (["--pattern", "{"], "pattern='{': not JSON"),
         (["--pattern", '{"pattern": "Sparse"}'], "pattern='Sparse': want one of Dense"),
         (["--backend", "cuda"], "backend='cuda': want one of auto, reference"),
         (["--backend", "no_such:thing"], "backend='no_such:thing': No module named 'no_such'"),
+        (["--backend", "json:no_such"], "backend='json:no_such': module json has no function 'no_such'"),
         (["--heads", "0"], "--heads 0: want at least 1"),
         (["--n", "0"], "--n 0: want at least 1"),
         (["--budget-gib", "0"], "--budget-gib 0.0: want at least 0.001"),
@@ -318,6 +342,7 @@ def recorded(folder, monkeypatch):
     from workbench import records
 
     monkeypatch.setattr(records, "default_folder", lambda: folder / "records")
+    monkeypatch.setenv("WORKBENCH_RECORDS", "")  # which --records sets
     return folder
 
 
@@ -328,7 +353,7 @@ def test_scale_measures_prints_a_table_and_then_what_is_recorded(recorded, capsy
     assert header.startswith("case") and "speed-up" in header and "sent MiB" in header
     assert [line.split("  ")[1].strip() for line in lines] == ["one device", "sequence", "A/A"]
     assert err.startswith("1/1: dense, N = 128\n  one device: ") and "  sequence: " in err
-    assert cli.main([*SCALE, "sequence", "--json"]) == 0
+    assert cli.main([*SCALE, "sequence", "--json", "--records", str(recorded / "records")]) == 0
     _, row, _ = json.loads(capsys.readouterr().out)
     assert row["strategy"] == "sequence" and row["sent_bytes"] == row["planned_bytes"] == [2 * 64 * 2 * 8 * 4] * 2
 

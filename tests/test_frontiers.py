@@ -7,20 +7,26 @@ import torch
 from tests import browser
 from workbench import Dense, Dilated, cards, frontiers, reference
 from workbench.probes import estimate, fit, frontier
+from workbench.probes.case import Case
 
 SHAPE = {"segments": [256, 1024], "rates": [1, 4], "block_size": 512}
 SIZES = {"heads": 8, "head_dim": 64, "dtype": "float16", "mode": "fwd"}
 MIB = 1 << 20
 
 
-def test_eager_is_dense_attention():
-    q, k, v = torch.randn(3, 2, 17, 3, 8, dtype=torch.float64).unbind()
-    torch.testing.assert_close(frontiers.eager(q, k, v), reference(q, k, v, Dense())[0])
+@pytest.mark.parametrize("causal", [False, True])
+def test_eager_is_dense_attention(causal):
+    """Grouped heads and fewer queries than keys, too."""
+    sizes = {"nq": 11, "batch": 2, "kv_heads": 2, "dtype": "float64", "backend": "eager"}
+    made, case = [], Case(Dense(causal), 17, 4, 8, **sizes)
+    call, name = case.prepare_from(lambda shape: made.append(torch.randn(shape, dtype=torch.float64)) or made[-1])
+    assert name == "eager"
+    torch.testing.assert_close(call(), reference(*made, Dense(causal))[0])
 
 
 def test_a_way_is_a_case_at_any_length():
     ways = frontiers.ways(["dense, eager", "window, triton", "dense, mine:attention"], **SHAPE, **SIZES)
-    assert ways["dense, eager"](100).backend == "workbench.frontiers:eager"
+    assert ways["dense, eager"](100).backend == "eager"
     assert ways["dense, mine:attention"](100).backend == "mine:attention"
     assert ways["window, triton"](640).pattern.shape == (640,) and ways["window, triton"](640).n == 640
     for name, want in (("dense", "'pattern, backend', the pattern one of dense"), ("sparse, triton", "one of dense,")):

@@ -133,7 +133,7 @@ def test_resume_skips_what_is_settled(tmp_path, monkeypatch):
     assert again.done(n=9)
 
 
-@pytest.mark.parametrize("field", ["source", "device", "torch"])
+@pytest.mark.parametrize("field", ["source", "device", "torch", "driver", "triton", "threads"])
 def test_resume_does_not_trust_other_code_or_machines(recorder, field):
     recorder.row(n=1, status="ok")
     later = records.Recorder(recorder.path, "timing", recorder.run | {"run": "later"})
@@ -246,3 +246,67 @@ def test_records_of_this_checkout_load(journal):
     assert frame.run_device.notna().all()
     assert (frame[(frame.probe == "timing") & (frame.status == "ok")].median_ms > 0).all()
     assert records.scrub(text) == text
+
+
+# --- where records cannot be written ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def readonly(tmp_path, monkeypatch):
+    """outputs/records is where no folder can be made (root may write anywhere, so it is a file)."""
+    (tmp_path / "records").write_text("")
+    monkeypatch.setattr(records, "default_folder", lambda: tmp_path / "records" / "outputs")
+    return tmp_path
+
+
+def test_without_a_folder_to_write_rows_are_kept_and_a_sentence_says_so(readonly, capsys):
+    recorder = records.start("timing", "quick")
+    recorder.row(n=1, status="ok")
+    assert recorder.done(n=1) and recorder.frame(recorder.rows(n=1)).n.tolist() == [1]
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "cannot be written (Not a directory)" in said and "WORKBENCH_RECORDS" in said
+
+
+def test_a_folder_that_is_named_is_written_or_refused(readonly, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_RECORDS", str(readonly / "here"))
+    records.start("timing", "quick").row(n=1, status="ok")
+    assert [path.parent for path in (readonly / "here").rglob("*.jsonl")] == [readonly / "here" / machine.kind()]
+    assert records.load(readonly / "here").n.tolist() == [1]
+    monkeypatch.setenv("WORKBENCH_RECORDS", str(readonly / "records"))
+    for folder in (None, readonly / "records"):
+        with pytest.raises(ValueError, match="records: .*want a folder that can be written"):
+            records.start("timing", "quick", folder)
+
+
+def test_a_disk_that_fills_up_costs_no_rows(recorder, monkeypatch, capsys):
+    recorder.row(n=1, status="ok")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(records, "_append", full)
+    for n in (2, 3):
+        recorder.row(n=n, status="ok")
+    assert [row["n"] for row in recorder.rows(status="ok")] == [1, 2, 3]
+    assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+# --- what was measured before ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_every_committed_row_is_read_under_todays_names(path):
+    from workbench.dispatch import BACKENDS
+    from workbench.probes.case import BASELINES
+
+    frame = records.load(path)
+    assert len(frame) == sum(line.get("kind") == "row" for line in lines(path))
+    known = {*BACKENDS, *BASELINES, "auto", "nccl", "gloo", "torchscale"}
+    assert set(frame["backend"].dropna()) <= known
+    if "asked" in frame:
+        assert set(frame["asked"].dropna()) <= known
+
+
+def test_the_old_name_of_eager_is_read_as_eager():
+    frame = records.load()
+    assert (frame["backend"] == "eager").sum() == 63 and not frame["backend"].str.contains(":", na=False).any()

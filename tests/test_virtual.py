@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import workbench as wb
+from workbench import cards
 from workbench.probes import memory
 from workbench.probes.allocator import Allocator, OutOfMemory, replay
 from workbench.probes.outcome import attempt
@@ -204,8 +205,8 @@ class Log(Allocator):
         super().__init__()
         self.events = []
 
-    def malloc(self, nbytes, stream=0):
-        handle = super().malloc(nbytes, stream)
+    def malloc(self, nbytes):
+        handle = super().malloc(nbytes)
         self.events.append((handle, nbytes, ""))
         return handle
 
@@ -363,10 +364,18 @@ def test_it_costs_little():
 # --- how it is used --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gib", [0, -1, float("nan"), float("inf")])
+@pytest.mark.parametrize("gib", [0, -1, float("nan"), float("inf"), None, True, [8]])
 def test_sizes_that_no_card_has(gib):
     with pytest.raises(ValueError, match="gib="):
         VirtualCard(gib)
+
+
+def test_a_card_may_be_named():
+    """It has what that card has for tensors."""
+    named = cards.find("rtx4090")
+    assert VirtualCard("rtx4090").gib * 2**30 == named.total_bytes - named.context_bytes
+    with pytest.raises(ValueError, match="card='rtx4099': want one of"):
+        VirtualCard("rtx4099")
 
 
 def test_a_card_in_a_card_is_refused():

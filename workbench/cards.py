@@ -46,16 +46,21 @@ class Card:
     measured: frozenset[str] = frozenset()
 
 
-def find(name: str) -> Card:
+def find(name: str | Card) -> Card:
     """The card of a key ("h100", "a100-40gb") or of a device's full name ("NVIDIA H100 80GB HBM3"), in any case.
 
-    ValueError for what is not in the table, and for what could be two cards ("a100").
+    A Card is returned as it is. ValueError for what is not in the table, and for what could be two cards ("a100").
     """
-    card = _named().get(_plain(name)) if isinstance(name, str) else None
-    if card is None:
-        keys = ", ".join(map(repr, CARDS))
-        raise ValueError(f"card={name!r}: want one of {keys}, or a device's name in full, as {CARDS['h100'].name!r}")
-    return card
+    if isinstance(name, Card):
+        return name
+    plain = _plain(name) if isinstance(name, str) else ""
+    if plain in _named():
+        return _named()[plain]
+    near = [key for key in CARDS if plain and plain in _plain(key)]
+    if near:
+        raise ValueError(f"card={name!r}: want {' or '.join(map(repr, near))}")
+    keys = ", ".join(map(repr, CARDS))
+    raise ValueError(f"card={name!r}: want one of {keys}, or a device's name in full, as {CARDS['h100'].name!r}")
 
 
 def from_device(device: int | str | torch.device | None = None) -> Card:
@@ -79,22 +84,6 @@ def from_device(device: int | str | torch.device | None = None) -> Card:
         sources=card.sources | dict.fromkeys(("total_bytes", "capability", "multiprocessors"), read),
         measured=card.measured | {"total_bytes", "capability", "multiprocessors"},
     )
-
-
-def table():
-    """All cards as a pandas DataFrame, a row a card: sizes, speeds, and in the last columns where they are from."""
-    import pandas as pd
-
-    rows = []
-    for card in CARDS.values():
-        row = {"card": card.key, "device": card.name, "capability": "{}.{}".format(*card.capability)}
-        row |= {"GiB": card.total_bytes / GIB, "context GiB": card.context_bytes / GIB}
-        row |= {"communicator GiB": card.communicator_bytes / GIB, "cuBLAS MiB": card.workspace_bytes / MIB}
-        row |= {f"{x} TFLOP/s": card.matmul_tflops.get(x) for x in ("float32", "tf32", "float16", "bfloat16")}
-        row |= {"GB/s": card.copy_gbs, "multiprocessors": card.multiprocessors}
-        row |= {"measured": ", ".join(sorted(card.measured))}
-        rows.append(row | {f"{x} from": source for x, source in card.sources.items()})
-    return pd.DataFrame(rows).set_index("card")
 
 
 def _named() -> dict[str, Card]:

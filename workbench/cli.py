@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import sys
 
@@ -108,6 +109,7 @@ def parser() -> argparse.ArgumentParser:
     )
     limit = "seconds a cell may take (default: %(default)g)"
     make.add_argument("--timeout", type=float, default=report.LIMIT_S, metavar="S", help=limit)
+    _add_records(make)
     make.set_defaults(command=_report)
 
     listing = commands.add_parser("list", help="the notebooks and their parameters")
@@ -126,7 +128,10 @@ def parser() -> argparse.ArgumentParser:
     )
     fit.add_argument("--card", default="h100", help="such as h100, a100-80gb, gtx1080 (default: %(default)s)")
     _add_sizes(fit)
-    fit.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(%(default)s)")
+    fit.add_argument(
+        "--dtype", type=_dtype, choices=("bfloat16", "float16", "float32"), default="bfloat16",
+        help="or bf16, fp16, fp32 (%(default)s)",
+    )  # fmt: skip
     fit.add_argument(
         "--pattern", nargs="+", default=[], metavar="NAME",
         help="a name (any other word is refused with the list), or a pattern's spec as JSON (default: dense, longnet "
@@ -136,7 +141,7 @@ def parser() -> argparse.ArgumentParser:
         "--backend", nargs="+", default=[], metavar="NAME",
         help="a backend, or your module:function of q, k and v (default: those that run the pattern well)",
     )  # fmt: skip
-    fit.add_argument("--n", type=int, metavar="N", help="also show what each needs for N tokens")
+    fit.add_argument("--n", type=_count, metavar="N", help="also show what each needs for N tokens: 1000000, 1e6, 1M")
     fit.add_argument(
         "--budget-gib", type=float, metavar="GIB", help="what tensors may take (default: the card's, less its context)"
     )
@@ -160,11 +165,12 @@ def parser() -> argparse.ArgumentParser:
         help="a name (any other word is refused with the list; longnet is the paper's, notebook 04 has "
         "longnet-geometric), or a pattern's spec as JSON (default: dense)",
     )  # fmt: skip
-    scale.add_argument("--n", type=int, metavar="N", help="tokens of all cards together (default: 131072, CPU: 4096)")
+    scale.add_argument("--n", type=_count, metavar="N", help="tokens of all cards (default: 131072, CPU: 4096)")
     _add_sizes(scale)
     scale.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32", "float64"), help="(default: bfloat16, on a CPU float32)"
-    )
+        "--dtype", type=_dtype, choices=("bfloat16", "float16", "float32", "float64"),
+        help="or bf16, fp16, fp32, fp64 (default: bfloat16, on a CPU float32)",
+    )  # fmt: skip
     scale.add_argument(
         "--strategies", nargs="+", default=[], metavar="NAME",
         help="ways to use the cards, or your module:function of q, k, v and pattern (default: all)",
@@ -180,8 +186,14 @@ def parser() -> argparse.ArgumentParser:
         "--within", type=float, metavar="S", help="seconds after which no case is begun; the same line again goes on"
     )
     scale.add_argument("--json", action="store_true", help="print JSON: a list of objects, one for each strategy")
+    _add_records(scale)
     scale.set_defaults(command=_scale)
     return top
+
+
+def _add_records(command: argparse.ArgumentParser) -> None:
+    where = "where measurements are recorded (default: $WORKBENCH_RECORDS or outputs/records)"
+    command.add_argument("--records", metavar="DIR", help=where)
 
 
 def _add_sizes(command: argparse.ArgumentParser) -> None:
@@ -196,7 +208,33 @@ def _add_sizes(command: argparse.ArgumentParser) -> None:
     command.add_argument("--causal", action="store_true", help="of the patterns that can be")
 
 
+def _to_records(arguments) -> None:
+    """Have this process and those that it starts write records where --records says."""
+    if arguments.records is not None:
+        os.environ["WORKBENCH_RECORDS"] = os.path.abspath(arguments.records)
+
+
+def _count(text: str) -> int:
+    """A number of tokens: 1000000, 1_000_000, 1e6, 300k, 1M, 1Mi (1,048,576)."""
+    from fractions import Fraction
+
+    found = re.fullmatch(r"([-+]?[\d_.]+(?:e\+?\d{1,2})?)([kmgt]?)(i?)", text.strip().lower())
+    try:
+        scale = (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")
+        number = Fraction(found[1]) * scale
+    except (TypeError, ValueError):
+        number = Fraction(1, 2)
+    if number.denominator != 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: want a number of tokens, e.g. 131072, 1e6, 300k, 1M or 128Ki")
+    return int(number)
+
+
+def _dtype(text: str) -> str:
+    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}.get(text, text)
+
+
 def _report(arguments) -> int:
+    _to_records(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a supervisor's polite end is a Ctrl-C
     asked = {name: _value(name, text) for name, text in arguments.parameters}
     reports = report.run(arguments.notebooks, arguments.profile, arguments.out, asked, arguments.timeout)
@@ -241,14 +279,14 @@ def _fit(arguments) -> int:
     card = cards.find(arguments.card)
     _at_least(arguments, heads=1, kv_heads=1, head_dim=1, batch=1, n=1, budget_gib=1e-3, seconds=1e-3)
     sizes = {x: getattr(arguments, x) for x in ("heads", "kv_heads", "head_dim", "batch", "dtype", "mode")}
-    ways = fit.executions(arguments.pattern, arguments.backend, arguments.causal, **sizes)
+    ways = fit.executions(arguments.pattern, arguments.backend, arguments.causal, card=card, **sizes)
     if arguments.budget_gib == math.inf:
         raise ValueError("--budget-gib inf: want a number of GiB")
     budget = None if arguments.budget_gib is None else int(arguments.budget_gib * 2**30)
     options = {"n": arguments.n, "budget_bytes": budget, "seconds": arguments.seconds}
     frame = fit.table(ways, card, **options)
     print(frame.to_json(orient="records", indent=1) if arguments.json else fit.words(frame, card, sizes, **options))
-    return 0
+    return int(frame["longest_n"].isna().all())  # none of them can be run there
 
 
 def _scale(arguments) -> int:
@@ -257,6 +295,7 @@ def _scale(arguments) -> int:
     from workbench.probes import fit, scaling, scaling_groups
     from workbench.probes.case import Case
 
+    _to_records(arguments)
     sys.path.insert(0, os.getcwd())  # where module:function may be
     _at_least(arguments, nproc=1, heads=1, kv_heads=1, head_dim=1, batch=1, n=1, samples=1, seconds=1e-3)
     cards = torch.cuda.device_count()

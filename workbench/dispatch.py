@@ -10,7 +10,6 @@ import contextlib
 import math
 import warnings
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -14,8 +14,6 @@ from html import escape
 from importlib.resources import files
 
 import pandas as pd
-import torch
-from torch import Tensor
 
 from workbench import cards, records
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, layouts
@@ -39,21 +37,13 @@ CLAIMS = (
 )
 
 
-def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Dense attention as it is written on a blackboard, with all N x N scores: q, k, v (B, N, H, D) -> (B, N, H, D)."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5  # (B, H, N, N)
-    return (torch.softmax(scores, -1) @ v).transpose(1, 2)
-
-
 def ways(
     names: Iterable[str], *, segments: Sequence[int], rates: Sequence[int], block_size: int, device="cuda", **sizes
 ) -> dict[str, frontier.Lengths]:
     """{"pattern, backend": the Case of that at N}, for `frontier.search`, `frontier.sweep` and `fit.table`.
 
     names: dense (all pairs), dilated (LongNet with these segments and rates), blocks (each block of block_size tokens,
-        its neighbours and the first one) or window (at most block_size tokens away), and a backend of `Case`'s, or
-        "eager": all the scores of dense attention at once
+        its neighbours and the first one) or window (at most block_size tokens away), and a backend of `Case`'s
     sizes: `Case`'s batch, heads, head_dim, dtype and mode
     """
     dense, dilated = Dense(), Dilated(segments, rates)
@@ -62,10 +52,7 @@ def ways(
         "dense": lambda n, _: dense, "dilated": lambda n, _: dilated, "blocks": lambda n, _: blocks,
         "window": lambda n, _: Neighborhood((n,), block_size),
     }  # fmt: skip
-    written = f"{__name__}:eager"
-    asked = {name: name.removesuffix("eager") + written if name.endswith(", eager") else name for name in names}
-    found = fit.ways(asked.values(), patterns, device=device, **sizes)
-    return {name: found[way] for name, way in asked.items()}
+    return fit.ways(names, patterns, device=device, **sizes)
 
 
 def wrong(kind: str) -> pd.DataFrame:

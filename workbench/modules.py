@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from workbench.dispatch import BACKENDS, attention, refuse
 from workbench.patterns import Pattern
-from workbench.patterns.arguments import describe, whole
+from workbench.patterns.checks import describe, whole
 
 
 class MultiheadAttention(nn.Module):

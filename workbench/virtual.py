@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._library.custom_ops import _maybe_get_opdef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from workbench import cards
 from workbench.patterns.checks import real
 from workbench.probes.allocator import MIB, Allocator, OutOfMemory
 
@@ -29,7 +30,8 @@ META = torch.device("meta")
 class VirtualCard:
     """A card of `gib` GiB, while the block lasts, for what this thread computes on the CPU (its backward included).
 
-    gib: memory that tensors may take: the whole card's less its CUDA context, which is about half a GiB.
+    gib: memory that tensors may take: the whole card's less its CUDA context, which is about half a GiB; or the name of
+        a card (`cards.find`), "rtx4090", for what that one has.
 
     A tensor made inside counts from its birth to its death, also where it outlives the block; one made before counts
     from its first use inside, as if it were copied to the card then. Operators defined in Python, as attention's
@@ -43,8 +45,11 @@ class VirtualCard:
     A card can be entered again, with what is still alive on it.
     """
 
-    def __init__(self, gib: float):
-        self.gib = real("gib", gib, "the card's memory in GiB, e.g. 8 or 0.5")
+    def __init__(self, gib: float | str):
+        if isinstance(gib, str):
+            card = cards.find(gib)
+            gib = (card.total_bytes - card.context_bytes) / (1024 * MIB)
+        self.gib = real("gib", gib, "the card's memory in GiB, e.g. 8 or 0.5, or a card's name, 'rtx4090'")
         self._births = _Births(Allocator(int(self.gib * 1024 * MIB)))
 
     def __enter__(self) -> VirtualCard:

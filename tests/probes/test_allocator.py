@@ -17,6 +17,18 @@ def numbers(allocator):
     return allocator.requested, allocator.allocated, allocator.reserved
 
 
+def segments(allocator):
+    """The segments by address, each a list of its blocks: (address, size, requested bytes; None where free)."""
+    blocks = [block for block in allocator._used.values() if block is not None]
+    blocks += [block for pool in allocator._pools.values() for _, _, block in pool.free]
+    found = []
+    for block in sorted(blocks, key=lambda block: block.address):
+        if block.before is None:
+            found.append([])
+        found[-1].append((block.address, block.size, block.requested if block.used else None))
+    return found
+
+
 # --- the rules, one by one -------------------------------------------------------------------------------------------
 
 
@@ -78,7 +90,7 @@ def test_a_small_block_is_split_always():
     first, _ = allocator.malloc(1024), allocator.malloc(512)
     allocator.free(first)
     allocator.malloc(512)
-    assert allocator.segments() == [[(0, 512, 512), (512, 512, None), (1024, 512, 512), (1536, 2 * MIB - 1536, None)]]
+    assert segments(allocator) == [[(0, 512, 512), (512, 512, None), (1024, 512, 512), (1536, 2 * MIB - 1536, None)]]
 
 
 def test_best_fit_and_then_the_lowest_address():
@@ -88,7 +100,7 @@ def test_best_fit_and_then_the_lowest_address():
     for hole in (1, 3, 5):
         allocator.free(handles[hole])
     allocator.malloc(3 * MIB)  # fits both of 3 MiB, and the one of 6 MiB
-    taken = {address: used for address, _, used in allocator.segments()[0]}
+    taken = {address: used for address, _, used in segments(allocator)[0]}
     assert (taken[2 * MIB], taken[7 * MIB], taken[15 * MIB]) == (3 * MIB, None, None)
     assert allocator.reserved == 20 * MIB
 
@@ -99,30 +111,19 @@ def test_free_neighbours_merge_in_any_order(order):
     handles = [allocator.malloc(6 * MIB) for _ in range(3)]
     for x in order:
         allocator.free(handles[x])
-    assert allocator.segments() == [[(0, 20 * MIB, None)]]
+    assert segments(allocator) == [[(0, 20 * MIB, None)]]
     allocator.malloc(19 * MIB)
     assert allocator.reserved == 20 * MIB
 
 
-def test_streams_do_not_share():
-    allocator = Allocator()
-    allocator.free(allocator.malloc(30 * MIB, stream=0))
-    allocator.malloc(30 * MIB, stream=1)
-    assert allocator.reserved == 60 * MIB
-    allocator.malloc(30 * MIB, stream=0)
-    assert allocator.reserved == 60 * MIB
-
-
-def test_at_the_limit_free_segments_go_of_every_stream_and_pool():
+def test_at_the_limit_free_segments_go_of_every_pool():
     allocator = Allocator(limit=60 * MIB)
-    for nbytes, stream in ((20 * MIB, 0), (20 * MIB, 1), (KIB, 0)):
-        allocator.free(allocator.malloc(nbytes, stream))
-    kept = allocator.malloc(KIB, stream=1)
-    assert allocator.reserved == 44 * MIB
-    allocator.malloc(50 * MIB)
-    assert numbers(allocator) == (50 * MIB + KIB, 50 * MIB + KIB, 52 * MIB)
-    assert allocator.peak_reserved == 52 * MIB
-    allocator.free(kept)
+    for handle in [allocator.malloc(nbytes) for nbytes in (20 * MIB, 30 * MIB, KIB)]:
+        allocator.free(handle)
+    assert allocator.reserved == 52 * MIB
+    allocator.malloc(54 * MIB)
+    assert numbers(allocator) == (54 * MIB, 54 * MIB, 54 * MIB)
+    assert allocator.peak_reserved == 54 * MIB
 
 
 def test_a_segment_in_use_does_not_go():
@@ -150,60 +151,6 @@ def test_out_of_memory_says_what_there_was():
     allocator.malloc(424 * MIB)
 
 
-# --- expandable segments ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("nbytes, reserved", [(1, 2), (MIB, 2), (MIB + 1, 20), (20 * MIB, 20), (20 * MIB + 1, 40)])
-def test_expandable_segments_grow_by_pages(nbytes, reserved):
-    allocator = Allocator(expandable=True)
-    allocator.malloc(nbytes)
-    assert allocator.reserved == reserved * MIB
-    assert allocator.allocated == -(-nbytes // 512) * 512  # of any block, what is left is split off
-
-
-def test_expandable_segments_leave_no_slivers():
-    sizes = [30 * MIB, 31 * MIB, 32 * MIB]
-    plain, expandable = Allocator(), Allocator(expandable=True)
-    for size in sizes:
-        for allocator in (plain, expandable):
-            allocator.free(allocator.malloc(size))
-    assert (plain.reserved, expandable.reserved) == ((30 + 32 + 0) * MIB, 40 * MIB)  # 31 MiB took 32, used again
-
-
-def test_expandable_holes_come_before_the_end_if_they_fit():
-    allocator = Allocator(expandable=True)
-    handles = [allocator.malloc(10 * MIB) for _ in range(4)]
-    allocator.free(handles[1])
-    allocator.malloc(10 * MIB)
-    assert allocator.reserved == 40 * MIB
-    allocator.free(handles[3])  # the end, which can grow
-    allocator.malloc(25 * MIB)  # 10 of them are there
-    assert allocator.reserved == 60 * MIB
-    assert [size for _, size, used in allocator.segments()[0] if used is None] == [5 * MIB]
-
-
-def test_expandable_pages_go_at_the_limit_and_come_back_where_they_were():
-    allocator = Allocator(limit=100 * MIB, expandable=True)
-    first, kept = allocator.malloc(50 * MIB), allocator.malloc(10 * MIB)
-    allocator.free(first)
-    assert allocator.reserved == 60 * MIB
-    allocator.malloc(60 * MIB)  # 60 + 60 > 100: pages 0 and 1 go, the third is shared; 10 MiB of it are free
-    assert allocator.reserved == 80 * MIB
-    assert [address // MIB for address, *_ in allocator.segments()[0]] == [40, 50, 60]
-    allocator.malloc(12 * MIB)  # now the lowest addresses that are free, which no longer have memory
-    assert allocator.reserved == 100 * MIB
-    assert [(a // MIB, n // MIB) for a, n, used in allocator.segments()[0] if used] == [(0, 12)]
-    allocator.free(kept)
-
-
-def test_expandable_pages_may_pass_the_limit_as_in_torch():
-    allocator = Allocator(limit=22 * MIB, expandable=True)
-    allocator.malloc(21 * MIB)  # compared as 22 MiB, mapped as 40
-    assert allocator.reserved == 40 * MIB
-    with pytest.raises(OutOfMemory):
-        allocator.malloc(20 * MIB)
-
-
 # --- bad calls -------------------------------------------------------------------------------------------------------
 
 
@@ -225,7 +172,7 @@ def test_replay():
     allocator = replay(events)
     assert numbers(allocator) == (30 * MIB, 30 * MIB, 30 * MIB)
     assert allocator.peak_requested == 30 * MIB
-    assert replay(iter(events), expandable=True).reserved == 40 * MIB
+    assert replay(iter(events)).reserved == 30 * MIB
     with pytest.raises(OutOfMemory):
         replay(events, limit=29 * MIB)
     assert replay(events, limit=30 * MIB).peak_reserved == 30 * MIB
@@ -241,11 +188,10 @@ def test_it_is_fast_however_many_are_alive():
     order = list(range(20_000))
     random_.shuffle(order)
     events = [(i, n, "") for i, n in enumerate(sizes)] + [(i, -1, "") for i in order]
-    for expandable in (False, True):
-        begin = time.process_time()
-        replay(events, expandable=expandable)
-        spent = time.process_time() - begin
-        assert spent < 2 * tools.slowness(time.process_time)  # a scan over what is alive would take minutes
+    begin = time.process_time()
+    replay(events)
+    spent = time.process_time() - begin
+    assert spent < 2 * tools.slowness(time.process_time)  # a scan over what is alive would take minutes
 
 
 # --- against a model that knows no blocks ----------------------------------------------------------------------------
@@ -257,10 +203,9 @@ class Naive:
     Memory is pieces [begin, end) with a pool; taken: handle -> (begin, end, requested bytes, pool).
     """
 
-    def __init__(self, limit, expandable):
-        self.limit, self.expandable = limit, expandable
+    def __init__(self, limit):
+        self.limit = limit
         self.memory, self.taken, self.counter, self.top = [], {}, 0, 0
-        self.lines = {}  # of expandable segments: pool -> where its addresses begin
 
     @property
     def numbers(self):
@@ -278,38 +223,24 @@ class Naive:
             inside = sorted(x for x in self.taken.values() if x[0] < end and begin < x[1])
             edges = [begin, *itertools.chain.from_iterable((x[0], x[1]) for x in inside), end]
             for a, b in zip(edges[::2], edges[1::2], strict=True):
-                if self.expandable and found and found[-1][1] == a < b:
-                    found[-1] = (found[-1][0], b)  # pages side by side are one
-                elif a < b:
+                if a < b:
                     found.append((a, b))
         return found
 
-    def room(self, hole, pool):
-        """What a hole could grow to, over addresses without memory."""
-        if any(x[0] == hole[1] for x in self.taken.values()):
-            return hole[1] - hole[0]
-        later = [begin for begin, _, owner in self.memory if owner == pool and begin >= hole[1]]
-        return min(later, default=1 << 60) - hole[0]
-
-    def malloc(self, nbytes, stream):
+    def malloc(self, nbytes):
         self.counter += 1
         size = max(1, -(-nbytes // 512)) * 512
-        pool = (stream, size <= MIB)
+        pool = size <= MIB
         fits = sorted((b - a, a) for a, b in self.holes(pool) if b - a >= size)
-        if self.expandable:
-            while len(fits) > 1 and self.room((fits[1][1], sum(fits[1])), pool) < self.room(
-                (fits[0][1], sum(fits[0])), pool
-            ):
-                fits.pop(0)
         if not fits:
             wanted = 2 * MIB if size <= MIB else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
             if self.limit is not None and self.numbers[2] + wanted > self.limit:
                 self.give_back()
                 if self.numbers[2] + wanted > self.limit:
                     return None
-            fits = [self.grow(pool, size) if self.expandable else self.segment(pool, wanted)]
+            fits = [self.segment(pool, wanted)]
         length, begin = fits[0]
-        threshold = 512 if self.expandable or size <= MIB else MIB + 512
+        threshold = 512 if pool else MIB + 512
         end = begin + (size if length - size >= threshold else length)
         self.taken[self.counter] = (begin, end, nbytes, pool)
         return self.counter
@@ -318,31 +249,6 @@ class Naive:
         self.memory.append((self.top, self.top + nbytes, pool))
         self.top += nbytes
         return nbytes, self.memory[-1][0]
-
-    def grow(self, pool, size):
-        page = 2 * MIB if pool[1] else 20 * MIB
-        if pool not in self.lines:
-            self.lines[pool] = len(self.lines) << 50
-        base = self.lines[pool]
-        backed = {a for a, _, owner in self.memory if owner == pool}
-        taken = sorted((x[0], x[1]) for x in self.taken.values() if x[3] == pool)
-        free = [base, *itertools.chain.from_iterable(taken), base + (1 << 49)]
-        for a, b in zip(free[::2], free[1::2], strict=True):  # runs of addresses that nobody has
-            bare = [p for p in range(-(-(a - base) // page) * page + base, min(b, a + 1000 * page), page)]
-            bare = [p for p in bare if p not in backed]
-            if not bare:
-                continue
-            before = [hole for hole in self.holes(pool) if hole[1] == bare[0]]
-            start = before[0][0] if before else bare[0]
-            if b - start < size:
-                later = [p for p in bare if p > start and b - p >= size]
-                assert not later  # a later start has less room
-                continue
-            for p in bare:
-                if p < start + size:
-                    self.memory.append((p, p + page, pool))
-            hole = next(hole for hole in self.holes(pool) if hole[0] == start)
-            return hole[1] - hole[0], start
 
     def give_back(self):
         self.memory = [m for m in self.memory if any(x[0] < m[1] and m[0] < x[1] for x in self.taken.values())]
@@ -356,27 +262,27 @@ SIZES = st.one_of(
 )
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("malloc"), SIZES, st.integers(0, 1)),
-        st.tuples(st.just("free"), st.integers(0, 10**6), st.booleans()),
-        st.tuples(st.just("empty"), st.none(), st.none()),
+        st.tuples(st.just("malloc"), SIZES),
+        st.tuples(st.just("free"), st.integers(0, 10**6)),
+        st.tuples(st.just("empty"), st.none()),
     ),
     max_size=40,
 )
 
 
 @settings(max_examples=150, deadline=None)
-@given(STEPS, st.sampled_from([None, 64 * MIB, 130 * MIB]), st.booleans())
-def test_any_program(steps, limit, expandable):
-    real, naive, alive = Allocator(limit, expandable), Naive(limit, expandable), []
+@given(STEPS, st.sampled_from([None, 64 * MIB, 130 * MIB]))
+def test_any_program(steps, limit):
+    real, naive, alive = Allocator(limit), Naive(limit), []
     peaks = [0, 0, 0]
-    for what, x, stream in steps:
+    for what, x in steps:
         if what == "malloc":
-            wanted = naive.malloc(x, stream)
+            wanted = naive.malloc(x)
             if wanted is None:
                 with pytest.raises(OutOfMemory):
-                    real.malloc(x, stream)
+                    real.malloc(x)
             else:
-                alive.append((real.malloc(x, stream), wanted))
+                alive.append((real.malloc(x), wanted))
         elif what == "free" and alive:
             handle, wanted = alive.pop(x % len(alive))
             real.free(handle)
@@ -392,16 +298,16 @@ def test_any_program(steps, limit, expandable):
 def check(real, limit, peaks):
     requested, allocated, reserved = numbers(real)
     assert requested <= allocated <= reserved
-    assert limit is None or reserved < limit + (20 * MIB if real.expandable else 1)
+    assert limit is None or reserved <= limit
     assert [real.peak_requested, real.peak_allocated, real.peak_reserved] == peaks
-    segments = real.segments()
-    for blocks in segments:
+    found = segments(real)
+    for blocks in found:
         for (a, size, used), (b, _, after) in itertools.pairwise(blocks):
             assert a + size == b and (used is not None or after is not None)  # no gap; free neighbours are one
         assert all(size > 0 and size % 512 == 0 and a % 512 == 0 and (used or 0) <= size for a, size, used in blocks)
-    for one, other in itertools.pairwise(segments):
+    for one, other in itertools.pairwise(found):
         assert one[-1][0] + one[-1][1] <= other[0][0]
-    every = [block for blocks in segments for block in blocks]
+    every = [block for blocks in found for block in blocks]
     assert reserved == sum(size for _, size, _ in every)
     assert allocated == sum(size for _, size, used in every if used is not None)
     assert requested == sum(used or 0 for _, _, used in every)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import workbench as wb
+from tests import efficiency
 from workbench import cards, patterns, records
 from workbench.patterns.dilated import PAPER
 from workbench.probes import estimate, frontier, scratch
@@ -75,23 +76,8 @@ def test_the_memory_efficient_backward_takes_what_was_measured(n, heads, head_di
 def test_eager_attention_takes_what_was_measured():
     """On an H100: a copy of the scores in softmax's backward, and a cuBLAS workspace for each of two threads."""
     sizes = {"batch": 8, "heads": 32, "head_dim": 128, "dtype": "bfloat16", "mode": "fwdbwd"}
-    found = estimate.trace(Case(wb.Dense(), 816, backend="workbench.frontiers:eager", **sizes), "h100")
+    found = estimate.trace(Case(wb.Dense(), 816, backend="eager", **sizes), "h100")
     assert found.requested_bytes == 1_858_600_960
-
-
-def test_the_fit_finds_what_a_kernel_does():
-    shapes = [(1, 4, 1000, 64), (2, 3, 4096, 80), (1, 8, 5000, 128), (3, 2, 777, 32), (1, 1, 130, 64), (2, 2, 3000, 96)]
-    rows = []
-    for shape in shapes:
-        line, elements = scratch.sizes(shape, 128, 32)
-        rows.append(
-            {"operator": "x_backward", "dtype": "bfloat16", "shape": shape, "scratch_bytes": 4 * line + 4 * elements}
-        )
-    found = scratch.fit(rows)["x_backward"]["bfloat16"]
-    assert (found.pop("worst"), found) == (
-        0,
-        {"round_n": 128, "round_d": 32, "constant_bytes": 0, "row_bytes": 4, "element_bytes": 4},
-    )
 
 
 def test_time_is_modelled_where_the_execution_was_measured():
@@ -105,7 +91,7 @@ def test_time_is_modelled_where_the_execution_was_measured():
 def test_the_efficiency_table_is_what_the_committed_records_give(tmp_path, monkeypatch):
     shipped = estimate.EFFICIENCY.read_text()
     monkeypatch.setattr(estimate, "EFFICIENCY", tmp_path / "efficiency.json")
-    estimate.write_efficiency("h100x1")
+    efficiency.write("h100x1")
     assert estimate.EFFICIENCY.read_text() == shipped
 
 
@@ -114,10 +100,10 @@ def test_an_efficiency_table_is_of_the_card_that_was_measured(tmp_path, monkeypa
     monkeypatch.setattr(estimate, "EFFICIENCY", tmp_path / "efficiency.json")
     monkeypatch.setattr(records, "default_folder", lambda: tmp_path)
     with pytest.raises(ValueError, match="kind='rtx4090x2': want a machine kind with committed timings"):
-        estimate.write_efficiency("rtx4090x2")
+        efficiency.write("rtx4090x2")
     row = {"status": "ok", "median_ms": 10.0} | Case(wb.Dense(), 8192, 8, 64, "float16", "flash").fields()
     records.start("timing", "gpu", tmp_path / "rtx4090x2").row(**row)
-    (line,) = estimate.write_efficiency("rtx4090x2")["Dense flash full fwd"]
+    (line,) = efficiency.write("rtx4090x2")["Dense flash full fwd"]
     assert line["share"] == pytest.approx(4 * 8 * 64 * 8192**2 / 1e10 / 165.2, rel=1e-3)
     assert '"card": "rtx4090"' in estimate.EFFICIENCY.read_text()
 

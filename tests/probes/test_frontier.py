@@ -63,7 +63,7 @@ def toy(monkeypatch, bytes_=1000.0, milliseconds=None, fails=None):
     """A trace of a program that reserves so many bytes a token; returns the lengths that are asked for."""
     asked = []
 
-    def trace(case, card="h100", expandable=False):
+    def trace(case, card="h100"):
         asked.append(case.n)
         if fails:
             fails(case.n)

@@ -47,7 +47,7 @@ def test_a_layer_that_cannot_run_is_a_row(tmp_path):
     assert len(records.load(tmp_path)) == 4
 
 
-def test_one_that_fails_while_it_is_timed_is_a_row_and_the_others_are_timed(tmp_path, monkeypatch):
+def test_where_one_fails_while_they_are_timed_all_rows_say_so(tmp_path, monkeypatch):
     calls = []
 
     def grows(q, k, v, pattern, **options):
@@ -58,8 +58,8 @@ def test_one_that_fails_while_it_is_timed_is_a_row_and_the_others_are_timed(tmp_
 
     monkeypatch.setattr("workbench.modules.attention", grows)
     rows = layer.measure({"longnet": LONGNET, "dense": Dense()}, **TINY, folder=tmp_path).set_index("label")
-    assert rows.loc["longnet", "status"] == "oom" and rows.loc["longnet", "backend"] == "torch"
-    assert rows.loc["dense", "status"] == "ok" and rows.loc["A/A", "pattern"] == "dense"
+    assert set(rows["status"]) == {"oom"} and list(rows.index) == ["longnet", "dense"]
+    assert rows["median_ms"].isna().all()
 
 
 def test_a_machine_that_runs_none_gives_rows_too(tmp_path):
@@ -91,7 +91,7 @@ def test_a_function_has_the_projections_of_the_layer():
     ("change", "said"),
     [
         ({"embed_dim": 30}, "num_heads must divide"),
-        ({"dtype": "float31"}, "want a torch dtype"),
+        ({"dtype": "float31"}, "want one of float64"),
         ({"peers": ["natten"]}, "peer 'natten'"),
         ({"samples": 0}, "samples=0"),
     ],

@@ -8,25 +8,6 @@ from workbench.probes import memory
 
 MB = 1 << 20
 ROOT = Path(wb.__file__).parents[1]
-HERE = """
-import os, sys, time
-import numpy, torch
-
-def array():
-    print("not an answer")
-    return numpy.ones(64 << 20, numpy.uint8) + torch.zeros(16 << 20, dtype=torch.uint8)[0].item()
-
-def mean_of_values(q, k, v):
-    return q + v.mean(1, keepdim=True)
-"""
-
-
-@pytest.fixture
-def mine(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(HERE)
-    monkeypatch.syspath_prepend(tmp_path)
-
-
 def test_allocations_are_counted_exactly():
     def fn():
         a = torch.zeros(2 * MB, dtype=torch.uint8)
@@ -65,16 +46,7 @@ def test_fresh_and_here_agree_on_what_is_allocated():
         assert row["extra_bytes"] > 4 * 512 * 512 * 8  # a matrix of scores
         assert (row["pairs"], row["backend"], row["measured"]) == (4 * 512 * 512, "reference", True)
     assert here["extra_bytes"] == there["extra_bytes"]
-    assert 0.5 < there["reserved_bytes"] / there["peak_bytes"] < 1.5
-    assert there["device_used_bytes"] > there["reserved_bytes"]
-
-
-def test_fresh_process_sees_memory_that_torch_does_not(mine):
-    got = memory.measure("mine:array")
-    assert 16 * MB <= got.peak_allocated_bytes < 17 * MB
-    assert 64 * MB < got.reserved_bytes < 300 * MB  # numpy's, beside torch's
-    row = memory.measure_attention(wb.Dense(), n=64, heads=2, head_dim=8, backend="mine:mean_of_values")
-    assert (row["status"], row["error"], row["backend"]) == ("ok", None, "mine:mean_of_values")
+    assert here["reserved_bytes"] is there["reserved_bytes"] is None and there["device_used_bytes"] > 50 * MB
 
 
 def test_refusals():
@@ -82,5 +54,7 @@ def test_refusals():
     assert row["status"] == "refused" and "nonsense" in row["error"] and row["peak_bytes"] is None
     with pytest.raises(ValueError, match="module:function"):
         memory.measure_attention(wb.Predicate(lambda h, i, j: i == j), n=8, heads=1, head_dim=8)
-    with pytest.raises(RuntimeError, match="killed: ModuleNotFoundError"):
-        memory.measure("no_such_module:fn")
+    for fn, device, want in ((lambda: 1, "mps", "device='mps': want 'cpu'"), (lambda: 1, None, "device='None'"),
+                             ("module:function", "cpu", "fn='module:function': want a function")):  # fmt: skip
+        with pytest.raises(ValueError, match=want):
+            memory.measure(fn, device)

@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from workbench import Dilated, Neighborhood, Predicate, reference
+from workbench import Dilated, reference
 from workbench.probes import peers
 from workbench.probes.case import Case
 
@@ -28,7 +28,7 @@ def far(got, want):
 
 def test_a_peer_is_usable_or_named_with_the_reason():
     found = peers.available()
-    assert set(found) == {"torchscale", "attn-gym"}
+    assert set(found) == {"torchscale"}
     for reason in found.values():
         assert reason is None or "cannot be imported" in reason
 
@@ -38,8 +38,6 @@ def test_what_is_no_peer_or_not_here_is_refused(monkeypatch):
         peers.longnet("xformers", [4], [1])
     with pytest.raises(ValueError, match="one rate for each segment length"):
         peers.longnet("torchscale", [4], [1, 2])
-    with pytest.raises(ValueError, match="radius"):
-        peers.window("attn-gym", -1)
     for name in [x for x in sys.modules if x.startswith("torchscale")] or ["torchscale"]:
         monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
     with pytest.raises(ValueError, match="peer 'torchscale': torchscale.* cannot be imported"):
@@ -103,12 +101,3 @@ def test_a_peer_is_a_backend_of_a_case():
     assert pickle.loads(pickle.dumps(call)).__name__ == "torchscale"  # it goes to fresh processes
     run, name = Case(pattern, 64, 4, 8, backend=call, mode="fwdbwd").prepare()
     assert name == "torchscale" and [x.shape for x in run()] == [(1, 64, 4, 8)] * 3
-
-
-@needs("attn-gym")
-@pytest.mark.parametrize("causal", [False, True])
-def test_attn_gym_is_the_oracle_of_a_window(causal):
-    q, k, v = inputs(200, 2, 16)
-    window = Predicate(lambda h, i, j: i - j <= 9, causal=True) if causal else Neighborhood((200,), 9)
-    out = peers.window("attn-gym", 9, causal)(q, k, v)
-    assert far(out, reference(q, k, v, window)[0]) < 2e-6

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from workbench import records
-from workbench.patterns import Dense, Neighborhood
+from workbench.patterns import BlockSparse, Dense, Neighborhood, layouts
 from workbench.probes import roofline, speed
 
 SMALL = {"heads": 2, "head_dim": 16, "samples": 2, "seconds": 0.2, "say": None}
@@ -83,7 +83,7 @@ def test_it_pays_from_where_every_sparser_layout_wins(lows, since):
 def test_the_fastest_dense_backend_needs_one_that_runs():
     assert speed.fastest_dense(n=32, heads=1, head_dim=8, dtype="float32", device="cpu") == "sdpa"
     with pytest.raises(ValueError, match="no dense backend"):
-        speed.fastest_dense(n=32, heads=1, head_dim=8, dtype="int8", device="cpu")
+        speed.fastest_dense(n=32, heads=1, head_dim=8, dtype="float32", device="cuda:99")
 
 
 def test_a_machine_kind_without_records_has_none():
@@ -138,3 +138,23 @@ def test_the_better_of_two_ceilings_counts(tmp_path, monkeypatch):
     known = {"matmul_tflops": {"float32": 3.0}, "copy_gbs": 1.0}
     best = speed.ceilings("cpu", known=known, folder=tmp_path)
     assert best == {"matmul_tflops": {"float32": 3.0, "float64": 4.0}, "copy_gbs": 2.0}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"block": 8}, {"makers": "seed"}, {"head_dim": 8}, {"samples": 3}, {"modes": ("fwdbwd",)}, {"dtype": "float64"}],
+    ids=str,
+)
+def test_a_resumed_row_is_found_only_for_the_same_measurement(change, tmp_path):
+    """Names say little: blocks of 16 and of 8, two seeds, have one name."""
+
+    def rows(block=16, makers="", **changed):
+        layout = layouts.random(0.5, seed=int(makers == "seed"))
+        options = SMALL | {"folder": tmp_path, "resume": True} | changed
+        return speed.sweep({"mine": lambda n: BlockSparse(layout, block)}, [64], **options)
+
+    first = rows()
+    assert rows()["run"].tolist() == first["run"].tolist()
+    other = rows(**change)
+    assert other["run"].tolist() != first["run"].tolist() and len(other) == 1
+    assert other["pattern_spec"].item()["block_size"] == [change.get("block", 16)] * 2

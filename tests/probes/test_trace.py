@@ -52,7 +52,7 @@ def toy(q, k, v):
 def test_a_toy_is_followed_to_the_byte():
     sizes = {"pattern": wb.Dense(), "n": 1000, "heads": 2, "head_dim": 16, "dtype": "float32", "backend": toy}
     one = 1000 * 2 * 16 * 4
-    events, before, _ = life(sizes)
+    events, before, *_ = life(sizes)
     assert [e.name for e in events[:before]] == ["q", "k", "v"]
     assert peak(events) == 5 * one
     assert [e.nbytes for e in events[before:]] == [one, one, -1]  # kept, the product, and kept is gone
@@ -61,7 +61,7 @@ def test_a_toy_is_followed_to_the_byte():
 def test_gradients_are_followed_too():
     sizes = {"pattern": wb.Dense(), "n": 500, "heads": 2, "head_dim": 16, "dtype": "float32", "backend": toy}
     one = 500 * 2 * 16 * 4
-    events, before, _ = life(sizes | {"mode": "fwdbwd"})
+    events, before, *_ = life(sizes | {"mode": "fwdbwd"})
     assert peak(events[:before]) == 4 * one  # with the upstream gradient
     # Beside these: kept (saved), the product, the gradients of kept and of v.
     assert peak(events) == 8 * one
@@ -72,7 +72,7 @@ def test_our_kernels_hold_their_results_and_no_more(mode):
     pytest.importorskip("triton")
     n, h, d = 65_536, 12, 64
     sizes = {"pattern": wb.Dilated([500, 3000], [1, 3]), "n": n, "heads": h, "head_dim": d, "dtype": "bfloat16"}
-    events, before, (_, backend) = life(sizes | {"backend": "auto", "mode": mode})
+    events, before, (_, backend), *_ = life(sizes | {"backend": "auto", "mode": mode})
     one, row = n * h * d * 2, n * h * 4
     assert backend == "triton"
     want = 4 * one + row if mode == "fwd" else 8 * one + 3 * row  # out, lse; and gradients, lse and delta a row
@@ -87,7 +87,7 @@ def test_the_torch_path_on_a_card_equals_what_it_takes_here(monkeypatch):
     monkeypatch.setattr(fused, "kernel", lambda q, mask=None: "unfused")
     case = Case(wb.BlockSparse(wb.layouts.local(1), 16), 128, 2, 16, torch.float64, "torch")
     _, _, used = memory._of_case(case, resident=False)
-    events, before, _ = life({x: getattr(case, x) for x in ("pattern", "n", "heads", "head_dim", "dtype", "backend")})
+    events, before, *_ = life({x: getattr(case, x) for x in ("pattern", "n", "heads", "head_dim", "dtype", "backend")})
     assert abs(peak(events) / used.peak_allocated_bytes - 1) < 0.02
 
 

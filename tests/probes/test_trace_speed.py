@@ -22,7 +22,7 @@ SIZES = {"heads": 12, "head_dim": 64, "device": "cuda"}
 CASES = [
     (wb.Dense(), "cudnn", 3000, "h100", {}),
     (wb.Dense(), "flash", 3000, "a100-40gb", {}),
-    (wb.Dense(), "efficient", 3000, "t4", {}),
+    (wb.Dense(), "efficient", 3000, "t4", {"dtype": "float16"}),
     (wb.Dense(True), "torch", 1000, "h100", {"dtype": "float32", "nq": 300}),
     (wb.Dilated(PAPER, (1, 2, 4, 6, 12)), "torch", 41_216, "h100", {}),
     (wb.Dilated(PAPER, (1, 2, 4, 8, 16)), "torch", 70_001, "a100-40gb", {"mode": "fwd"}),

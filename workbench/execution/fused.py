@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workbench.execution import torch_rules
+
 aten = torch.ops.aten
 GRID = 65_535  # the largest y and z of a CUDA grid, into which kernels fold batch and heads
 MAX_BATCH = GRID // 2
@@ -55,14 +57,11 @@ def kernel(q: Tensor, mask: Tensor | None = None) -> str:
     """Which implementation runs: 'cpu', 'flash', 'efficient' (CUDA's fused kernels) or 'unfused'."""
     if q.device.type == "cpu":
         return "cpu"
-    aligned = mask is None and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    if q.device.type == "cuda" and aligned and q.dtype in (torch.float16, torch.bfloat16):
-        if torch.cuda.get_device_capability(q.device) >= (8, 0):
-            return "flash"
-        return "efficient" if q.dtype == torch.float16 else "unfused"  # older cards have neither flash nor bfloat16
-    if q.device.type == "cuda" and aligned and q.dtype == torch.float32:
-        return "efficient"
-    return "unfused"
+    taken, d = (), q.shape[-1]
+    if q.device.type == "cuda" and mask is None and d % 8 == 0 and d <= 256:
+        capability = torch.cuda.get_device_capability(q.device)
+        taken = torch_rules.kernels(capability, q.dtype, d, gradients=True)  # one kernel for both directions
+    return next((x for x in ("flash", "efficient") if x in taken), "unfused")
 
 
 def _chunks(t: Tensor, most: int = MAX_BATCH):

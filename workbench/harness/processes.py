@@ -40,9 +40,14 @@ TOLD = 4000  # characters of a dead process's stderr that are reported
 
 
 def imported(name: str) -> Callable:
-    """The function that "module:function" names."""
+    """The function that "module:function" names; ValueError where there is none."""
     module, _, function = name.partition(":")
-    found = getattr(importlib.import_module(module), function, None)
+    if not module or not function:
+        raise ValueError(f"{name!r}: want 'module:function'")
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except ImportError as error:
+        raise ValueError(f"{name!r}: {error}") from None
     if not callable(found):
         raise ValueError(f"{name!r}: module {module} has no function {function!r}")
     return found

@@ -6,7 +6,6 @@ query and a key, h is a query head.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable

@@ -11,10 +11,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from workbench.cards import VIRTUAL, Card
+from workbench.execution import torch_rules
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 SHARED_MEMORY = {(7, 0): 98_304, (7, 5): 65_536, (8, 0): 166_912, (8, 6): 101_376, (8, 9): 101_376, (9, 0): 232_448,
                  (10, 0): 232_448, (12, 0): 101_376}  # bytes a block, CUDA C++ programming guide, table 21  # fmt: skip
+
+ENABLED = {
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled, "flash": torch.backends.cuda.flash_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled, "math": torch.backends.cuda.math_sdp_enabled,
+}  # fmt: skip
 
 
 class CannotTrace(ValueError):
@@ -27,6 +33,7 @@ class OnCard(TorchFunctionMode):
     def __init__(self, card: Card):
         super().__init__()
         self.card = card
+        self.kernel: str | None = None  # the one behind the last call of torch's attention
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in PLAIN:  # most calls are these
@@ -45,28 +52,33 @@ class OnCard(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def attention(self, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-        """torch's choice among its kernels, as of 2.11: cuDNN on Hopper and later, flash, memory-efficient."""
+        """What torch runs there: the first kernel that takes the call (`torch_rules`) and is enabled."""
         if attn_mask is not None or dropout_p:
             raise CannotTrace("scaled_dot_product_attention with a mask or dropout is not followed")
-        aten, cuda, d = torch.ops.aten, torch.backends.cuda, q.shape[-1]
+        aten, d, grouped = torch.ops.aten, q.shape[-1], k.shape[1] != q.shape[1]
         if self.card.key == VIRTUAL:  # which gives its lse also where nobody asks for it
             return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)[0]
-        half, needs = q.dtype in (torch.float16, torch.bfloat16), q.requires_grad or k.requires_grad or v.requires_grad
-        compute_lse = needs and torch.is_grad_enabled()
-        if half and cuda.cudnn_sdp_enabled() and self.card.capability >= (9, 0) and d % 8 == 0 and d <= 128:
-            return aten._scaled_dot_product_cudnn_attention(
-                q, k, v, None, compute_lse, 0.0, is_causal, False, scale=scale
-            )[0]
-        if half and cuda.flash_sdp_enabled() and self.card.capability >= (8, 0) and d % 8 == 0 and d <= 256:
-            return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[0]
-        if enable_gqa and k.shape[1] != q.shape[1]:
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        if q.dtype != torch.float64 and cuda.mem_efficient_sdp_enabled():
-            return aten._scaled_dot_product_efficient_attention(
-                q, k, v, None, compute_lse, 0.0, is_causal, scale=scale
-            )[0]
-        if not cuda.math_sdp_enabled():
+        lse = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        found = torch_rules.kernels(
+            self.card.capability, q.dtype, d, grouped=grouped, n=k.shape[2], nq=q.shape[2], causal=is_causal,
+            gradients=lse,
+        )  # fmt: skip
+        if grouped and not enable_gqa:
+            found = ("math",)  # which broadcasts a single head
+        self.kernel = next((x for x in found if ENABLED[x]()), None)
+        if self.kernel is None:
             raise NotImplementedError(f"No available kernel for {q.dtype} and head_dim {d} on {self.card.name}")
+        if self.kernel == "cudnn":
+            return aten._scaled_dot_product_cudnn_attention(q, k, v, None, lse, 0.0, is_causal, False, scale=scale)[0]
+        if self.kernel == "flash":
+            scale = d**-0.5 if scale is None else scale
+            q, k, v = (torch.nn.functional.pad(x, (0, -d % 8)) if d % 8 else x for x in (q, k, v))
+            out = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[0]
+            return out[..., :d] if d % 8 else out
+        if self.kernel == "efficient":
+            return aten._scaled_dot_product_efficient_attention(q, k, v, None, lse, 0.0, is_causal, scale=scale)[0]
+        if enable_gqa and grouped:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         return aten._scaled_dot_product_attention_math(q, k, v, None, 0.0, is_causal, scale=scale)[0]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from workbench.execution.fused import expand_heads
 from workbench.harness.processes import imported
-from workbench.patterns.checks import whole
+from workbench.patterns import Dense, Pattern
+from workbench.probes import arguments
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FUSED = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
-BASELINES = ("sdpa", *FUSED)
+BASELINES = ("sdpa", "eager", *FUSED)
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,10 @@ class Case:
     dtype: a torch dtype or its name
     mode: "fwd", or "fwdbwd" for the gradients of q, k and v too
     backend: one of `attention`'s; "sdpa" (torch's dense attention, whichever kernel torch picks) or one kernel of it,
-        "cudnn", "flash" or "efficient"; or any function of q (B, Nq, H, D), k and v (B, N, Hkv, D), given as itself or
-        as "module:function"
+        "cudnn", "flash" or "efficient"; "eager" (dense attention that holds all scores at once); or any function of
+        q (B, Nq, H, D), k and v (B, N, Hkv, D), given as itself or as "module:function"
+
+    ValueError for what no call of attention can be.
     """
 
     pattern: object
@@ -48,17 +54,27 @@ class Case:
     seed: int = 0
 
     def __post_init__(self):
-        if self.mode not in ("fwd", "fwdbwd"):
-            raise ValueError(f"mode={self.mode!r}: want 'fwd' or 'fwdbwd'")
+        if not isinstance(self.pattern, Pattern):
+            raise ValueError(f"pattern={self.pattern!r}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
+        arguments.choice("mode", self.mode, "fwd", "fwdbwd")
+        if not callable(self.backend) and not isinstance(self.backend, str):
+            raise ValueError(f"backend={self.backend!r}: want a name, 'module:function' or a function of q, k and v")
         dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"dtype={self.dtype!r}: want a torch dtype or its name, e.g. 'bfloat16'")
+        if dtype not in DTYPES:
+            names = ", ".join(str(x).removeprefix("torch.") for x in DTYPES)
+            raise ValueError(f"dtype={self.dtype!r}: want one of {names}")
+        sizes = {"n": 0, "heads": 0, "head_dim": 1, "batch": 0, "seed": 0}
+        for name, least in sizes.items():
+            object.__setattr__(self, name, arguments.whole(name, getattr(self, name), least))
+        for name, default in (("kv_heads", self.heads), ("nq", self.n)):
+            value = getattr(self, name)
+            object.__setattr__(self, name, default if value is None else arguments.whole(name, value, 0))
+        if self.nq > self.n:
+            raise ValueError(f"nq={self.nq}, n={self.n}: want at most as many queries as keys")
+        if self.heads and (not self.kv_heads or self.heads % self.kv_heads):
+            raise ValueError(f"{self.kv_heads} key heads do not divide {self.heads} query heads: want a divisor")
         object.__setattr__(self, "dtype", dtype)
-        object.__setattr__(self, "device", str(self.device))
-        object.__setattr__(self, "kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
-        object.__setattr__(self, "nq", self.n if self.nq is None else self.nq)
-        for name in ("n", "heads", "head_dim", "batch", "kv_heads", "nq", "seed"):
-            object.__setattr__(self, name, whole(name, getattr(self, name), 0))
+        object.__setattr__(self, "device", arguments.device(self.device))
 
     def at(self, n: int) -> Case:
         """This case at another N; where there are as many queries as keys, there are again."""
@@ -72,7 +88,7 @@ class Case:
             "pattern": self.pattern.name, "backend": backend, "n": self.n, "heads": self.heads,
             "head_dim": self.head_dim, "dtype": str(self.dtype).removeprefix("torch."), "causal": self.pattern.causal,
             "mode": self.mode, "world": 1, "strategy": None, "batch": self.batch, "kv_heads": self.kv_heads,
-            "nq": self.nq, "seed": self.seed, "pattern_spec": self.pattern.spec(),
+            "nq": self.nq, "seed": self.seed, "pattern_spec": self.pattern.spec(), "device": self.device,
         } | ({"backend_source": source} if source else {})  # fmt: skip
 
     def prepare(self) -> tuple[Callable[[], object], str]:
@@ -132,32 +148,31 @@ class Case:
 def source_of(backend: str | Callable) -> str | None:
     """A fingerprint of a function of the user's, given as in `Case`: of its file, and of its name in it.
 
-    It tells an edited function from the one that a journal knows. None for what is in this package, of which a record
-    has the fingerprint anyway, and for what is in no file. What its module imports does not count.
+    It tells an edited function from the one that a journal knows. What its module imports does not count. A function
+    that is not at the top of a file (of a notebook's cell, or one that closes over values) is never the same again.
+    None for what is in this package, of which a record has the fingerprint anyway, and for names of backends.
     """
-    module, _, function = backend.partition(":") if isinstance(backend, str) else _whence(backend)
-    if not function or module.partition(".")[0] == __package__.partition(".")[0]:
+    if isinstance(backend, str):
+        module, _, function = backend.partition(":")
+    else:
+        module, function = getattr(backend, "__module__", None) or "", getattr(backend, "__qualname__", "")
+    if isinstance(backend, str) and not function or module.partition(".")[0] == __package__.partition(".")[0]:
         return None
-    with contextlib.suppress(ImportError, ValueError, OSError):  # no such module; one without a file, as a notebook's
-        found = Path(importlib.util.find_spec(module).origin).read_bytes()
-        return hashlib.sha256(found + function.encode()).hexdigest()[:12]
-    return None
-
-
-def _whence(function: Callable) -> tuple[str, str, str]:
-    return getattr(function, "__module__", None) or "", ":", getattr(function, "__qualname__", "")
+    with contextlib.suppress(ImportError, ValueError, OSError, AttributeError):  # in no module, or in none with a file
+        if isinstance(backend, str) or getattr(importlib.import_module(module), function, None) is backend:
+            found = Path(importlib.util.find_spec(module).origin).read_bytes()
+            return hashlib.sha256(found + function.encode()).hexdigest()[:12]
+    return None if isinstance(backend, str) else uuid.uuid4().hex[:12]
 
 
 def _baseline(name: str, case: Case) -> Callable:
     """torch's own dense attention on (B, N, H, D)."""
-    from workbench.patterns import Dense
-
     if not isinstance(case.pattern, Dense):
         raise ValueError(f"backend={name!r} with {case.pattern.name}: it computes Dense only")
+    if name == "eager":
+        return lambda q, k, v: eager(q, k, v, case.pattern.causal)
     if case.pattern.causal and case.nq != case.n:
         raise ValueError(f"backend={name!r}, causal, nq={case.nq}, n={case.n}: torch aligns the first query with key 0")
-    if case.heads % case.kv_heads:
-        raise ValueError(f"backend={name!r}: {case.kv_heads} key heads do not divide {case.heads} query heads")
     if name in FUSED and not case.device.startswith("cuda"):
         raise NotImplementedError(f"{name} runs on CUDA only, not on {case.device}")
 
@@ -176,3 +191,13 @@ def _baseline(name: str, case: Case) -> Callable:
             return sdpa(q, k, v)
 
     return one_kernel
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """Dense attention as it is written on a blackboard, with all Nq x N scores: q, k, v -> out (B, Nq, H, D)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
+    scores = q @ expand_heads(k, q).transpose(-1, -2) * q.shape[-1] ** -0.5  # (B, H, Nq, N)
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + k.shape[2] - q.shape[2])
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return (torch.softmax(scores, -1) @ expand_heads(v, q)).transpose(1, 2)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from workbench.dispatch import BACKENDS, DTYPES, attention, why_not
 from workbench.oracle import reference
+from workbench.probes import arguments
+from workbench.probes.case import Case
 
 RELATIVE = {torch.float64: 1e-10, torch.float32: 2e-6}
 LSE = {torch.float64: 1e-10, torch.float32: 1e-6, torch.bfloat16: 1e-4, torch.float16: 1e-4}
@@ -30,9 +32,9 @@ def table(patterns: Iterable, *, n: int, backends=BACKENDS, dtypes=DTYPES, **siz
     dtypes: torch's, or their names. sizes: what else `measure` takes (heads, head_dim, device, batch, kv_heads, nq,
     seed).
     """
-    dtypes = [getattr(torch, dtype) if isinstance(dtype, str) else dtype for dtype in dtypes]
+    backends, dtypes = arguments.listed("backends", backends), arguments.listed("dtypes", dtypes)
     rows = []
-    for pattern in patterns:
+    for pattern in arguments.listed("patterns", patterns):
         for backend in backends:
             for dtype in dtypes:
                 rows.append(measure(pattern, n=n, backend=backend, dtype=dtype, **sizes))
@@ -56,10 +58,9 @@ def measure(
     for lse the largest |got - want| / max(1, |want|). A quantity that the backend does not return is left out. The
     status is "ok" or "refused", then with the reason in `error`.
     """
-    if mode not in ("fwd", "fwdbwd"):
-        raise ValueError(f"mode={mode!r}: want 'fwd' or 'fwdbwd'")
-    nq = n if nq is None else nq
-    kv_heads = heads if kv_heads is None else kv_heads
+    case = Case(pattern, n, heads, head_dim, dtype, backend, mode, device, batch, kv_heads, nq, seed)
+    arguments.device(case.device, here=True)
+    dtype, nq, kv_heads = case.dtype, case.nq, case.kv_heads
     random = torch.Generator().manual_seed(seed)
     shapes = [(batch, nq, heads, head_dim), *[(batch, n, kv_heads, head_dim)] * 2, (batch, nq, heads, head_dim)]
     q, k, v, upstream = (torch.randn(s, generator=random).to(device, dtype) for s in shapes)

@@ -19,12 +19,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from workbench import cards
+from workbench.execution import torch_rules
 from workbench.patterns import Dense, Neighborhood
-from workbench.probes import allocator, lone, roofline
+from workbench.probes import allocator, arguments, lone, roofline
 from workbench.probes import trace as tracer
 from workbench.probes.case import Case
 from workbench.probes.outcome import attempt
@@ -33,9 +35,17 @@ from workbench.probes.trace import CannotTrace, Event
 EFFICIENCY = Path(__file__).with_name("efficiency.json")
 KEPT = 512  # traces
 NAMES = ("q", "k", "v", "gradient of out")
-ONE = lone.Rank(1)
-# (events, how many of them make the inputs, what is known to compute wrongly, backend, a rank's strategy)
-Life = tuple[list[Event], int, set[str], str, str | None]
+
+
+class Life(NamedTuple):
+    """A trace (`trace.Traced`) of a call by a backend; strategy: the one that a rank of several took."""
+
+    events: list[Event]
+    before: int
+    wrong: str | None
+    kernel: str | None
+    backend: str
+    strategy: str | None = None
 
 
 @dataclass(frozen=True)
@@ -67,54 +77,54 @@ class Estimate:
 
 
 def trace(
-    case: Case, card: str | cards.Card = "h100", expandable: bool = False, *, world: int = 1, rank: int = 0,
-    strategy: str = "auto",
-) -> Estimate:  # fmt: skip
+    case: Case, card: str | cards.Card = "h100", *, world: int = 1, rank: int = 0, strategy: str = "auto"
+) -> Estimate:
     """The estimate of a case on a card, a name of `cards.CARDS` or a Card; on "cuda", whatever the case says.
 
-    expandable: as with torch's allocator setting expandable_segments.
     world, rank, strategy: of `distributed.attention` over so many cards, this rank's share: the case's n is that of all
         together, in shards as even as can be. What NCCL takes is not the allocator's: device_bytes has the card's
         `communicator_bytes` for it, the other numbers have not. Time is then not modelled: it is the exchange's too.
     CannotTrace where the program looks at data; ValueError or NotImplementedError where this cannot be run on that
     card, or so shared out, with the reason.
     """
-    card = cards.find(card) if isinstance(card, str) else card
-    place = lone.Rank(world, rank, strategy)
-    *lives, strategy = life(case, card, place)
-    if world == 1:
-        found = _estimate(card, *lives, expandable)
-        return replace(found, milliseconds=milliseconds(case, card, found.backend))
-    found = _estimate(card, *lives, expandable)
-    return replace(found, device_bytes=found.device_bytes + card.communicator_bytes, strategy=strategy)
+    if not isinstance(case, Case):
+        raise ValueError(f"case={case!r}: want a Case")
+    card = cards.find(card)
+    life = _life(case, card, lone.Rank(world, rank, strategy))
+    found = _estimate(card, life)
+    if world > 1:
+        return replace(found, device_bytes=found.device_bytes + card.communicator_bytes, strategy=life.strategy)
+    return replace(found, milliseconds=milliseconds(case, card, life.backend, life.kernel))
 
 
 def program(
-    prepare: Callable[[Callable], tuple], card: str | cards.Card = "h100", names: tuple[str, ...] = (),
-    expandable: bool = False,
-) -> Estimate:  # fmt: skip
+    prepare: Callable[[Callable], tuple], card: str | cards.Card = "h100", names: tuple[str, ...] = ()
+) -> Estimate:
     """The estimate of any program, a module's pass, say; its time is not modelled.
 
     prepare(make) takes its inputs from make(shape, dtype), tensors on the card named by `names`, makes what else it
     wants on device "cuda", and returns (call, the name of what executes it); call() is traced, its result held.
     """
-    card = cards.find(card) if isinstance(card, str) else card
-    wrong = set()
-    events, before, (_, backend) = tracer.run(prepare, card, names, wrong)
-    return _estimate(card, events, before, wrong, backend, expandable)
+    arguments.callable_("prepare", prepare)
+    card = cards.find(card)
+    return _estimate(card, _lived(tracer.run(prepare, card, names)))
 
 
-def _estimate(card, events, before, wrong, backend, expandable) -> Estimate:
-    used = allocator.replay(events, expandable=expandable)
-    lives = {x.id: x.nbytes for x in events[:before] if x.nbytes >= 0}
-    inputs = sum(lives.values()) - sum(lives[x.id] for x in events[:before] if x.nbytes < 0)
+def _lived(traced: tracer.Traced, strategy: str | None = None) -> Life:
+    return Life(traced.events, traced.before, traced.wrong, traced.kernel, traced.prepared[1], strategy)
+
+
+def _estimate(card: cards.Card, life: Life) -> Estimate:
+    used, prepared = allocator.replay(life.events), life.events[: life.before]
+    lives = {x.id: x.nbytes for x in prepared if x.nbytes >= 0}
+    inputs = sum(lives.values()) - sum(lives[x.id] for x in prepared if x.nbytes < 0)
     return Estimate(
-        card.key, backend, inputs, used.peak_requested, used.peak_allocated, used.peak_reserved,
-        used.peak_reserved + card.context_bytes, None, events, wrong="; ".join(sorted(wrong)) or None,
+        card.key, life.backend, inputs, used.peak_requested, used.peak_allocated, used.peak_reserved,
+        used.peak_reserved + card.context_bytes, None, life.events, wrong=life.wrong,
     )  # fmt: skip
 
 
-def life(case: Case, card: cards.Card, place: lone.Rank = ONE) -> Life:
+def _life(case: Case, card: cards.Card, place: lone.Rank) -> Life:
     """The life of a case's tensors; cards with the same habits share a trace."""
     if case.backend == "reference":
         raise CannotTrace("reference computes all N x N scores in float64 on the host, whatever the card: not traced")
@@ -131,9 +141,7 @@ def life(case: Case, card: cards.Card, place: lone.Rank = ONE) -> Life:
         return on_card.prepare_from(lambda shape: make(shape, on_card.dtype))
 
     with alone as strategy:
-        wrong = set()
-        events, before, (_, backend) = tracer.run(prepare, card, NAMES, wrong)
-        found = events, before, wrong, backend, strategy()
+        found = _lived(tracer.run(prepare, card, NAMES), strategy())
     if key is not None:
         while len(_lives) >= KEPT:
             _lives.pop(next(iter(_lives)))
@@ -208,11 +216,11 @@ def peaks(case: Case) -> dict[str, int]:
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
-def milliseconds(case: Case, card: cards.Card, backend: str) -> float | None:
+def milliseconds(case: Case, card: cards.Card, backend: str, kernel: str | None = None) -> float | None:
     """Modelled time of the call; None where this execution was not measured, for a dtype that the card has no figure
-    for, and where there is nothing to compute."""
+    for, and where there is nothing to compute. kernel: what torch's attention took, where that is what ran."""
     dtype = str(case.dtype).removeprefix("torch.")
-    lines = efficiency().get(family(case, backend, card))
+    lines = efficiency().get(family(case, backend, card, kernel))
     if not lines or dtype not in card.matmul_tflops or not rows(case):
         return None
     return operations(case) / (share(lines, case.head_dim, rows(case)) * card.matmul_tflops[dtype] * 1e9)
@@ -257,14 +265,13 @@ def block_pairs(case: Case) -> int:
 _block_pairs: dict[str, int] = {}
 
 
-def family(case: Case, backend: str, card: cards.Card) -> str:
-    """What is taken to run at one rate: "Dilated triton causal fwd", say."""
+def family(case: Case, backend: str, card: cards.Card, kernel: str | None = None) -> str:
+    """What is taken to run at one rate: "Dilated triton causal fwd", say; dense attention by torch's kernel for it."""
     name, mask = type(case.pattern).__name__, "causal" if case.pattern.causal else "full"
     if isinstance(case.pattern, Neighborhood):
         name += f" {len(case.pattern.shape)}-D"
-    if isinstance(case.pattern, Dense) and backend in ("torch", "sdpa"):  # which is what torch takes
-        fused = "cudnn" if card.capability >= (9, 0) else "flash"
-        backend = fused if case.dtype in (torch.bfloat16, torch.float16) else "efficient"
+    if isinstance(case.pattern, Dense) and backend in ("torch", "sdpa"):
+        backend = kernel or torch_rules.kernels(card.capability, case.dtype, case.head_dim)[0]
     return f"{name} {backend} {mask} {case.mode}" + (" float32" if case.dtype == torch.float32 else "")
 
 
@@ -281,43 +288,8 @@ def between(points: list[tuple[int, float]], rows: int) -> float:
 
 @functools.cache
 def efficiency() -> dict[str, list[dict]]:
-    """{family: [{head_dim, rows, share of the card's matmul peak}]}, from an H100's records (`write_efficiency`)."""
+    """{family: [{head_dim, rows, share of the card's matmul peak}]}, from an H100's records (tests/efficiency.py)."""
     return json.loads(EFFICIENCY.read_text())["families"] if EFFICIENCY.exists() else {}
-
-
-def write_efficiency(kind: str = "h100x1") -> dict:
-    """Write the efficiency table from the timings committed for a machine kind; returns its families.
-
-    ValueError where there are none.
-    """
-    from workbench import patterns, records
-
-    card, found = cards.find(kind.rpartition("x")[0]), {}
-    timed = records.committed(kind, "timing")
-    if timed.empty:
-        raise ValueError(f"kind={kind!r}: want a machine kind with committed timings")
-    usual = timed["dtype"].isin(card.matmul_tflops) & timed["median_ms"].notna()
-    timed = timed[(timed["status"] == "ok") & usual]
-    for _, row in timed.iterrows():
-        if row.get("label") == "A/A" or row.get("graph") is True:
-            continue
-        case = Case(patterns.from_spec(row["pattern_spec"]), int(row["n"]), int(row["heads"]), int(row["head_dim"]),
-                    row["dtype"], row["backend"], row["mode"], batch=int(row["batch"]))  # fmt: skip
-        share = operations(case) / (row["median_ms"] * 1e9 * card.matmul_tflops[row["dtype"]])
-        key = int(row["head_dim"]), rows(case)
-        latest = found.setdefault(family(case, row["backend"], card), {}).setdefault(key, [])
-        latest.append((row["run_utc"], share))
-    families = {}
-    for name, lines in sorted(found.items()):
-        families[name] = []
-        for (d, count), shares in sorted(lines.items()):
-            last = max(x for x, _ in shares)
-            some = sorted(share for x, share in shares if x == last)
-            families[name].append({"head_dim": d, "rows": count, "share": round(some[len(some) // 2], 4)})
-    table = {"card": card.key, "from": f"outputs/records/{kind}", "torch": str(timed["run_torch"].iloc[-1])}
-    EFFICIENCY.write_text(json.dumps(table | {"families": families}, indent=1) + "\n")
-    efficiency.cache_clear()
-    return families
 
 
 __all__ = ["CannotTrace", "Estimate", "Event", "check", "program", "trace"]

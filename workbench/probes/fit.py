@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 import pandas as pd
 
 from workbench import cards, dispatch
+from workbench.execution import torch_rules
 from workbench.harness.processes import imported
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, from_spec, layouts
 from workbench.patterns.dilated import PAPER, geometric
-from workbench.probes import estimate, frontier
-from workbench.probes.case import BASELINES, Case
+from workbench.probes import arguments, estimate, frontier
+from workbench.probes.case import BASELINES, FUSED, Case
 from workbench.probes.outcome import attempt
 
 Maker = Callable[[int, bool], Pattern]  # of N and causal
@@ -45,8 +46,8 @@ def ways(
     batch, heads, head_dim, dtype and mode. ValueError for a name that is none.
     """
     found = {}
-    for name in names:
-        kind, comma, backend = name.rpartition(", ")
+    for name in arguments.listed("ways", names):
+        kind, comma, backend = str(name).rpartition(", ")
         if not (comma and backend):
             raise ValueError(f"way={name!r}: want 'pattern, backend', the pattern one of {', '.join(patterns)}")
         make = maker(kind, patterns)
@@ -58,19 +59,33 @@ def ways(
     return found
 
 
-def executions(names: Iterable[str] = (), backends: Iterable[str] = (), causal=False, **sizes) -> dict[str, Callable]:
+def executions(
+    names: Iterable[str] = (), backends: Iterable[str] = (), causal=False, card: cards.Card | None = None, **sizes
+) -> dict[str, Callable]:
     """`ways` for every name with every backend.
 
-    names: of PATTERNS, or a pattern's spec as JSON; default USUAL. backends: as in `Case`; default BACKENDS. ValueError
-    for a name that is none.
+    names: of PATTERNS, or a pattern's spec as JSON; default USUAL. backends: as in `Case`; default BACKENDS, and of
+    dense attention those of torch's kernels that take the call on the card (`torch_rules`), "auto" where none does.
+    sizes: as of `ways`. ValueError for a name that is none, and for sizes that no call has.
     """
+    names, backends = arguments.listed("patterns", names), arguments.listed("backends", backends)
     for backend in backends:
         _check(backend)
     pairs = []
     for name in names or USUAL:
-        family = type(maker(name, PATTERNS)(frontier.FIRST, causal)).__name__
-        pairs += [f"{name}, {backend}" for backend in backends or BACKENDS.get(family, OTHERS)]
+        pattern = maker(name, PATTERNS)(frontier.FIRST, causal)
+        case, family = Case(pattern, frontier.FIRST, device="cuda", **sizes), type(pattern).__name__
+        usual = BACKENDS.get(family, OTHERS) if card is None or family != "Dense" else _fused(case, card)
+        pairs += [f"{name}, {backend}" for backend in backends or usual]
     return ways(pairs, causal=causal, **sizes)
+
+
+def _fused(case: Case, card: cards.Card) -> tuple[str, ...]:
+    taken = torch_rules.kernels(
+        card.capability, case.dtype, case.head_dim, grouped=case.kv_heads != case.heads, n=case.n, nq=case.nq,
+        causal=case.pattern.causal, gradients=case.mode == "fwdbwd",
+    )  # fmt: skip
+    return tuple(x for x in taken if x in FUSED) or ("auto",)
 
 
 def table(
@@ -85,9 +100,10 @@ def table(
     why there is no such number, or what is wrong.
     budget_bytes, seconds: as `frontier.search`'s. limiter "search": of patterns that are lists of blocks, LONGEST.
     """
-    card = cards.find(card) if isinstance(card, str) else card
+    card = cards.find(card)
+    n = None if n is None else arguments.whole("n", n, 1)
     lines = []
-    for name, at in ways.items():
+    for name, at in arguments.named("ways", ways, "a function of N that gives a Case").items():
         limit_n = LONGEST.get(type(at(frontier.FIRST).pattern).__name__, 1 << 30)
         row = frontier.search(
             at, card=card, budget_bytes=budget_bytes, seconds=seconds, limit_n=limit_n, step=STEP, say=None
@@ -168,20 +184,20 @@ def _at(at: frontier.Lengths, n: int, card: cards.Card, budget_bytes: int) -> di
 
 def _check(backend: str) -> None:
     known = ("auto", *dispatch.BACKENDS, *BASELINES)
-    if ":" not in backend and backend not in known:
+    if not isinstance(backend, str) or ":" not in backend and backend not in known:
         raise ValueError(f"backend={backend!r}: want one of {', '.join(known)}, or your own as module:function")
     if ":" in backend:
         try:
             imported(backend)
-        except ImportError as error:
-            raise ValueError(f"backend={backend!r}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"backend={error}") from None
 
 
 def maker(name: str, patterns: Mapping[str, Maker] = PATTERNS) -> Maker:
     """A name of `patterns`, or a pattern's spec as JSON -> the pattern as a function of N and causal."""
-    if name in patterns:
+    if isinstance(name, str) and name in patterns:
         return patterns[name]
-    if not name.startswith("{"):
+    if not isinstance(name, str) or not name.startswith("{"):
         raise ValueError(f"pattern={name!r}: want one of {', '.join(patterns)}, or a pattern's spec as JSON")
     try:
         pattern = from_spec(json.loads(name))

@@ -24,7 +24,7 @@ import torch
 
 from workbench import cards, dispatch, records
 from workbench.harness.processes import Server, shared
-from workbench.probes import allocator, estimate, lone
+from workbench.probes import allocator, arguments, estimate, lone
 from workbench.probes.case import Case
 from workbench.probes.largest import Stopped, Tried, largest
 from workbench.probes.outcome import Outcome, attempt, sentence, status_of
@@ -79,24 +79,26 @@ def search(
     dies again, or is refused at every length, the search ends with that status.
     ValueError for arguments that mean nothing, and for a case that a fresh process cannot be given.
     """
-    if grain < 1 or limit_n < grain or not 0 < step < 1 or not seconds > 0:
-        asked = f"grain={grain}, limit_n={limit_n}, step={step}, seconds={seconds}"
-        raise ValueError(f"{asked}: want 1 <= grain <= limit_n, a step between 0 and 1, and seconds above 0")
+    at = lengths_of(case, grain, limit_n, step, seconds)
+    lone.Rank(world, rank or 0, strategy)  # refuses what there is not
     if measure and world != 1:
         raise ValueError(f"world={world}: want 1 for a measurement; over several cards a frontier is predicted")
-    at, example = (case, case(FIRST)) if callable(case) else (case.at, case)
+    example = at(FIRST) if callable(case) else case
     card, capped = _card(card, example.device), budget_bytes is not None
     if not capped and card is not None:
         budget_bytes = card.total_bytes - card.context_bytes - (card.communicator_bytes if world > 1 else 0)
-    if budget_bytes is None or not 1 <= budget_bytes < math.inf:
-        raise ValueError(f"budget_bytes={budget_bytes}: want bytes, at least 1 (they have a default on a card only)")
+    if budget_bytes is None:
+        raise ValueError(
+            "card=None, budget_bytes=None: want a card, e.g. card='h100', for a case on device='cuda', or, for one on "
+            "the CPU, the bytes that its tensors may take, e.g. budget_bytes=1 << 30"
+        )
+    budget_bytes = arguments.whole("budget_bytes", budget_bytes, 1)
     asked = {
         "asked": example.fields()["backend"],
         "device": example.device,
         "card": card.key if card else cards.VIRTUAL,
     }
     asked |= {"budget_bytes": budget_bytes, "capped": capped, "seconds": seconds}
-    lone.Rank(world, rank or 0, strategy)  # refuses what there is not
     place = {"world": world, "rank": rank, "strategy": strategy} if world > 1 else {}
     asked |= place
     if world > 1:
@@ -138,6 +140,8 @@ def sweep(
     """
     measured = options.get("measure", False)
     recorder = records.start("frontier", profile, folder) if measured else None
+    cases = arguments.named("cases", cases, "a Case or a function of N that gives one")
+    cards, budgets = arguments.listed("cards", cards), arguments.listed("budgets", budgets)
     wanted, rows = list(itertools.product(cases.items(), cards, budgets)), []
     for number, ((label, case), card, budget) in enumerate(wanted, 1):
         if say:
@@ -145,6 +149,16 @@ def sweep(
         row = search(case, card=card, budget_bytes=budget, recorder=recorder, say=say, **options)
         rows.append(row | {"label": label})
     return pd.DataFrame(rows)
+
+
+def lengths_of(case: Case | Lengths, grain: int, limit_n: int, step: float, seconds: float) -> Lengths:
+    """The case at any N; ValueError for what is none, and for lengths to search in that mean nothing."""
+    if not callable(case) and not isinstance(case, Case):
+        raise ValueError(f"case={case!r}: want a Case, or a function of N that gives one")
+    arguments.whole("limit_n", limit_n, arguments.whole("grain", grain, 1))
+    arguments.number("step", step, most=0.99)
+    arguments.number("seconds", seconds)
+    return case if callable(case) else case.at
 
 
 def words(row: dict) -> str:
@@ -160,9 +174,9 @@ def words(row: dict) -> str:
 
 
 def _card(card, device: str):
-    if isinstance(card, str):
+    if card is not None:
         return cards.find(card)
-    return cards.from_device(device) if card is None and device.startswith("cuda") else card
+    return cards.from_device(device) if device.startswith("cuda") else None
 
 
 # --- predicted -------------------------------------------------------------------------------------------------------
@@ -278,7 +292,7 @@ def _probed(case: Case, asked: dict, check: bool, recorder, server: Server, say)
     A time-out is settled by two, and so is a launch that failed; what dies is asked again by every search.
     """
     fields = case.fields() | asked | {"stage": "probe", "check": check}
-    key = {x: y for x, y in fields.items() if x != "backend" and y is not None}
+    key = {x: y for x, y in fields.items() if x != "backend"}
     known = recorder.rows(**key) if recorder is not None else []
     if settled := [row for row in known if row["status"] in records.SETTLED or row["limiter"] == "launch"]:
         return settled[-1]

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from workbench import dispatch, records
 from workbench.modules import MultiheadAttention
 from workbench.patterns import Dense, Dilated, Pattern
-from workbench.probes import estimate, memory, timing
+from workbench.probes import arguments, estimate, memory, timing
 from workbench.probes import peers as others
 from workbench.probes.case import FUSED, Case
 from workbench.probes.outcome import Outcome, attempt
@@ -43,9 +43,10 @@ def measure(
     given_bytes: x, the upstream gradient and the layer's parameters; extra_bytes: the peak above what was allocated
         before the pass, each layer alone, gradients included, and peak_bytes the sum of both. None on a CPU.
     """
-    cases = _cases(patterns, tuple(peers), n, embed_dim, heads, dtype, str(device))
-    if samples < 1:
-        raise ValueError(f"samples={samples!r}: want at least 1")
+    arguments.whole("samples", samples, 1)
+    arguments.number("seconds", seconds)
+    device = arguments.device(device)
+    cases = _cases(patterns, tuple(arguments.listed("peers", peers)), n, embed_dim, heads, dtype, device)
     recorder, rows, calls, known = records.start("layer", profile, folder), {}, {}, {}
 
     def record(label: str, of: str, outcome: Outcome, **found) -> None:
@@ -59,13 +60,15 @@ def measure(
             calls[label], known[label] = outcome.result
         else:
             record(label, label, outcome)
-    timed, failed = _compare(calls, samples, seconds)
-    for label, outcome in failed.items():
-        record(label, label, outcome, **known[label])
-    for label, line in timed.items():
-        of = next(iter(timed)) if label == "A/A" else label
-        peak = _peak(calls[of], str(device), known[of]["given_bytes"]) if label != "A/A" else {}
-        record(label, of, Outcome("ok"), **line, **known[of], **peak, against=next(iter(timed)))
+    compared = attempt(lambda: timing.compare(calls, samples=samples, seconds=seconds).to_dict("index"))
+    first = next(iter(calls), None)
+    for label in calls if compared.status != "ok" else compared.result:
+        of = first if label == timing.AA else label
+        found = known[of]
+        if compared.status == "ok":
+            peak = _peak(calls[of], str(device), found["given_bytes"]) if label != timing.AA else {}
+            found = compared.result[label] | found | peak | {"against": first}
+        record(label, of, compared, **found)
     return pd.DataFrame([rows[label] for label in (*cases, "A/A") if label in rows])
 
 
@@ -95,8 +98,9 @@ class Around(MultiheadAttention):
 
 def _cases(patterns, peers, n, embed_dim, heads, dtype, device) -> dict[str, Case]:
     """Label -> what is measured, a peer's name being its backend; ValueError for what cannot be meant."""
-    if not patterns or "A/A" in patterns:
-        raise ValueError(f"patterns={list(patterns)}: want at least one, and none named 'A/A'")
+    patterns = arguments.named("patterns", patterns, "a pattern")
+    if timing.AA in patterns:
+        raise ValueError(f"patterns={list(patterns)}: want none named 'A/A'")
     for pattern in patterns.values():
         MultiheadAttention(embed_dim, heads, pattern, device="meta")  # refuses sizes that do not fit
     for peer in peers:
@@ -160,31 +164,6 @@ def _pass(case: Case, embed_dim: int, x: Tensor, upstream: Tensor) -> tuple[Call
         return torch.autograd.grad(y, wanted, upstream)
 
     return call, backend, wanted
-
-
-def _compare(calls: Mapping[str, Callable], samples: int, seconds: float) -> tuple[dict, dict[str, Outcome]]:
-    """({label, and "A/A": what `timing.compare` says}, {label: what became of one that failed while it was timed}).
-
-    The others are then timed anew without it.
-    """
-    left, failed, running = list(calls), {}, ""
-
-    def watched(label: str) -> Callable:
-        def call():
-            nonlocal running
-            running = label
-            calls[label]()
-
-        return call
-
-    while left:
-        compare = partial(timing.compare, {x: watched(x) for x in left}, samples=samples, seconds=seconds)
-        outcome = attempt(compare)
-        if outcome.status == "ok":
-            return outcome.result.to_dict("index"), failed
-        failed[running] = outcome
-        left.remove(running)
-    return {}, failed
 
 
 def _peak(call: Callable, device: str, given: int) -> dict:

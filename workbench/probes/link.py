@@ -14,6 +14,7 @@ import torch
 from workbench import records
 from workbench.distributed import strategies as ways
 from workbench.harness.ranks import Pool
+from workbench.probes import arguments
 from workbench.probes.case import Case
 from workbench.probes.frontier import Lengths
 from workbench.probes.outcome import attempt
@@ -33,11 +34,10 @@ def measure(
     the median. ValueError for another device, for fewer than two ranks, or for less than a byte to each other rank.
     """
     device = device or ("cuda" if torch.cuda.device_count() else "cpu")
-    sizes = list(sizes)
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}: want 'cpu' or 'cuda', on which each rank has a card")
-    if nproc < 2 or any(size < nproc - 1 for size in sizes):
-        raise ValueError(f"nproc={nproc}, sizes={sizes}: want two ranks or more, and a byte for each other one")
+    nproc, samples = arguments.whole("nproc", nproc, 2), arguments.whole("samples", samples, 1)
+    sizes = arguments.wholes("sizes", arguments.listed("sizes", sizes), nproc - 1)  # a byte for each other rank
     sizes = [size // (nproc - 1) * (nproc - 1) for size in sizes]
     with Pool(nproc, "nccl" if device == "cuda" else "gloo") as pool:
         recorder, rows = records.start("scaling", profile, folder), []
@@ -69,6 +69,11 @@ def modelled(
     """
     if scaling not in ("strong", "weak") or strategy not in ways.OURS:
         raise ValueError(f"scaling={scaling!r}, strategy={strategy!r}: want 'strong' or 'weak', 'sequence' or 'heads'")
+    if not isinstance(case, Case):
+        raise ValueError(f"case={case!r}: want a Case")
+    arguments.number("pairs_per_second", pairs_per_second)
+    arguments.number("bytes_per_second", bytes_per_second)
+    worlds = arguments.wholes("worlds", arguments.listed("worlds", worlds), 1)
     at, rows = at or case.at, []
     for world in worlds:
         one = at(case.n * world) if scaling == "weak" else case

@@ -6,21 +6,20 @@ the system for that; device used, what is gone from the device, with all else th
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from workbench.harness.processes import imported, shared
+from workbench.harness.processes import shared
+from workbench.probes import arguments
 from workbench.probes.case import Case
-from workbench.probes.outcome import Outcome, attempt
+from workbench.probes.outcome import attempt
 
 STATUS = Path("/proc/self/status")
 
@@ -33,13 +32,11 @@ class Memory:
     them. device_used is read after the call, when the allocator still holds what it reserved; it has the CUDA context
     and any other process's share in it.
 
-    On a CPU, allocated numbers are torch's own tensors and scratch, by its profiler, exactly; memory that a library
-    takes by malloc is not in them. Within this process (`measure` of a function) they count from the start of the call,
-    reserved is None, and device_used is the peak resident memory of the process. In a fresh process reserved
-    is what was allocated before plus the growth of resident memory during the call: with malloc, without pages that
-    were allocated and never touched.
+    On a CPU, allocated numbers are torch's own tensors and scratch, by its profiler, exactly, from the start of the
+    call; memory that a library takes by malloc is not in them. reserved is None, and device_used is the peak resident
+    memory of the process.
 
-    source: "cuda allocator", "torch profiler", or "torch profiler, resident memory of a fresh process".
+    source: "cuda allocator" or "torch profiler".
     """
 
     allocated_before_bytes: int
@@ -55,18 +52,14 @@ class Memory:
         return self.peak_allocated_bytes - self.allocated_before_bytes
 
 
-def measure(fn: Callable[[], object] | str, device: str = "cpu", timeout_s: float = 600.0) -> Memory:
-    """The memory of one call of fn(), its result kept until it is read.
+def measure(fn: Callable[[], object], device: str = "cpu") -> Memory:
+    """The memory of one call of fn() in this process, its result kept until it is read.
 
-    fn: a function without arguments, measured in this process; or "module:function", measured in a fresh one.
-    RuntimeError where the fresh process fails, with its status; what fn raises here is raised.
+    device: "cpu", or a CUDA card of this machine, whose allocator is read. What fn raises is raised.
     """
-    if isinstance(fn, str):
-        outcome = _fresh("_alone", (fn, str(device)), timeout_s)
-        if outcome.status != "ok":
-            raise RuntimeError(f"{fn}: {outcome.status}: {outcome.error}")
-        return outcome.result
-    return _on_cuda(fn, torch.device(device)) if str(device).startswith("cuda") else _on_cpu(fn)
+    arguments.callable_("fn", fn)
+    device = arguments.device(device, here=True)
+    return _on_cpu(fn) if device == "cpu" else _on_cuda(fn, torch.device(device))
 
 
 def measure_attention(
@@ -75,13 +68,16 @@ def measure_attention(
 ) -> dict:  # fmt: skip
     """The memory of one attention call on random inputs: a record's row, whatever becomes of it (see `Case`).
 
-    Runs in a fresh process, as it must be for a number to be published, under a time limit; or in this one,
-    which is quick and the same but for reserved and device used. peak_bytes is the peak allocated, inputs included,
-    extra_bytes what is above them.
+    Runs in a fresh process, as it must be for a number to be published, under a time limit; or in this one, which is
+    quick and the same but for device used. peak_bytes is the peak allocated, inputs included, extra_bytes what is above
+    them. ValueError for what no call can be.
     """
     case = Case(pattern, n, heads, head_dim, dtype, backend, mode, device, batch, kv_heads, nq, seed)
-    here = partial(_of_case, case, resident=False)
-    outcome = attempt(here) if in_process else _fresh("_of_case", (case,), timeout_s)
+    if in_process:
+        outcome = attempt(lambda: _of_case(case))
+    else:
+        timeout_s = arguments.number("timeout_s", timeout_s)
+        outcome = shared(**MALLOC).run(f"{__name__}:_of_case", (case,), timeout_s)
     row = {"probe": "memory"} | case.fields() | {"status": outcome.status, "error": outcome.error, "measured": True}
     row |= {"pairs": None, "peak_bytes": None, "extra_bytes": None}
     if outcome.status == "ok":
@@ -90,24 +86,14 @@ def measure_attention(
     return row
 
 
-def _fresh(function: str, arguments: tuple, timeout_s: float) -> Outcome:
-    return shared(**MALLOC).run(f"{__name__}:{function}", arguments, timeout_s)
-
-
-def _of_case(case: Case, resident: bool = True) -> tuple[int, str, Memory]:
+def _of_case(case: Case) -> tuple[int, str, Memory]:
     """(attended pairs, backend, memory) of a case, its inputs being what is allocated before."""
     pairs = case.pattern.pairs(case.n, case.heads, case.nq)
     if case.device.startswith("cuda"):
         call, name = case.prepare()
         return pairs, name, _on_cuda(call, torch.device(case.device))
     (call, name), before, _ = _allocations(case.prepare)
-    return pairs, name, _on_cpu(call, before, resident)
-
-
-def _alone(name: str, device: str) -> Memory:
-    """In a fresh process: a user's function without arguments."""
-    fn = imported(name)
-    return measure(fn, device) if device.startswith("cuda") else _on_cpu(fn, resident=True)
+    return pairs, name, _on_cpu(call, before)
 
 
 # --- CUDA ------------------------------------------------------------------------------------------------------------
@@ -136,23 +122,9 @@ def _on_cuda(fn, device: torch.device) -> Memory:
 
 # --- CPU -------------------------------------------------------------------------------------------------------------
 
-# glibc keeps freed memory and grows its threshold for mmap: with these, resident memory follows what is allocated
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
-
-
-def _on_cpu(fn, before: int = 0, resident: bool = False) -> Memory:
-    _reset_peak_resident()
-    result, after, peak = _allocations(fn)
-    del result
-    source, reserved = "torch profiler", None
-    if resident:  # a second call, as warm as a call can be and without the profiler's own memory
-        source += ", resident memory of a fresh process"
-        gc.collect()
-        _trim()
-        baseline = _resident("VmRSS") if _reset_peak_resident() else None
-        fn()
-        reserved = None if baseline is None else before + _resident("VmHWM") - baseline
-    return Memory(before, before + after, before + peak, reserved, _resident("VmHWM"), source)
+def _on_cpu(fn, before: int = 0) -> Memory:
+    _, after, peak = _allocations(fn)
+    return Memory(before, before + after, before + peak, None, _peak_resident(), "torch profiler")
 
 
 def _allocations(fn) -> tuple[object, int, int]:
@@ -187,24 +159,9 @@ class _quiet:
         os.close(self.kept)
 
 
-def _resident(field: str) -> int | None:
-    """VmRSS (resident now) or VmHWM (its peak) of this process; None but on Linux."""
+def _peak_resident() -> int | None:
+    """Of this process so far; None but on Linux."""
     try:
-        return 1024 * int(re.search(rf"^{field}:\s*(\d+) kB", STATUS.read_text(), re.MULTILINE)[1])
+        return 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB", STATUS.read_text(), re.MULTILINE)[1])
     except OSError:
         return None
-
-
-def _reset_peak_resident() -> bool:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def _trim() -> None:
-    """Give freed memory back to the system, where the C library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

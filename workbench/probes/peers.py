@@ -5,7 +5,6 @@ differ from the pattern's where its own definition does: each function says wher
 
 - torchscale (github.com/microsoft/torchscale, LongNet's authors, arXiv 2307.02486). The package index's release lacks
   DilatedAttention: clone the repository and put it on PYTHONPATH; `torchscale/component/` and einops are all it takes.
-- attn-gym (github.com/meta-pytorch/attention-gym): its window masks, which torch's FlexAttention runs.
 
 Left out: dilated-attention-pytorch, which cannot be imported without xformers and divides each branch's output by its
 sum over the tokens, which is no softmax attention.
@@ -22,12 +21,11 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from workbench.patterns import Dilated, Neighborhood
+from workbench.patterns import Dilated
 
 aten = torch.ops.aten
-MODULES = {"torchscale": "torchscale.component.dilated_attention", "attn-gym": "attn_gym.masks"}
+MODULES = {"torchscale": "torchscale.component.dilated_attention"}
 
 
 def available() -> dict[str, str | None]:
@@ -44,26 +42,12 @@ def longnet(name: str, segment_lengths, dilation_rates, causal: bool = False) ->
     - a branch's share of the output is a constant to its backward pass: dv is right, dq and dk lack a term.
     """
     pattern = Dilated(segment_lengths, dilation_rates, causal, offsets="blocked")
-    return _called(name, LONGNET, pattern.segment_lengths, pattern.dilation_rates, pattern.causal)
-
-
-def window(name: str, radius: int, causal: bool = False) -> Callable[..., Tensor]:
-    """A peer's sliding window, (q, k, v) -> out, all (B, N, H, D); ValueError, with the reason, where there is none.
-
-    name: "attn-gym": |i - j| <= radius, as Neighborhood((N,), radius), and j <= i if causal. Compiled on CUDA; on a CPU
-    FlexAttention's N x N stand-in, forward only, which says nothing about speed. Not causal, the mask takes an integer
-    abs, which attn-gym itself says CUDA 13's ptxas can get wrong in dq: compare before trusting it.
-    """
-    Neighborhood((1,), radius)  # refuses a radius that is none
-    return _called(name, WINDOW, int(radius), bool(causal))
-
-
-def _called(name: str, offered: dict[str, Callable], *first) -> Callable[..., Tensor]:
-    if name not in offered:
-        raise ValueError(f"peer {name!r}: want one of {', '.join(map(repr, offered))}")
+    if name not in LONGNET:
+        raise ValueError(f"peer {name!r}: want one of {', '.join(map(repr, LONGNET))}")
     if reason := _missing(MODULES[name]):
         raise ValueError(f"peer {name!r}: {reason}")
-    call = functools.partial(offered[name], *first)  # can be pickled, for fresh processes
+    branches = pattern.segment_lengths, pattern.dilation_rates, pattern.causal
+    call = functools.partial(LONGNET[name], *branches)  # can be pickled, for fresh processes
     call.__name__ = name  # a record's `backend`
     return call
 
@@ -121,28 +105,4 @@ def flash(q: Tensor, k: Tensor, v: Tensor, dropout=0.0, bias=None, softmax_scale
     return out.transpose(1, 2), lse
 
 
-# --- attention gym ---------------------------------------------------------------------------------------------------
-
-
-def _attn_gym(radius: int, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """FlexAttention with their mask: (B, N, H, D) -> (B, N, H, D)."""
-    attend = flex_attention if q.device.type == "cpu" else _compiled(flex_attention)
-    blocks = _window_blocks(radius, causal, q.shape[1], str(q.device))
-    return attend(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=blocks).transpose(1, 2)
-
-
-@functools.lru_cache(maxsize=8)
-def _window_blocks(radius: int, causal: bool, n: int, device: str):
-    masks = importlib.import_module(MODULES["attn-gym"])
-    mask = masks.generate_sliding_window(radius) if causal else masks.generate_dilated_sliding_window(radius, 1)
-    create = create_block_mask if device == "cpu" else _compiled(create_block_mask)  # else it makes an N x N tensor
-    return create(mask, None, None, n, n, device=device)
-
-
-@functools.cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, dynamic=False)
-
-
 LONGNET = {"torchscale": _torchscale}
-WINDOW = {"attn-gym": _attn_gym}

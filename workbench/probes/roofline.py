@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from workbench.probes import arguments
 from workbench.probes.outcome import attempt
 from workbench.probes.timing import Timing, measure
 
@@ -21,7 +22,8 @@ def ceilings(device: str = "cpu", seconds: float = 2.0) -> dict:
     matmul_size: {dtype: its side}; copy_gbs: 10^9 bytes/s, read and written ones both counted, copy_bytes: of the
     tensor copied; samples_ms: {dtype or "copy": list}.
     """
-    share = seconds / (len(DTYPES) + 1)
+    device = arguments.device(device, here=True)
+    share = arguments.number("seconds", seconds) / (len(DTYPES) + 1)
     tflops, sizes, samples = {}, {}, {}
     for dtype in DTYPES:
         outcome = attempt(lambda dtype=dtype: _matmul(dtype, device, share))
@@ -30,13 +32,13 @@ def ceilings(device: str = "cpu", seconds: float = 2.0) -> dict:
             sizes[name], timing = outcome.result
             samples[name] = timing.samples_ms
             tflops[name] = 2 * sizes[name] ** 3 / min(timing.samples_ms) / 1e9
-    size = CPU_COPY_BYTES if str(device) == "cpu" else GPU_COPY_BYTES
+    size = CPU_COPY_BYTES if device == "cpu" else GPU_COPY_BYTES
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
     copy = measure(lambda: target.copy_(source), samples=20, seconds=share)
     samples["copy"] = copy.samples_ms
     return {
-        "device": str(device), "matmul_tflops": tflops, "matmul_size": sizes, "copy_bytes": size,
+        "device": device, "matmul_tflops": tflops, "matmul_size": sizes, "copy_bytes": size,
         "copy_gbs": 2 * size / min(copy.samples_ms) / 1e6, "samples_ms": samples,
     }  # fmt: skip
 
@@ -46,7 +48,7 @@ def flops(pairs: int, head_dim: int, mode: str = "fwd", batch: int = 1) -> int:
 
     Two products forward and five backward (the scores once again, dv, dp, dq, dk), of 2 operations a pair and channel.
     """
-    return PASSES[mode] * 2 * pairs * head_dim * batch
+    return PASSES[arguments.choice("mode", mode, *PASSES)] * 2 * pairs * head_dim * batch
 
 
 def _matmul(dtype: torch.dtype, device: str, seconds: float) -> tuple[int, Timing]:

@@ -21,9 +21,10 @@ from workbench.distributed.bench import described
 from workbench.distributed.strategies import ONE, STRATEGIES
 from workbench.harness.ranks import JobOutcome, Pool
 from workbench.narrate import beyond_noise
+from workbench.probes import arguments
 from workbench.probes.case import Case, source_of
 from workbench.probes.fit import aligned
-from workbench.probes.frontier import COLD_S, GRAIN, SETUP_S, TIME_STEP, Lengths
+from workbench.probes.frontier import COLD_S, GRAIN, SETUP_S, TIME_STEP, Lengths, lengths_of
 from workbench.probes.largest import Stopped, Tried, largest
 from workbench.probes.outcome import Outcome, attempt
 from workbench.probes.timing import AA, speedup
@@ -63,11 +64,13 @@ def sweep(
         compared_with: one device or, for a forward that it cannot do, float64; unchecked: why nothing was compared
     On cards times are taken in a pool of their own, in which no profiler ever ran.
     """
-    wanted = [ONE, *dict.fromkeys(x for x in strategies if x != ONE)]
+    wanted = [ONE, *dict.fromkeys(x for x in arguments.listed("strategies", strategies) if x != ONE)]
     for name in wanted:
-        if name not in STRATEGIES and ":" not in name:
-            raise ValueError(f"strategy={name!r}: want one of {', '.join(STRATEGIES)}, or your own as module:function")
-    backend = _backend(cases.values())
+        _check_strategy(name)
+    samples, seconds = arguments.whole("samples", samples, 1), arguments.number("seconds", seconds)
+    if within_s is not None:
+        arguments.number("within_s", within_s)
+    backend = _backend(arguments.named("cases", cases, "Case").values())
     recorder = records.start("scaling", profile, folder)
     rows, begin = [], time.monotonic()
     with contextlib.ExitStack() as pools:
@@ -75,7 +78,7 @@ def sweep(
         if backend == "nccl":
             for_times = pools.enter_context(Pool(nproc, backend))
         for number, (label, case) in enumerate(cases.items(), 1):
-            fields = {"stage": "sweep", "nproc": nproc, "check": check} | case.fields()
+            fields = {"stage": "sweep", "nproc": nproc, "check": check, "rounds": samples} | case.fields()
             known = {name: _settled(recorder, fields | _who(name, nproc)) for name in (*wanted, AA)}
             todo = [name for name in wanted if known[name] is None]
             if todo and within_s is not None and time.monotonic() - begin > within_s:
@@ -102,10 +105,21 @@ def sweep(
 
 
 def _backend(cases: Iterable[Case]) -> str:
+    cases = list(cases)
+    for case in cases:
+        if not isinstance(case, Case):
+            raise ValueError(f"case={case!r}: want a Case")
     kinds = {case.device.partition(":")[0] for case in cases}
     if len(kinds) != 1:
         raise ValueError(f"devices {sorted(kinds)}: want cases on one kind of device, 'cpu' or 'cuda'")
     return "nccl" if kinds == {"cuda"} else "gloo"
+
+
+def _check_strategy(name: str) -> None:
+    if name in STRATEGIES:
+        return
+    if not isinstance(name, str) or not all(name.partition(":")):
+        raise ValueError(f"strategy={name!r}: want one of {', '.join(STRATEGIES)}, or your own as module:function")
 
 
 def _who(name: str, nproc: int) -> dict:
@@ -263,17 +277,18 @@ def longest(
     ratio (n over that of one device).
     ValueError for arguments that make no sense, and on the CPU without a budget.
     """
-    at = case if callable(case) else case.at
+    at = lengths_of(case, grain, limit_n, step, seconds)
+    _check_strategy(strategy)
+    nproc, first = arguments.whole("nproc", nproc, 1), arguments.whole("first", first, 1)
+    if budget_bytes is not None:
+        budget_bytes = arguments.whole("budget_bytes", budget_bytes, 1)
     example = at(grain)
     if budget_bytes is None and _backend([example]) == "gloo":
         raise ValueError("budget_bytes=None: on the CPU want the bytes of a card in software, e.g. 1 << 28")
-    if grain < 1 or limit_n < grain or not 0 < step < 1 or not seconds > 0:
-        asked = f"grain={grain}, limit_n={limit_n}, step={step}, seconds={seconds}"
-        raise ValueError(f"{asked}: want 1 <= grain <= limit_n, a step between 0 and 1, and seconds above 0")
     recorder, rows = records.start("scaling", profile, folder), []
     asked = {"nproc": nproc, "budget_bytes": budget_bytes, "seconds": seconds}
     for name, world in ((ONE, 1), (strategy, nproc)):
-        who = {"strategy": name, "world": world} | asked
+        who = _who(name, world) | {"world": world} | asked
         with Pool(world, _backend([example])) as pool:
             found = largest(_lengths(at, who, pool, recorder, say), first * world, limit_n, grain, step, TIME_STEP)
         row = example.fields() | who | {"stage": "longest", "grain": grain, "step": step, "limit_n": limit_n}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from workbench import orderings
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, layouts
 from workbench.patterns.dilated import geometric
+from workbench.probes import arguments
 from workbench.probes.case import Case
 
 SIZES = ((12, 64), (8, 128))  # heads, head_dim
@@ -61,9 +62,9 @@ def groups(device: str = "cuda", dtype: str = "bfloat16") -> dict[str, Callable[
 def cases(names: Iterable[str], device: str = "cuda", dtype: str = "bfloat16") -> dict[str, Case]:
     """{label: Case} of all groups whose name begins with one of `names`, or of all for "all". ValueError for a name
     with which no group begins."""
-    found, names = groups(device, dtype), list(names)
+    found, names = groups(device, dtype), arguments.listed("groups", names)
     for name in names:
-        if name != "all" and not any(x.startswith(name) for x in found):
+        if name != "all" and not (isinstance(name, str) and name and any(x.startswith(name) for x in found)):
             raise ValueError(f"group={name!r}: want 'all', or what one of these begins with: {', '.join(found)}")
     chosen = [make for x, make in found.items() if "all" in names or x.startswith(tuple(names))]
     return {label: case for make in chosen for label, case in make().items()}

@@ -1,25 +1,21 @@
 """What torch's kernels take beside their results: measured on a card, operator by operator, and kept as a table.
 
 The scratch of a kernel is a constant, so much a row (B x H x N queries) and so much an element (rows x D), where N and
-D are rounded up to the kernel's tiles. `measure` runs each operator on the card of this machine, `fit` finds roundings
-and bytes, and `scratch.json` holds them with the card and the versions they are from. Where that is not how an operator
+D are rounded up to the kernel's tiles; `scratch.json` holds these with the card and the versions that they were
+measured on. Where that is not how an operator
 takes its scratch, its own rule stands here (RULES), as torch's sources have it, and is measured against, too.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
 TABLE = Path(__file__).with_name("scratch.json")
 MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}  # which take cuBLAS's workspace
-aten = torch.ops.aten
 
 
 def of(name: str, args: tuple, card) -> list[int]:
@@ -39,17 +35,6 @@ def of(name: str, args: tuple, card) -> list[int]:
     rows, elements = sizes(shape, found["round_n"], found["round_d"])
     total = round(found["constant_bytes"] + found["row_bytes"] * rows + found["element_bytes"] * elements)
     return [total] if total > 0 else []
-
-
-def peak(steps: list[int]) -> int:
-    """The most bytes that are taken at once."""
-    blocks, now, most = [], 0, 0
-    for step in steps:
-        now += step if step >= 0 else -blocks[~step]
-        if step >= 0:
-            blocks.append(step)
-        most = max(most, now)
-    return most
 
 
 @functools.cache
@@ -141,126 +126,3 @@ RULES = {
     "_scaled_dot_product_efficient_attention": efficient,
     "_scaled_dot_product_efficient_attention_backward": efficient_backward, "_softmax_backward_data": softmax_backward,
 }  # fmt: skip
-
-
-# --- measuring, on a card --------------------------------------------------------------------------------------------
-
-SHAPES = (
-    (1, 2048, 4, 64), (1, 8192, 12, 64), (2, 4096, 8, 64), (3, 1000, 4, 64), (1, 5000, 6, 64), (1, 4096, 8, 128),
-    (2, 3000, 4, 128), (1, 8192, 16, 128), (1, 4096, 2, 32), (1, 16384, 8, 32), (1, 3001, 2, 80), (2, 2048, 4, 80),
-    (1, 3000, 4, 160), (2, 2048, 4, 256),
-)  # B, N, H, D  # fmt: skip
-
-
-def measure() -> list[dict]:
-    """A row an operator, dtype and shape (B, H, N, D): the bytes requested at its peak beyond inputs and results."""
-    rows = []
-    for name, dtypes, make in operators():
-        for dtype in dtypes:
-            for b, n, h, d in SHAPES:
-                call = make((b, n, h, d), dtype)
-                call()  # handles, plans and workspaces that stay
-                rows.append({"operator": name, "dtype": str(dtype).removeprefix("torch."), "shape": (b, h, n, d),
-                             "scratch_bytes": beyond_results(call)})  # fmt: skip
-    return rows
-
-
-def beyond_results(call: Callable) -> int:
-    """Requested bytes at the peak of a call, less what is requested after it, when its results are alive."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    result = call()
-    torch.cuda.synchronize()
-    statistics = torch.cuda.memory_stats()
-    del result
-    return statistics["requested_bytes.all.peak"] - statistics["requested_bytes.all.current"]
-
-
-def operators():
-    """(name, dtypes, make), where make(shape (B, N, H, D), dtype) gives a call without arguments."""
-    half, all_ = (torch.bfloat16, torch.float16), (torch.bfloat16, torch.float32)
-
-    def random(shape, dtype, count):
-        b, n, h, d = shape
-        return [torch.randn(b, n, h, d, device="cuda", dtype=dtype).transpose(1, 2) for _ in range(count)]
-
-    def forward(op, *rest):
-        def make(shape, dtype):
-            q, k, v = random(shape, dtype, 3)
-            return lambda: op(q, k, v, *rest)
-
-        return make
-
-    def backward(op, forward):
-        def make(shape, dtype):
-            q, k, v, grad = random(shape, dtype, 4)
-            out, lse, *_ = forward(q, k, v)
-            seed = torch.zeros((), dtype=torch.int64, device="cuda" if op is cudnn_backward else "cpu")
-            return lambda: op(grad, q, k, v, out, lse, seed, shape[1])
-
-        return make
-
-    def cudnn_backward(grad, q, k, v, out, lse, seed, n):
-        return aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, k, v, out, lse, seed, seed, None, None, None, n, n, 0.0, False
-        )
-
-    def flash_backward(grad, q, k, v, out, lse, seed, n):
-        return aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, None, None, n, n, 0.0, False, seed, seed
-        )
-
-    def efficient_backward(grad, q, k, v, out, lse, seed, n):
-        return aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], False
-        )
-
-    cudnn, flash = aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention
-    efficient = aten._scaled_dot_product_efficient_attention
-    return [
-        ("_scaled_dot_product_cudnn_attention", half, forward(cudnn, None, True)),
-        ("_scaled_dot_product_flash_attention", half, forward(flash)),
-        ("_scaled_dot_product_efficient_attention", all_, forward(efficient, None, True)),
-        ("_scaled_dot_product_cudnn_attention_backward", half,
-         backward(cudnn_backward, lambda q, k, v: cudnn(q, k, v, None, True))),
-        ("_scaled_dot_product_flash_attention_backward", half, backward(flash_backward, flash)),
-        ("_scaled_dot_product_efficient_attention_backward", all_,
-         backward(efficient_backward, lambda q, k, v: efficient(q, k, v, None, True))),
-    ]  # fmt: skip
-
-
-def fit(rows: list[dict]) -> dict:
-    """The table from `measure`'s rows. Of the roundings the finest that fits is taken, whole bytes where they fit.
-
-    worst: the largest deviation, over the bytes of q.
-    """
-    operators: dict = {}
-    for name, dtype in dict.fromkeys((row["operator"], row["dtype"]) for row in rows):
-        some = [row for row in rows if (row["operator"], row["dtype"]) == (name, dtype)]
-        y = np.array([row["scratch_bytes"] for row in some], dtype=float)
-        if name in RULES or not y.any():
-            continue
-        q_bytes = np.array([np.prod(row["shape"]) for row in some]) * getattr(torch, dtype).itemsize
-        best = None
-        for round_n, round_d in itertools.product((1, 32, 64, 128), (1, 32, 64)):
-            x = np.array([(1, *sizes(row["shape"], round_n, round_d)) for row in some], dtype=float)
-            found = np.linalg.lstsq(x / q_bytes[:, None], y / q_bytes, rcond=None)[0]
-            for bytes_each in (found.round(), found):
-                worst = float(np.max(np.abs(x @ bytes_each - y) / q_bytes))
-                if best is None or worst < best["worst"] - 1e-4:
-                    best = {"round_n": round_n, "round_d": round_d, "worst": worst}
-                    best |= zip(("constant_bytes", "row_bytes", "element_bytes"), map(float, bytes_each), strict=True)
-        operators.setdefault(name, {})[dtype] = best
-    return operators
-
-
-def write() -> dict:
-    """Measure on this machine's card, fit, and write the table; returns it."""
-    from workbench import machine
-
-    rows = measure()
-    described = machine.describe()
-    found = {x: described[x] for x in ("device", "torch", "cuda", "driver")} | {"operators": fit(rows)}
-    TABLE.write_text(json.dumps(found, indent=1) + "\n")
-    table.cache_clear()
-    return found | {"rows": rows}

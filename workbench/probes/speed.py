@@ -13,7 +13,7 @@ import torch
 
 from workbench import records
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, from_spec, layouts
-from workbench.probes import roofline
+from workbench.probes import arguments, roofline
 from workbench.probes.case import Case
 from workbench.probes.timing import compare, time_attention
 
@@ -47,31 +47,37 @@ def sweep(
     """Time every pattern at every length, forward ("fwd") and with gradients ("fwdbwd"); see `table` for the columns.
 
     Dense attention runs as torch's own, by each fused kernel that the device has; the others by backend "auto". Each
-    row is in the journal when it is measured; with resume, what the journal already has for this code and device is
-    not measured again. seconds: about what a row may take. say: takes the progress, a line a length; None for silence.
+    row is in the journal when it is measured; with resume, what the journal already has is not measured again: the same
+    pattern, inputs, samples and seconds, on the same device, by the same code and versions. seconds: about what a row
+    may take. say: takes the progress, a line a length; None for silence. ValueError for what cannot be timed.
     """
-    recorder = records.start("timing", profile, folder)
-    lengths, wanted = list(lengths), []
-    for number, n in enumerate(lengths, 1):
-        if say:
-            say(f"{number}/{len(lengths)}: N = {n:,}")
+    makers = arguments.named("makers", makers, "a function of N")
+    lengths = [arguments.whole("length", n, 1) for n in arguments.listed("lengths", lengths)]
+    wanted, chosen = {}, {}
+    for n in lengths:
         for label, maker in makers.items():
-            pattern = maker(n)
-            for mode in modes:
+            pattern = arguments.callable_(f"makers[{label!r}]", maker)(n)
+            for mode in arguments.listed("modes", modes):
                 for backend in dense_backends(device) if isinstance(pattern, Dense) else ("auto",):
                     case = Case(pattern, n, heads, head_dim, dtype, backend, mode, device)
-                    key = {name: case.fields()[name] for name in KEY} | {"asked": backend, "label": label}
-                    wanted.append(key)
-                    if not (resume and recorder.done(**key)):
-                        row = time_attention(
-                            pattern, n=n, heads=heads, head_dim=head_dim, dtype=dtype, backend=backend, mode=mode,
-                            device=device, warmup=1, samples=samples, seconds=seconds,
-                        )  # fmt: skip
-                        recorder.row(**row, asked=backend, label=label)
-    frame = records.load(recorder.path)
-    columns = [*KEY, "asked", "label"]
-    chosen = frame.merge(pd.DataFrame(wanted)[columns], on=columns).drop_duplicates(columns, keep="last")
-    return table(chosen.reset_index(drop=True))
+                    wanted[label, n, mode, backend] = case
+    rounds = {"samples": arguments.whole("samples", samples, 1), "seconds": arguments.number("seconds", seconds)}
+    recorder, before = records.start("timing", profile, folder), None
+    for (label, n, mode, backend), case in wanted.items():
+        if say and n != before:
+            say(f"{lengths.index(n) + 1}/{len(lengths)}: N = {n:,}")
+        before = n
+        asked = {"asked": backend, "label": label} | rounds
+        key = {x: y for x, y in case.fields().items() if x != "backend"} | asked
+        known = [row for row in recorder.rows(**key) if row["status"] in records.SETTLED] if resume else []
+        if not known:
+            row = time_attention(
+                case.pattern, n=n, heads=heads, head_dim=head_dim, dtype=dtype, backend=backend, mode=mode,
+                device=device, warmup=1, **rounds,
+            )  # fmt: skip
+            known = [recorder.row(**row | asked)]
+        chosen[label, n, mode, backend] = known[-1]
+    return table(recorder.frame(list(chosen.values())))
 
 
 def dense_backends(device: str) -> tuple[str, ...]:
@@ -101,6 +107,8 @@ def gain(rows: pd.DataFrame, n: int, mode: str = "fwd") -> dict:
     speedup: of the medians; low and high: of the extreme samples against each other, so everything that was seen.
     """
     done = rows[(rows["status"] == "ok") & (rows["n"] == n) & (rows["mode"] == mode)].sort_values("median_ms")
+    if not (done["family"] == "Dense").any():
+        raise ValueError(f"n={n}, mode={mode!r}: no row of dense attention has a time there")
     dense, fastest = done[done["family"] == "Dense"].iloc[0], done.iloc[0]
     return {
         "label": fastest["label"], "speedup": dense["median_ms"] / fastest["median_ms"],
@@ -166,6 +174,9 @@ def break_even(
     Columns: sparsity (achieved), speedup with its 95% interval (speedup_low, speedup_high), ideal (dense pairs over
     attended pairs), median_ms. The row "A/A" is dense measured against itself: what noise alone does. All are recorded.
     """
+    sparsities = arguments.listed("sparsities", sparsities)
+    for sparsity in sparsities:
+        arguments.number("1 - sparsity", 1 - sparsity if isinstance(sparsity, (int, float)) else sparsity, most=1)
     dense = fastest_dense(n=n, heads=heads, head_dim=head_dim, dtype=dtype, device=device, mode=mode)
     sizes = (n, heads, head_dim, dtype)
     cases = {"dense": Case(Dense(), *sizes, dense, mode, device)}

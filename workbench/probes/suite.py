@@ -18,7 +18,7 @@ import torch
 from workbench import records
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, layouts
 from workbench.patterns.dilated import PAPER
-from workbench.probes import estimate, memory, peers, roofline
+from workbench.probes import arguments, estimate, memory, peers, roofline
 from workbench.probes.case import Case
 from workbench.probes.outcome import attempt
 from workbench.probes.timing import compare
@@ -46,6 +46,7 @@ def run(only: Iterable[str] = (), *, profile="gpu", samples=9, seconds=8.0, fold
     seconds: about what a group may take. An alternative that cannot run is a row with its status.
     RuntimeError without a CUDA card: notebook 05 measures what a CPU can do.
     """
+    only = arguments.listed("only", only)
     if not torch.cuda.is_available():
         raise RuntimeError("the suite is of a CUDA card, and torch finds none here; notebook 05 measures a CPU, too")
     recorder, rows = records.start("timing", profile, folder), []
@@ -190,7 +191,7 @@ def others(mode: str) -> dict[str, Case]:
         "dense flash x128": case(Dense(), 32_768, 8, 128, "flash"),
         "dense efficient": case(Dense(), 32_768, 8, 64, "efficient"),
         "dense efficient x128": case(Dense(), 32_768, 8, 128, "efficient"),
-        "dense eager": case(Dense(), 16_384, 8, 64, "workbench.frontiers:eager"),
+        "dense eager": case(Dense(), 16_384, 8, 64, "eager"),
         "dense float32": case(Dense(), 16_384, 8, 64, "efficient", "float32"),
         "dense float32 x128": case(Dense(), 16_384, 8, 128, "efficient", "float32"),
         "longnet torch x128": case(longnet, 131_072, 8, 128, "torch"),

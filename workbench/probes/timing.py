@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from workbench.probes import arguments
 from workbench.probes.case import Case
 from workbench.probes.outcome import attempt
 
@@ -70,7 +71,8 @@ def measure(fn: Callable[[], object], *, warmup: int = 2, samples: int = 9, seco
     work on a GPU the samples are taken by CUDA events, queued without waiting in between, so that the time to launch
     kernels shows only where the GPU waits for it.
     """
-    _at_least_one(samples)
+    arguments.callable_("fn", fn)
+    _check(samples, warmup, seconds)
     clocks = _Clocks()
     seconds -= _warm(fn, warmup, seconds)
     clocks.sample()
@@ -102,9 +104,12 @@ def compare(
     """
     import pandas as pd
 
-    if not alternatives or AA in alternatives:
-        raise ValueError(f"alternatives={list(alternatives)}: want at least one, and none named 'A/A'")
-    _at_least_one(samples)
+    alternatives = arguments.named("alternatives", alternatives, "a function without arguments")
+    if AA in alternatives:
+        raise ValueError(f"alternatives={list(alternatives)}: want none named 'A/A'")
+    for name, fn in alternatives.items():
+        arguments.callable_(f"alternatives[{name!r}]", fn)
+    _check(samples, warmup, seconds)
     first = next(iter(alternatives))
     runs = {**alternatives, AA: alternatives[first]}
     clocks, begin = _Clocks(), time.perf_counter()
@@ -141,6 +146,7 @@ def time_attention(
     `backend` becomes the one that 'auto' stands for; `pairs` are those of one batch entry.
     """
     case = Case(pattern, n, heads, head_dim, dtype, backend, mode, device, batch, kv_heads, nq, seed)
+    _check(samples, warmup, seconds)
     row = {"probe": "timing"} | case.fields()
 
     def work():
@@ -158,9 +164,11 @@ def time_attention(
     return row
 
 
-def _at_least_one(samples: int) -> None:
-    if samples < 1:
-        raise ValueError(f"samples={samples!r}: want at least 1")
+def _check(samples: int, warmup: int, seconds: float) -> None:
+    arguments.whole("samples", samples, 1)
+    arguments.whole("warmup", warmup, 0)
+    if seconds != 0:
+        arguments.number("seconds", seconds)
 
 
 def _sample(fn) -> Callable[[], float]:

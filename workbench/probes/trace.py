@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.cards import Card
+from workbench.execution import torch_rules
 from workbench.execution.fused import OFFSETS, span
 from workbench.probes import scratch
 from workbench.probes.absent import CUDA, CannotTrace, OnCard, impersonate
@@ -38,14 +39,25 @@ class Event(NamedTuple):
     name: str
 
 
-def run(
-    program: Callable[[Callable], tuple], card: Card, names: tuple[str, ...] = (), wrong: set[str] | None = None
-) -> tuple[list[Event], int, tuple]:
-    """(events, how many of them are the preparation's, what the preparation returned) of a program on a card.
+class Traced(NamedTuple):
+    """events; the first `before` of them are the preparation's, which returned `prepared`.
+
+    wrong: what is known to compute wrongly (`WRONG_PAST_2_31`), None where nothing is. kernel: the one that torch's
+    scaled_dot_product_attention took, the last if it was called more than once, None if it was not.
+    """
+
+    events: list[Event]
+    before: int
+    prepared: tuple
+    wrong: str | None
+    kernel: str | None
+
+
+def run(program: Callable[[Callable], tuple], card: Card, names: tuple[str, ...] = ()) -> Traced:
+    """The life of a program's tensors on a card.
 
     program(make) prepares: it takes its inputs from make(shape, dtype), tensors on the card, and returns (call, ...);
-    then call() is run once, and its result lives on until the last event. names: of the inputs, in order. wrong: a set
-    that takes what is known to compute wrongly in it (`WRONG_PAST_2_31`).
+    then call() is run once, and its result lives on until the last event. names: of the inputs, in order.
     """
     _settle()
     with uncollected(), impersonate(card), Births(card) as births, Shortcuts(births).taken():
@@ -60,10 +72,8 @@ def run(
                 raise
             raise CannotTrace(f"it cannot be run without data: {str(error).strip().splitlines()[0]}"[:400]) from None
         events = list(births.events)
-    if wrong is not None:
-        wrong |= births.wrong
     del result
-    return events, before, prepared
+    return Traced(events, before, prepared, "; ".join(sorted(births.wrong)) or None, births.functions.kernel)
 
 
 @contextlib.contextmanager
@@ -208,9 +218,8 @@ ATTENTION = {
     for direction, words in (("", FORWARD), ("_backward", BACKWARD))
 }  # of each operator, what it returns
 WRONG_PAST_2_31 = {
-    "_scaled_dot_product_cudnn_attention_backward": "past 2^31 elements cuDNN's gradients are wrong, silently",
-    "_scaled_dot_product_flash_attention_backward": "past 2^31 elements FlashAttention's gradients fail",
-}  # see `dispatch.gradients_past_2_31`; args[:4] are the upstream gradient, q, k and v
+    f"_scaled_dot_product_{kernel}_attention_backward": why for kernel, why in torch_rules.WRONG_PAST_2_31.items()
+}  # args[:4] are the upstream gradient, q, k and v
 
 
 EFFICIENT = "_scaled_dot_product_efficient_attention"

@@ -1,0 +1,77 @@
+"""What `torch_rules` says of this card, beside what torch itself says and does."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from workbench.execution import torch_rules
+from workbench.probes.case import FUSED
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
+
+CALLS = list(itertools.product(
+    (torch.float64, torch.float32, torch.float16, torch.bfloat16), (30, 60, 64, 128, 136, 192, 200, 256, 264),
+    (8, 2), ((512, 512), (256, 512), (512, 1)), (False, True), (False, True),
+))  # dtype, head_dim, key heads, (queries, keys), causal, gradients  # fmt: skip
+
+
+def inputs(dtype, head_dim, kv_heads, lengths, gradients):
+    """q (1, 8, Nq, D), k and v (1, Hkv, N, D), as attention lays them out."""
+    sizes = ((lengths[0], 8), (lengths[1], kv_heads), (lengths[1], kv_heads))
+    made = (torch.randn(1, n, h, head_dim, device="cuda", dtype=dtype).transpose(1, 2) for n, h in sizes)
+    return [x.requires_grad_(gradients) for x in made]
+
+
+def rule(dtype, head_dim, kv_heads, lengths, causal, gradients):
+    options = {"grouped": kv_heads != 8, "nq": lengths[0], "n": lengths[1], "causal": causal, "gradients": gradients}
+    return torch_rules.kernels(torch.cuda.get_device_capability(), dtype, head_dim, **options)
+
+
+def test_torch_says_the_same():
+    cuda, off = torch.backends.cuda, []
+    asked = {"cudnn": cuda.can_use_cudnn_attention, "flash": cuda.can_use_flash_attention,
+             "efficient": cuda.can_use_efficient_attention}  # fmt: skip
+    for dtype, head_dim, kv_heads, lengths, causal, gradients in CALLS:
+        q, k, v = inputs(dtype, head_dim, kv_heads, lengths, gradients)
+        params = cuda.SDPAParams(q, k, v, None, 0.0, causal, kv_heads != 8)
+        taken = rule(dtype, head_dim, kv_heads, lengths, causal, gradients)
+        for name in FUSED:
+            if asked[name](params) != (name in taken):
+                off.append(f"{name} {dtype} x{head_dim} on {kv_heads} {lengths} {causal=} {gradients=}: rule {taken}")
+    assert not off, f"{len(off)} of {len(CALLS)}:\n" + "\n".join(off[:40])
+
+
+def test_what_is_taken_runs_by_name_and_what_is_not_does_not():
+    off = []
+    for dtype, head_dim, kv_heads, lengths, causal, gradients in CALLS:
+        q, k, v = inputs(dtype, head_dim, kv_heads, lengths, gradients)
+        taken = rule(dtype, head_dim, kv_heads, lengths, causal, gradients)
+        for name, backend in FUSED.items():
+            try:
+                with sdpa_kernel(getattr(SDPBackend, backend)):
+                    out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=kv_heads != 8)
+                if gradients:
+                    torch.autograd.grad(out.sum(), (q, k, v))
+                ran = None
+            except RuntimeError as error:
+                ran = str(error).splitlines()[0][:100]
+            if (ran is None) != (name in taken):
+                off.append(f"{name} {dtype} x{head_dim} on {kv_heads} {lengths} {causal=} {gradients=}: {ran}")
+    assert not off, f"{len(off)} of {len(CALLS)}:\n" + "\n".join(off[:40])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim, kv_heads", [(64, 8), (64, 2), (60, 8), (256, 8), (264, 8)])
+def test_the_first_is_what_torch_picks(dtype, head_dim, kv_heads):
+    """By the operator that ran."""
+    q, k, v = inputs(dtype, head_dim, kv_heads, (4096, 4096), False)
+    call = lambda: scaled_dot_product_attention(q, k, v, enable_gqa=kv_heads != 8)  # noqa: E731
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    ran = {event.key for event in profile.key_averages()}
+    first = rule(dtype, head_dim, kv_heads, (4096, 4096), False, False)[0]
+    assert f"aten::_scaled_dot_product_{'attention_math' if first == 'math' else f'{first}_attention'}" in ran
