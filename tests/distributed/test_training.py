@@ -105,7 +105,7 @@ def test_refusals_say_what_is_wanted(ranks):
 
 
 def test_without_a_process_group():
-    with pytest.raises(ValueError, match="want a process group: run under workbench.distributed.worker"):
+    with pytest.raises(ValueError, match="want a process group: run under workbench.harness.ranks"):
         training.mesh()
     x, layers = (
         torch.randn(2, 20, 5, dtype=torch.float64),
