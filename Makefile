@@ -46,7 +46,7 @@ report: $(SETUP)
 
 # Two processes with one thread each: the tests are many and small, and torch's threads would fight over the cores.
 # Tests of one group (see tests/conftest.py) run in one process, in the order in which they were collected.
-PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 20
+PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations 20
 
 test: lint
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)

@@ -16,23 +16,31 @@ if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     del os.environ["TRITON_INTERPRET"]  # the processes that tests start are as a user's
 
 
-LONG = ("notebooks", "ranks")  # groups that begin first, so that none is left alone at the end
+def group_of(nodeid: str) -> str:
+    """The group of a test, all of which run in one process: its file; all that use ranks, so that a pool of ranks lives
+    as long as can be; or a notebook that is executed."""
+    path = nodeid.partition("::")[0]
+    if path.endswith("notebooks/test_reports.py"):
+        return nodeid
+    ranks = "/distributed/" in path and not path.endswith(("test_plan.py", "test_views.py"))
+    return "ranks" if ranks or path.endswith("test_ranks.py") else path
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist writes the groups into the tests' names
 def pytest_collection_modifyitems(items):
-    """Give each test the group whose tests run in one process: a file or, so that a pool of ranks lives as long as can
-    be, all that take the fixture `ranks`. Long groups come first."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            name = "ranks" if "ranks" in item.fixturenames else str(item.path.relative_to(item.config.rootpath))
-            item.add_marker(pytest.mark.xdist_group(name))
-    items.sort(key=lambda item: not _group(item).startswith(LONG))
+    """Long groups begin first, so that none is left alone at the end."""
+    items.sort(key=lambda item: "notebooks/test_reports.py" not in item.nodeid and group_of(item.nodeid) != "ranks")
 
 
-def _group(item) -> str:
-    mark = item.get_closest_marker("xdist_group")
-    return mark.kwargs.get("name", *mark.args)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """As `--dist loadgroup`, whose groups xdist 3.8 writes where pytest 9.2 does not look for them."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return group_of(nodeid)
+
+    return ByGroup(config, log)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from workbench.harness.ranks import Pool
 WORLD = 8
 IDS = ("dense", "dense-causal", "geometric", "geometric-causal", "blocks-cut-causal", "grid-rows", "grid-hilbert")
 MODULES = test_ranks.MODULES
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

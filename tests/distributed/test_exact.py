@@ -79,7 +79,6 @@ BY_KERNELS = [("dense-causal", "float32"), ("last-queries", "float32"), ("grid-r
 BY_TWO = [("blocks-of-16", "float32"), ("geometric-causal", "float16")]
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("case", tools.tiers(BY_KERNELS, BY_TWO), ids=str)
 def test_by_kernels(interpreting, case):
     """They read some tensors as they lie, and merge 16-bit results in place, also of rows that have seen nothing."""

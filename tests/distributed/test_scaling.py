@@ -53,7 +53,6 @@ DILATED = Dilated([32, 192], [1, 2])
 
 
 MODULES = {"mine_on_ranks.py": MINE}
-pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def sweep(folder, cases, names, **options):

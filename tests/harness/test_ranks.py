@@ -102,7 +102,6 @@ if __name__ == "__main__":
 
 
 MODULES = {"faults.py": HERE}
-pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.fixture(scope="module")

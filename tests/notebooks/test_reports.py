@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests import browser
+from tests import browser, tools
 from workbench import report
 from workbench.report import notebooks
 
@@ -26,12 +26,7 @@ def look_at(page, index: bool) -> None:
             assert tab.run("document.querySelectorAll('.jp-RenderedText[data-mime-type*=stderr]').length") == 0
 
 
-def case(name: str):
-    marks = [pytest.mark.xdist_group(f"notebooks {name}")]
-    return pytest.param(name, marks=marks if name == DAILY else [*marks, pytest.mark.slow])
-
-
-@pytest.mark.parametrize("name", [case(name) for name in NAMES])
+@pytest.mark.parametrize("name", tools.tiers(NAMES, [DAILY]))
 def test_a_notebook_runs_and_its_report_is_whole_without_a_network(name, tmp_path):
     (done,) = report.run([name], profile="tiny", out=tmp_path, say=lambda text: None, timeout=3600)
     assert (done.name, done.status, done.failure) == (name, "ok", "")
