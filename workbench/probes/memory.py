@@ -77,7 +77,7 @@ def measure_attention(
         outcome = attempt(lambda: _of_case(case))
     else:
         timeout_s = arguments.number("timeout_s", timeout_s)
-        outcome = shared(**MALLOC).run(f"{__name__}:_of_case", (case,), timeout_s)
+        outcome = shared().run(f"{__name__}:_of_case", (case,), timeout_s)
     row = {"probe": "memory"} | case.fields() | {"status": outcome.status, "error": outcome.error, "measured": True}
     row |= {"pairs": None, "peak_bytes": None, "extra_bytes": None}
     if outcome.status == "ok":
