@@ -5,6 +5,7 @@ Dimensions: B batch, N positions, H heads, D head_dim, P ranks.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,24 +22,35 @@ from workbench.probes import link, scaling
 from workbench.probes.case import Case
 from workbench.probes.timing import AA, speedup
 
-KINDS = ("dense", "longnet", "block-sparse")
-BLOCK = 128
+MODELLED = ("dense", "longnet", "block-sparse")  # for which `curves` predicts many ranks
+ORDERS = {"row_major": "row-major", "hilbert": "Hilbert"}
+KINDS = (*MODELLED, *(f"neighborhood, {x}" for x in ORDERS.values()))
+BLOCK, RADIUS = 128, 8
 LONGEST = 1 << 20  # positions of block-sparse attention up to which a weak curve is drawn: it lists visible blocks
 SIZES = ("heads", "head_dim", "dtype")
 
 
 def maker(kind: str, first: int = 4096) -> Callable[[int], Pattern]:
     """The function of N that makes a pattern, by its name: "dense"; "longnet", `geometric` with a shortest segment of
-    `first`; or "block-sparse", about 5 % of the blocks of 128: those near the diagonal, and every 32nd diagonal.
-    ValueError for another name."""
+    `first`; "block-sparse", about 5 % of the blocks of 128: those near the diagonal, and every 32nd diagonal; or
+    "neighborhood, row-major" and "neighborhood, Hilbert", all cells within 8 on the squarest grid of N cells, in that
+    order. ValueError for another name."""
     made = {
         "dense": lambda n: Dense(),
         "longnet": lambda n: geometric(n, first=first),
         "block-sparse": lambda n: BlockSparse(layouts.local(-(-n // BLOCK) // 107) | layouts.strided(32), BLOCK),
     }
+    for order, word in ORDERS.items():
+        made[f"neighborhood, {word}"] = lambda n, order=order: _neighborhood(n, order)
     if kind not in made:
         raise ValueError(f"pattern={kind!r}: want one of {', '.join(KINDS)}")
     return made[kind]
+
+
+def _neighborhood(n: int, order: str) -> Neighborhood:
+    rows = next(x for x in range(math.isqrt(n), 0, -1) if n % x == 0)
+    shape = (rows, n // rows)
+    return Neighborhood(shape, RADIUS, getattr(orderings, order)(shape))
 
 
 def at(kind: str, first: int, **sizes) -> Callable[[int], Case]:
@@ -89,6 +101,9 @@ def _kind(spec: dict, name: str, n: int) -> str:
     found, causal = {"Dense": "dense", "BlockSparse": "block-sparse"}.get(spec["pattern"], name), spec.get("causal")
     if spec["pattern"] == "Dilated" and spec == geometric(int(n), causal, spec["segment_lengths"][0]).spec():
         found = "longnet"
+    if spec["pattern"] == "Neighborhood" and spec["radius"] == [RADIUS] * 2 and math.prod(spec["shape"]) == n:
+        order = (spec.get("ordering") or {}).get("ordering")
+        found = f"neighborhood, {ORDERS[order]}" if order in ORDERS else name
     return f"{found} causal" if causal else found
 
 
@@ -227,7 +242,7 @@ def one_thread():
 def curves(rows: pd.DataFrame, bytes_per_second: float, worlds: Iterable[int], first: int) -> pd.DataFrame:
     """`link.modelled` for each kind, strong from its longest forward and weak from its shortest, with the rate that one
     device had there and the link's: rows with `kind`. first: the shortest segment of "longnet", as in `maker`."""
-    alone, found = ok(rows[rows["mode"].eq("fwd") & rows["strategy"].eq(ONE) & rows["kind"].isin(KINDS)]), []
+    alone, found = ok(rows[rows["mode"].eq("fwd") & rows["strategy"].eq(ONE) & rows["kind"].isin(MODELLED)]), []
     for kind, group in alone.groupby("kind", sort=False):
         group = group.sort_values("n")
         for scaling_, one in (("strong", group.iloc[-1]), ("weak", group.iloc[0])):

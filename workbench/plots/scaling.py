@@ -36,7 +36,7 @@ def picture(path: str, machine: str = "h200x2") -> None:
     from workbench import multicard
 
     rows = multicard.ok(multicard.recorded([machine])[0])
-    rows = rows[rows["kind"].isin(multicard.KINDS)]
+    rows = rows[rows["kind"].isin(multicard.KINDS)].sort_values("kind", key=lambda x: x.map(multicard.KINDS.index))
     fig, first = speedups(rows), rows.iloc[0]
     sizes = f"{first['dtype']}, {int(first['heads'])} heads x {int(first['head_dim'])}"
     fig.suptitle(f"{int(rows['nproc'].max())} x {first['run_device']}, {sizes}", fontsize=10)
@@ -57,16 +57,19 @@ def speedups(rows: pd.DataFrame, recorded: pd.DataFrame | None = None, most: Cal
     kinds = list(dict.fromkeys(drawn["kind"]))
     modes = [mode for mode in style.MODES if mode in set(drawn["mode"])]
     lines = [(world, mode) for world in sorted(set(drawn["nproc"])) for mode in modes]
-    size = (1.3 + 2.9 * len(kinds), 1.2 + 2.6 * len(lines))
-    fig, axes = plt.subplots(len(lines), len(kinds), figsize=size, squeeze=False, sharey="row", sharex="col")
-    words, handles = [], {}
     frames = [x for x in (recorded, rows) if x is not None and len(x)]
+    widths = [2.9 if len({n for x in frames for n in x[x["kind"] == kind]["n"]}) > 1 else 1.7 for kind in kinds]
+    fig, axes = plt.subplots(
+        len(lines), len(kinds), figsize=(1.3 + sum(widths), 1.2 + 2.6 * len(lines)), width_ratios=widths,
+        squeeze=False, sharey="row", sharex="col",
+    )  # fmt: skip
+    words, handles = [], {}
     for place, kind in enumerate(kinds):
         lengths = sorted({int(n) for x in frames for n in x[x["kind"] == kind]["n"]})
         for ax, (world, mode) in zip(axes[:, place], lines, strict=True):
             every = [_of(x, kind, mode, world) for x in frames]
             if not any(x["strategy"].isin(names).any() for x in every):
-                ax.text(0.5, 0.25, "did not run", transform=ax.transAxes, ha="center", fontsize=9)
+                ax.text(0.5, 0.25, "no result", transform=ax.transAxes, ha="center", fontsize=9)
             _ideal(ax, world, most and most(world), labelled=place == 0)
             for some in every:
                 pale = some is not every[-1]
@@ -83,9 +86,9 @@ def speedups(rows: pd.DataFrame, recorded: pd.DataFrame | None = None, most: Cal
         for ax in axes[:, place]:
             _lengths(ax, lengths)
         axes[-1, place].set_xlabel("N")
-        axes[0, place].set_title(kind)
+        axes[0, place].set_title(kind.replace(", ", ",\n"))
     for ax, (world, mode) in zip(axes[:, 0], lines, strict=True):
-        ax.set_ylabel(f"{style.MODES[mode]}, {world:g} ranks:\ntimes faster than one device", fontsize=9)
+        ax.set_ylabel(f"{style.MODES[mode]}, {world:g} ranks:\nspeed-up over one device", fontsize=9)
     fig.legend(handles.values(), handles, loc="outside lower center", ncols=min(3, len(handles)), fontsize=9)
     return style.finish(fig, f"Speed-up over one device at the same N. At the longest: {'; '.join(words)}.")
 
