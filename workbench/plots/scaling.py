@@ -28,7 +28,7 @@ COLORS = {
     "distributed data parallel": "#EE99AA", ONE: "#000000",
 }  # fmt: skip
 MARKS = {"sequence": "o", "heads": "s", "context parallel": "D", "data parallel": "X", "distributed data parallel": "P"}
-SCALINGS = {"strong": "strong: the same N on all ranks together", "weak": "weak: as many positions on each rank"}
+SCALINGS = {"strong": "strong: the same N on all ranks together", "weak": "weak: the same N per rank"}
 
 
 def picture(path: str, machine: str = "h200x2") -> None:
@@ -54,6 +54,8 @@ def speedups(rows: pd.DataFrame, recorded: pd.DataFrame | None = None, most: Cal
     names = [x for x in COLORS if x != ONE and x in set(rows["strategy"])]
     names += sorted({*rows["strategy"]} - {*names, ONE, AA})
     drawn = rows[rows["strategy"].isin(names)]
+    if drawn.empty:
+        return style.blank("No way of using several ranks gave a right result here.")
     kinds = list(dict.fromkeys(drawn["kind"]))
     modes = [mode for mode in style.MODES if mode in set(drawn["mode"])]
     lines = [(world, mode) for world in sorted(set(drawn["nproc"])) for mode in modes]
@@ -156,6 +158,8 @@ def cards(rows: pd.DataFrame, what: str = "card"):
     order = [*COLORS, *sorted({*rows["strategy"]} - {*COLORS})]
     rows = rows[rows["strategy"] != AA].set_index("strategy")
     names = [x for x in order if x in rows.index]
+    if not names:
+        return style.blank("Nothing gave a right result here.")
     world = int(rows["nproc"].iloc[0])
     shades = sns.color_palette(style.SEQUENTIAL, world + 1)[1:]
     panels = {"peak_by_card": ("at the peak (MiB)", 2**20), "sent_bytes": ("sent (MiB)", 2**20),
@@ -197,6 +201,8 @@ def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
     modelled: of `multicard.curves`; a band goes from the exchange hidden behind the computation (the line) down to none
     of it hidden. measured: of `multicard.efficiency`.
     """
+    if modelled.empty:
+        return style.blank("No forward of one device ran: there is no rate from which to model many.")
     style.use()
     fig, axes = plt.subplots(1, 2, figsize=(9.6, 4.4), sharey=True)
     handles, words = {}, []
