@@ -74,7 +74,7 @@ def test_borders_have_a_line_an_order():
     fig = draw_plans.borders(moved)
     for ax, want in zip(fig.axes, ([100, 400], [0.5, 2]), strict=True):
         assert ax.get_lines()[0].get_ydata().tolist() == want
-    assert "On 16 ranks: row-major 400 bytes, 2.00 times what is held; hilbert 200 bytes" in fig.get_label()
+    assert "On 16 ranks: row-major 400 bytes, 2.00 times what is held; Hilbert 200 bytes" in fig.get_label()
     fig.canvas.draw()
     for ax, want in zip(fig.axes, ("100 B 200 B", "0.5 1 2"), strict=True):
         low, high = ax.get_ylim()
