@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from workbench import Dense, multicard, records
+from workbench import Dense, Neighborhood, multicard, records
 from workbench.distributed.strategies import ONE
 from workbench.patterns.dilated import geometric
 from workbench.probes.case import Case
@@ -48,14 +48,17 @@ def test_cases_have_the_patterns_that_their_kind_names():
     assert cases["longnet fwd 1 x 300"].pattern.segment_lengths == (64, 256, 300)
     assert isinstance(cases["dense fwd 1 x 256"].pattern, Dense)
     assert 0.045 < multicard.maker("block-sparse")(1 << 18).density(1 << 18, 1) < 0.055
-    with pytest.raises(ValueError, match="pattern='ring': want one of dense, longnet, block-sparse"):
+    with pytest.raises(ValueError, match="pattern='ring': want one of dense, longnet, block-sparse, neigh"):
         multicard.maker("ring")
 
 
 def test_causal_is_another_kind():
     patterns = [Dense(), Dense(True), geometric(300, first=64), geometric(300, True, 64)]
+    patterns += [multicard.maker(kind)(300) for kind in multicard.KINDS[3:]] + [Neighborhood((300,), 8)]
     frame = pd.DataFrame([{"pattern_spec": x.spec(), "pattern": x.name, "n": 300} for x in patterns])
-    assert list(multicard.kinds(frame)["kind"]) == ["dense", "dense causal", "longnet", "longnet causal"]
+    assert list(multicard.kinds(frame)["kind"]) == [
+        "dense", "dense causal", "longnet", "longnet causal", *multicard.KINDS[3:], patterns[-1].name,
+    ]  # fmt: skip
 
 
 def test_ranks_are_those_that_have_a_card_and_here_as_many_as_asked_for(monkeypatch):

@@ -1,33 +1,47 @@
-"""The README's code runs, its commands exist, and what it points at is there."""
+"""Both READMEs: every block runs by itself, every command exists, and the answers are those of the records."""
 
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from tests.readme_answers import answers
+from workbench.probes.case import imported
+
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+TEXTS = {path: (ROOT / path).read_text(encoding="utf-8") for path in ("README.md", "workbench/README.md")}
+README = TEXTS["README.md"]
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S)
+    return [x for text in TEXTS.values() for x in re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)]
 
 
 def commands(program: str) -> list[list[str]]:
-    """The argument lists with which the README calls a program, in its sh blocks and in its text."""
+    """The argument lists with which the READMEs call a program, in their sh blocks and in their text."""
     lines = [line.partition("#")[0] for block in blocks("sh") for line in block.splitlines()]
-    lines += re.findall(r"`([^`\n]+)`", README)
+    lines += [x for text in TEXTS.values() for x in re.findall(r"`([^`\n]+)`", text)]
     return [shlex.split(line)[1:] for line in lines if line.split()[:1] == [program]]
 
 
-def test_python_samples_run_in_order(capsys):
-    samples = blocks("python")
-    assert samples
-    namespace = {}
-    for sample in samples:
-        exec(compile(sample, "README.md", "exec"), namespace)
-    assert capsys.readouterr().out.startswith("torch: ")
+@pytest.mark.parametrize("sample", blocks("python"))
+def test_a_block_runs_by_itself(sample):
+    exec(compile(sample, "README.md", "exec"), {})
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) <= 120 and len(README.encode()) <= 6144
+    assert len(TEXTS["workbench/README.md"].encode()) <= 4096
+
+
+def test_the_answers_are_those_of_the_committed_records():
+    lines = {line[3:5]: line for line in README.splitlines() if line.startswith("| [0")}
+    assert set(lines) == {path.stem[:2] for path in (ROOT / "notebooks").glob("*.ipynb")}
+    for number, words in answers().items():
+        assert f"| {words}" in lines[number]
+    assert not re.search(r"\d\.\d", lines["01"].rpartition("| ")[0].rpartition("|")[2]), "what no record has"
 
 
 def test_every_pattern_has_a_row():
@@ -36,6 +50,12 @@ def test_every_pattern_has_a_row():
     rows = re.findall(r"^\| `(\w+)\(", README, re.M)
     patterns = {name for name in wb.patterns.__all__ if name[0].isupper()} - {"Pattern", "Blocks"}
     assert set(rows) == patterns
+
+
+def test_every_command_is_one_that_is_checked_here():
+    known = {"make", "workbench", "torchrun", "conda"}
+    asked = {line.split()[0] for block in blocks("sh") for line in block.splitlines() if line.strip()}
+    assert asked <= known
 
 
 def test_make_targets_exist():
@@ -51,17 +71,17 @@ def test_workbench_commands_parse(arguments):
     parser().parse_args(arguments)
 
 
-def test_papermill_commands_name_notebooks_and_their_parameters():
-    from workbench.report import notebooks, parameters
+def test_what_torchrun_starts_exists():
+    for arguments in commands("torchrun"):
+        module, target, parameters = arguments[arguments.index("-m") + 1 :]
+        assert imported(target) and imported(f"{module}:main") and isinstance(json.loads(parameters), dict)
 
-    assert commands("papermill")
-    for source, _, *options in commands("papermill"):
-        declared = parameters.declared(notebooks.read(ROOT / source))
-        assert set(options[1::3]) <= set(declared)
+
+def test_conda_has_its_file():
+    assert [arguments[-1] for arguments in commands("conda")] == ["environment.yml"]
 
 
 def test_what_it_points_at_is_there():
-    paths = re.findall(r"\]\((?!http)([^)#]+)\)", README)
-    paths += re.findall(r"`((?:workbench|tests|notebooks)/[\w./]*)`", README)
-    assert paths
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+    paths = [(Path(at).parent, x) for at, text in TEXTS.items() for x in re.findall(r"\]\((?!http)([^)#]+)\)", text)]
+    paths += [(Path(), x) for x in re.findall(r"`((?:workbench|tests|notebooks|outputs)/[\w./]*)`", README)]
+    assert paths and [x for at, x in paths if not (ROOT / at / x).exists()] == []

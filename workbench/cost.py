@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from workbench.narrate import listed, number
 from workbench.patterns import Dense, Dilated, Pattern
 
 
@@ -56,3 +57,33 @@ def growth(table: pd.DataFrame) -> pd.Series:
     ends = table.groupby("pattern", sort=False)[["n", "pairs"]].agg(["first", "last"])
     rise = np.log(ends.xs("last", axis=1, level=1) / ends.xs("first", axis=1, level=1))
     return rise.pairs / rise.n
+
+
+def rises(table: pd.DataFrame) -> str:
+    """`growth` in a sentence."""
+    if table["n"].nunique() < 2:
+        return "One length alone shows no growth."
+    return f"Pairs grow as $N$ to the power {', '.join(f'**{x:.2f}** ({name})' for name, x in growth(table).items())}."
+
+
+def extremes(table: pd.DataFrame) -> str:
+    """Who has the most and the fewest pairs and bytes at the longest N, in a sentence."""
+    last = table[table["n"] == table["n"].max()].set_index("pattern")
+    pairs, size = last["pairs"].astype(float), last["predicted_bytes"].astype(float)
+    if pairs.min() == pairs.max():
+        said = "all patterns compute as many pairs"
+    else:
+        times = f"**{number(pairs.max() / pairs.min())} times**"
+        said = f"{pairs.idxmax()} computes {times} as many pairs as {pairs.idxmin()}"
+    if size.max() < 1.5 * size.min():
+        return f"At N = {last['n'].iloc[0]:,} {said}; all need about the same {size.max() / 1e9:.3g} GB."
+    need = f"{size.idxmax()} needs **{number(size.max() / size.min())} times** the bytes of {size.idxmin()}"
+    return f"At N = {last['n'].iloc[0]:,} {said}; {need}."
+
+
+def layers(depths: Mapping[str, int | None]) -> str:
+    """How many layers each pattern takes until every token can depend on every other (`reach.depth`)."""
+    never = [name for name, x in depths.items() if x is None]
+    done = ", ".join(f"{name} **{x}**" for name, x in depths.items() if x is not None)
+    said = [f"Layers until every token can depend on every other: {done}."] if done else []
+    return " ".join(said + [f"No number of layers is enough for {listed(never)}."] * bool(never))

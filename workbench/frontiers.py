@@ -16,6 +16,7 @@ from importlib.resources import files
 import pandas as pd
 
 from workbench import cards, records
+from workbench.narrate import counted, listed, number
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, layouts
 from workbench.probes import allocator, estimate, fit, frontier
 from workbench.probes.case import Case
@@ -68,7 +69,7 @@ def wrong(kind: str) -> pd.DataFrame:
     rows = rows.assign(way=_labels(rows), elements=rows[["batch", "n", "heads", "head_dim"]].prod(axis=1))
     shortest = rows.sort_values("n").drop_duplicates(["way", "batch", "heads", "head_dim", "mode"])
     said = shortest["error"].str.split(";").str[0]
-    return shortest[columns].assign(said=said)
+    return shortest[columns].astype(dict.fromkeys(columns[2:], "int64")).assign(said=said)
 
 
 def recorded(kind: str) -> pd.DataFrame:
@@ -234,6 +235,93 @@ class Chooser:
         return f"N = {n:,} {verdict(n, row)}: the longest is {int(row['n']):,}, limited by {row['limiter']}."
 
 
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+
 def verdict(n: int, row) -> str:
     beyond = {"time": "takes too long", "validity": "is computed wrongly"}
     return "fits" if n <= row["n"] else beyond.get(row["limiter"], "does not fit")
+
+
+def most(lines: pd.DataFrame, card: str) -> str:
+    """Which way takes the longest sequence at the largest budget (rows of `frontier.sweep`), in a sentence."""
+    done = lines[lines["budget_bytes"] == lines["budget_bytes"].max()].dropna(subset="n").sort_values("n")
+    if done.empty:
+        return f"On {card} none of these ways runs with the largest budget."
+    top, least = done.iloc[-1], done.iloc[0]
+    said = f"Predicted for the memory and speed of {card}, {top['budget_bytes'] / 2**30:g} GiB for tensors: "
+    said += f"**{top['label']}** takes {int(top['n']):,} tokens"
+    if top["n"] == least["n"]:
+        return said + (", as many as every other way." if len(done) > 1 else ".")
+    return said + f", **{number(top['n'] / least['n'])} times** as many as {least['label']}."
+
+
+def agreement(measured: pd.DataFrame) -> list[str]:
+    """How the predictions compare with what was measured, and what was not."""
+    done = measured.dropna(subset=["measured_n", "predicted_n"])
+    said = [f"Not measured, {x.label}: {x.error}" for x in measured[measured["status"] != "ok"].itertuples()]
+    if done.empty:
+        return ["No search has both a prediction and a measurement.", *said]
+    off = (done["predicted_n"] / done["measured_n"] - 1).abs()
+    inside = (off <= done["step"] + done["grain"] / done["measured_n"]).sum()
+    searches = "1 search" if len(done) == 1 else f"{len(done)} searches"
+    within = f"In **{inside} of {searches}** the prediction is within a step of what was measured; at worst off"
+    return [f"{within} by {off.max():.1%}. A search took {done['probes'].mean():.1f} probes on average.", *said]
+
+
+def overpromised(lines: pd.DataFrame, card: str) -> str:
+    """`promised` in a sentence."""
+    if lines.empty:
+        return f"None of these ways runs on {card}."
+    worst = lines.loc[lines["too_much"].idxmax()]
+    if worst["too_much"] <= 0:
+        return f"On {card} (predicted) it promises no more tokens than run."
+    return f"On {card} (predicted) it promises up to **{worst['too_much']:.1%}** more tokens than run ({worst['way']})."
+
+
+def limits(table: pd.DataFrame) -> list[str]:
+    """What limits the cells of a map (rows of `frontier.sweep`), and whose time is not known."""
+    done, said = table[table["status"] == "ok"], []
+    names = {"validity": "wrong results", "search": "nothing as far as was searched"}
+    by = [f"{names.get(x, x)} in {n}" for x, n in done["limiter"].value_counts().items()]
+    if by:
+        said.append(f"Of the {counted(len(done), 'cell')} that run, what limits is {listed(by)}.")
+    else:
+        said.append("None of these ways runs on any of these cards.")
+    unknown = done.loc[done["predicted_ms"].isna(), "label"].unique()
+    if len(unknown):
+        said.append(f"The time of {listed(f'`{x}`' for x in unknown)} is not modelled, so time never limits it here.")
+    return said
+
+
+def silent(found: pd.DataFrame, kind: str) -> str:
+    """`wrong` in a sentence."""
+    if found.empty:
+        return f"No such call is on record for `{kind}`."
+    calls = "One such call is" if len(found) == 1 else f"{len(found)} such calls are"
+    over = (found["elements"] >= 2**31).all()
+    return f"{calls} on record for `{kind}`" + (f", with {2**31:,} elements or more." if over else ".")
+
+
+def beyond(table: pd.DataFrame, heads: int, head_dim: int) -> str:
+    """How many frontiers lie where a tensor has 2^31 elements or more."""
+    n, done = 2**31 // (heads * head_dim), table[table["status"] == "ok"]
+    far = int((done["n"].fillna(0) > n).sum())
+    said = f"With {counted(heads, 'head')} x {head_dim} a tensor has that many elements at **N = {n:,}**. "
+    if not far:
+        return said + "No frontier above lies beyond it."
+    lie = "lies" if far == 1 else "lie"
+    return said + f"{far} of {counted(len(done), 'frontier')} above {lie} beyond it: measure before you rely on them."
+
+
+def choice(options: pd.DataFrame, n: int, card: str) -> str:
+    """`fit.table` at n in a sentence: how many ways fit, and which is the fastest of those whose time is known."""
+    room = options[options["fits"].astype(bool)]
+    said = f"N = {n:,} on {card} (predicted): **{len(room)} of {counted(len(options), 'way')}** " + (
+        "fits" if len(room) == 1 else "fit"
+    )
+    known = room.dropna(subset="ms").sort_values("ms")
+    if len(known):
+        seconds = number(known["ms"].iloc[0] / 1000)
+        said += f"; the fastest whose time is modelled is **{known['way'].iloc[0]}**, {seconds} s"
+    return said + "."

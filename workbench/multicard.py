@@ -5,6 +5,7 @@ Dimensions: B batch, N positions, H heads, D head_dim, P ranks.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,30 +16,43 @@ import torch
 from workbench import orderings, records
 from workbench.distributed import Shards, plan
 from workbench.distributed.strategies import ONE, OURS, SHORT, STRATEGIES
+from workbench.narrate import number
 from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern, from_spec, layouts
 from workbench.patterns.dilated import geometric
 from workbench.probes import link, scaling
 from workbench.probes.case import Case
 from workbench.probes.timing import AA, speedup
 
-KINDS = ("dense", "longnet", "block-sparse")
-BLOCK = 128
+MODELLED = ("dense", "longnet", "block-sparse")  # for which `curves` predicts many ranks
+ORDERS = {"row_major": "row-major", "hilbert": "Hilbert"}
+GRIDS = tuple(f"neighborhood, {x}" for x in ORDERS.values())
+KINDS = (*MODELLED, *GRIDS)
+BLOCK, RADIUS = 128, 8
 LONGEST = 1 << 20  # positions of block-sparse attention up to which a weak curve is drawn: it lists visible blocks
 SIZES = ("heads", "head_dim", "dtype")
 
 
 def maker(kind: str, first: int = 4096) -> Callable[[int], Pattern]:
     """The function of N that makes a pattern, by its name: "dense"; "longnet", `geometric` with a shortest segment of
-    `first`; or "block-sparse", about 5 % of the blocks of 128: those near the diagonal, and every 32nd diagonal.
-    ValueError for another name."""
+    `first`; "block-sparse", about 5 % of the blocks of 128: those near the diagonal, and every 32nd diagonal; or
+    "neighborhood, row-major" and "neighborhood, Hilbert", all cells within 8 on the squarest grid of N cells, in that
+    order. ValueError for another name."""
     made = {
         "dense": lambda n: Dense(),
         "longnet": lambda n: geometric(n, first=first),
         "block-sparse": lambda n: BlockSparse(layouts.local(-(-n // BLOCK) // 107) | layouts.strided(32), BLOCK),
     }
+    for order, word in ORDERS.items():
+        made[f"neighborhood, {word}"] = lambda n, order=order: _neighborhood(n, order)
     if kind not in made:
         raise ValueError(f"pattern={kind!r}: want one of {', '.join(KINDS)}")
     return made[kind]
+
+
+def _neighborhood(n: int, order: str) -> Neighborhood:
+    rows = next(x for x in range(math.isqrt(n), 0, -1) if n % x == 0)
+    shape = (rows, n // rows)
+    return Neighborhood(shape, RADIUS, getattr(orderings, order)(shape))
 
 
 def at(kind: str, first: int, **sizes) -> Callable[[int], Case]:
@@ -89,6 +103,9 @@ def _kind(spec: dict, name: str, n: int) -> str:
     found, causal = {"Dense": "dense", "BlockSparse": "block-sparse"}.get(spec["pattern"], name), spec.get("causal")
     if spec["pattern"] == "Dilated" and spec == geometric(int(n), causal, spec["segment_lengths"][0]).spec():
         found = "longnet"
+    if spec["pattern"] == "Neighborhood" and spec["radius"] == [RADIUS] * 2 and math.prod(spec["shape"]) == n:
+        order = (spec.get("ordering") or {}).get("ordering")
+        found = f"neighborhood, {ORDERS[order]}" if order in ORDERS else name
     return f"{found} causal" if causal else found
 
 
@@ -139,7 +156,7 @@ def summary(rows: pd.DataFrame, cell: Callable[[dict], str]) -> pd.DataFrame:
 def time_and_speedup(row: dict) -> str:
     """For `summary`: the median in milliseconds, and the speed-up over one device."""
     faster = "" if row["strategy"] == ONE else f" ({row['speedup']:.2f}x)"
-    return f"{row['median_ms']:,.3g}{faster}"
+    return f"{number(row['median_ms'])}{faster}"
 
 
 def peak_and_sent(row: dict) -> str:
@@ -151,13 +168,13 @@ def peak_and_sent(row: dict) -> str:
 
 
 def _mib(x: float) -> str:
-    return f"{x / 2**20:,.0f}" if x >= 100 << 20 else f"{x / 2**20:.3g}"
+    return "?" if pd.isna(x) else f"{x / 2**20:,.0f}" if x >= 100 << 20 else f"{x / 2**20:.3g}"
 
 
 def missing(rows: pd.DataFrame) -> list[str]:
-    """For each strategy with a row that did not run, or is wrong, the reason of the first such row, in a sentence."""
-    off = rows[~rows.index.isin(ok(rows).index)].drop_duplicates("strategy")
-    return [f"`{row.strategy}`: {row.error}" for row in off.itertuples()]
+    """For each strategy with a row that did not run, or is wrong, the first reason of each of the two."""
+    off = rows[~rows.index.isin(ok(rows).index)].drop_duplicates(["strategy", "status"])
+    return [f"`{x.strategy}`: {str(x.error).removeprefix(x.strategy).strip()}" for x in off.itertuples()]
 
 
 def exactly_planned(rows: pd.DataFrame) -> tuple[int, int]:
@@ -169,18 +186,29 @@ def exactly_planned(rows: pd.DataFrame) -> tuple[int, int]:
 def by_batch(rows: pd.DataFrame) -> pd.DataFrame:
     """What dividing the batch gives, compared with dividing the sequence: a row for each batch size (`sequences`), N,
     number of ranks and strategy of the forwards that ran. busiest, idlest: the largest and the least share of the time
-    in which a card computes; speed-up; peak: the largest of a card over that of one device."""
+    in which a card computes; speed-up, and its interval, low to high; peak: the largest of a card over that of one
+    device."""
+    columns = ["sequences", "N", "ranks", "strategy", "busiest", "idlest", "speed-up", "low", "high", "peak"]
     done, lines = ok(rows[rows["mode"] == "fwd"]), []
     for (batch, n, world), group in done.groupby(["batch", "n", "nproc"], sort=False):
         one = group[group["strategy"] == ONE]
         for row in group[group["strategy"].isin([*SHORT, "sequence"])].to_dict("records"):
-            busy = sorted(x for x in row["busy"] if x is not None)
+            busy = sorted(x for x in row["busy"] if x is not None) if isinstance(row["busy"], list) else []
             lines.append({
                 "sequences": batch, "N": n, "ranks": world, "strategy": SHORT.get(row["strategy"], row["strategy"]),
                 "busiest": busy[-1] if busy else None, "idlest": busy[0] if busy else None,
-                "speed-up": row["speedup"], "peak": row["peak_bytes"] / one["peak_bytes"].iloc[0] if len(one) else None,
+                "speed-up": row["speedup"], "low": row["speedup_low"], "high": row["speedup_high"],
+                "peak": row["peak_bytes"] / one["peak_bytes"].iloc[0] if len(one) else None,
             })  # fmt: skip
-    return pd.DataFrame(lines)
+    return pd.DataFrame(lines, columns=columns)
+
+
+def one_case(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of one case on the most ranks: the longest forward of longnet or, without any, of what comes first."""
+    done = ok(rows[rows["mode"] == "fwd"])
+    done = done[done["nproc"] == done["nproc"].max()]
+    done = done[done["kind"] == ("longnet" if "longnet" in set(done["kind"]) else next(iter(done["kind"]), None))]
+    return done[done["n"] == done["n"].max()]
 
 
 # --- many ranks -------------------------------------------------------------------------------------------------------
@@ -227,7 +255,7 @@ def one_thread():
 def curves(rows: pd.DataFrame, bytes_per_second: float, worlds: Iterable[int], first: int) -> pd.DataFrame:
     """`link.modelled` for each kind, strong from its longest forward and weak from its shortest, with the rate that one
     device had there and the link's: rows with `kind`. first: the shortest segment of "longnet", as in `maker`."""
-    alone, found = ok(rows[rows["mode"].eq("fwd") & rows["strategy"].eq(ONE) & rows["kind"].isin(KINDS)]), []
+    alone, found = ok(rows[rows["mode"].eq("fwd") & rows["strategy"].eq(ONE) & rows["kind"].isin(MODELLED)]), []
     for kind, group in alone.groupby("kind", sort=False):
         group = group.sort_values("n")
         for scaling_, one in (("strong", group.iloc[-1]), ("weak", group.iloc[0])):
@@ -237,7 +265,8 @@ def curves(rows: pd.DataFrame, bytes_per_second: float, worlds: Iterable[int], f
             pairs = one["pairs"] / one["median_ms"] * 1000
             curve = link.modelled(make(n), pairs, bytes_per_second, some, at=make, scaling=scaling_)
             found.append(curve.assign(kind=kind))
-    return pd.concat(found, ignore_index=True)
+    columns = ["kind", "scaling", "status", "world", "n", "least", "efficiency", "pattern_spec"]
+    return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=columns)
 
 
 def plans(rows: pd.DataFrame, world: int) -> dict:

@@ -44,7 +44,7 @@ FIGURES = {
     "block on the grid": (lambda: plots.block_on_grid(ORDERS[3], touched(ORDERS[3]), 8, 1), "of 12 key blocks"),
     "runs": (lambda: plots.runs_on_picture(torch.rand(*GRID, 12), ORDERS, 20, "20 tokens"), "20 tokens"),
     "similarity": (lambda: plots.similarity(locality.similarity(torch.rand(*GRID, 3), ORDERS, 9), 0.5), "similarity"),
-    "times": (lambda: plots.times(times(), PERCENT), "hilbert 9.5 ms, 5.9% of the blocks"),
+    "times": (lambda: plots.times(times(), PERCENT), "Hilbert 9.5 ms, 5.9% of the blocks"),
     "neighbours": (lambda: plots.neighbours(longnet()[1], 1, "A full grid"), "within 3 x 3 cells"),
     "fields": (lambda: longnet()[0], "row 3, column 5 after 2 layers"),
 }
@@ -61,7 +61,7 @@ def test_figure_draws_from_its_data_and_says_what_it_shows(name):
 
 def test_times_names_the_first_measured_again():
     labels = [tick.get_text() for tick in plots.times(times(), PERCENT).axes[0].get_yticklabels()]
-    assert labels == ["row-major", "hilbert", "row-major again"]
+    assert labels == ["row-major", "Hilbert", "row-major again"]
 
 
 def test_block_on_grid_shows_what_is_needed_and_what_is_loaded():
@@ -74,5 +74,5 @@ def test_block_on_grid_shows_what_is_needed_and_what_is_loaded():
 
 def test_labels_and_colours_tell_orderings_apart():
     names = [o.name for o in ORDERS]
-    assert [plots.label(name) for name in names] == ["row-major", "tiles 4x4", "morton", "hilbert", "random"]
+    assert [plots.label(name) for name in names] == ["row-major", "tiles 4x4", "Morton", "Hilbert", "random"]
     assert len({plots.color(name) for name in names}) == len(names)

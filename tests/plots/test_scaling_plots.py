@@ -15,7 +15,7 @@ def labels(fig):
 def test_speedups_have_a_panel_a_pattern_and_number_of_ranks_with_the_ideal(rows):  # noqa: F811
     fig = draw.speedups(rows, most=lambda world: min(world, 3))
     assert [ax.get_title("left") for ax in fig.axes] == ["dense", "longnet", "", ""]
-    assert fig.axes[2].get_ylabel() == "forward, 4 ranks:\ntimes faster than one device"
+    assert fig.axes[2].get_ylabel() == "forward, 4 ranks:\nspeed-up over one device"
     assert labels(fig) == ["sequence", "DDP", "one device against itself"]
     for ax, ideal in zip(fig.axes, ([2], [2], [4, 3], [4, 3]), strict=True):
         flat = [line.get_ydata()[0] for line in ax.get_lines() if len(set(line.get_ydata())) == 1]
@@ -36,7 +36,7 @@ def test_a_pattern_that_nothing_ran_has_no_panel_and_one_that_some_ranks_did_not
     assert [ax.get_title("left") for ax in draw.speedups(none).axes] == ["dense", ""]
     some = rows[(rows["kind"] != "longnet") | (rows["nproc"] == 2)]
     said = [[text.get_text() for text in ax.texts] for ax in draw.speedups(some).axes]
-    assert said == [["ideal"], [], ["ideal"], ["did not run"]]
+    assert said == [["ideal"], [], ["ideal"], ["no result"]]
 
 
 def test_another_machines_speedups_are_hollow_and_named_and_in_view(rows):  # noqa: F811
@@ -74,7 +74,7 @@ def test_borders_have_a_line_an_order():
     fig = draw_plans.borders(moved)
     for ax, want in zip(fig.axes, ([100, 400], [0.5, 2]), strict=True):
         assert ax.get_lines()[0].get_ydata().tolist() == want
-    assert "On 16 ranks: row-major 400 bytes, 2.00 times what is held; hilbert 200 bytes" in fig.get_label()
+    assert "On 16 ranks: row-major 400 bytes, 2.00 times what is held; Hilbert 200 bytes" in fig.get_label()
     fig.canvas.draw()
     for ax, want in zip(fig.axes, ("100 B 200 B", "0.5 1 2"), strict=True):
         low, high = ax.get_ylim()
@@ -91,3 +91,10 @@ def test_a_ranks_cells_and_those_it_gets_are_coloured(rank):
     got = 8 if rank == 0 else 16  # a strip of two rows has a neighbour on one side, or on both
     assert fig.axes[0].get_title("left") == f"row-major: gets {got}\nfor 16 of its own"
     assert sorted(count)[:2] == sorted([got, 16])[:2] and len(colors) == 4
+
+
+def test_the_readmes_picture_has_every_pattern_that_is_on_record(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(draw, "speedups", lambda x: drawn.append(x) or draw.plt.figure())
+    draw.picture(tmp_path / "x.png")
+    assert list(dict.fromkeys(drawn[0]["kind"])) == list(multicard.KINDS)

@@ -17,7 +17,7 @@ def test_time_has_a_panel_a_mode_and_a_line_a_backend(card):
     assert [ax.get_title("left") for ax in fig.axes] == ["forward", "forward + backward"]
     lines = {line.get_label() for line in fig.axes[0].get_lines()}
     assert {"dense (cudnn)", "dense (flash)", "dilated (triton)", "block-sparse (triton)"} <= lines
-    assert "Forward at the longest N" in fig.get_label()
+    assert "At the longest N: dense" in fig.get_label()
 
 
 def test_another_machines_rows_are_told_apart(card):
@@ -51,3 +51,11 @@ def test_break_even_shows_the_noise_beside_the_gain():
 @pytest.mark.parametrize(("n", "text"), [(4096, "4K"), (1 << 20, "1M"), (1000, "1000"), (1536, "1536")])
 def test_lengths_are_written_short(n, text):
     assert style.length(n) == text
+
+
+def test_a_rate_is_drawn_without_a_ceiling_and_a_group_only_beside_its_baseline(card):
+    rows = card[0]
+    draw.rate(rows, {"matmul_tflops": {}})
+    assert "nothing ran" in draw.time_against_n(rows.assign(status="oom")).get_label()
+    group = pd.DataFrame({"suite": ["a"], "n": [64], "label": ["ours"], "against": ["dense"]})
+    assert "not timed" in draw.times_faster(group).get_label()

@@ -29,6 +29,8 @@ def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64, 
 
     itemsize, head_dim, mode: as in `Plan.bytes`
     """
+    if not plans:
+        return style.blank("No forward ran whose plan could be drawn.")
     style.use()
     many = len(plans)
     fig, axes = plt.subplots(

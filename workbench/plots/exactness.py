@@ -116,3 +116,13 @@ def _worst_gradient(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
         worst = np.argmax(np.nan_to_num(errors / budgets, nan=-1), axis=1)
     line = np.arange(len(rows))
     return pd.Series(errors[line, worst], rows.index), pd.Series(budgets[line, worst], rows.index)
+
+
+def kept(rows: pd.DataFrame) -> str:
+    """How many runs keep their budgets, and how much of a budget the worst uses, in a sentence."""
+    ran = rows[rows["status"] == "ok"]
+    if ran.empty:
+        return "Nothing ran: there is no error to tell."
+    inside, worst = int((ran["worst"] <= 1).sum()), ran.loc[ran["worst"].idxmax()]
+    uses = f"at worst {worst['worst']:.0%} of one is used ({worst['pattern']}, {worst['backend']}, {worst['dtype']})"
+    return f"**{inside:,} of {len(ran):,}** runs keep their budgets; {uses}."

@@ -9,6 +9,7 @@ from matplotlib.colors import BoundaryNorm, ListedColormap, to_rgb
 from matplotlib.ticker import PercentFormatter
 from mpl_toolkits.mplot3d.art3d import Line3DCollection
 
+from workbench.locality_words import label as label
 from workbench.plots import style
 
 # Paul Tol's muted scheme: colour-blind safe, and apart from the colours that stand for patterns.
@@ -22,12 +23,6 @@ COLORS = {
 }
 MARKERS = {"row_major": "s", "tiles": "D", "morton": "^", "hilbert": "o", "random": "x"}
 EMPTY, FAINT = "#f2f2f2", "#d9d9d9"
-
-
-def label(order: str) -> str:
-    """An ordering's name as it is written in figures and sentences: row-major, tiles 8x16."""
-    kind, _, rest = order.partition("-")
-    return " ".join([kind.replace("_", "-"), *([rest] if kind == "tiles" else [])])
 
 
 def color(order: str) -> str:
@@ -130,14 +125,14 @@ def touched_by_side(frame):
 
 
 def block_on_grid(order, seen, block: int, radius: int):
-    """One query block, the middle one, on the grid with the key blocks it touches (left), and all of them (right).
+    """The query block of the grid's middle cell, with the key blocks that it touches (left), and all blocks (right).
 
     seen: bool (query blocks, key blocks), `locality.touched` of a neighborhood of this radius.
     """
     style.use()
     fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.3), width_ratios=[1.15, 1])
-    middle = len(seen) // 2
     token = order.rank.view(order.shape).numpy()
+    middle = token[tuple(side // 2 for side in order.shape)] // block
     own, touched = token // block == middle, seen[middle][token // block]
     cells = order.coordinates[middle * block : (middle + 1) * block]
     needed = np.zeros(order.shape, dtype=bool)

@@ -28,7 +28,7 @@ COLORS = {
     "distributed data parallel": "#EE99AA", ONE: "#000000",
 }  # fmt: skip
 MARKS = {"sequence": "o", "heads": "s", "context parallel": "D", "data parallel": "X", "distributed data parallel": "P"}
-SCALINGS = {"strong": "strong: the same N on all ranks together", "weak": "weak: as many positions on each rank"}
+SCALINGS = {"strong": "strong: the same N on all ranks together", "weak": "weak: the same N per rank"}
 
 
 def picture(path: str, machine: str = "h200x2") -> None:
@@ -36,7 +36,7 @@ def picture(path: str, machine: str = "h200x2") -> None:
     from workbench import multicard
 
     rows = multicard.ok(multicard.recorded([machine])[0])
-    rows = rows[rows["kind"].isin(multicard.KINDS)]
+    rows = rows[rows["kind"].isin(multicard.KINDS)].sort_values("kind", key=lambda x: x.map(multicard.KINDS.index))
     fig, first = speedups(rows), rows.iloc[0]
     sizes = f"{first['dtype']}, {int(first['heads'])} heads x {int(first['head_dim'])}"
     fig.suptitle(f"{int(rows['nproc'].max())} x {first['run_device']}, {sizes}", fontsize=10)
@@ -54,19 +54,24 @@ def speedups(rows: pd.DataFrame, recorded: pd.DataFrame | None = None, most: Cal
     names = [x for x in COLORS if x != ONE and x in set(rows["strategy"])]
     names += sorted({*rows["strategy"]} - {*names, ONE, AA})
     drawn = rows[rows["strategy"].isin(names)]
+    if drawn.empty:
+        return style.blank("No way of using several ranks gave a right result here.")
     kinds = list(dict.fromkeys(drawn["kind"]))
     modes = [mode for mode in style.MODES if mode in set(drawn["mode"])]
     lines = [(world, mode) for world in sorted(set(drawn["nproc"])) for mode in modes]
-    size = (1.3 + 2.9 * len(kinds), 1.2 + 2.6 * len(lines))
-    fig, axes = plt.subplots(len(lines), len(kinds), figsize=size, squeeze=False, sharey="row", sharex="col")
-    words, handles = [], {}
     frames = [x for x in (recorded, rows) if x is not None and len(x)]
+    widths = [2.9 if len({n for x in frames for n in x[x["kind"] == kind]["n"]}) > 1 else 1.7 for kind in kinds]
+    fig, axes = plt.subplots(
+        len(lines), len(kinds), figsize=(1.3 + sum(widths), 1.2 + 2.6 * len(lines)), width_ratios=widths,
+        squeeze=False, sharey="row", sharex="col",
+    )  # fmt: skip
+    words, handles = [], {}
     for place, kind in enumerate(kinds):
         lengths = sorted({int(n) for x in frames for n in x[x["kind"] == kind]["n"]})
         for ax, (world, mode) in zip(axes[:, place], lines, strict=True):
             every = [_of(x, kind, mode, world) for x in frames]
             if not any(x["strategy"].isin(names).any() for x in every):
-                ax.text(0.5, 0.25, "did not run", transform=ax.transAxes, ha="center", fontsize=9)
+                ax.text(0.5, 0.25, "no result", transform=ax.transAxes, ha="center", fontsize=9)
             _ideal(ax, world, most and most(world), labelled=place == 0)
             for some in every:
                 pale = some is not every[-1]
@@ -83,9 +88,9 @@ def speedups(rows: pd.DataFrame, recorded: pd.DataFrame | None = None, most: Cal
         for ax in axes[:, place]:
             _lengths(ax, lengths)
         axes[-1, place].set_xlabel("N")
-        axes[0, place].set_title(kind)
+        axes[0, place].set_title(kind.replace(", ", ",\n"))
     for ax, (world, mode) in zip(axes[:, 0], lines, strict=True):
-        ax.set_ylabel(f"{style.MODES[mode]}, {world:g} ranks:\ntimes faster than one device", fontsize=9)
+        ax.set_ylabel(f"{style.MODES[mode]}, {world:g} ranks:\nspeed-up over one device", fontsize=9)
     fig.legend(handles.values(), handles, loc="outside lower center", ncols=min(3, len(handles)), fontsize=9)
     return style.finish(fig, f"Speed-up over one device at the same N. At the longest: {'; '.join(words)}.")
 
@@ -153,6 +158,8 @@ def cards(rows: pd.DataFrame, what: str = "card"):
     order = [*COLORS, *sorted({*rows["strategy"]} - {*COLORS})]
     rows = rows[rows["strategy"] != AA].set_index("strategy")
     names = [x for x in order if x in rows.index]
+    if not names:
+        return style.blank("Nothing gave a right result here.")
     world = int(rows["nproc"].iloc[0])
     shades = sns.color_palette(style.SEQUENTIAL, world + 1)[1:]
     panels = {"peak_by_card": ("at the peak (MiB)", 2**20), "sent_bytes": ("sent (MiB)", 2**20),
@@ -194,6 +201,8 @@ def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
     modelled: of `multicard.curves`; a band goes from the exchange hidden behind the computation (the line) down to none
     of it hidden. measured: of `multicard.efficiency`.
     """
+    if modelled.empty:
+        return style.blank("No forward of one device ran: there is no rate from which to model many.")
     style.use()
     fig, axes = plt.subplots(1, 2, figsize=(9.6, 4.4), sharey=True)
     handles, words = {}, []

@@ -31,10 +31,10 @@ def time_against_n(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
             low, high = np.transpose(samples)
             ax.vlines(line["n"], low, high, color=family_color(line["family"].iloc[0]), alpha=0.5, linewidth=4)
 
-    fig = _panels(rows, recorded, draw, "time a call (ms)")
+    fig = _panels(rows, recorded, draw, "time per call (ms)")
     slow = _last(rows)
-    ends = ", ".join(f"{r.label} {r.median_ms:,.1f} ms" for r in slow.itertuples())
-    return style.finish(fig, f"Time a call against N, logarithmic axes. Forward at the longest N: {ends}.")
+    ends = ", ".join(f"{r.label} {r.median_ms:,.1f} ms" for r in slow.itertuples()) or "nothing ran"
+    return style.finish(fig, f"Time per call against N, logarithmic axes. At the longest N: {ends}.")
 
 
 def rate(rows: pd.DataFrame, ceilings: dict, recorded: pd.DataFrame | None = None, recorded_ceilings=None):
@@ -48,7 +48,9 @@ def rate(rows: pd.DataFrame, ceilings: dict, recorded: pd.DataFrame | None = Non
         for best, frame, color in ((ceilings, rows, "#444444"), (recorded_ceilings, recorded, "#aaaaaa")):
             if best is not None and frame is not None and len(frame):
                 dtype = frame["dtype"].iloc[0]
-                top = best["matmul_tflops"][dtype]
+                top = best["matmul_tflops"].get(dtype)
+                if top is None:
+                    continue
                 ax.axhline(top, color=color, linewidth=1.2, linestyle=(0, (6, 3)))
                 ax.annotate(
                     f"{dtype} matmul here" if frame is rows else f"{dtype} matmul, {style.device(frame)}", (0.01, top),
@@ -56,8 +58,8 @@ def rate(rows: pd.DataFrame, ceilings: dict, recorded: pd.DataFrame | None = Non
                     color=color, bbox={"color": "white", "alpha": 0.8, "pad": 1},
                 )  # fmt: skip
         ax.margins(y=0.15)
-    ends = ", ".join(f"{r.label} {r.tflops:.3g}" for r in _last(rows).itertuples())
-    return style.finish(fig, f"Rate over attended pairs against N in TFLOP/s. Forward at the longest N: {ends}.")
+    ends = ", ".join(f"{r.label} {r.tflops:.3g}" for r in _last(rows).itertuples()) or "nothing ran"
+    return style.finish(fig, f"Rate over attended pairs against N in TFLOP/s. At the longest N: {ends}.")
 
 
 def break_even(rows: pd.DataFrame):
@@ -65,11 +67,11 @@ def break_even(rows: pd.DataFrame):
     style.use()
     fig, ax = plt.subplots(figsize=(6.4, 4))
     sparse = rows[~rows["name"].isin(["dense", "A/A"])].sort_values("sparsity")
-    noise = rows[rows["name"] == "A/A"].iloc[0]
+    noise = rows[rows["name"] == "A/A"]
     x = sparse["sparsity"] * 100
     ax.axhline(1, color="black", linewidth=1)
     band = {"color": "#777777", "alpha": 0.5, "linewidth": 0, "label": "dense against itself"}
-    ax.axhspan(noise["speedup_low"], noise["speedup_high"], **band)
+    ax.axhspan(noise["speedup_low"].min(), noise["speedup_high"].max(), **band)
     ax.plot(x, sparse["ideal"], color=style.COLORS["muted"], linestyle="--", label="fewer pairs, same rate")
     ends = sparse["speedup"] - sparse["speedup_low"], sparse["speedup_high"] - sparse["speedup"]
     color = style.COLORS["block-sparse"]
@@ -78,7 +80,7 @@ def break_even(rows: pd.DataFrame):
     ax.yaxis.set_major_locator(LogLocator(base=10, subs=(0.5, 1, 2, 5)))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
     ax.yaxis.set_minor_formatter(NullFormatter())
-    ax.set(xlabel="sparsity (% of block pairs left out)", ylabel="times faster than dense")
+    ax.set(xlabel="sparsity (% of block pairs left out)", ylabel="speed relative to dense")
     ax.set_title(f"N = {rows['n'].iloc[0]:,}: when leaving blocks out pays")
     ax.legend(loc="upper left")
     points = ", ".join(f"{r.sparsity:.0%}: {r.speedup:.2f}x" for r in sparse.itertuples())
@@ -121,7 +123,10 @@ def times_faster(rows: pd.DataFrame):
     rows: of `probes.suite.rates`, groups whose baseline is dense attention at the same N.
     """
     style.use()
-    names = list(dict.fromkeys(rows["suite"]))
+    compared = set(rows.loc[rows["label"] == rows["against"], "suite"])
+    names = [x for x in dict.fromkeys(rows.sort_values("n", kind="stable")["suite"]) if x in compared]
+    if not names:
+        return style.blank("Dense attention was not timed beside these.")
     fig, axes = plt.subplots(1, len(names), figsize=(2.6 * len(names) + 1, 3.6), squeeze=False)
     colors = {"triton": style.COLORS["block-sparse"], "flex": "#9a9a9a"}
     words = []
@@ -132,7 +137,7 @@ def times_faster(rows: pd.DataFrame):
         ends = group["speedup"] - group["speedup_low"], group["speedup_high"] - group["speedup"]
         shade = [colors.get(x, style.COLORS["dilated"]) for x in group["label"]]
         bars = ax.bar(group["label"].str.replace(", ", ",\n"), group["speedup"], yerr=ends, color=shade, capsize=3)
-        ax.bar_label(bars, fmt="%.1fx", padding=2)
+        ax.bar_label(bars, [_gained(r) for r in group.itertuples()], padding=2, fontsize=9)
         ax.axhline(ideal, color=style.COLORS["muted"], linestyle="--")
         ax.annotate(f"pairs alone: {ideal:.1f}x", (0.5, ideal), xycoords=("axes fraction", "data"), ha="center",
                     xytext=(0, 3), textcoords="offset points", fontsize=8, color="#555555")  # fmt: skip
@@ -140,9 +145,14 @@ def times_faster(rows: pd.DataFrame):
         ax.set_title(f"{group['pattern'].iloc[0]}, N = {n}\n{MODES[group['mode'].iloc[0]]}", fontsize=10)
         ax.set_ylim(0, 1.18 * max(ideal, group["speedup_high"].max()))
         ax.tick_params(axis="x", labelsize=9)
-        words += [f"{name}, {r.label}: {r.speedup:.2f}x" for r in group.itertuples()]
-    axes[0, 0].set_ylabel("times faster than dense cuDNN")
+        words += [f"{name}, {r.label}: {_gained(r)}" for r in group.itertuples()]
+    axes[0, 0].set_ylabel("speed relative to dense cuDNN")
     return style.finish(fig, "Speed-up over dense attention of the same length: " + "; ".join(words) + ".")
+
+
+def _gained(row) -> str:
+    noise = "\nin the noise" if row.speedup_low <= 1 <= row.speedup_high else ""
+    return f"{row.speedup:.1f}x{noise}"
 
 
 def beside_peers(rows: pd.DataFrame):
@@ -219,5 +229,7 @@ def _line(ax, line, y, pale):
 
 
 def _last(rows):
-    forward = rows[(rows["status"] == "ok") & (rows["mode"] == "fwd")]
-    return forward[forward["n"] == forward["n"].max()]
+    """The rows of the longest N, of the first mode that ran."""
+    done = rows[rows["status"] == "ok"]
+    done = done[done["mode"] == next((mode for mode in MODES if mode in set(done["mode"])), None)]
+    return done[done["n"] == done["n"].max()]

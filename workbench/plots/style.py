@@ -5,6 +5,9 @@ from __future__ import annotations
 import matplotlib.pyplot as plt
 import seaborn as sns
 
+from workbench.narrate import MODES as MODES
+from workbench.narrate import number as number
+
 # Colour-blind safe (Okabe-Ito); one meaning a colour across all notebooks.
 COLORS = {
     "dense": "#000000",
@@ -17,7 +20,6 @@ COLORS = {
 }
 SEQUENTIAL = "mako_r"
 MARKERS = {"Dense": "o", "Dilated": "s", "BlockSparse": "^", "Neighborhood": "D", "Predicate": "v"}
-MODES = {"fwd": "forward", "fwdbwd": "forward + backward"}
 
 
 def use() -> None:
@@ -41,11 +43,6 @@ def use() -> None:
     )
 
 
-def number(x: float) -> str:
-    """Three digits or all of a whole number's, and never an exponent for a large one: 0.123, 12.3, 1,234."""
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
-
-
 def length(n: float, _=None) -> str:
     """A length, most of which are powers of two: 131072 is 128K, and 1000 is 1000. Also a formatter of ticks."""
     for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
@@ -58,6 +55,15 @@ def device(rows) -> str:
     """The short name of the device that recorded rows are from: H100 for "NVIDIA H100 80GB HBM3"."""
     name = str(rows["run_device"].iloc[0])
     return next((word for word in name.split() if word[:1] in "HABLGT" and any(c.isdigit() for c in word)), name)
+
+
+def blank(why: str):
+    """A figure that says why there is nothing to draw."""
+    use()
+    fig, ax = plt.subplots(figsize=(6, 0.6))
+    ax.axis("off")
+    ax.text(0, 0.5, why, va="center", fontsize=10)
+    return finish(fig, why)
 
 
 def finish(fig, alt: str):

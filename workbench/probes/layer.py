@@ -185,5 +185,6 @@ def recorded(kind: str = "h100x1") -> pd.DataFrame:
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
     """The table of a layer benchmark: a line a layer, time, speed-up over the first with its interval, memory."""
     out = rows[rows["label"] != "A/A"].copy()
+    out["n"] = out["n"].astype(int)
     out["GB extra"] = out["extra_bytes"].astype(float) / 1e9
     return out[["label", "backend", "n", "status", "median_ms", "speedup", "speedup_low", "speedup_high", "GB extra"]]

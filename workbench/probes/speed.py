@@ -5,6 +5,7 @@ Dimensions: N tokens, H heads, D head_dim.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping
 
@@ -12,6 +13,7 @@ import pandas as pd
 import torch
 
 from workbench import records
+from workbench.narrate import MODES, listed, number, spread
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, from_spec, layouts
 from workbench.probes import arguments, roofline
 from workbench.probes.case import Case
@@ -101,20 +103,42 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
-def gain(rows: pd.DataFrame, n: int, mode: str = "fwd") -> dict:
-    """The fastest pattern at length n against the fastest dense kernel: label, speedup, and low and high.
+def gain(rows: pd.DataFrame, n: int, mode: str = "fwd") -> str:
+    """Which pattern is the fastest at length n, against the fastest dense kernel, in a sentence.
 
-    speedup: of the medians; low and high: of the extreme samples against each other, so everything that was seen.
+    The ratio is of the medians; in parentheses that of the extreme samples against each other, so all that was seen.
     """
-    done = rows[(rows["status"] == "ok") & (rows["n"] == n) & (rows["mode"] == mode)].sort_values("median_ms")
-    if not (done["family"] == "Dense").any():
-        raise ValueError(f"n={n}, mode={mode!r}: no row of dense attention has a time there")
-    dense, fastest = done[done["family"] == "Dense"].iloc[0], done.iloc[0]
-    return {
-        "label": fastest["label"], "speedup": dense["median_ms"] / fastest["median_ms"],
-        "low": min(dense["samples_ms"]) / max(fastest["samples_ms"]),
-        "high": max(dense["samples_ms"]) / min(fastest["samples_ms"]),
-    }  # fmt: skip
+    done = rows[(rows["status"] == "ok") & (rows["n"] == n) & (rows["mode"] == mode) & rows["median_ms"].notna()]
+    done = done.sort_values("median_ms")
+    dense, others = done[done["family"] == "Dense"], done[done["family"] != "Dense"]
+    at = f"At N = {n:,}, {MODES[mode]}, "
+    if dense.empty or others.empty:
+        ran = f"only **{listed(dict.fromkeys(done['label']))}** ran" if len(done) else "nothing ran"
+        return f"{at}{ran}: there is nothing to compare."
+    fast, slow = done.iloc[0], others.iloc[0] if done["family"].iloc[0] == "Dense" else dense.iloc[0]
+    low, high = min(slow["samples_ms"]) / max(fast["samples_ms"]), max(slow["samples_ms"]) / min(fast["samples_ms"])
+    seen = f"({spread(low, high)} between the extreme samples)"
+    if low <= 1:
+        return f"{at}**{fast['label']}** is not ahead of {slow['label']} beyond the noise {seen}."
+    ratio = f"{slow['median_ms'] / fast['median_ms']:.2f}"
+    if fast["family"] == "Dense":
+        return f"{at}**dense** attention is the fastest; {slow['label']}, the next, takes {ratio} times as long {seen}."
+    return f"{at}**{fast['label']}** is the fastest here, {ratio} times as fast as dense {seen}."
+
+
+def falling(rows: pd.DataFrame) -> list[str]:
+    """A warning for each line of `table` on which a longer sequence with more pairs took clearly less time."""
+    said = []
+    done = rows[(rows["status"] == "ok") & rows["median_ms"].notna()].sort_values("n")
+    for (label, backend, mode), line in done.groupby(["label", "backend", "mode"], sort=False):
+        for before, after in itertools.pairwise(line.to_dict("records")):
+            if after["pairs"] > before["pairs"] and after["median_ms"] < 0.9 * before["median_ms"]:
+                said.append(
+                    f"**Disturbed:** {label} ({backend}), {MODES[mode]}, took {number(before['median_ms'])} ms at "
+                    f"N = {before['n']:,} and {number(after['median_ms'])} ms at N = {after['n']:,}, with more to do: "
+                    "something else used the device, so take these times as upper bounds."
+                )
+    return said
 
 
 def settings(*frames: pd.DataFrame | None) -> pd.DataFrame:
@@ -155,8 +179,9 @@ def against_ceiling(rows: pd.DataFrame, ceilings: dict) -> pd.DataFrame:
     """
     done = rows[rows["status"] == "ok"].sort_values("n").drop_duplicates(["label", "backend", "mode"], keep="last")
     out = done[["label", "backend", "mode", "n", "median_ms", "pairs", "tflops"]].copy()
-    best = done["dtype"].map(ceilings["matmul_tflops"])
-    out["share"] = done["tflops"] / best
+    best = done["dtype"].map(ceilings["matmul_tflops"]).astype(float)
+    fastest = rows[rows["status"] == "ok"].groupby("dtype")["tflops"].max()
+    out["share"] = done["tflops"] / pd.concat([best, done["dtype"].map(fastest)], axis=1).max(axis=1)
     size = done["dtype"].map(lambda name: getattr(torch, name).itemsize)
     moved = 4 * done["batch"] * done["n"] * done["heads"] * done["head_dim"] * size
     bytes_ms = moved.astype(float) / ceilings["copy_gbs"] / 1e6
@@ -197,12 +222,49 @@ def break_even(
     return pd.DataFrame(rows)
 
 
+def ceiling(rows: pd.DataFrame, ceilings: dict) -> list[str]:
+    """What comes closest to the ceiling of its dtype, and what stays furthest from it, forward, in sentences."""
+    shares = against_ceiling(rows, ceilings)
+    shares = shares[(shares["mode"] == "fwd") & shares["share"].notna()].sort_values("share")
+    if shares.empty:
+        return ["No forward ran: there is no rate to compare with the ceiling."]
+    far, close = shares.iloc[0], shares.iloc[-1]
+    dtype = rows["dtype"].iloc[0]
+    product = ceilings["matmul_tflops"].get(dtype)
+    top = rows.loc[rows["status"] == "ok", "tflops"].max()
+    if product is None or top > product:
+        reached = "could not be measured" if product is None else f"reaches {product:.3g} TFLOP/s"
+        return [f"A {dtype} matrix product {reached} on this device, the fastest attention here {top:.3g} TFLOP/s: the "
+                "product is no ceiling, and `share` is over that attention's rate instead."]  # fmt: skip
+    said = [f"**{close['label']}** comes closest to the matmul ceiling, at {close['share']:.0%} of it (forward)."]
+    if far["label"] != close["label"]:
+        said.append(f"**{far['label']}** stays furthest from it, at {far['share']:.0%}.")
+    return said
+
+
+def pays(rows: pd.DataFrame) -> str:
+    """From which sparsity on it pays to leave blocks out, and what the most gains, in a sentence (see `break_even`)."""
+    sparse = rows[~rows["name"].isin(["dense", "A/A"]) & rows["speedup"].notna()]
+    if sparse.empty:
+        return "No sparse layout ran: there is nothing to compare."
+    at, since, top = f"At N = {int(sparse['n'].iloc[0]):,}, ", pays_from(rows), sparse.loc[sparse["speedup"].idxmax()]
+    most = f"at {top['sparsity']:.0%} sparsity it is {top['speedup']:.2f} times as fast as dense"
+    if since is not None:
+        ideal = f"the pairs alone would allow {top['ideal']:.1f} times"
+        return f"{at}leaving blocks out pays **from {since:.0%}** sparsity on: {most}; {ideal}."
+    if top["speedup"] < 1:
+        most = f"at best, at {top['sparsity']:.0%}, it takes {1 / top['speedup']:.2f} times as long as dense"
+    return f"{at}leaving blocks out pays **from no sparsity tried here** on, beyond the noise: {most}."
+
+
 def pays_from(rows: pd.DataFrame) -> float | None:
-    """The least sparsity from which on every layout is faster than dense, its whole interval above 1; or None."""
+    """The least sparsity from which on every layout is faster than dense, its whole interval above 1 and above that of
+    dense against itself; or None."""
     sparse = rows[~rows["name"].isin(["dense", "A/A"])].sort_values("sparsity", ascending=False)
+    noise = max([1, *rows.loc[rows["name"] == "A/A", "speedup_high"]])
     won = None
     for _, row in sparse.iterrows():
-        if not row["speedup_low"] > 1:
+        if not row["speedup_low"] > noise:
             break
         won = row["sparsity"]
     return won

@@ -252,10 +252,11 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
 def orders(rows: pd.DataFrame) -> pd.DataFrame:
     """The neighborhood group: an order a line, how many pairs its blocks hold for each that attends, and the rates."""
     out = rows[(rows["label"] != "A/A") & rows["block_pairs"].notna()].sort_values("median_ms")
+    base = rows.loc[rows["label"] == rows["against"], "tflops"]
     return pd.DataFrame({
         "order": out["label"], "ms": out["median_ms"], "block pairs / pairs": out["block_pairs"] / out["pairs"],
         "TFLOP/s": out["tflops"], "block TFLOP/s": out["block_tflops"],
-        "of dense": out["block_tflops"] / rows.loc[rows["label"] == rows["against"], "tflops"].iloc[0],
+        "of dense": out["block_tflops"] / (base.iloc[0] if len(base) else float("nan")),
     })  # fmt: skip
 
 
