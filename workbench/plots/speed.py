@@ -145,14 +145,14 @@ def times_faster(rows: pd.DataFrame):
         ax.set_title(f"{group['pattern'].iloc[0]}, N = {n}\n{MODES[group['mode'].iloc[0]]}", fontsize=10)
         ax.set_ylim(0, 1.18 * max(ideal, group["speedup_high"].max()))
         ax.tick_params(axis="x", labelsize=9)
-        words += [f"{name}, {r.label}: {_gained(r)}" for r in group.itertuples()]
+        words += [f"{name}, {r.label}: {_gained(r, 2)}".replace("\n", " ") for r in group.itertuples()]
     axes[0, 0].set_ylabel("speed relative to dense cuDNN")
     return style.finish(fig, "Speed-up over dense attention of the same length: " + "; ".join(words) + ".")
 
 
-def _gained(row) -> str:
+def _gained(row, digits: int = 1) -> str:
     noise = "\nin the noise" if row.speedup_low <= 1 <= row.speedup_high else ""
-    return f"{row.speedup:.1f}x{noise}"
+    return f"{row.speedup:.{digits}f}x{noise}"
 
 
 def beside_peers(rows: pd.DataFrame):

@@ -261,7 +261,7 @@ def pays_from(rows: pd.DataFrame) -> float | None:
     """The least sparsity from which on every layout is faster than dense, its whole interval above 1 and above that of
     dense against itself; or None."""
     sparse = rows[~rows["name"].isin(["dense", "A/A"])].sort_values("sparsity", ascending=False)
-    noise = max([1, *rows.loc[rows["name"] == "A/A", "speedup_high"]])
+    noise = max([1, *rows[rows["name"] == "A/A"].get("speedup_high", ())])
     won = None
     for _, row in sparse.iterrows():
         if not row["speedup_low"] > noise:
