@@ -45,6 +45,7 @@ LAUNCHERS = (  # the variable that tells of a launcher; then those of the rank, 
 )
 START_S = 180.0  # for the ranks to form their group
 GRACE_S = 2.0  # after one rank has failed, for the others to report
+STACK_S = 8.0  # for ranks that do not answer to write their stacks
 PAUSE_S = 0.05  # between two looks at a rank that is to write its stack
 WATCH_S = 1.0  # between two looks at whether ranks compute
 # A rank whose innermost frame is in one of these folders waits for its peers; on a card in torch.cuda.synchronize.
@@ -233,11 +234,11 @@ def _where(ranks: dict[int, Process]) -> dict[int, str]:
     """The stacks of ranks that do not answer."""
     for rank in ranks.values():
         rank.dump()
-    end = time.monotonic() + GRACE_S
-    while time.monotonic() < end and not all(rank.said() for rank in ranks.values()):
+    end, said, before = time.monotonic() + STACK_S, {}, None
+    while time.monotonic() < end and not (said == before and all(said.values())):  # until nothing more is written
         time.sleep(PAUSE_S)
-    time.sleep(PAUSE_S)  # for the rest of a stack that is being written
-    return {number: rank.said() or "no stack: it takes no signal" for number, rank in ranks.items()}
+        before, said = said, {number: rank.said() for number, rank in ranks.items()}
+    return {number: stack or "no stack: it takes no signal" for number, stack in said.items()}
 
 
 def _waits(stack: str) -> bool:
