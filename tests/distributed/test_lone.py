@@ -98,7 +98,7 @@ def test_a_length_of_no_whole_segments_takes_little_more():
     assert part.requested_bytes < 0.56 * whole.requested_bytes
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", tools.tiers(EVERY, ["dilated", "blocks"]))
 def test_a_rank_of_a_large_world(name):
     """Between its own rows with their gradients and sums, and these plus all that the plan brings: keys and values
     twice, and their gradients in float32."""

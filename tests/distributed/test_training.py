@@ -58,7 +58,8 @@ def test_checkpoints_change_no_bit_and_all_ranks_exchange_again_in_the_same_orde
         assert names == found[0][2]
 
 
-@pytest.mark.parametrize("wrap", tools.tiers(train.WRAPS, ["inside-ddp"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", train.WRAPS)
 def test_compiled_steps_are_those_of_one_device(ranks, wrap):
     for parameter, loss, graphs in ranks(4).run(train.compiled, *MESHES["2x2-uneven"], "dilated", wrap, "aot_eager"):
         assert parameter < TOLERANCE and loss < TOLERANCE and graphs > 1, graphs
@@ -114,6 +115,7 @@ def test_without_a_process_group():
     assert torch.equal(layers[0](x), layers[1](x)) and "ranks=1" in repr(layers[1])
 
 
+@pytest.mark.slow
 def test_the_demo_learns_alike_on_any_mesh_and_says_its_bytes(ranks):
     one, two, four = (
         ranks(world).run(train.demo, steps=12, n=128, **options)
