@@ -41,8 +41,9 @@ class Value(metaclass=_Finished):
 
 @contextlib.contextmanager
 def on_host():
-    """Tables are ordinary tensors on the CPU, whatever default device or inference mode they are asked for in."""
-    with torch.inference_mode(False), torch.device("cpu"):
+    """Tables are ordinary tensors on the CPU, whatever default device, inference mode or transform of torch.func they
+    are asked for in."""
+    with torch.inference_mode(False), torch.device("cpu"), torch._C._DisableFuncTorch():
         yield
 
 
