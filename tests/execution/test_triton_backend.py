@@ -31,7 +31,7 @@ DAILY = [  # pairwise: ragged or not, last queries, grouped heads, batch, causal
     )),
     *((id, torch.float16) for id in (
         "dense-prime", "dilated-uncovered-rows", "tall-blocks-head-dim-20-causal", "random-by-head",
-        "causal-in-another-order", "empty-rows", "window-last-queries", "neighborhood-hilbert",
+        "empty-rows", "window-last-queries", "neighborhood-hilbert",
     )),
 ]  # fmt: skip
 
