@@ -93,5 +93,5 @@ def test_one_token_whose_gradients_are_exactly_zero_has_no_division_by_zero():
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match="mode='both': want 'fwd' or 'fwdbwd'"):
+    with pytest.raises(ValueError, match="mode='both': want one of 'fwd', 'fwdbwd'"):
         error.measure(wb.Dense(), n=4, mode="both")

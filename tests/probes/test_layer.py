@@ -25,7 +25,7 @@ def test_layers_are_rows_beside_the_first_and_its_noise(tmp_path):
     rows = layer.measure(patterns, **TINY, folder=tmp_path)
     assert rows["label"].tolist() == ["dense", "longnet", "random", "A/A"]
     assert set(rows["status"]) == {"ok"} and set(rows["against"]) == {"dense"}
-    assert rows["pattern"].tolist() == ["dense", LONGNET.name, "random-0.75", "dense"]
+    assert rows["pattern"].tolist() == ["dense", LONGNET.name, "random-0.75-blocks-32", "dense"]
     assert rows.loc[0, "speedup"] == 1 and (rows["speedup_low"] <= rows["speedup_high"]).all()
     assert all(len(x) == 3 for x in rows["samples_ms"]) and (rows["median_ms"] > 0).all()
     kept = records.load(tmp_path)

@@ -65,7 +65,7 @@ def test_against_the_ceiling_is_a_share_of_what_was_measured():
 
 def test_break_even_is_measured_against_dense_in_one_run(tmp_path):
     even = speed.break_even([0.0, 0.75], n=128, heads=2, head_dim=16, samples=3, block_size=16, folder=tmp_path)
-    assert even["name"].tolist() == ["dense", "random-0.00", "random-0.75", "A/A"]
+    assert even["name"].tolist() == ["dense", "random-0.00-blocks-16", "random-0.75-blocks-16", "A/A"]
     assert even["ideal"].tolist() == [1, 1, 4, 1] and even["sparsity"].tolist() == [0, 0, 0.75, 0]
     assert even.loc[0, "speedup"] == 1
     assert len(records.load(tmp_path)) == 4

@@ -166,7 +166,7 @@ def words(spec: dict) -> str:
             radius = " x ".join(map(str, dict.fromkeys(spec["radius"])))
             return f"grid {' x '.join(map(str, spec['shape']))}, radius {radius}, {order} order"
         case "BlockSparse":
-            return f"{from_spec(spec).name}, blocks {' x '.join(map(str, spec['block_size']))}"
+            return f"{from_spec(spec).layout.name}, blocks {' x '.join(map(str, spec['block_size']))}"
         case _:
             return "causal" if spec.get("causal") else "every pair"
 
