@@ -64,10 +64,10 @@ def _serve(rank: int, world: int, store: str, pipe) -> None:
     import torch
     import torch.distributed as dist
 
-    from workbench.distributed import jobs, plans
+    from workbench.distributed import partials, plans
 
     torch.set_num_threads(1)
-    plans.LEAST = plans.PAIRS = jobs.FIRST = 1  # many stages and calls, however few rows
+    plans.LEAST = plans.PAIRS = partials.FIRST = 1  # many stages and calls, however few rows
     pipe.send_bytes(b"loaded")
     pipe.recv_bytes()
     # a rank that waits for a peer in vain gives up before the test does

@@ -7,7 +7,7 @@ import pytest
 import workbench as wb
 from tests.distributed import work
 from workbench import cards, distributed
-from workbench.distributed import Plan, door, exchange, jobs, plans
+from workbench.distributed import Plan, api, exchange, partials, plans
 from workbench.execution import fused
 from workbench.patterns.dilated import geometric
 from workbench.probes import estimate, frontier, lone
@@ -38,7 +38,7 @@ def nothing_fused(monkeypatch):
     monkeypatch.setattr(fused, "kernel", lambda q, mask=None: "unfused")
     for name in ("LEAST", "PAIRS"):
         monkeypatch.setattr(plans, name, 1)
-    monkeypatch.setattr(jobs, "FIRST", 1)
+    monkeypatch.setattr(partials, "FIRST", 1)
 
 
 def alone(case, world, rank, strategy):
@@ -133,7 +133,7 @@ def test_what_cannot_be_shared_out_says_why(options, message):
 
 
 def test_a_trace_leaves_the_door_as_it_was():
-    names = [(door, "_place"), (door, "choose"), (exchange, "all_to_all"), (Plan, "parcels")]
+    names = [(api, "_place"), (api, "choose"), (exchange, "all_to_all"), (Plan, "parcels")]
     before = [getattr(*x) for x in names]
     estimate.trace(Case(wb.Dense(), 5120, **LARGE), world=2)
     assert [getattr(*x) for x in names] == before

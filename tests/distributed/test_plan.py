@@ -16,8 +16,8 @@ import workbench as wb
 from tests.distributed.cases import CASES, drawn
 from tests.distributed.work import plan_of
 from workbench import layouts, orderings
-from workbench.distributed import Plan, Shards, jobs, plan
-from workbench.distributed.combs import Comb
+from workbench.distributed import Plan, Shards, partials, plan
+from workbench.distributed.halo import Comb
 from workbench.distributed.plans import Stage
 from workbench.distributed.shards import Rows, clip
 from workbench.multicard import one_thread
@@ -141,10 +141,10 @@ def test_a_thousand_ranks_and_two_million_positions_in_seconds(make):
 
 def test_what_a_job_gathers_is_found_once_a_rank(monkeypatch):
     """Not once for each two ranks: its keys are a piece of every rank's."""
-    found, looked, real = plan(wb.Dense(), Shards.even(1 << 14, 2048), 2), [], jobs.clip
-    (job,) = jobs.remote(found, 2047, found.stages[0])
-    monkeypatch.setattr(jobs, "clip", lambda *x: looked.append(x) or real(*x))
-    fills = jobs.fills(found, 2047, found.stages[0], job)
+    found, looked, real = plan(wb.Dense(), Shards.even(1 << 14, 2048), 2), [], partials.clip
+    (job,) = partials.remote(found, 2047, found.stages[0])
+    monkeypatch.setattr(partials, "clip", lambda *x: looked.append(x) or real(*x))
+    fills = partials.fills(found, 2047, found.stages[0], job)
     assert len(fills) == 2047 and [x.to.start for x in fills] == list(range(0, 2047 * 8, 8))
     assert len(looked) <= 2048
 
@@ -214,7 +214,7 @@ def test_bytes_wants_a_mode_that_there_is():
 @pytest.mark.parametrize("period", [None, 1])
 def test_combs_count_what_they_list(teeth, period, monkeypatch):
     if period:
-        monkeypatch.setattr("workbench.distributed.combs.PERIOD", period)
+        monkeypatch.setattr("workbench.distributed.halo.PERIOD", period)
     comb = Comb(frozenset(teeth))
     kept = [x for x in range(200) if any(x % r == o for o, r in teeth)]
     for start, stop in ((0, 200), (13, 14), (50, 143), (9, 9)):

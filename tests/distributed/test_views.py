@@ -9,7 +9,7 @@ import workbench as wb
 from tests import tools
 from tests.tools import Case
 from workbench import layouts, orderings
-from workbench.distributed import Shards, jobs, plan, views
+from workbench.distributed import Shards, partials, plan, views
 from workbench.distributed.plans import Stage
 from workbench.distributed.shards import Rows
 from workbench.execution import triton_backend
@@ -50,7 +50,7 @@ def test_the_kernels_take_what_a_rank_attends_to_as_the_torch_backend_does(name,
     found = plan(pattern, Shards(lengths), 4, 2)
     q, k, v, *_ = Case("", None, sum(lengths), heads=4, kv_heads=2).inputs(torch.float32)
     stage = Stage(range(1, 2))
-    for job in jobs.local(found, rank).first + jobs.remote(found, rank, stage):
+    for job in partials.local(found, rank).first + partials.remote(found, rank, stage):
         for strand in job.strands:
             keys = positions(strand.keys)
             k_, v_ = (x[:, keys.clamp(min=0), strand.key_heads] * (keys >= 0)[:, None, None] for x in (k, v))
@@ -109,7 +109,7 @@ def test_the_jobs_of_all_ranks_make_up_the_pattern(name, lengths):
     assert found.apart == (lengths is WHOLE or name.startswith("near"))
     total = torch.zeros(heads, n, n, dtype=torch.int32)
     for rank in range(4):
-        for job in jobs.local(found, rank).first + jobs.remote(found, rank, Stage(range(2))):
+        for job in partials.local(found, rank).first + partials.remote(found, rank, Stage(range(2))):
             first = 0
             many = sum(len(range(heads)[s.heads]) for s in job.strands)
             m, queries = len(job.strands[0].keys), len(job.strands[0].queries)
@@ -128,7 +128,7 @@ def test_the_jobs_of_all_ranks_make_up_the_pattern(name, lengths):
 
 def test_of_whole_blocks_only_what_arrives_is_beside_the_own_rows_and_only_for_the_queries_that_see_it():
     found = plan(wb.BlockSparse(layouts.local(1), 16), Shards((64, 160, 64)), 4)
-    own, *others = jobs.local(found, 1).first + jobs.remote(found, 1, Stage(range(4)))
+    own, *others = partials.local(found, 1).first + partials.remote(found, 1, Stage(range(4)))
     assert own.strands[0].keys == own.strands[0].queries == range(64, 224)
     assert [job.strands[0].queries for job in others] == [range(64, 80), range(208, 224)]
     for job in others:

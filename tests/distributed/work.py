@@ -15,10 +15,10 @@ from tests.distributed import races
 from tests.distributed.cases import CASES, drawn
 from tests.tools import Case
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, VirtualCard, attention, layouts, orderings
-from workbench.distributed import Plan, Shards, door, exchange, local, plans, tasks
+from workbench.distributed import Plan, Shards, api, buffers, exchange, plans
 from workbench.distributed.sequence import Sequence
 from workbench.distributed.shards import clip
-from workbench.execution import fused
+from workbench.execution import fused, partial
 
 TOLERANCE = 1e-12
 
@@ -45,7 +45,7 @@ def part(name: str, x, rows):
 
 
 def run(pattern, strategy="sequence", **options):
-    return lambda q, k, v, p: door.attention(q, k, v, pattern, strategy=strategy, return_lse=True, **options)
+    return lambda q, k, v, p: api.attention(q, k, v, pattern, strategy=strategy, return_lse=True, **options)
 
 
 def by_kernels(rank, world, id, name):
@@ -124,7 +124,7 @@ def in_one_stage(rank, world, id):
 def plan_of(case, lengths, strategy="sequence") -> Plan:
     sizes = (case.pattern(), Shards(tuple(lengths)), case.heads, case.kv_heads or case.heads)
     nq = case.n if case.nq is None else case.nq
-    return door.choose(strategy, (*sizes, nq), 8, case.head_dim)[0]
+    return api.choose(strategy, (*sizes, nq), 8, case.head_dim)[0]
 
 
 # --- mutants ----------------------------------------------------------------------------------------------------------
@@ -170,11 +170,11 @@ def _keys_and_values_swapped(patch_):
 
 
 def _overwritten(patch_):
-    patch_(tasks.Written, "_first", lambda self, where, boxes: True)
+    patch_(buffers.Written, "_first", lambda self, where, boxes: True)
 
 
 def _border_kept(patch_):
-    patch_(tasks.Task, "replace", lambda self, x, part: None)
+    patch_(buffers.Task, "replace", lambda self, x, part: None)
 
 
 def _border_twice(patch_):
@@ -383,7 +383,7 @@ def refused(rank, world, what):
             stack.enter_context(patch.object(torch.Tensor, "new_empty", side_effect=torch.OutOfMemoryError("no room")))
     with stack, Counted(world) as counted:
         try:
-            door.attention(q, k, v, pattern, **options)
+            api.attention(q, k, v, pattern, **options)
             found = None
         except Exception as error:
             found = type(error).__name__, str(error)
@@ -398,7 +398,7 @@ def out_of_memory_backward(rank, world, strategy):
     case = Case("", lambda: Dilated([64], [2]), 64, heads=4)
     mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
     leaves = [x.clone().requires_grad_() for x in mine[:3]]
-    out = door.attention(*leaves, case.pattern(), strategy=strategy)
+    out = api.attention(*leaves, case.pattern(), strategy=strategy)
     error = torch.OutOfMemoryError("no room") if rank == world - 1 else None
     found, where = None, {"sequence": (Sequence, "prepare"), "heads": (torch.Tensor, "new_empty")}[strategy]
     with patch.object(*where, side_effect=error) if error else contextlib.nullcontext():
@@ -418,7 +418,7 @@ def changed_before_the_backward(rank, world):
     leaves, found = [x.clone().requires_grad_() for x in mine[:3]], None
     for changed in (True, False):
         q = leaves[0] * 1
-        out = door.attention(q, *leaves[1:], case.pattern(), strategy="sequence")
+        out = api.attention(q, *leaves[1:], case.pattern(), strategy="sequence")
         if changed and rank == world - 1:
             with torch.no_grad():
                 q.add_(1)
@@ -445,7 +445,7 @@ def left_by_an_error(rank, world, backward, where):
         gc.collect()
         gc.disable()
         before = alive()
-        place = {"buffers": (Sequence, "prepare"), "own rows": (local, "backward" if backward else "forward")}[where]
+        place = {"buffers": (Sequence, "prepare"), "own rows": (partial, "backward" if backward else "forward")}[where]
 
         def runs_out(*_, **__):
             some = torch.empty(1 << 15)  # noqa: F841, which the traceback has in this frame
@@ -476,7 +476,7 @@ def out_of_memory_beside(rank, world, backward, forgets=()):
             del pattern._shared
         leaves = [x.clone().requires_grad_() for x in mine[:3]]
         out = call(*leaves, pattern)[0] if backward else None
-        where = patch.object(local, "backward" if backward else "forward", side_effect=error)
+        where = patch.object(partial, "backward" if backward else "forward", side_effect=error)
         with where if error else contextlib.nullcontext():
             try:
                 out.backward(mine[3], retain_graph=True) if backward else call(*leaves, pattern)
@@ -506,7 +506,7 @@ def gradient_of_a_gradient(rank, world, strategy):
     case = Case("", lambda: Dense(), 8, heads=2)
     q, k, v, *_ = shard(case.inputs(torch.float64), rows_of(case, [8 // world] * world, rank))
     q.requires_grad_()
-    out = door.attention(q, k, v, case.pattern(), strategy=strategy)
+    out = api.attention(q, k, v, case.pattern(), strategy=strategy)
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     try:
         (out.sum() + dq.square().sum()).backward()
@@ -546,7 +546,7 @@ def checkpointed(rank, world, how):
     mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
 
     def layer(q, k, v):
-        return door.attention(q * 2, k, v, pattern, strategy="sequence") + 1
+        return api.attention(q * 2, k, v, pattern, strategy="sequence") + 1
 
     wrapped = {
         "checkpoint": lambda *x: checkpoint(layer, *x, use_reentrant=False),
@@ -567,8 +567,8 @@ def explained(rank, world):
         case = Case("", lambda p=pattern: p, 64, heads=4)
         q, k, v, *_ = shard(case.inputs(torch.float32), rows_of(case, [64 // world] * world, rank))
         with Counted(world) as counted:
-            door.attention(q, k, v, pattern)
-        found.append((door.explain(q, k, v, pattern), sum(counted.sent)))
+            api.attention(q, k, v, pattern)
+        found.append((api.explain(q, k, v, pattern), sum(counted.sent)))
     return found
 
 
@@ -580,14 +580,14 @@ def once_again(rank, world):
     counts, real = [], dist.all_gather
     for _ in range(2):
         with patch.object(dist, "all_gather", side_effect=real) as gathered:
-            door.attention(q, k, v, pattern)
+            api.attention(q, k, v, pattern)
         counts.append(gathered.call_count)
     return counts
 
 
 def alternating(rank, world):
     """For calls of one pattern that alternate heads, groups and strategies: (how many agreements each round takes, the
-    largest error, how many plans are kept once more than `door.PLANS` have been made)."""
+    largest error, how many plans are kept once more than `api.PLANS` have been made)."""
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "sequence"))
     pattern, counts, worst, real = Dilated([64, 20], [4, 1], causal=True), [], 0.0, dist.all_gather
     for _ in range(3):
@@ -597,13 +597,13 @@ def alternating(rank, world):
                     case, parts = Case("", lambda: pattern, 64, heads=heads), dist.get_world_size(group)
                     rows = rows_of(case, [64 // parts] * parts, dist.get_rank(group))
                     q, k, v, *_ = inputs = case.inputs(torch.float64)
-                    found = door.attention(*shard(inputs, rows)[:3], pattern, group, strategy)
+                    found = api.attention(*shard(inputs, rows)[:3], pattern, group, strategy)
                     want = attention(q, k, v, pattern)[:, rows[0]]
                     worst = max(worst, tools.relative(found, want))
         counts.append(gathered.call_count)
-    for n in range(64, 64 + 2 * door.PLANS, 2):
+    for n in range(64, 64 + 2 * api.PLANS, 2):
         q = torch.ones(1, n // world, 2, 8)
-        door.attention(q, q, q, pattern)
+        api.attention(q, q, q, pattern)
     return counts, worst, len(pattern._shared["plans"])
 
 
@@ -612,8 +612,8 @@ def autocast(rank, world):
     case = Case("", lambda: pattern, 64)
     mine = shard(case.inputs(torch.float32), rows_of(case, [64 // world] * world, rank))
     with torch.autocast("cpu", torch.bfloat16):
-        inside = door.attention(*mine[:3], pattern)
-    outside = door.attention(*(x.bfloat16() for x in mine[:3]), pattern)
+        inside = api.attention(*mine[:3], pattern)
+    outside = api.attention(*(x.bfloat16() for x in mine[:3]), pattern)
     return str(inside.dtype), float((inside - outside).abs().max())
 
 
@@ -623,7 +623,7 @@ def alone(rank, world):
     case = Case("", lambda: Dilated([8, 32], [1, 2]), 40)
     q, k, v, *_ = case.inputs(torch.float32)
     pattern = case.pattern()
-    return bool(torch.equal(door.attention(q, k, v, pattern, groups[rank]), attention(q, k, v, pattern)))
+    return bool(torch.equal(api.attention(q, k, v, pattern, groups[rank]), attention(q, k, v, pattern)))
 
 
 def why_not_heads(rank, world, id):
@@ -646,7 +646,7 @@ def peak(rank, world, case, strategy) -> int:
             heads = case.heads, case.kv_heads, case.kv_heads
             q, k, v = (torch.randn(case.batch, rows, h, case.head_dim, requires_grad=backward) for h in heads)
             upstream = torch.randn(q.shape) if backward else None
-            out = door.attention(q, k, v, case.pattern, strategy=strategy, backend="torch")
+            out = api.attention(q, k, v, case.pattern, strategy=strategy, backend="torch")
             if backward:
                 out = torch.autograd.grad(out, (q, k, v), upstream)
         del out, indices

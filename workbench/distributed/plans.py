@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.distributed import needs
-from workbench.distributed.needs import Need, queries_of
+from workbench.distributed import halo
+from workbench.distributed.halo import Need, queries_of
 from workbench.distributed.shards import Shards, clip
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
 
@@ -113,7 +113,7 @@ class Plan:
     def finder(self):
         """What finds a rank's needs, by the kind of pattern; None for dense."""
         sizes = (self.n, self.nq, self.heads, self.kv_heads)
-        kinds = {Dilated: needs.DilatedNeeds, BlockSparse: needs.BlockNeeds, Neighborhood: needs.NeighborhoodNeeds}
+        kinds = {Dilated: halo.DilatedNeeds, BlockSparse: halo.BlockNeeds, Neighborhood: halo.NeighborhoodNeeds}
         for kind, finder in kinds.items():
             if isinstance(self.pattern, kind):
                 return finder(self.pattern, *sizes)
@@ -142,7 +142,7 @@ class Plan:
     @cached_property
     def units(self) -> Tensor:
         """int64 (world, world): how many (row, key head) rank [s, .] sends to rank [., t]."""
-        if isinstance(self.finder, needs.DilatedNeeds):
+        if isinstance(self.finder, halo.DilatedNeeds):
             return self.finder.units(self.shards).T.contiguous()
         total = torch.zeros(self.world, self.world, dtype=torch.int64)
         for rank in range(self.world):
@@ -153,7 +153,7 @@ class Plan:
     def _find(self, rank: int) -> list[Need]:
         if self.finder is not None:
             return self.finder.needs(self.shards[rank])
-        return needs.dense(self.pattern.causal, self.n, self.kv_heads, self.shards[rank], self.work(rank))
+        return halo.dense(self.pattern.causal, self.n, self.kv_heads, self.shards[rank], self.work(rank))
 
     @cached_property
     def moved(self) -> Tensor:

@@ -19,11 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workbench.distributed import jobs, local, streams
+from workbench.distributed import partials, streams
+from workbench.distributed.buffers import Task, Written
 from workbench.distributed.exchange import Exchange, Regroup
-from workbench.distributed.jobs import Job, Strand
+from workbench.distributed.partials import Job, Strand
 from workbench.distributed.plans import Plan, Stage
-from workbench.distributed.tasks import Task, Written
+from workbench.execution import partial
 from workbench.patterns import Dense, Dilated, Neighborhood
 
 AHEAD = 2  # stages that travel at once if a stage may be a single call, which leaves the card only as it ends
@@ -67,12 +68,12 @@ class Sequence:
 
         def tasks(stage: Stage | None, found: list[Job]) -> list[Task]:
             more = stage, self.exchange, self.work, plan.kv_heads
-            return [Task(job, jobs.fills(plan, rank, stage, job), *more) for job in found]
+            return [Task(job, partials.fills(plan, rank, stage, job), *more) for job in found]
 
-        own = jobs.local(plan, rank)
+        own = partials.local(plan, rank)
         self.first, self.second = tasks(None, own.first), tasks(None, own.second)
         self.later = {
-            stage: [*tasks(None, own.before.get(stage, [])), *tasks(stage, jobs.remote(plan, rank, stage))]
+            stage: [*tasks(None, own.before.get(stage, [])), *tasks(stage, partials.remote(plan, rank, stage))]
             for stage in plan.stages
         }
         each = [*self.first, *self.second, *itertools.chain(*self.later.values())]
@@ -103,7 +104,7 @@ class Sequence:
         room = self.exchange.room[1] + self.behind
         received = [k.new_empty(room) for _ in range(min(self.ahead + 1, len(self.plan.stages)))]
         if not backward:
-            of_q = wide if self.several and not local.narrow(q) else q.dtype
+            of_q = wide if self.several and not partial.narrow(q) else q.dtype
             if self.all_queries:
                 return Buffers(sent, received, [None, None], [], [])
             out = q.new_empty(b, self.queries, h, d, dtype=of_q)
@@ -140,11 +141,11 @@ class Sequence:
                 call = task.take(q), *keys, task.job.pattern, scale, backend
                 if stage is not None and self.blocks:
                     to = task.take(out), task.take(lse.transpose(1, 2)).transpose(1, 2)  # views
-                    if local.merge_into(*to, *call):
+                    if partial.merge_into(*to, *call):
                         continue
-                part = local.forward(*call)
+                part = partial.forward(*call)
                 if out is None:
-                    out, lse = part[0] if local.narrow(q) or not self.several else part[0].to(part[1].dtype), part[1]
+                    out, lse = part[0] if partial.narrow(q) or not self.several else part[0].to(part[1].dtype), part[1]
                 else:
                     self._merge(task, out, lse, *part)
                 del call, keys, part  # before the next ones are made
@@ -233,7 +234,7 @@ class Sequence:
                 to.copy_(one)
                 to_lse.copy_(one_lse)
             else:
-                local.merge(to, to_lse, one, one_lse)
+                partial.merge(to, to_lse, one, one_lse)
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
@@ -257,18 +258,18 @@ class Sequence:
                 )
                 if task.replaced is not None:
                     its_lse = its_lse.index_fill(2, task.replaced, torch.inf)
-                parts = local.backward(
+                parts = partial.backward(
                     of_rows[0], its_grad_lse, of_rows[1], *keys, of_rows[2], its_lse, task.job.pattern, scale, backend
                 )
                 if task.picked is not None:
                     task.replace(dq, parts[0])
                 elif dq is None:
-                    dq = parts[0] if self.once or self.few and local.narrow(q) else parts[0].to(lse.dtype)
+                    dq = parts[0] if self.once or self.few and partial.narrow(q) else parts[0].to(lse.dtype)
                 else:
                     for to, part in zip(task.views(dq), task.each(parts[0]), strict=True):
                         to.copy_(part) if task.alone else to.add_(part)
                 if dk is None:
-                    as_is = self.once or self.few_keys and local.narrow(q)
+                    as_is = self.once or self.few_keys and partial.narrow(q)
                     dk, dv = (part if as_is else part.to(lse.dtype) for part in parts[1:])
                 else:
                     task.scatter(*parts[1:], (dk, dv), returned)

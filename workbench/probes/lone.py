@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from workbench.cards import VIRTUAL, Card
-from workbench.distributed import agree, door, exchange, heads, jobs, local
-from workbench.distributed.needs import queries_of
+from workbench.distributed import agree, api, exchange, partials, ulysses
+from workbench.distributed.halo import queries_of
 from workbench.distributed.plans import Plan
 from workbench.distributed.sequence import Sequence
 from workbench.distributed.shards import Shards
+from workbench.execution import partial
 from workbench.probes.absent import CUDA, LOCK, META, OnCard, replaced
 from workbench.probes.case import Case
 from workbench.probes.shortcuts import unseen
@@ -38,7 +39,7 @@ class Rank:
     def __post_init__(self):
         if type(self.world) is not int or type(self.rank) is not int or not 0 <= self.rank < self.world:
             raise ValueError(f"rank={self.rank!r} of world={self.world!r}: want ints, 0 <= rank < world")
-        door._check_strategy(self.strategy)
+        api._check_strategy(self.strategy)
 
     def own(self, case: Case) -> Case:
         """The rank's part of a case whose n and nq are of all ranks: a call of `distributed.attention`."""
@@ -46,7 +47,7 @@ class Rank:
         mine = len(queries_of(shard, case.n, case.nq))
 
         def attention(q, k, v):
-            return door.attention(q, k, v, case.pattern, strategy=self.strategy, backend=case.backend)
+            return api.attention(q, k, v, case.pattern, strategy=self.strategy, backend=case.backend)
 
         attention.__name__ = case.fields()["backend"]  # for the estimate
         return replace(case, n=len(shard), nq=mine, backend=attention)
@@ -69,7 +70,7 @@ class Rank:
             torch.stack(rows)
             state, *numbers = row
             told = [row] * self.world
-            if len(numbers) == 3 + len(door.SAME):  # their lengths, on which there is no plan yet
+            if len(numbers) == 3 + len(api.SAME):  # their lengths, on which there is no plan yet
                 told = [(state, *lengths, *numbers[2:]) for lengths in held]
             return lambda: torch.tensor(told)
 
@@ -83,17 +84,17 @@ class Rank:
             return told
 
         stand_ins = [
-            (door, "_place", lambda group: (group, self.world, self.rank, CUDA)),
+            (api, "_place", lambda group: (group, self.world, self.rank, CUDA)),
             (agree, "_gather", gather),
             (exchange, "all_to_all", _moved),
-            (heads, "all_to_all", _moved),
-            (local, "_operators", on_card(local._operators)),
-            (local, "narrow", on_card(local.narrow)),
+            (ulysses, "all_to_all", _moved),
+            (partial, "_operators", on_card(partial._operators)),
+            (partial, "narrow", on_card(partial.narrow)),
             # what is computed of a plan is no tensor of the card
-            (door, "choose", unseen(door.choose)),
-            (jobs, "local", unseen(jobs.local)),
-            (jobs, "remote", unseen(jobs.remote)),
-            (jobs, "fills", unseen(jobs.fills)),
+            (api, "choose", unseen(api.choose)),
+            (partials, "local", unseen(partials.local)),
+            (partials, "remote", unseen(partials.remote)),
+            (partials, "fills", unseen(partials.fills)),
             (Plan, "parcels", unseen(Plan.parcels)),
             # and what only packs rows into buffers makes none
             (exchange.Exchange, "pack", _packed(exchange.Exchange.pack)),
@@ -101,7 +102,7 @@ class Rank:
             (exchange.Exchange, "parcels", unseen(exchange.Exchange.parcels)),
         ]
         with LOCK, replaced(stand_ins):
-            yield lambda: list(door._kept(case.pattern)["plans"].values())[-1].plan.strategy
+            yield lambda: list(api._kept(case.pattern)["plans"].values())[-1].plan.strategy
 
 
 def busiest(case: Case, world: int, strategy: str) -> int:
@@ -109,7 +110,7 @@ def busiest(case: Case, world: int, strategy: str) -> int:
     if world == 1:
         return 0
     sizes = case.pattern, Shards.even(case.n, world), case.heads, case.kv_heads, case.nq
-    plan, _ = door.choose(strategy, sizes, case.dtype.itemsize, case.head_dim)
+    plan, _ = api.choose(strategy, sizes, case.dtype.itemsize, case.head_dim)
     return int(plan.bytes(case.dtype.itemsize, case.head_dim, case.batch).sum(0).argmax())
 
 

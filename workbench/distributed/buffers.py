@@ -15,10 +15,9 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn.functional import pad
 
-from workbench.distributed.exchange import Exchange, Slot
-from workbench.distributed.jobs import Fill, Job
+from workbench.distributed.exchange import Exchange, Skew, Slot, length, skews
+from workbench.distributed.partials import Fill, Job
 from workbench.distributed.plans import Stage
-from workbench.distributed.skews import Skew, length, skews
 
 
 class Part(NamedTuple):

@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from workbench import dispatch
-from workbench.distributed import heads, local, streams
+from workbench.distributed import streams, ulysses
 from workbench.distributed.agree import ask, same
-from workbench.distributed.heads import HeadsPlan
 from workbench.distributed.plans import Plan, describe, digest
 from workbench.distributed.sequence import Buffers, Sequence
 from workbench.distributed.shards import Shards
+from workbench.distributed.ulysses import HeadsPlan
+from workbench.execution import partial
 from workbench.execution.fused import unit_stride
 from workbench.patterns import Dense, Pattern
 
@@ -77,7 +78,7 @@ def attention(
 
 
 def _function(call: Call) -> type[torch.autograd.Function]:
-    return heads.Attend if isinstance(call.made.plan, HeadsPlan) else _Attend
+    return ulysses.Attend if isinstance(call.made.plan, HeadsPlan) else _Attend
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, group=None, strategy: str = "auto") -> str:
@@ -202,7 +203,7 @@ def _check(q, k, v, pattern, scale, backend) -> None:
     dispatch.check(q, k, v, Dense(), scale)
     if pattern.batch not in (None, q.shape[0]):
         raise ValueError(f"the layout is for a batch of {pattern.batch}, but q is {tuple(q.shape)}")
-    reason = local.why_not(backend, q, k, pattern)
+    reason = partial.why_not(backend, q, k, pattern)
     if reason:
         raise ValueError(reason)
 
@@ -286,7 +287,7 @@ def choose(strategy: str, sizes: tuple, itemsize: int, head_dim: int) -> tuple[P
 
 def _buffers(made: Made, rank: int, q: Tensor, k: Tensor) -> Buffers | None:
     if made.ready is None:
-        return heads.rehearse(made.plan, rank, q)
+        return ulysses.rehearse(made.plan, rank, q)
     return made.ready.prepare(q, k, backward=False)
 
 

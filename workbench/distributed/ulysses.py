@@ -21,16 +21,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from workbench.distributed import local, plans
+from workbench.distributed import plans
 from workbench.distributed.agree import ask
 from workbench.distributed.exchange import all_to_all
 from workbench.distributed.plans import Plan, of_mode
 from workbench.distributed.shards import Shards
 from workbench.distributed.views import some_heads
+from workbench.execution import partial
 from workbench.patterns import Dilated, Pattern
 
 if TYPE_CHECKING:
-    from workbench.distributed.door import Call
+    from workbench.distributed.api import Call
 
 STAGES = 4  # at most so many
 
@@ -164,7 +165,7 @@ def _stages(call: Call) -> Iterator[tuple[Pattern, slice, slice]]:
 
 
 class Attend(torch.autograd.Function):
-    """(q (B, Lq, H, D), k and v (B, L, G, D), `door.Call`) -> this rank's out like q, or (out, lse (B, H, Lq))."""
+    """(q (B, Lq, H, D), k and v (B, L, G, D), `api.Call`) -> this rank's out like q, or (out, lse (B, H, Lq))."""
 
     @staticmethod
     def forward(ctx, q, k, v, call: Call):
@@ -173,7 +174,7 @@ class Attend(torch.autograd.Function):
         out, lse, kept = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=wide), []
         for part, some, keys in _stages(call):
             brought = of_queries.to_heads(q, some), *(of_keys.to_heads(x, keys) for x in (k, v))
-            results = local.forward(*brought, part, call.scale, call.backend)
+            results = partial.forward(*brought, part, call.scale, call.backend)
             kept += [*brought, *results] if any(ctx.needs_input_grad) else []
             of_queries.to_rows(results[0], out, some)
             if call.return_lse:
@@ -206,7 +207,7 @@ class Attend(torch.autograd.Function):
             if grad_lse is not None:
                 its_grad_lse = of_queries.to_heads(grad_lse.transpose(1, 2), some).transpose(1, 2)
             kept = saved[5 * x : 5 * x + 5]  # q, k, v, out, lse
-            found = local.backward(its_grad, its_grad_lse, *kept, part, call.scale, call.backend)
+            found = partial.backward(its_grad, its_grad_lse, *kept, part, call.scale, call.backend)
             for result, whole, turn, its in zip(
                 found, (dq, dk, dv), (of_queries, of_keys, of_keys), (some, keys, keys), strict=True
             ):
