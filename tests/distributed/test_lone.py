@@ -7,7 +7,7 @@ import pytest
 import workbench as wb
 from tests.distributed import work
 from workbench import cards, distributed
-from workbench.distributed import Plan, api, exchange, partials, plans
+from workbench.distributed import partials, plans
 from workbench.execution import fused
 from workbench.patterns.dilated import geometric
 from workbench.probes import estimate, frontier, lone
@@ -130,13 +130,6 @@ def test_what_cannot_be_shared_out_says_why(options, message):
         estimate.trace(Case(wb.Dense(), 4096, **LARGE), **options)
     with pytest.raises(ValueError, match="want one of 'auto', 'torch', 'triton' on shards"):
         estimate.trace(Case(wb.Dense(), 4096, **LARGE | {"backend": "cudnn"}), world=2)
-
-
-def test_a_trace_leaves_the_door_as_it_was():
-    names = [(api, "_place"), (api, "choose"), (exchange, "all_to_all"), (Plan, "parcels")]
-    before = [getattr(*x) for x in names]
-    estimate.trace(Case(wb.Dense(), 5120, **LARGE), world=2)
-    assert [getattr(*x) for x in names] == before
 
 
 # --- the longest that so many cards take ------------------------------------------------------------------------------

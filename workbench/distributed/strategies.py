@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from workbench import dispatch
-from workbench.distributed import api
+from workbench.distributed import api, call
 from workbench.distributed.halo import queries_of
 from workbench.distributed.plans import Plan
 from workbench.distributed.shards import Shards
@@ -79,7 +79,7 @@ def plan(strategy: str, case: Case, world: int) -> Plan | None:
     if strategy not in OURS:
         return None
     sizes = (case.pattern, Shards.even(case.n, world), case.heads, case.kv_heads, case.nq)
-    return api.choose(strategy, sizes, case.dtype.itemsize, case.head_dim)[0]
+    return call.choose(strategy, sizes, case.dtype.itemsize, case.head_dim)[0]
 
 
 def check(strategy: str, case: Case, world: int) -> None:
