@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.distributed.group import Gathering, Ranks
+from workbench.distributed.group import Ranks
 
 TEXT = 400  # bytes of an error's message that the other ranks get
 KINDS = (ValueError, torch.OutOfMemoryError, RuntimeError)
@@ -30,7 +30,7 @@ class Agreement:
 
     def __init__(self, ranks: Ranks, names: tuple[str, ...]):
         self.ranks, self.names = ranks, names
-        self.pending: Gathering | None = None
+        self.proposed, self.pending = False, None
 
     def propose(self, numbers: list[int]) -> None:
         """Start to tell all ranks these numbers, one for each name. It does not wait."""
@@ -42,7 +42,7 @@ class Agreement:
         If a rank has failed instead, an error of the same kind (ValueError, OutOfMemoryError, else RuntimeError) that
         names the rank and its reason. The group stays usable.
         """
-        told = self.pending.wait()
+        told = self._told()
         failed = told[:, 0].nonzero().flatten().tolist()
         if not failed:
             return told[:, 1:]
@@ -53,13 +53,18 @@ class Agreement:
         return self
 
     def __exit__(self, _, error: BaseException | None, __) -> None:
-        if isinstance(error, Exception) and self.pending is None:  # the other ranks wait for a proposal
+        if isinstance(error, Exception) and not self.proposed:  # the other ranks wait for a proposal
             self._tell(1 + _kind(error), [0] * len(self.names))
-            self.pending.wait()
+            self._told()
             self._reasons(str(error))
 
     def _tell(self, state: int, numbers: list[int]) -> None:
+        self.proposed = True
         self.pending = self.ranks.gather(("state", *self.names), [state, *numbers])
+
+    def _told(self) -> Tensor:
+        told, self.pending = self.pending.wait(), None  # what was gathered takes no memory from here on
+        return told
 
     def _reasons(self, own: str) -> list[str]:
         """Every rank's reason to fail, "" if it has none."""
