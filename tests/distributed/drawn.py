@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
-from workbench.distributed import bench, compare, door
+from workbench.distributed import api, bench, compare
 
 
 def facts(rank, world, case, strategy, spoilt=False):
     """`bench.facts` as if the case were too large for one device. spoilt: one number on the last rank is wrong."""
-    right = door.attention
+    right = api.attention
 
     def attention(*arguments, **named):
         out = right(*arguments, **named)
@@ -19,7 +19,7 @@ def facts(rank, world, case, strategy, spoilt=False):
 
     with (
         patch.object(compare, "one_device", lambda *_: (None, "no room for it")),
-        patch.object(door, "attention", attention),
+        patch.object(api, "attention", attention),
     ):
         found = bench.facts(case, strategy)
     return {x: found[x] for x in ("errors", "compared", "compared_with", "unchecked")}

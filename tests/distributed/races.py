@@ -11,18 +11,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from workbench.distributed import agree, exchange, streams
-from workbench.distributed.sequence import Sequence
+from workbench.distributed.group import OneStream, Ranks
 
-MAIN, BESIDE, WIRE = range(3)  # the caller's stream, `streams.beside`, and the communicator's own
+MAIN, BESIDE, WIRE = range(3)  # the caller's stream, the one beside it, and the communicator's own
 NAMES = ("main", "beside", "wire")
+
 
 class Memory:
     """The history of a storage: for each byte the last write (stream, when), and each stream's last read."""
@@ -34,33 +33,18 @@ class Memory:
 
 
 class Races(TorchDispatchMode):
-    """Within it `distributed.attention` runs as on CUDA. found: the races, in words.
+    """Within it `distributed.attention` of the group `ranks` runs on streams, as on CUDA. found: the races, in words.
 
     by_host: whether ranks agree by gloo, as in a pool, which no stream waits for; else by NCCL
     """
 
     def __init__(self, by_host: bool = False):
         super().__init__()
-        self.by_host = by_host
+        self.by_host, self.ranks = by_host, OnStreams(self)
         self.clock = np.zeros((3, 3), dtype=np.int64)  # [x, y]: how many operations of y are over before x goes on
         self.now, self.aside = MAIN, False
         self.memory: dict[int, Memory] = {}
         self.found: set[str] = set()
-
-    def __enter__(self):
-        self.patches = contextlib.ExitStack()
-        for where in (
-            (Sequence, "early", lambda *_: True), (streams, "beside", lambda _: Stream(self)),
-            (torch.cuda, "Event", lambda: Event(self)), (torch.cuda, "stream", self._on_stream),
-            (exchange, "all_to_all", self._transfer(exchange.all_to_all)),
-            (agree, "_gather", self._gather(agree._gather)),
-        ):  # fmt: skip
-            self.patches.enter_context(patch.object(*where))
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        self.patches.close()
 
     # --- order --------------------------------------------------------------------------------------------------------
 
@@ -73,47 +57,15 @@ class Races(TorchDispatchMode):
         self.clock[stream] = np.maximum(self.clock[stream], clock)
 
     @contextlib.contextmanager
-    def _on_stream(self, _):
-        before, self.now = self.now, BESIDE
+    def on(self, stream: int):
+        before, self.now = self.now, stream
         try:
             yield
         finally:
             self.now = before
 
-    def _transfer(self, real):
-        def all_to_all(target, source, into, out, group, wait=True):
-            self.wait(WIRE, self.clock[self.now])
-            done = self.tick(WIRE)
-            self.touch("a transfer", WIRE, [source], [target])
-            with self._unseen():
-                real(target, source, into, out, group)
-            work = Work(self, done)
-            return work.wait() if wait else work
-
-        return all_to_all
-
-    def _gather(self, real):
-        def gather(*what):
-            if not self.by_host:
-                self.wait(WIRE, self.clock[self.now])
-                done = self.tick(WIRE)
-            with self._unseen():
-                answers = real(*what)
-
-            def told():
-                if not self.by_host:
-                    self.wait(BESIDE, done)
-                    for x in (MAIN, WIRE):  # the host waits for the numbers: what it starts later is behind them
-                        self.wait(x, self.clock[BESIDE])
-                with self._unseen():
-                    return answers()
-
-            return told
-
-        return gather
-
     @contextlib.contextmanager
-    def _unseen(self):
+    def unseen(self):
         self.aside = True
         yield
         self.aside = False
@@ -168,31 +120,86 @@ class Races(TorchDispatchMode):
             self.found.add(f"memory goes back to {NAMES[memory.stream]}, not behind {busy}")
 
 
-class Stream:
+class OnStreams(Ranks):
+    """All ranks, on two streams and the communicator's own."""
+
+    def __init__(self, races: Races):
+        self.races, self.real = races, Ranks.of(None)
+        super().__init__(self.real.group, self.real.world, self.real.rank, self.real.device)
+
+    @property
+    def by_card(self) -> bool:
+        return not self.races.by_host
+
+    def streams(self, _) -> OneStream:
+        return Streams(self.races)
+
+    def gather(self, names, numbers, dtype=torch.int64):
+        return Gathered(self.races, self.real, (names, numbers, dtype))
+
+    def all_to_all(self, target, source, into, out, wait=True):
+        races = self.races
+        races.wait(WIRE, races.clock[races.now])
+        transfer = Transfer(races, races.tick(WIRE))
+        races.touch("a transfer", WIRE, [source], [target])
+        with races.unseen():
+            self.real.all_to_all(target, source, into, out)
+        return transfer.wait() if wait else transfer
+
+
+class Streams(OneStream):
     def __init__(self, races: Races):
         self.races = races
 
-    def wait_event(self, event) -> None:
-        self.races.wait(BESIDE, event.clock)
+    def beside(self):
+        return self.races.on(BESIDE)
+
+    def mark(self):
+        return Point(self.races, self.races.tick(self.races.now))
+
+    def join(self) -> None:
+        self.races.wait(MAIN, self.races.clock[BESIDE])
 
 
-class Event:
-    def __init__(self, races: Races):
-        self.races = races
+class Point:
+    """What a stream has done up to here."""
 
-    def record(self) -> None:
-        self.clock = self.races.tick(self.races.now)
+    def __init__(self, races: Races, clock: np.ndarray):
+        self.races, self.clock = races, clock
 
     def wait(self) -> None:
         self.races.wait(self.races.now, self.clock)
 
 
-class Work:
-    def __init__(self, races: Races, done: np.ndarray):
-        self.races, self.done = races, done
+class Transfer:
+    """Rows on their way: they have arrived at a point of the communicator's stream."""
+
+    def __init__(self, races: Races, clock: np.ndarray):
+        self.races, self.clock = races, clock
 
     def wait(self) -> None:
-        self.races.wait(self.races.now, self.done)
+        self.races.wait(self.races.now, self.clock)
+
+
+class Gathered:
+    """An agreement by NCCL, on the stream beside the attention's, or by gloo."""
+
+    def __init__(self, races: Races, real: Ranks, what: tuple):
+        self.races = races
+        if not races.by_host:
+            races.wait(WIRE, races.clock[BESIDE])
+            self.done = races.tick(WIRE)
+        with races.unseen():
+            self.gathering = real.gather(*what)
+
+    def wait(self):
+        races = self.races
+        if not races.by_host:
+            races.wait(BESIDE, self.done)
+            for x in (MAIN, WIRE):  # the host waits for the numbers: what it starts later is behind them
+                races.wait(x, races.clock[BESIDE])
+        with races.unseen():
+            return self.gathering.wait()
 
 
 def _bytes(x: torch.Tensor) -> np.ndarray:

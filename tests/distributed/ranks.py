@@ -29,9 +29,9 @@ class Ranks:
 def on_a_rank(work: bytes):
     import torch.distributed as dist
 
-    from workbench.distributed import jobs, plans
+    from workbench.distributed import partials, plans
     from workbench.harness.processes import imported
 
-    plans.LEAST = plans.PAIRS = jobs.FIRST = 1  # many stages and calls, however few rows
+    plans.LEAST = plans.PAIRS = partials.FIRST = 1  # many stages and calls, however few rows
     module, name, args, options = pickle.loads(work)
     return imported(f"{module}:{name}")(dist.get_rank(), dist.get_world_size(), *args, **options)

@@ -17,8 +17,8 @@ from tests import tools
 from tests.distributed.cases import CASES, drawn
 from tests.distributed.work import plan_of
 from workbench import layouts, orderings
-from workbench.distributed import Plan, Shards, jobs, plan
-from workbench.distributed.combs import Comb
+from workbench.distributed import Plan, Shards, fills, partials, plan
+from workbench.distributed.halo import Residues
 from workbench.distributed.plans import Stage
 from workbench.distributed.shards import Rows, clip
 from workbench.multicard import one_thread
@@ -39,7 +39,7 @@ def seen(case, pattern) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("id", MINIMAL)
-def test_needs_are_exactly_what_is_seen(id):
+def test_a_halo_is_exactly_what_is_seen(id):
     case = CASES[id][0]
     count = seen(case, case.pattern())
     for world in WORLDS:
@@ -55,7 +55,7 @@ def test_needs_are_exactly_what_is_seen(id):
         assert torch.equal(found.units, want), world
         listed = torch.zeros_like(want)
         for target in range(world):
-            for need in found.needs(target):
+            for need in found.halo(target):
                 listed[:, target] += len(need.heads) * need.rows.counts(found.shards)
                 assert bool((need.rows.positions.diff() > 0).all())
         assert torch.equal(listed, want)
@@ -77,7 +77,7 @@ def test_pairs_of_the_ranks_are_those_of_the_pattern(id):
 
 
 @pytest.mark.parametrize("id", ["geometric", "blocks-by-head", "dense-causal", "grid-hilbert"])
-def test_parcels_of_all_stages_are_the_needs(id):
+def test_parcels_of_all_stages_are_the_halo(id):
     case, shards = CASES[id]
     found = plan_of(case, shards[4], "sequence")
     sent = torch.zeros_like(found.units)
@@ -140,13 +140,13 @@ def test_a_thousand_ranks_and_two_million_positions_in_seconds(make):
     assert "1024 ranks" in str(found)
 
 
-def test_what_a_job_gathers_is_found_once_a_rank(monkeypatch):
+def test_what_a_partial_gathers_is_found_once_a_rank(monkeypatch):
     """Not once for each two ranks: its keys are a piece of every rank's."""
-    found, looked, real = plan(wb.Dense(), Shards.even(1 << 14, 2048), 2), [], jobs.clip
-    (job,) = jobs.remote(found, 2047, found.stages[0])
-    monkeypatch.setattr(jobs, "clip", lambda *x: looked.append(x) or real(*x))
-    fills = jobs.fills(found, 2047, found.stages[0], job)
-    assert len(fills) == 2047 and [x.to.start for x in fills] == list(range(0, 2047 * 8, 8))
+    found, looked, real = plan(wb.Dense(), Shards.even(1 << 14, 2048), 2), [], fills.clip
+    (partial,) = partials.stage_partials(found, 2047, found.stages[0])
+    monkeypatch.setattr(fills, "clip", lambda *x: looked.append(x) or real(*x))
+    filled = fills.fills(found, 2047, found.stages[0], partial)
+    assert len(filled) == 2047 and [x.to.start for x in filled] == list(range(0, 2047 * 8, 8))
     assert len(looked) <= 2048
 
 
@@ -211,17 +211,17 @@ def test_bytes_wants_a_mode_that_there_is():
 # --- sets of positions ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("teeth", [{(0, 1)}, {(1, 3)}, {(1, 3), (4, 6)}, {(1, 2), (0, 3)}, {(2, 5), (3, 7), (0, 4)}])
+@pytest.mark.parametrize("classes", [{(0, 1)}, {(1, 3)}, {(1, 3), (4, 6)}, {(1, 2), (0, 3)}, {(2, 5), (3, 7), (0, 4)}])
 @pytest.mark.parametrize("period", [None, 1])
-def test_combs_count_what_they_list(teeth, period, monkeypatch):
+def test_residues_count_what_they_list(classes, period, monkeypatch):
     if period:
-        monkeypatch.setattr("workbench.distributed.combs.PERIOD", period)
-    comb = Comb(frozenset(teeth))
-    kept = [x for x in range(200) if any(x % r == o for o, r in teeth)]
+        monkeypatch.setattr("workbench.distributed.halo.PERIOD", period)
+    residues = Residues(frozenset(classes))
+    kept = [x for x in range(200) if any(x % r == o for o, r in classes)]
     for start, stop in ((0, 200), (13, 14), (50, 143), (9, 9)):
         want = [x for x in kept if start <= x < stop]
-        assert [int(t) for x in comb.rows(start, stop) for t in x] == want
-    below = comb.below(np.arange(201))
+        assert [int(t) for x in residues.rows(start, stop) for t in x] == want
+    below = residues.below(np.arange(201))
     assert below.tolist() == [sum(x < y for x in kept) for y in range(201)]
 
 

@@ -9,7 +9,7 @@ import workbench as wb
 from tests import tools
 from tests.tools import Case
 from workbench import layouts, orderings
-from workbench.distributed import Shards, jobs, plan, views
+from workbench.distributed import Shards, partials, plan, views
 from workbench.distributed.plans import Stage
 from workbench.distributed.shards import Rows
 from workbench.execution import triton_backend
@@ -49,15 +49,15 @@ def test_the_kernels_take_what_a_rank_attends_to_as_the_torch_backend_does(name,
     found = plan(pattern, Shards(lengths), 4, 2)
     q, k, v, *_ = Case("", None, sum(lengths), heads=4, kv_heads=2).inputs(torch.float32)
     stage = Stage(range(1, 2))
-    for job in jobs.local(found, rank).first + jobs.remote(found, rank, stage):
-        for strand in job.strands:
-            keys = positions(strand.keys)
-            k_, v_ = (x[:, keys.clamp(min=0), strand.key_heads] * (keys >= 0)[:, None, None] for x in (k, v))
-            q_ = torch.nn.functional.pad(q[:, list(strand.queries), strand.heads], (0, 0, 0, 0, 0, job.spare))
-            assert triton_backend.why_not(q_, k_, job.pattern) is None
-            call = q_, k_, v_, handle_of(job.pattern), 0.3
+    for partial in partials.own_partials(found, rank).first + partials.stage_partials(found, rank, stage):
+        for group in partial.groups:
+            keys = positions(group.keys)
+            k_, v_ = (x[:, keys.clamp(min=0), group.key_heads] * (keys >= 0)[:, None, None] for x in (k, v))
+            q_ = torch.nn.functional.pad(q[:, list(group.queries), group.heads], (0, 0, 0, 0, 0, partial.spare))
+            assert triton_backend.why_not(q_, k_, partial.pattern) is None
+            call = q_, k_, v_, handle_of(partial.pattern), 0.3
             by_torch, by_kernels = (backend.attend(*call) for backend in (_Torch, triton_backend))
-            length = len(strand.queries)
+            length = len(group.queries)
             assert tools.relative(by_kernels[0][:, :length], by_torch[0][:, :length]) < 2e-6
             assert tools.lse_error(by_kernels[1][..., :length], by_torch[1][..., :length].double()) < 2e-6
 
@@ -103,23 +103,23 @@ def test_some_heads_of_other_patterns(whole):
 
 
 @pytest.mark.parametrize(("name", "lengths"), SHARDS)
-def test_the_jobs_of_all_ranks_make_up_the_pattern(name, lengths):
+def test_the_partials_of_all_ranks_make_up_the_pattern(name, lengths):
     pattern, n, heads = PATTERNS[name](), sum(lengths), 4
     found = plan(pattern, Shards((lengths[0], 0, *lengths[1:])), heads, 2)
-    assert found.apart == (lengths is WHOLE or name.startswith("near"))
+    assert found.layout.apart == (lengths is WHOLE or name.startswith("near"))
     total = torch.zeros(heads, n, n, dtype=torch.int32)
     for rank in range(4):
-        for job in jobs.local(found, rank).first + jobs.remote(found, rank, Stage(range(2))):
+        for partial in partials.own_partials(found, rank).first + partials.stage_partials(found, rank, Stage(range(2))):
             first = 0
-            many = sum(len(range(heads)[s.heads]) for s in job.strands)
-            m, queries = len(job.strands[0].keys), len(job.strands[0].queries)
-            count = job.pattern.multiplicity(m, many, queries + job.spare)
-            for strand in job.strands:
-                rows, keys = torch.tensor(list(strand.queries)), positions(strand.keys)
-                for h in range(heads)[strand.heads]:
+            many = sum(len(range(heads)[s.heads]) for s in partial.groups)
+            m, queries = len(partial.groups[0].keys), len(partial.groups[0].queries)
+            count = partial.pattern.multiplicity(m, many, queries + partial.spare)
+            for group in partial.groups:
+                rows, keys = torch.tensor(list(group.queries)), positions(group.keys)
+                for h in range(heads)[group.heads]:
                     one = count[first, :queries]
-                    if job.replaced is not None:
-                        one[torch.isin(rows, job.replaced)] = 0
+                    if partial.overwritten is not None:
+                        one[torch.isin(rows, partial.overwritten)] = 0
                     assert not one[:, keys < 0].any()
                     total[h, rows[:, None], keys[keys >= 0]] += one[:, keys >= 0]
                     first += 1
@@ -128,9 +128,9 @@ def test_the_jobs_of_all_ranks_make_up_the_pattern(name, lengths):
 
 def test_of_whole_blocks_only_what_arrives_is_beside_the_own_rows_and_only_for_the_queries_that_see_it():
     found = plan(wb.BlockSparse(layouts.local(1), 16), Shards((64, 160, 64)), 4)
-    own, *others = jobs.local(found, 1).first + jobs.remote(found, 1, Stage(range(4)))
-    assert own.strands[0].keys == own.strands[0].queries == range(64, 224)
-    assert [job.strands[0].queries for job in others] == [range(64, 80), range(208, 224)]
-    for job in others:
-        keys = job.strands[0].keys
+    own, *others = partials.own_partials(found, 1).first + partials.stage_partials(found, 1, Stage(range(4)))
+    assert own.groups[0].keys == own.groups[0].queries == range(64, 224)
+    assert [partial.groups[0].queries for partial in others] == [range(64, 80), range(208, 224)]
+    for partial in others:
+        keys = partial.groups[0].keys
         assert keys[keys >= 0].tolist() == [*range(48, 64), *range(224, 240)]

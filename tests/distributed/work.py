@@ -15,10 +15,10 @@ from tests.distributed import races
 from tests.distributed.cases import CASES, drawn
 from tests.tools import Case
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, VirtualCard, attention, layouts, orderings
-from workbench.distributed import Plan, Shards, door, exchange, local, plans, tasks
-from workbench.distributed.sequence import Sequence
+from workbench.distributed import Plan, Shards, api, buffers, call, exchange, plans
+from workbench.distributed.sequence import Executor
 from workbench.distributed.shards import clip
-from workbench.execution import fused
+from workbench.execution import fused, partial
 
 TOLERANCE = 1e-12
 
@@ -45,7 +45,7 @@ def part(name: str, x, rows):
 
 
 def run(pattern, strategy="sequence", **options):
-    return lambda q, k, v, p: door.attention(q, k, v, pattern, strategy=strategy, return_lse=True, **options)
+    return lambda q, k, v, p: api.attention(q, k, v, pattern, strategy=strategy, return_lse=True, **options)
 
 
 def by_kernels(rank, world, id, name):
@@ -124,7 +124,7 @@ def in_one_stage(rank, world, id):
 def plan_of(case, lengths, strategy="sequence") -> Plan:
     sizes = (case.pattern(), Shards(tuple(lengths)), case.heads, case.kv_heads or case.heads)
     nq = case.n if case.nq is None else case.nq
-    return door.choose(strategy, (*sizes, nq), 8, case.head_dim)[0]
+    return call.choose(strategy, (*sizes, nq), 8, case.head_dim)[0]
 
 
 # --- mutants ----------------------------------------------------------------------------------------------------------
@@ -136,24 +136,24 @@ def _swapped(patch_):
 
 
 def _hop_dropped(patch_):
-    real = exchange.Exchange.fetch
+    real = exchange.Exchange.group_cast
 
-    def fetch(self, stage, sent, received):
+    def group_cast(self, stage, sent, received):
         pending = real(self, stage, sent, received)
         pending.wait()
-        neighbour = self.slots[stage][1][(self.rank - 1) % self.plan.world]
+        neighbour = self.slots[stage][1][(self.ranks.rank - 1) % self.plan.world]
         for slot in neighbour:
             self.parcels(received, slot, 1).zero_()
         return pending
 
-    patch_(exchange.Exchange, "fetch", fetch)
+    patch_(exchange.Exchange, "group_cast", group_cast)
 
 
 def _return_dropped(patch_):
     real = exchange.Exchange.add
 
     def add(self, stage, arrived, dk, dv):
-        for slot in self.slots[stage][0][(self.rank + 1) % self.plan.world]:
+        for slot in self.slots[stage][0][(self.ranks.rank + 1) % self.plan.world]:
             self.parcels(arrived, slot, 1).zero_()
         real(self, stage, arrived, dk, dv)
 
@@ -170,11 +170,11 @@ def _keys_and_values_swapped(patch_):
 
 
 def _overwritten(patch_):
-    patch_(tasks.Written, "_first", lambda self, where, boxes: True)
+    patch_(buffers.FirstWrites, "_first", lambda self, where, boxes: True)
 
 
 def _border_kept(patch_):
-    patch_(tasks.Task, "replace", lambda self, x, part: None)
+    patch_(buffers.Placed, "overwrite", lambda self, x, part: None)
 
 
 def _border_twice(patch_):
@@ -217,7 +217,7 @@ def on_streams(rank, world, id, forgets=None, hastens=None, by_host=False):
     case, shards = CASES[id]
     pattern, inputs, rows = case.pattern(), case.inputs(torch.float64), rows_of(case, shards[world], rank)
     want, mine = tools.oracle(inputs, pattern), shard(inputs, rows)
-    mutants = {"what is there": (races.Stream, "wait_event"), "what arrives": (races.Work, "wait")}
+    mutants = {"what is there": (races.Point, "wait"), "what arrives": (races.Transfer, "wait")}
     errors = []
     with races.Races(by_host) as found, contextlib.ExitStack() as stack:
         if hastens:
@@ -225,7 +225,7 @@ def on_streams(rank, world, id, forgets=None, hastens=None, by_host=False):
         for time in range(3):
             if time == 2 and rank == forgets:
                 del pattern._shared
-            got = tools.differentiate(run(pattern), mine, pattern)
+            got = tools.differentiate(run(pattern, group=found.ranks), mine, pattern)
             errors += [float((x - part(name, want[name], rows)).abs().max()) for name, x in got.items()]
             del got
     return errors, sorted(found.found)
@@ -376,14 +376,14 @@ def refused(rank, world, what):
         pattern = Neighborhood((9, 9), 1)
     elif what in ("out of memory", "bug") and last:
         error = torch.OutOfMemoryError("no room for 3 GB") if what == "out of memory" else KeyError("lost")
-        stack.enter_context(patch.object(Sequence, "prepare", side_effect=error))
+        stack.enter_context(patch.object(Executor, "allocate", side_effect=error))
     elif what == "out of memory by heads":
         options["strategy"] = "heads"
         if last:
             stack.enter_context(patch.object(torch.Tensor, "new_empty", side_effect=torch.OutOfMemoryError("no room")))
     with stack, Counted(world) as counted:
         try:
-            door.attention(q, k, v, pattern, **options)
+            api.attention(q, k, v, pattern, **options)
             found = None
         except Exception as error:
             found = type(error).__name__, str(error)
@@ -398,9 +398,9 @@ def out_of_memory_backward(rank, world, strategy):
     case = Case("", lambda: Dilated([64], [2]), 64, heads=4)
     mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
     leaves = [x.clone().requires_grad_() for x in mine[:3]]
-    out = door.attention(*leaves, case.pattern(), strategy=strategy)
+    out = api.attention(*leaves, case.pattern(), strategy=strategy)
     error = torch.OutOfMemoryError("no room") if rank == world - 1 else None
-    found, where = None, {"sequence": (Sequence, "prepare"), "heads": (torch.Tensor, "new_empty")}[strategy]
+    found, where = None, {"sequence": (Executor, "allocate"), "heads": (torch.Tensor, "new_empty")}[strategy]
     with patch.object(*where, side_effect=error) if error else contextlib.nullcontext():
         try:
             out.backward(mine[3], retain_graph=True)
@@ -418,7 +418,7 @@ def changed_before_the_backward(rank, world):
     leaves, found = [x.clone().requires_grad_() for x in mine[:3]], None
     for changed in (True, False):
         q = leaves[0] * 1
-        out = door.attention(q, *leaves[1:], case.pattern(), strategy="sequence")
+        out = api.attention(q, *leaves[1:], case.pattern(), strategy="sequence")
         if changed and rank == world - 1:
             with torch.no_grad():
                 q.add_(1)
@@ -440,12 +440,13 @@ def left_by_an_error(rank, world, backward, where):
     leaves = [torch.randn(1, 512, 2, 8, requires_grad=True) for _ in range(3)]  # 32 KB each
     with races.Races(by_host=True) as found:
         for _ in range(2):
-            out = run(pattern)(*leaves, pattern)[0]
+            call = run(pattern, group=found.ranks)
+            out = call(*leaves, pattern)[0]
             torch.autograd.grad(out, leaves, out.detach(), retain_graph=True)
         gc.collect()
         gc.disable()
         before = alive()
-        place = {"buffers": (Sequence, "prepare"), "own rows": (local, "backward" if backward else "forward")}[where]
+        place = {"buffers": (Executor, "allocate"), "own rows": (partial, "backward" if backward else "forward")}[where]
 
         def runs_out(*_, **__):
             some = torch.empty(1 << 15)  # noqa: F841, which the traceback has in this frame
@@ -453,7 +454,7 @@ def left_by_an_error(rank, world, backward, where):
 
         where = patch.object(*place, runs_out)
         with where if rank == world - 1 else contextlib.nullcontext(), contextlib.suppress(torch.OutOfMemoryError):
-            torch.autograd.grad(out, leaves, leaves[0].detach()) if backward else run(pattern)(*leaves, pattern)
+            torch.autograd.grad(out, leaves, leaves[0].detach()) if backward else call(*leaves, pattern)
             raise AssertionError("no error")
     del where
     left = alive() - before
@@ -467,16 +468,16 @@ def out_of_memory_beside(rank, world, backward, forgets=()):
     case, shards = CASES["dense"]
     pattern, inputs, rows = case.pattern(), case.inputs(torch.float64), rows_of(case, shards[world], rank)
     want, mine = tools.oracle(inputs, pattern), shard(inputs, rows)
-    call = run(pattern)
     error = torch.OutOfMemoryError("no room") if rank == world - 1 else None
     found = None
-    with races.Races() as races_found:
+    with races.Races(by_host=True) as races_found:
+        call = run(pattern, group=races_found.ranks)
         tools.differentiate(call, mine, pattern)  # from now on the plan is there
         if rank in forgets:
             del pattern._shared
         leaves = [x.clone().requires_grad_() for x in mine[:3]]
         out = call(*leaves, pattern)[0] if backward else None
-        where = patch.object(local, "backward" if backward else "forward", side_effect=error)
+        where = patch.object(partial, "backward" if backward else "forward", side_effect=error)
         with where if error else contextlib.nullcontext():
             try:
                 out.backward(mine[3], retain_graph=True) if backward else call(*leaves, pattern)
@@ -497,7 +498,7 @@ def flips(rank, world):
             want = tools.oracle(inputs, pattern)
             got = tools.differentiate(run(pattern, "auto"), shard(inputs, rows), pattern)
             error = max(float((x - part(name, want[name], rows)).abs().max()) for name, x in got.items())
-            found.append((list(pattern._shared["plans"].values())[-1].plan.strategy, error))
+            found.append((call.last(pattern).plan.strategy, error))
     return found
 
 
@@ -506,7 +507,7 @@ def gradient_of_a_gradient(rank, world, strategy):
     case = Case("", lambda: Dense(), 8, heads=2)
     q, k, v, *_ = shard(case.inputs(torch.float64), rows_of(case, [8 // world] * world, rank))
     q.requires_grad_()
-    out = door.attention(q, k, v, case.pattern(), strategy=strategy)
+    out = api.attention(q, k, v, case.pattern(), strategy=strategy)
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     try:
         (out.sum() + dq.square().sum()).backward()
@@ -546,7 +547,7 @@ def checkpointed(rank, world, how):
     mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
 
     def layer(q, k, v):
-        return door.attention(q * 2, k, v, pattern, strategy="sequence") + 1
+        return api.attention(q * 2, k, v, pattern, strategy="sequence") + 1
 
     wrapped = {
         "checkpoint": lambda *x: checkpoint(layer, *x, use_reentrant=False),
@@ -567,8 +568,8 @@ def explained(rank, world):
         case = Case("", lambda p=pattern: p, 64, heads=4)
         q, k, v, *_ = shard(case.inputs(torch.float32), rows_of(case, [64 // world] * world, rank))
         with Counted(world) as counted:
-            door.attention(q, k, v, pattern)
-        found.append((door.explain(q, k, v, pattern), sum(counted.sent)))
+            api.attention(q, k, v, pattern)
+        found.append((api.explain(q, k, v, pattern), sum(counted.sent)))
     return found
 
 
@@ -580,14 +581,14 @@ def once_again(rank, world):
     counts, real = [], dist.all_gather
     for _ in range(2):
         with patch.object(dist, "all_gather", side_effect=real) as gathered:
-            door.attention(q, k, v, pattern)
+            api.attention(q, k, v, pattern)
         counts.append(gathered.call_count)
     return counts
 
 
 def alternating(rank, world):
     """For calls of one pattern that alternate heads, groups and strategies: (how many agreements each round takes, the
-    largest error, how many plans are kept once more than `door.PLANS` have been made)."""
+    largest error, how many plans are kept once more than `call.PLANS` have been made)."""
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "sequence"))
     pattern, counts, worst, real = Dilated([64, 20], [4, 1], causal=True), [], 0.0, dist.all_gather
     for _ in range(3):
@@ -597,13 +598,13 @@ def alternating(rank, world):
                     case, parts = Case("", lambda: pattern, 64, heads=heads), dist.get_world_size(group)
                     rows = rows_of(case, [64 // parts] * parts, dist.get_rank(group))
                     q, k, v, *_ = inputs = case.inputs(torch.float64)
-                    found = door.attention(*shard(inputs, rows)[:3], pattern, group, strategy)
+                    found = api.attention(*shard(inputs, rows)[:3], pattern, group, strategy)
                     want = attention(q, k, v, pattern)[:, rows[0]]
                     worst = max(worst, tools.relative(found, want))
         counts.append(gathered.call_count)
-    for n in range(64, 64 + 2 * door.PLANS, 2):
+    for n in range(64, 64 + 2 * call.PLANS, 2):
         q = torch.ones(1, n // world, 2, 8)
-        door.attention(q, q, q, pattern)
+        api.attention(q, q, q, pattern)
     return counts, worst, len(pattern._shared["plans"])
 
 
@@ -612,8 +613,8 @@ def autocast(rank, world):
     case = Case("", lambda: pattern, 64)
     mine = shard(case.inputs(torch.float32), rows_of(case, [64 // world] * world, rank))
     with torch.autocast("cpu", torch.bfloat16):
-        inside = door.attention(*mine[:3], pattern)
-    outside = door.attention(*(x.bfloat16() for x in mine[:3]), pattern)
+        inside = api.attention(*mine[:3], pattern)
+    outside = api.attention(*(x.bfloat16() for x in mine[:3]), pattern)
     return str(inside.dtype), float((inside - outside).abs().max())
 
 
@@ -623,7 +624,7 @@ def alone(rank, world):
     case = Case("", lambda: Dilated([8, 32], [1, 2]), 40)
     q, k, v, *_ = case.inputs(torch.float32)
     pattern = case.pattern()
-    return bool(torch.equal(door.attention(q, k, v, pattern, groups[rank]), attention(q, k, v, pattern)))
+    return bool(torch.equal(api.attention(q, k, v, pattern, groups[rank]), attention(q, k, v, pattern)))
 
 
 def why_not_heads(rank, world, id):
@@ -646,7 +647,7 @@ def peak(rank, world, case, strategy) -> int:
             heads = case.heads, case.kv_heads, case.kv_heads
             q, k, v = (torch.randn(case.batch, rows, h, case.head_dim, requires_grad=backward) for h in heads)
             upstream = torch.randn(q.shape) if backward else None
-            out = door.attention(q, k, v, case.pattern, strategy=strategy, backend="torch")
+            out = api.attention(q, k, v, case.pattern, strategy=strategy, backend="torch")
             if backward:
                 out = torch.autograd.grad(out, (q, k, v), upstream)
         del out, indices
@@ -657,9 +658,9 @@ def peak(rank, world, case, strategy) -> int:
 def on_card(pattern):
     """The index tensors that a plan made ready keeps on the card."""
     kept = pattern.__dict__.get("_shared", {"plans": {}})["plans"]
-    for made in (x for x in kept.values() if x.ready is not None):
-        every = [*made.ready.first, *(task for found in made.ready.later.values() for task in found)]
-        fills = [x for task in every for fill in task.fills for x in fill]
-        picked = [x for task in every for x in (task.picked, task.replaced)]
-        slots = [slot.own for sides in made.ready.exchange.slots.values() for line in sides[0] for slot in line]
-        yield from (x for x in (*fills, *slots, *picked) if isinstance(x, torch.Tensor))
+    for executor in (x.executor for x in kept.values() if isinstance(x.executor, Executor)):
+        every = executor.every
+        copied = [x for placed in every for part in placed.parts for x in (part.to, part.rows)]
+        queries = [x for placed in every for x in (placed.border_rows, placed.overwritten)]
+        packed = [put.index for puts in executor.exchange.puts.values() for put in puts]
+        yield from (x for x in (*copied, *queries, *packed) if isinstance(x, torch.Tensor))

@@ -10,8 +10,8 @@ import importlib
 _HOMES = {
     "plans": ("plan", "Plan"),
     "shards": ("Shards",),
-    "door": ("attention", "explain"),
-    "modules": ("MultiheadAttention",),
+    "api": ("attention", "explain"),
+    "layers": ("MultiheadAttention",),
     "traffic": ("Traffic",),
 }
 _MODULES = ("training",)

@@ -1,25 +1,91 @@
 """Moving rows between ranks: packed into one buffer and sent by one all-to-all, with splits of 0 where nothing moves.
 
-Keys and values travel together, and their gradients return the same way. A parcel is what one rank sends another of
-some key heads (`Need`); parcels of as many rows make up a block (rows, 2, B, key heads, D). Rows come first, so that
-what each rank sends is contiguous where it arrives.
+`Exchange` moves keys and values together (a group cast: each row to the ranks that need it) and their gradients back
+the same way (a group reduce: summed where the row is held). A parcel is what one rank sends another of some key heads
+(`halo.HeadRows`). Parcels of equally many rows lie side by side in a block (rows, 2, B, key heads, D), 2 for keys and
+values. Rows come first, so that what each rank sends is contiguous where it arrives.
 
-Dimensions: B batch, N rows of a rank, G key heads, D head_dim.
+`QueryExchange` moves queries, results and their gradients, where a rank computes queries that another one holds.
+
+Dimensions: B batch, L rows of a rank, G key heads, D head_dim; of a strided view, C steps of R rows and h heads each.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from workbench.distributed.group import OneStream, Ranks
 from workbench.distributed.plans import Plan, Stage
 from workbench.distributed.shards import Rows, as_index, clip
-from workbench.distributed.skews import Skew, skews
+
+
+class StridedView(NamedTuple):
+    """Rows that shift with the head, as one view of a tensor: what several heads of a dilated branch keep.
+
+    It has `count` steps. The first has these rows and heads; each further one has equally many, `row_shift` rows and
+    `head_shift` heads further on. From one step to the next is then one stride in memory.
+    """
+
+    rows: slice
+    heads: slice
+    count: int = 1
+    row_shift: int = 0
+    head_shift: int = 0
+
+    def of(self, x: Tensor) -> Tensor:
+        """A view (B, R, C, h, ...) of x (B, L, heads, ...)."""
+        first = x[:, self.rows, self.heads]
+        if self.count == 1:
+            return first.unsqueeze(2)
+        (b, r, h, *rest), (of_b, of_r, of_h, *strides) = first.shape, first.stride()
+        shift = self.row_shift * x.stride(1) + self.head_shift * x.stride(2)
+        return first.as_strided((b, r, self.count, h, *rest), (of_b, of_r, shift, of_h, *strides))
+
+    def each(self) -> Iterator[tuple[slice, slice]]:
+        """The rows and heads of each step."""
+        for x in range(self.count):
+            shifts = x * self.row_shift, x * self.head_shift
+            yield tuple(
+                slice(y.start + by, y.stop + by, y.step) for y, by in zip((self.rows, self.heads), shifts, strict=True)
+            )
+
+    def extended(self, rows: slice, heads: slice) -> StridedView | None:
+        """This view with one more step of these rows and heads, or None if they do not lie where a next step has to."""
+        if not (_alike(self.rows, rows) and _alike(self.heads, heads)):
+            return None
+        ahead = rows.start - self.rows.start, heads.start - self.heads.start
+        shifts = ahead if self.count == 1 else (self.row_shift, self.head_shift)
+        if min(shifts) < 0 or ahead != (self.count * shifts[0], self.count * shifts[1]):
+            return None  # a stride cannot be negative
+        return StridedView(self.rows, self.heads, self.count + 1, *shifts)
+
+
+def strided_views(pairs: Iterable[tuple[slice, slice]]) -> list[StridedView]:
+    """(rows, heads) pairs, in their order, as few views as possible. The slices have to have starts and stops."""
+    found: list[StridedView] = []
+    for rows, heads in pairs:
+        longer = found[-1].extended(rows, heads) if found else None
+        if longer:
+            found[-1] = longer
+        else:
+            found.append(StridedView(rows, heads))
+    return found
+
+
+def _alike(x: slice, y: slice) -> bool:
+    many = length(x)
+    return many == length(y) and (many < 2 or (x.step or 1) == (y.step or 1))
+
+
+def length(x: slice) -> int:
+    return len(range(x.start, x.stop, x.step or 1))
 
 
 class Slot(NamedTuple):
@@ -49,14 +115,19 @@ class Put(NamedTuple):
     count: int
     to: slice
     index: Tensor | None
-    own: Skew
+    own: StridedView
 
 
 class Exchange:
-    """The exchanges of a plan from one rank's side: what it sends and receives in each stage, and where in buffers."""
+    """The exchanges of a plan from one rank's side: what it sends and receives in each stage, and where in buffers.
 
-    def __init__(self, plan: Plan, rank: int, group, batch: int, head_dim: int, device):
-        self.plan, self.rank, self.group, self.device = plan, rank, group, device
+    Of each stage: slots: where parcels lie, by rank, in (what is sent, what is received); splits: how many elements go
+    to, and come from, each rank; puts: the copies that fill what is sent
+    room: the most elements that a stage sends, and that it receives; moves: whether any row moves at all
+    """
+
+    def __init__(self, plan: Plan, ranks: Ranks, batch: int, head_dim: int):
+        self.plan, self.ranks, rank = plan, ranks, ranks.rank
         self.shape = (2, batch, head_dim)
         self.moves = bool(plan.units.any())
         self.slots: dict[Stage, tuple[list[list[Slot]], list[list[Slot]]]] = {}
@@ -68,7 +139,6 @@ class Exchange:
             self.slots[stage] = tuple(slots for slots, _ in sides)
             self.splits[stage] = tuple(splits for _, splits in sides)
             self.puts[stage] = [put for line in self.slots[stage][0] for put in _puts(line)]
-        # the most elements that a stage sends, and that it receives
         self.room = [max((sum(x[side]) for x in self.splits.values()), default=0) for side in (0, 1)]
 
     def _slots(self, parcels, mine: bool):
@@ -80,13 +150,18 @@ class Exchange:
                 block = list(block)
                 width, at = sum(len(heads) for heads, _ in block), 0
                 for heads, its_rows in block:
-                    own = select(its_rows, self.plan.shards[self.rank].start, self.device) if mine else None
+                    own = _index(its_rows, self.plan.shards[self.ranks.rank].start) if mine else None
                     line.append(Slot(start, rows, width, at, heads, own))
                     at += len(heads)
                 start += rows * width * each
             slots.append(line)
             splits.append(start - begin)
         return slots, splits
+
+    def to(self, device) -> None:
+        """Move the indices that copies need to the device."""
+        for stage, puts in self.puts.items():
+            self.puts[stage] = [x if x.index is None else x._replace(index=x.index.to(device)) for x in puts]
 
     def row(self, slot: Slot) -> int:
         """How many elements a row of the slot's block has."""
@@ -95,30 +170,34 @@ class Exchange:
     def parcels(self, buffer: Tensor, slot: Slot, count: int) -> Tensor:
         """`count` parcels of equal shape side by side, the first in `slot`: a view (rows, 2, B, count, heads, D)."""
         two, batch, d = self.shape
-        block = buffer[slot.start : slot.start + slot.rows * self.row(slot)].view(slot.rows, two, batch, slot.width, d)
-        return block[:, :, :, slot.at : slot.at + count * len(slot.heads)].unflatten(3, (count, -1))
+        with self.ranks.unfollowed():
+            block = buffer[slot.start : slot.start + slot.rows * self.row(slot)]
+            heads = slice(slot.at, slot.at + count * len(slot.heads))
+            return block.view(slot.rows, two, batch, slot.width, d)[:, :, :, heads].unflatten(3, (count, -1))
 
     def pack(self, stage: Stage, k: Tensor, v: Tensor, sent: Tensor) -> None:
-        """Copy what this rank sends in a stage, from k and v (B, N, G, D), into `sent`."""
+        """Copy what this rank sends in a stage, from k and v (B, L, G, D), into `sent`."""
         for put in self.puts[stage]:
-            parcels = self.parcels(sent, put.slot, put.count)[..., put.to, :]
-            for x, source in enumerate((k, v)):
-                if put.index is None:
-                    rows = put.own.of(source)
-                else:
-                    rows = source[:, :, put.own.heads].index_select(1, put.index).unsqueeze(2)
-                parcels[:, x] = rows.transpose(0, 1)
+            # only rows that are gathered first take memory
+            with self.ranks.unfollowed() if put.index is None else contextlib.nullcontext():
+                parcels = self.parcels(sent, put.slot, put.count)[..., put.to, :]
+                for x, source in enumerate((k, v)):
+                    if put.index is None:
+                        rows = put.own.of(source)
+                    else:
+                        rows = source[:, :, put.own.heads].index_select(1, put.index).unsqueeze(2)
+                    parcels[:, x] = rows.transpose(0, 1)
 
-    def fetch(self, stage: Stage, sent: Tensor, received: Tensor):
-        """Start the all-to-all from what ranks have packed into `sent` to `received`; returns a handle to wait on."""
+    def group_cast(self, stage: Stage, sent: Tensor, received: Tensor):
+        """Start to send what ranks have packed into `sent`; it arrives in `received`. Returns a handle to wait on."""
         return self._start(sent, received, *self.splits[stage])
 
-    def give(self, stage: Stage, returned: Tensor, arrived: Tensor):
-        """Start the all-to-all that returns gradients, laid out as `received`, to the ranks that hold the rows."""
+    def group_reduce(self, stage: Stage, returned: Tensor, arrived: Tensor):
+        """Start to return gradients, laid out as `received`, to the ranks that hold the rows; `add` then sums them."""
         return self._start(returned, arrived, *self.splits[stage][::-1])
 
     def add(self, stage: Stage, arrived: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Add what `give` brought, laid out as `sent`, to the gradients dk and dv (B, N, G, D) of this rank's rows."""
+        """Add what `group_reduce` brought, laid out as `sent`, to dk and dv (B, L, G, D) of this rank's rows."""
         for put in self.puts[stage]:
             parcels = self.parcels(arrived, put.slot, put.count)[..., put.to, :]
             for x, total in enumerate((dk, dv)):
@@ -130,19 +209,8 @@ class Exchange:
 
     def _start(self, source: Tensor, target: Tensor, out: list[int], into: list[int]):
         if not self.moves:
-            return _Done
-        return all_to_all(target[: sum(into)], source[: sum(out)], into, out, self.group, wait=False)
-
-
-class _Done:
-    """The handle of an exchange in which nothing moves."""
-
-    wait = staticmethod(lambda: None)
-
-
-def all_to_all(target: Tensor, source: Tensor, into: list[int], out: list[int], group, wait: bool = True):
-    """torch's all-to-all; all rows move through here. into, out: how many elements come from and go to each rank."""
-    return dist.all_to_all_single(target, source, into, out, group=group, async_op=not wait)
+            return OneStream()
+        return self.ranks.all_to_all(target[: sum(into)], source[: sum(out)], into, out, wait=False)
 
 
 def _puts(line: list[Slot]) -> list[Put]:
@@ -152,11 +220,11 @@ def _puts(line: list[Slot]) -> list[Put]:
         for to, heads in _heads(slot.heads):
             index = None if isinstance(slot.own, slice) else slot.own
             rows = slot.own if index is None else slice(0, slot.rows)
-            found.append(Put(slot, 1, to, index, Skew(rows, heads)))
+            found.append(Put(slot, 1, to, index, StridedView(rows, heads)))
     if len(found) > len(line) or any(put.index is not None for put in found):
         return found
     together, first = [], 0
-    for own in skews([put.own[:2] for put in found]):
+    for own in strided_views([put.own[:2] for put in found]):
         together.append(found[first]._replace(count=own.count, own=own))
         first += own.count
     return together
@@ -170,23 +238,22 @@ def _heads(heads: tuple[int, ...]) -> list[tuple[slice, slice]]:
     return [(slice(x, x + 1), slice(h, h + 1)) for x, h in enumerate(heads)]
 
 
-def select(rows: Rows, start: int, device) -> slice | Tensor:
+def _index(rows: Rows, start: int) -> slice | Tensor:
     """Positions as an index into the rows of a shard that begins at `start`."""
     if len(rows.pieces) == 1 and isinstance(x := rows.pieces[0], range):
         return slice(x[0] - start, x[-1] - start + 1, x.step)
-    index = as_index(rows.positions - start)
-    return index if isinstance(index, slice) else index.to(device)
+    return as_index(rows.positions - start)
 
 
-class Regroup:
+class QueryExchange:
     """Moves rows of queries from the ranks that hold them to those that compute them, and back (`Plan.work`).
 
-    `kept` then `bring`: (B, queries held, ...) -> (B, queries computed, ...), first the rows that stay on this rank,
+    `keep` then `exchange`: (B, queries held, ...) -> (B, queries computed, ...), first the rows that stay on this rank,
     then those that come from others. `back` is the inverse, in one call.
     """
 
-    def __init__(self, plan: Plan, rank: int, group):
-        self.rank, self.group, every = rank, group, range(plan.world)
+    def __init__(self, plan: Plan, ranks: Ranks):
+        self.ranks, rank, every = ranks, ranks.rank, range(plan.world)
         held, computed = plan.queries(rank), plan.work(rank)
         # by rank: slices of the rows held here that the rank computes, and of the rows computed here that it holds
         self.held = [[_moved(clip(w, held.start, held.stop), -held.start) for w in plan.work(x)] for x in every]
@@ -201,27 +268,27 @@ class Regroup:
         self.sizes = len(held), sum(map(len, computed))
 
     def back(self, x: Tensor) -> Tensor:
-        rows = self._kept(x, self.taken, self.held, self.sizes[0])
-        self._bring(x, rows, self.taken, self.held)
+        rows = self._keep(x, self.taken, self.held, self.sizes[0])
+        self._exchange(x, rows, self.taken, self.held)
         return rows
 
-    def kept(self, x: Tensor) -> Tensor:
-        return self._kept(x, self.held, self.taken, self.sizes[1])
+    def keep(self, x: Tensor) -> Tensor:
+        return self._keep(x, self.held, self.taken, self.sizes[1])
 
-    def bring(self, x: Tensor, rows: Tensor) -> None:
-        self._bring(x, rows, self.held, self.taken)
+    def exchange(self, x: Tensor, rows: Tensor) -> None:
+        self._exchange(x, rows, self.held, self.taken)
 
-    def _kept(self, x: Tensor, source, target, size: int) -> Tensor:
+    def _keep(self, x: Tensor, source, target, size: int) -> Tensor:
         rows = x.new_empty(x.shape[0], size, *x.shape[2:])
-        for here, there in zip(source[self.rank], target[self.rank], strict=True):
+        for here, there in zip(source[self.ranks.rank], target[self.ranks.rank], strict=True):
             rows[:, there] = x[:, here]
         return rows
 
-    def _bring(self, x: Tensor, rows: Tensor, source, target) -> None:
-        each = x.shape[0] * math.prod(x.shape[2:])
-        out, into = ([_size(s) * each * (y != self.rank) for y, s in enumerate(side)] for side in (source, target))
+    def _exchange(self, x: Tensor, rows: Tensor, source, target) -> None:
+        rank, each = self.ranks.rank, x.shape[0] * math.prod(x.shape[2:])
+        out, into = ([_size(s) * each * (y != rank) for y, s in enumerate(side)] for side in (source, target))
         sent, wanted = (
-            [rows_of[:, s] for y, side in enumerate(sides) if y != self.rank for s in side if s.stop > s.start]
+            [rows_of[:, s] for y, side in enumerate(sides) if y != rank for s in side if s.stop > s.start]
             for rows_of, sides in ((x, source), (rows, target))
         )
         # a single part of a single sequence is sent and received in place
@@ -229,7 +296,7 @@ class Regroup:
         packed = flat[0] if len(flat) == 1 else torch.cat(flat) if flat else x.new_empty(0)
         straight = len(wanted) == 1 and x.shape[0] == 1 and wanted[0].is_contiguous()
         arrived = wanted[0].view(-1) if straight else x.new_empty(sum(into))
-        all_to_all(arrived, packed, into, out, self.group)
+        self.ranks.all_to_all(arrived, packed, into, out)
         start = 0
         for part in [] if straight else wanted:
             size = part.shape[1] * each

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.distributed import needs
-from workbench.distributed.needs import Need, queries_of
+from workbench.distributed import halo, pairs
+from workbench.distributed.halo import HeadRows, queries_of
 from workbench.distributed.shards import Shards, clip
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
 
@@ -29,6 +29,7 @@ LEAST = 3 << 14  # other patterns bring at least so many (row, key head): 12 MB 
 PIECES = 4  # a key head's rows come in at most so many stages, since what is computed from each has to be merged
 FEW = 4  # neighborhoods: a rank's own rows are at least so many times those that it needs, if they are a call apart
 CALLS = 3  # at least, in a causal stage: early and late queries, whole blocks and triangles
+AHEAD = 2  # stages that travel at once if a stage may be a single call, which leaves the card only as it ends
 
 
 class Stage(NamedTuple):
@@ -44,6 +45,26 @@ class Stage(NamedTuple):
         return range(shard.start + part.start, shard.start + part.stop)
 
 
+class Layout(NamedTuple):
+    """How ranks carry out a plan; its pattern decides.
+
+    apart: a rank attends to its own rows in a call of their own; else they are copied beside what arrives
+    merged: a row of out may be merged from several calls' results, in float32 unless a kernel does it in 16 bits
+    merged_by_kernel: the kernel that attends to what arrives also merges its result
+    ahead: how many stages travel at once
+    few: a row of dq is a sum of few parts, so that it may be rounded to 16 bits after each: of two parts that is one
+        rounding, and a single device rounds each branch of a dilated pattern
+    sources: from how many ranks at most gradients of a rank's keys may return for the same to hold for dk and dv
+    """
+
+    apart: bool
+    merged: bool
+    merged_by_kernel: bool
+    ahead: int
+    few: bool
+    sources: int
+
+
 def plan(pattern: Pattern, shards: Shards, heads: int, kv_heads: int | None = None, nq: int | None = None) -> Plan:
     """The plan, by sequence, for keys in `shards`; the queries are the last nq positions, each where its key is.
 
@@ -54,7 +75,10 @@ def plan(pattern: Pattern, shards: Shards, heads: int, kv_heads: int | None = No
 
 
 class Plan:
-    """What ranks need from each other (`needs`, `units`, `bytes`), and what they compute (`pairs`, `balance`)."""
+    """What ranks need from each other (`halo`, `units`, `bytes`), and what they compute (`work`, `pairs`, `balance`).
+
+    zigzag: whether ranks compute queries that other ranks hold (see `work`), which have to travel
+    """
 
     strategy = "sequence"
 
@@ -66,17 +90,23 @@ class Plan:
         _, heads, self.nq = pattern.for_batch(0).check(shards.n, heads, nq)
         self.pattern, self.shards, self.heads, self.kv_heads = pattern, shards, heads, kv_heads
         self.zigzag = isinstance(pattern, Dense) and pattern.causal
-        self._needs: dict[int, list[Need]] = {}
-        self._parcels: dict[tuple[int, int, Stage], list[Need]] = {}
-        self.views: dict[tuple, dict] = {}  # the patterns on gathered keys, which `jobs` keeps here
+        self._halos: dict[int, list[HeadRows]] = {}
+        self._parcels: dict[tuple[int, int, Stage], list[HeadRows]] = {}
+        self.views: dict[tuple, dict] = {}  # the patterns on gathered keys, which `partials` keeps here
 
     @cached_property
-    def apart(self) -> bool:
-        """Whether a rank attends to its own rows in a call of its own, of block-sparse or neighborhood attention.
+    def layout(self) -> Layout:
+        """How ranks carry this plan out."""
+        apart, dilated = self._apart(), isinstance(self.pattern, Dilated)
+        blocks = apart and isinstance(self.pattern, BlockSparse)
+        merged = blocks or dilated or isinstance(self.pattern, Dense)
+        ahead = AHEAD if merged and not self.zigzag and not apart else 1
+        sources = len(self.pattern.segment_lengths) if dilated else int(blocks)
+        return Layout(apart, merged, blocks, ahead, apart or dilated, sources)
 
-        Blocks: for shards of whole ones, and where nothing but the layout hides a pair of two ranks. Cells: where few
-        queries see rows of other ranks. Else its own rows are copied beside what arrives.
-        """
+    def _apart(self) -> bool:
+        """Blocks: for shards of whole ones, and where nothing but the layout hides a pair of two ranks. Neighborhoods:
+        where few queries see rows of other ranks."""
         pattern, longest = self.pattern, max(self.shards.lengths, default=0)
         if isinstance(pattern, Neighborhood):
             return int(self.units.sum(0).max()) * FEW <= longest * self.kv_heads
@@ -111,38 +141,38 @@ class Plan:
 
     @cached_property
     def finder(self):
-        """What finds a rank's needs, by the kind of pattern; None for dense."""
+        """What finds a rank's halo, by the kind of pattern; None for dense."""
         sizes = (self.n, self.nq, self.heads, self.kv_heads)
-        kinds = {Dilated: needs.DilatedNeeds, BlockSparse: needs.BlockNeeds, Neighborhood: needs.NeighborhoodNeeds}
+        kinds = {Dilated: halo.DilatedHalo, BlockSparse: halo.BlockHalo, Neighborhood: halo.NeighborhoodHalo}
         for kind, finder in kinds.items():
             if isinstance(self.pattern, kind):
                 return finder(self.pattern, *sizes)
         return None
 
-    def needs(self, rank: int) -> list[Need]:
+    def halo(self, rank: int) -> list[HeadRows]:
         """The rows of other ranks that a rank needs; key heads that need the same rows share an entry."""
-        if rank not in self._needs:
-            self._needs[rank] = self._find(rank)
-        return self._needs[rank]
+        if rank not in self._halos:
+            self._halos[rank] = self._find(rank)
+        return self._halos[rank]
 
-    def parcels(self, source: int, target: int, stage: Stage) -> list[Need]:
+    def parcels(self, source: int, target: int, stage: Stage) -> list[HeadRows]:
         """What `source` sends to `target` in a stage, in the order of packing."""
         if source == target:
             return []
         key = (source, target, stage)
         if key not in self._parcels:
             own, parcels = stage.of(self.shards[source]), []
-            for heads, rows in self.needs(target):
+            for heads, rows in self.halo(target):
                 heads, rows = tuple(h for h in heads if h in stage.heads), rows.within(own.start, own.stop)
                 if heads and len(rows):
-                    parcels.append(Need(heads, rows))
+                    parcels.append(HeadRows(heads, rows))
             self._parcels[key] = parcels
         return self._parcels[key]
 
     @cached_property
     def units(self) -> Tensor:
         """int64 (world, world): how many (row, key head) rank [s, .] sends to rank [., t]."""
-        if isinstance(self.finder, needs.DilatedNeeds):
+        if isinstance(self.finder, halo.DilatedHalo):
             return self.finder.units(self.shards).T.contiguous()
         total = torch.zeros(self.world, self.world, dtype=torch.int64)
         for rank in range(self.world):
@@ -150,10 +180,10 @@ class Plan:
                 total[:, rank] += len(heads) * rows.counts(self.shards)
         return total
 
-    def _find(self, rank: int) -> list[Need]:
+    def _find(self, rank: int) -> list[HeadRows]:
         if self.finder is not None:
-            return self.finder.needs(self.shards[rank])
-        return needs.dense(self.pattern.causal, self.n, self.kv_heads, self.shards[rank], self.work(rank))
+            return self.finder.halo(self.shards[rank])
+        return halo.dense(self.pattern.causal, self.n, self.kv_heads, self.shards[rank], self.work(rank))
 
     @cached_property
     def moved(self) -> Tensor:
@@ -176,7 +206,7 @@ class Plan:
         elif isinstance(self.pattern, Dilated):
             worth, share = most // (2 * LEAST), 8 * SHARE  # few rows arrive, but a stage takes several copies of them
         else:
-            most += own if most and not self.apart else 0  # a rank's own rows are copied beside what arrives
+            most += own if most and not self.layout.apart else 0  # a rank's own rows are copied beside what arrives
             worth = most // LEAST
         many = max(1, min(-(-most * share // own), worth))
         heads = max(1, self.kv_heads // many)  # of a stage
@@ -214,7 +244,7 @@ class Plan:
     @cached_property
     def pairs(self) -> np.ndarray:
         """(world,) Python ints: (head, query, key) that each rank computes; for block-sparse, all of visible blocks."""
-        return _pairs(self)
+        return pairs.of_ranks(self)
 
     @property
     def balance(self) -> float:
@@ -296,40 +326,3 @@ def describe(pattern: Pattern) -> str:
 
 def _ends(x: range) -> tuple[int, int]:
     return x.start, x.stop
-
-
-# --- pairs by rank ----------------------------------------------------------------------------------------------------
-
-
-def _pairs(plan: Plan) -> np.ndarray:
-    """See `Plan.pairs`."""
-    pattern, ranks = plan.pattern, range(plan.world)
-    if isinstance(pattern, Dense):
-        return np.array([sum(_dense_pairs(plan, x) for x in plan.work(rank)) for rank in ranks], dtype=object)
-    if isinstance(pattern, BlockSparse):
-        return np.array([int(plan.finder.visible(plan.shards[rank])[1]) for rank in ranks], dtype=object)
-    bounds = [min(max(x, plan.n - plan.nq), plan.n) for x in plan.shards.starts]
-    if isinstance(pattern, Neighborhood):
-        total = torch.cat([torch.zeros(1, dtype=torch.int64), pattern.keys().cumsum(0)])[bounds]
-        return plan.heads * total.diff().numpy().astype(object)
-    return np.diff(sum(_dilated_pairs(pattern, plan.n, plan.heads, np.array(bounds, dtype=object))))
-
-
-def _dense_pairs(plan: Plan, x: range) -> int:
-    return plan.heads * (sum((x.start + 1, x.stop)) * len(x) // 2 if plan.pattern.causal else len(x) * plan.n)
-
-
-def _dilated_pairs(pattern: Dilated, n: int, heads: int, x: np.ndarray):
-    """For each branch and offset, the pairs of the queries before x (Python ints, which do not overflow)."""
-    for branch, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
-        offsets = [pattern.offset(branch, h, heads) for h in pattern.head_range(branch, heads)]
-        segments, inside = x // w, x % w
-        length = np.minimum(w, n - segments * w)
-        for o in set(offsets):
-            whole, part, last = (np.maximum(0, -((o - y) // r)) for y in (np.array(w, dtype=object), inside, length))
-            if pattern.causal:
-                pairs = segments * (whole * (whole + 1) // 2) + part * (part + 1) // 2
-            else:
-                pairs = segments * whole * whole + part * last
-            yield pairs * offsets.count(o)
-    yield np.zeros(len(x), dtype=object)  # their sum is an array, also without heads

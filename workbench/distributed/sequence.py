@@ -1,39 +1,44 @@
 """Attention over contiguous shards, from one rank's side: exchange, single-device attention, merge; and the backward.
 
-While the rows of one stage of the exchange are attended to, those of the next one or two travel. A card starts a
-transfer only when the attention before it leaves room, which is near its end, so that the rows of the next stage
-have to be there already. The backward fetches keys and values again, which saves the memory of keeping them, and
-returns their gradients in float32 (float64 for float64).
+A run is the same on every device, in this order:
+
+    start     attend to some of the rank's own rows (`partials.own_partials`: as much as lasts while the ranks agree)
+    pack      beside that, copy the rows that others need first into a buffer
+    finish    the ranks have agreed: exchange queries, cast the rows of the first stage, attend to the other own rows
+              meanwhile; then for each stage wait for its rows, cast those of a later one, attend to what has arrived
+
+On a card all that moves rows is queued on a stream beside the attention's (`group.TwoStreams`); on a CPU it is done at
+once. A card starts a transfer only when the attention before it leaves room, which is near its end, so that the rows of
+the next stage have to be there already. The backward casts keys and values again, which saves the memory of keeping
+them, and returns their gradients in float32 (float64 for float64).
 
 Dimensions: B batch, L rows of this rank, Q queries that it computes, H query heads, G key heads, D head_dim, M keys of
-a job.
+a partial.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from workbench.distributed import jobs, local, streams
-from workbench.distributed.exchange import Exchange, Regroup
-from workbench.distributed.jobs import Job, Strand
+from workbench.distributed import fills, partials
+from workbench.distributed.buffers import FirstWrites, Placed
+from workbench.distributed.exchange import Exchange, QueryExchange
+from workbench.distributed.group import Ranks
+from workbench.distributed.partials import HeadGroup, Partial
 from workbench.distributed.plans import Plan, Stage
-from workbench.distributed.tasks import Task, Written
-from workbench.patterns import Dense, Dilated, Neighborhood
-
-AHEAD = 2  # stages that travel at once if a stage may be a single call, which leaves the card only as it ends
+from workbench.execution import partial
 
 
 class Buffers(NamedTuple):
     """What a forward or a backward allocates before anything is sent, while an out-of-memory can still be agreed on.
 
     sent, received: keys and values, a buffer for each stage that travels or is attended to at once
-    results: (out, lse) or (dq, dk, dv); None where the first job's own tensor becomes the result
+    results: (out, lse) or (dq, dk, dv); None where the first partial's own tensor becomes the result
     returned, arrived: gradients of received rows, on their way back, and of the rank's own rows, from other ranks
     """
 
@@ -49,243 +54,278 @@ class Buffers(NamedTuple):
             each.clear()
 
 
-class Sequence:
-    """A plan made ready for one rank and device: its tasks, and where their rows lie in the buffers."""
+class Executor:
+    """A plan made ready for one rank: its partials, in the order in which they run, and where their rows lie.
 
-    def __init__(self, plan: Plan, rank: int, group, batch: int, head_dim: int, device):
-        self.plan = plan
-        self.exchange = Exchange(plan, rank, group, batch, head_dim, device)
-        self.regroup = Regroup(plan, rank, group) if plan.zigzag else None
-        work = plan.work(rank)
-        ends = list(itertools.accumulate(map(len, work), initial=0))
-        self.work, self.queries = list(zip(work, ends[:-1], strict=True)), ends[-1]  # (queries, where they begin)
-        cells = isinstance(plan.pattern, Neighborhood)
-        self.blocks = plan.apart and not cells  # a job of a stage is then one strand
-        # whether a row is merged of several jobs' results
-        self.several = self.blocks or isinstance(plan.pattern, (Dense, Dilated))
-        self.ahead = AHEAD if self.several and not plan.zigzag and not plan.apart else 1
+    first, second, stages: the partials that run before the ranks have agreed, while the first rows travel, and when the
+        rows of each stage are there
+    rows: how many queries the rank computes
+    all_queries, all_keys: whether the first partial gives every row of out and dq; and of dk and dv
+    only_one: whether its gradients are the result; few_sources: see `plans.Layout.sources`
+    """
 
-        def tasks(stage: Stage | None, found: list[Job]) -> list[Task]:
-            more = stage, self.exchange, self.work, plan.kv_heads
-            return [Task(job, jobs.fills(plan, rank, stage, job), *more) for job in found]
+    def __init__(self, plan: Plan, ranks: Ranks, batch: int, head_dim: int):
+        self.plan, self.ranks, self.layout = plan, ranks, plan.layout
+        self.exchange = Exchange(plan, ranks, batch, head_dim)
+        self.queries = QueryExchange(plan, ranks) if plan.zigzag else None
+        work, rank = plan.work(ranks.rank), ranks.rank
 
-        own = jobs.local(plan, rank)
-        self.first, self.second = tasks(None, own.first), tasks(None, own.second)
-        self.later = {
-            stage: [*tasks(None, own.before.get(stage, [])), *tasks(stage, jobs.remote(plan, rank, stage))]
-            for stage in plan.stages
-        }
-        each = [*self.first, *self.second, *itertools.chain(*self.later.values())]
-        self.behind = max((x.behind * x.key_heads for x in each), default=0) * math.prod(self.exchange.shape)
-        self.once = len(each) == 1 and not self.exchange.moves  # the one job's gradients are the result
-        # A row's gradient is then a sum of few parts, for dk and dv if few ranks return theirs. Such a sum may be
-        # rounded to 16 bits each time: of two parts that is one rounding, and a single device rounds each branch of a
-        # dilated pattern.
-        dilated = isinstance(plan.pattern, Dilated)
-        self.few = plan.apart or dilated
-        returning = int((plan.units[rank] > 0).sum())
-        most = len(plan.pattern.segment_lengths) if dilated else int(self.blocks)
-        self.few_keys = self.few and returning <= most
-        whole = Strand(work[0], slice(0, plan.heads), plan.shards[rank], slice(0, plan.kv_heads))
-        first = each[0].job if each else None
-        # whether the first job gives every row of out and dq; and of dk and dv
-        self.all_queries = bool(first) and len(work) == 1 and not first.spare and first.batch is None
-        self.all_queries = self.all_queries and [(x.queries, x.heads) for x in first.strands] == [whole[:2]]
-        self.all_keys = bool(first) and first.batch is None and [x[2:] for x in first.strands] == [whole[2:]]
-        self.written = Written(each, batch)
+        def placed(stage: Stage | None, found: list[Partial]) -> list[Placed]:
+            return [Placed(x, fills.fills(plan, rank, stage, x), stage, self.exchange, work) for x in found]
 
-    def prepare(self, q: Tensor, k: Tensor, backward: bool) -> Buffers:
+        own = partials.own_partials(plan, rank)
+        self.first, self.second = placed(None, own.first), placed(None, own.second)
+        self.stages = [
+            (x, [*placed(None, own.before.get(x, [])), *placed(x, partials.stage_partials(plan, rank, x))])
+            for x in plan.stages
+        ]
+        every, self.rows = self.every, sum(map(len, work))
+        trailing = max((x.trailing * x.key_heads for x in every), default=0)
+        self.room = self.exchange.room[1] + trailing * math.prod(self.exchange.shape)  # of what a stage receives
+        self.written = FirstWrites(every, batch)
+        self.only_one = len(every) == 1 and not self.exchange.moves
+        self.few_sources = self.layout.few and int((plan.units[rank] > 0).sum()) <= self.layout.sources
+        whole = HeadGroup(work[0], slice(0, plan.heads), plan.shards[rank], slice(0, plan.kv_heads))
+        first = every[0].partial if every and every[0].partial.batch is None else None
+        self.all_queries = bool(first) and len(work) == 1 and not first.spare
+        self.all_queries = self.all_queries and [(x.queries, x.heads) for x in first.groups] == [whole[:2]]
+        self.all_keys = bool(first) and [x[2:] for x in first.groups] == [whole[2:]]
+
+    @property
+    def every(self) -> list[Placed]:
+        """All partials in the order in which they run."""
+        return [*self.first, *self.second, *itertools.chain(*(found for _, found in self.stages))]
+
+    def to(self, device) -> Executor:
+        """Move the indices that copies need to the device."""
+        for each in (self.exchange, *self.every):
+            each.to(device)
+        return self
+
+    def allocate(self, q: Tensor, k: Tensor, backward: bool) -> Buffers:
         """The buffers of a forward or a backward. q (B, queries held or computed, H, D), k (B, L, G, D)."""
         b, _, h, d = q.shape
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        deep = min(self.ahead, len(self.plan.stages))
-        sent = [k.new_empty(self.exchange.room[0]) for _ in range(deep)]
-        room = self.exchange.room[1] + self.behind
-        received = [k.new_empty(room) for _ in range(min(self.ahead + 1, len(self.plan.stages)))]
+        rows, stages, layout = self.rows, len(self.stages), self.layout
+        sent = [k.new_empty(self.exchange.room[0]) for _ in range(min(layout.ahead, stages))]
+        received = [k.new_empty(self.room) for _ in range(min(layout.ahead + 1, stages))]
         if not backward:
-            of_q = wide if self.several and not local.narrow(q) else q.dtype
             if self.all_queries:
                 return Buffers(sent, received, [None, None], [], [])
-            out = q.new_empty(b, self.queries, h, d, dtype=of_q)
-            lse = q.new_empty(b, h, self.queries, dtype=wide)
+            out = q.new_empty(b, rows, h, d, dtype=wide if layout.merged and not partial.narrow(q) else q.dtype)
+            lse = q.new_empty(b, h, rows, dtype=wide)
             if self.written.rows < out[..., 0].numel():
                 out.zero_()
                 lse.fill_(-torch.inf)
             return Buffers(sent, received, [out, lse], [], [])
-        of_q = wide if self.several else q.dtype  # each of its rows is one job's
-        dq = None if self.all_queries else q.new_empty(b, self.queries, h, d, dtype=of_q)
-        if dq is not None and self.written.rows < dq[..., 0].numel():
-            dq.zero_()
+        dq = None
+        if not self.all_queries:
+            dq = q.new_empty(b, rows, h, d, dtype=wide if layout.merged else q.dtype)
+            if self.written.rows < dq[..., 0].numel():
+                dq.zero_()
         make = k.new_zeros if self.written.own < k[..., 0].numel() else k.new_empty
         gradients = [dq, *(None if self.all_keys else make(k.shape, dtype=wide) for _ in "kv")]
-        two = range(min(2, len(self.plan.stages)))  # one is filled while the other travels
-        returned = [k.new_empty(self.exchange.room[1], dtype=wide) for _ in two]
+        # one is filled while the other travels
+        returned = [k.new_empty(self.exchange.room[1], dtype=wide) for _ in range(min(2, stages))]
         arrived = [k.new_empty(self.exchange.room[0], dtype=wide)]
         return Buffers(sent, received, gradients, returned, arrived)
 
-    # --- forward ------------------------------------------------------------------------------------------------------
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call, needs_gradients: bool) -> Forward:
+        """A forward of this rank's q (B, Lq, H, D), k and v (B, L, G, D), started. call: a `call.Call`."""
+        return Forward(self, q, k, v, call).start()
 
-    def forward(
-        self, q, k, v, scale: float, backend: str, buffers: Buffers,
-        begin: Callable[[], Callable[[], None]], bring: Callable[[], None],
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """out (B, Q, H, D) and lse (B, H, Q) from q (B, Q, H, D), k and v (B, L, G, D).
+    def backward(self, grad: Tensor | None, grad_lse: Tensor | None, saved, call) -> Backward:
+        """A backward, started, of what a forward has saved, from the gradients of out and lse, like these, or None."""
+        return Backward(self, grad, grad_lse, saved, call).start()
 
-        begin, bring: see `_stages`
-        """
-        out, lse = buffers.results
-        for stage, x, found in self._stages(k, v, buffers, begin, bring):
-            for task in found:
-                keys = task.gather(k, v, buffers.received[x % len(buffers.received)])
-                call = task.take(q), *keys, task.job.pattern, scale, backend
-                if stage is not None and self.blocks:
-                    to = task.take(out), task.take(lse.transpose(1, 2)).transpose(1, 2)  # views
-                    if local.merge_into(*to, *call):
-                        continue
-                part = local.forward(*call)
-                if out is None:
-                    out, lse = part[0] if local.narrow(q) or not self.several else part[0].to(part[1].dtype), part[1]
-                else:
-                    self._merge(task, out, lse, *part)
-                del call, keys, part  # before the next ones are made
-        buffers.release()
-        return out.to(q.dtype), lse
+    def held_here(self, x: Tensor) -> Tensor:
+        """x (B, Q, ...), of queries that the rank computes -> (B, Lq, ...), of those that it holds."""
+        return self.queries.back(x) if self.queries else x
 
-    def early(self) -> bool:
-        """Whether the attention that needs no rows of other ranks begins before the ranks have agreed: on a card it
-        runs meanwhile."""
-        return self.exchange.device.type == "cuda"
 
-    def _stages(
-        self, k, v, buffers: Buffers, begin: Callable[[], Callable[[], None]], bring: Callable[[], None]
-    ) -> Iterator[tuple[Stage | None, int, list]]:
-        """(stage, its number, its tasks), while the rows of later stages travel; first (None, 0, tasks that need none).
+class Run:
+    """What forward and backward share: the order of the attention and of the exchange beside it."""
 
-        begin: starts the agreement of ranks before rows travel, and returns what waits for it
-        bring: then moves the queries that ranks compute for each other
-        """
-        stages, pending = self.plan.stages, []
+    def __init__(self, executor: Executor, k: Tensor, v: Tensor, buffers: Buffers, call):
+        self.executor, self.k, self.v, self.buffers = executor, k, v, buffers
+        self.scale, self.backend = call.scale, call.backend
+        self.streams = executor.ranks.streams(k.device)
+        self.moves: list[tuple[Tensor, Tensor]] = []  # (rows of queries held, of queries computed) to be exchanged
+        self.arriving = []  # a handle for each stage that has been cast
 
-        def pack(x: int) -> None:
-            if x < len(stages):
-                self.exchange.pack(stages[x], k, v, buffers.sent[x % len(buffers.sent)])
+    def start(self):
+        self.ready = self.streams.mark()  # the inputs are there, and whatever used the buffers' memory before is over
+        for placed in self.executor.first:
+            self.attend(placed, 0)
+        return self
 
-        def fetch(x: int) -> None:
-            if x < len(stages):
-                sent, received = (side[x % len(side)] for side in (buffers.sent, buffers.received))
-                pending.append(self.exchange.fetch(stages[x], sent, received))
+    def pack(self) -> None:
+        with self.streams.beside():
+            self.ready.wait()
+            for x in range(self.executor.layout.ahead):
+                self._pack(x)
 
-        if not self.early():
-            for x in range(self.ahead):
-                pack(x)
-            begin()()
-            bring()
-            for x in range(self.ahead):
-                fetch(x)
-            yield None, 0, [*self.first, *self.second]
-            for x, stage in enumerate(stages):
-                pending[x].wait()
-                pack(x + self.ahead)
-                fetch(x + self.ahead)
-                yield stage, x, self.later[stage]
-            return
-
-        # On a card rows are packed and sent on a stream of their own, beside the attention that is queued meanwhile:
-        # they wait for the inputs, which are there now, and for buffers that the attention has done with.
-        beside, free, brought = streams.beside(k.device), torch.cuda.Event(), torch.cuda.Event()
-        free.record()
-        yield None, 0, self.first
-        settle = begin()
-        with torch.cuda.stream(beside):
-            beside.wait_event(free)
-            for x in range(self.ahead):
-                pack(x)
-        settle()  # on the caller's stream, which uses the memory that this may allocate
-        with torch.cuda.stream(beside):
-            bring()
-            brought.record()
-            fetch(0)
-        yield None, 0, self.second
-        with torch.cuda.stream(beside):
-            for x in range(1, self.ahead):
-                fetch(x)
-        brought.wait()
-        for x, stage in enumerate(stages):
-            pending[x].wait()
-            with torch.cuda.stream(beside):
-                pending[x].wait()
+    def run(self) -> None:
+        """All that comes once the ranks have agreed."""
+        streams, ahead = self.streams, self.executor.layout.ahead
+        with streams.beside():
+            for held, computed in self.moves:
+                self.executor.queries.exchange(held, computed)
+            exchanged = streams.mark()
+            self._cast(0)
+        for placed in self.executor.second:
+            self.attend(placed, 0)
+        with streams.beside():
+            for x in range(1, ahead):
+                self._cast(x)
+        exchanged.wait()
+        for x, (stage, found) in enumerate(self.executor.stages):
+            self.arriving[x].wait()
+            with streams.beside():
+                self.arriving[x].wait()
                 if x:
-                    beside.wait_event(free)
-                pack(x + self.ahead)
-                fetch(x + self.ahead)
-            yield stage, x, self.later[stage]
-            free.record()
+                    done.wait()  # noqa: F821 (the stage before has read the buffers that are filled now)
+                self._pack(x + ahead)
+                self._cast(x + ahead)
+            self.attend_stage(stage, found, x)
+            done = streams.mark()  # noqa: F841
 
-    def _merge(self, task: Task, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-        if task.picked is not None:
-            task.replace(out, part)
-            task.replace(lse.transpose(1, 2), part_lse.transpose(1, 2))
-            return
-        rows = zip(task.views(out), task.views(lse.transpose(1, 2)), strict=True)
-        each = zip(task.each(part), task.each(part_lse.transpose(1, 2)), strict=True)
+    def attend(self, placed: Placed, x: int) -> None:
+        """Attend to a partial, whose rows have arrived in the buffers of stage number x, and merge what it gives."""
+        raise NotImplementedError
+
+    def attend_stage(self, stage: Stage, found: list[Placed], x: int) -> None:
+        for placed in found:
+            self.attend(placed, x)
+
+    def _pack(self, x: int) -> None:
+        if x < len(self.executor.stages):
+            sent = self.buffers.sent
+            self.executor.exchange.pack(self.executor.stages[x][0], self.k, self.v, sent[x % len(sent)])
+
+    def _cast(self, x: int) -> None:
+        if x < len(self.executor.stages):
+            sent, received = (side[x % len(side)] for side in (self.buffers.sent, self.buffers.received))
+            self.arriving.append(self.executor.exchange.group_cast(self.executor.stages[x][0], sent, received))
+
+
+class Forward(Run):
+    """out (B, Q, H, D) and lse (B, H, Q)."""
+
+    def __init__(self, executor: Executor, q: Tensor, k: Tensor, v: Tensor, call):
+        super().__init__(executor, k, v, executor.allocate(q, k, backward=False), call)
+        self.out, self.lse = self.buffers.results
+        self.q = executor.queries.keep(q) if executor.queries else q
+        self.moves = [(q, self.q)] if executor.queries else []
+
+    def attend(self, placed: Placed, x: int) -> None:
+        keys = placed.gather(self.k, self.v, self.buffers.received[x % len(self.buffers.received)])
+        this = placed.take(self.q), *keys, placed.partial.pattern, self.scale, self.backend
+        if placed.stage is not None and self.executor.layout.merged_by_kernel:
+            to = placed.take(self.out), placed.take(self.lse.transpose(1, 2)).transpose(1, 2)  # views
+            if partial.merge_into(*to, *this):
+                return
+        out, lse = partial.forward(*this)
+        if self.out is None:
+            as_is = partial.narrow(self.q) or not self.executor.layout.merged
+            self.out, self.lse = out if as_is else out.to(lse.dtype), lse
+        elif placed.border_rows is not None:
+            placed.overwrite(self.out, out)
+            placed.overwrite(self.lse.transpose(1, 2), lse.transpose(1, 2))
+        else:
+            self._merge(placed, out, lse)
+
+    def _merge(self, placed: Placed, out: Tensor, lse: Tensor) -> None:
+        rows = zip(placed.views(self.out), placed.views(self.lse.transpose(1, 2)), strict=True)
+        each = zip(placed.each(out), placed.each(lse.transpose(1, 2)), strict=True)
         for (to, to_lse), (one, one_lse) in zip(rows, each, strict=True):
-            if task.alone:
+            if placed.first:
                 to.copy_(one)
                 to_lse.copy_(one_lse)
             else:
-                local.merge(to, to_lse, one, one_lse)
+                partial.merge(to, to_lse, one, one_lse)
 
-    # --- backward -----------------------------------------------------------------------------------------------------
+    def finish(self) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """(out, lse, what a backward needs)."""
+        self.run()
+        self.buffers.release()
+        out = self.out.to(self.q.dtype)
+        return out, self.lse, [self.q, self.k, self.v, out, self.lse]
 
-    def backward(
-        self, grad, grad_lse, q, k, v, out, lse, scale: float, backend: str, buffers: Buffers,
-        begin: Callable[[], Callable[[], None]], bring: Callable[[], None],
-    ):  # fmt: skip
-        """(dq (B, Q, H, D), dk, dv (B, L, G, D)) from the gradients of out and of lse (or None); else as `forward`."""
-        dq, dk, dv = buffers.results
-        returning = None
-        for stage, x, found in self._stages(k, v, buffers, begin, bring):
-            received, returned = (side[x % len(side)] for side in (buffers.received, buffers.returned))
-            if stage is not None and self.written.received[stage] < sum(self.exchange.splits[stage][1]):
-                returned.zero_()
-            for task in found:
-                keys = task.gather(k, v, received)
-                of_rows = [task.take(t) for t in (grad, q, out)]
-                its_lse, its_grad_lse = (
-                    t if t is None else task.take(t.transpose(1, 2), value).transpose(1, 2)
-                    for t, value in ((lse, torch.inf), (grad_lse, 0))  # lse inf: a row without gradients
-                )
-                if task.replaced is not None:
-                    its_lse = its_lse.index_fill(2, task.replaced, torch.inf)
-                parts = local.backward(
-                    of_rows[0], its_grad_lse, of_rows[1], *keys, of_rows[2], its_lse, task.job.pattern, scale, backend
-                )
-                if task.picked is not None:
-                    task.replace(dq, parts[0])
-                elif dq is None:
-                    dq = parts[0] if self.once or self.few and local.narrow(q) else parts[0].to(lse.dtype)
-                else:
-                    for to, part in zip(task.views(dq), task.each(parts[0]), strict=True):
-                        to.copy_(part) if task.alone else to.add_(part)
-                if dk is None:
-                    as_is = self.once or self.few_keys and local.narrow(q)
-                    dk, dv = (part if as_is else part.to(lse.dtype) for part in parts[1:])
-                else:
-                    task.scatter(*parts[1:], (dk, dv), returned)
-                del keys, of_rows, parts  # before the next ones are made
-            if stage is not None:
-                self._add(returning, buffers, dk, dv)
-                returning = stage, self.exchange.give(stage, returned, buffers.arrived[0])
-        self._add(returning, buffers, dk, dv)
-        buffers.release()
-        gradients = [dq, dk, dv]
-        del dq, dk, dv
+
+class Backward(Run):
+    """dq (B, Q, H, D), dk and dv (B, L, G, D)."""
+
+    def __init__(self, executor: Executor, grad: Tensor | None, grad_lse: Tensor | None, saved, call):
+        self.q, k, v, self.out, self.lse = saved
+        super().__init__(executor, k, v, executor.allocate(self.q, k, backward=True), call)
+        self.dq, self.dk, self.dv = self.buffers.results
+        self.returning = None  # the stage whose gradients are on their way back, and the handle to wait on
+        self.held = len(executor.plan.queries(executor.ranks.rank))
+        if grad is None:
+            grad = self.out.new_zeros(self.out.shape[0], self.held, *self.out.shape[2:])
+        self.grad = self._computed(grad)
+        self.grad_lse = grad_lse if grad_lse is None else self._computed(grad_lse.transpose(1, 2)).transpose(1, 2)
+
+    def _computed(self, x: Tensor) -> Tensor:
+        """x (B, queries held, ...) -> (B, queries computed, ...), in which those of other ranks are still to come."""
+        if self.executor.queries is None:
+            return x
+        self.moves.append((x, rows := self.executor.queries.keep(x)))
+        return rows
+
+    def attend(self, placed: Placed, x: int) -> None:
+        received, returned = (side[x % len(side)] for side in (self.buffers.received, self.buffers.returned))
+        keys = placed.gather(self.k, self.v, received)
+        grad, q, out = (placed.take(t) for t in (self.grad, self.q, self.out))
+        lse, grad_lse = (
+            t if t is None else placed.take(t.transpose(1, 2), value).transpose(1, 2)
+            for t, value in ((self.lse, torch.inf), (self.grad_lse, 0))  # lse inf: a row without gradients
+        )
+        if placed.overwritten is not None:
+            lse = lse.index_fill(2, placed.overwritten, torch.inf)
+        dq, *both = partial.backward(
+            grad, grad_lse, q, *keys, out, lse, placed.partial.pattern, self.scale, self.backend
+        )  # fmt: skip
+        executor, narrow = self.executor, partial.narrow(self.q)
+        if placed.border_rows is not None:
+            placed.overwrite(self.dq, dq)
+        elif self.dq is None:
+            as_is = executor.only_one or executor.layout.few and narrow
+            self.dq = dq if as_is else dq.to(self.lse.dtype)
+        else:
+            for to, some in zip(placed.views(self.dq), placed.each(dq), strict=True):
+                to.copy_(some) if placed.first else to.add_(some)
+        if self.dk is None:
+            as_is = executor.only_one or executor.few_sources and narrow
+            self.dk, self.dv = (t if as_is else t.to(self.lse.dtype) for t in both)
+        else:
+            placed.scatter(*both, (self.dk, self.dv), returned)
+
+    def attend_stage(self, stage: Stage, found: list[Placed], x: int) -> None:
+        returned, exchange = self.buffers.returned[x % len(self.buffers.returned)], self.executor.exchange
+        if self.executor.written.received[stage] < sum(exchange.splits[stage][1]):
+            returned.zero_()
+        super().attend_stage(stage, found, x)
+        self._add_returned()
+        self.returning = stage, exchange.group_reduce(stage, returned, self.buffers.arrived[0])
+
+    def _add_returned(self) -> None:
+        if self.returning is not None:
+            stage, handle = self.returning
+            handle.wait()
+            self.executor.exchange.add(stage, self.buffers.arrived[0], self.dk, self.dv)
+
+    def finish(self, any_grad_lse: bool) -> list[Tensor]:
+        """[dq, dk, dv]. any_grad_lse: whether lse has a gradient on some rank; where queries move, it moves too."""
+        if any_grad_lse and self.grad_lse is None and self.executor.queries:
+            none = self.lse.new_zeros(self.lse.shape[0], self.held, self.lse.shape[1])
+            self.grad_lse = self._computed(none).transpose(1, 2)
+        self.run()
+        self._add_returned()
+        self.buffers.release()
+        gradients = [self.dq, self.dk, self.dv]
+        self.dq = self.dk = self.dv = None
         for x in range(3):  # one at a time, so that at most one is in memory twice
-            gradients[x] = gradients[x].to(q.dtype)
-        return tuple(gradients)
-
-    def _add(self, returning, buffers: Buffers, dk: Tensor, dv: Tensor) -> None:
-        if returning is not None:
-            stage, pending = returning
-            pending.wait()
-            self.exchange.add(stage, buffers.arrived[0], dk, dv)
+            gradients[x] = gradients[x].to(self.q.dtype)
+        return gradients

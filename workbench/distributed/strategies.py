@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from workbench import dispatch
-from workbench.distributed import door
-from workbench.distributed.local import BACKENDS
-from workbench.distributed.needs import queries_of
+from workbench.distributed import api, call
+from workbench.distributed.halo import queries_of
 from workbench.distributed.plans import Plan
 from workbench.distributed.shards import Shards
+from workbench.execution.partial import BACKENDS
 from workbench.harness.processes import imported
 from workbench.patterns import Dense
 from workbench.probes.case import Case
@@ -80,7 +80,7 @@ def plan(strategy: str, case: Case, world: int) -> Plan | None:
     if strategy not in OURS:
         return None
     sizes = (case.pattern, Shards.even(case.n, world), case.heads, case.kv_heads, case.nq)
-    return door.choose(strategy, sizes, case.dtype.itemsize, case.head_dim)[0]
+    return call.choose(strategy, sizes, case.dtype.itemsize, case.head_dim)[0]
 
 
 def check(strategy: str, case: Case, world: int) -> None:
@@ -205,7 +205,7 @@ def prepare(strategy: str, case: Case, rank: int, world: int, made: dict | None 
     if strategy == "data parallel":
         work.function = torch.nn.DataParallel(_Single(case), device_ids=list(range(world)))
     elif strategy in OURS:
-        work.function = functools.partial(door.attention, pattern=case.pattern, strategy=strategy, backend=case.backend)
+        work.function = functools.partial(api.attention, pattern=case.pattern, strategy=strategy, backend=case.backend)
     elif strategy == "context parallel":
         work.function = functools.partial(_sdpa, causal=case.pattern.causal)
         work.context = functools.partial(context_parallel, case.device, case.pattern.causal)

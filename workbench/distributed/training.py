@@ -33,7 +33,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from workbench.distributed.modules import MultiheadAttention
+from workbench.distributed.layers import MultiheadAttention
 from workbench.distributed.shards import Shards
 from workbench.distributed.traffic import Traffic
 from workbench.patterns import Dilated

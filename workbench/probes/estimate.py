@@ -9,7 +9,6 @@ H100 at such a length, as a share of the card's ceiling.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import gc
@@ -133,15 +132,14 @@ def _life(case: Case, card: cards.Card, place: lone.Rank) -> Life:
     if key in _lives:
         return _lives[key]
     on_card = replace(case, device="cuda", pattern=copy.copy(case.pattern))  # which keeps what it finds on the card
-    alone = contextlib.nullcontext(lambda: None)
+    ranks = None
     if place.world > 1:
-        on_card, alone = place.own(on_card), place.alone(on_card, card)
+        on_card, ranks = place.own(on_card, card)
 
     def prepare(make):
         return on_card.prepare_from(lambda shape: make(shape, on_card.dtype))
 
-    with alone as strategy:
-        found = _lived(tracer.run(prepare, card, NAMES), strategy())
+    found = _lived(tracer.run(prepare, card, NAMES), ranks and ranks.strategy)
     if key is not None:
         while len(_lives) >= KEPT:
             _lives.pop(next(iter(_lives)))

@@ -11,20 +11,18 @@ in them, is not of torch's allocator, and is not in a trace.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from workbench.cards import VIRTUAL, Card
-from workbench.distributed import agree, door, exchange, heads, jobs, local
-from workbench.distributed.needs import queries_of
-from workbench.distributed.plans import Plan
-from workbench.distributed.sequence import Sequence
+from workbench.distributed import api, call
+from workbench.distributed.group import OneStream, Ranks
+from workbench.distributed.halo import queries_of
 from workbench.distributed.shards import Shards
-from workbench.probes.absent import CUDA, LOCK, META, OnCard, replaced
+from workbench.probes.absent import CUDA, META, OnCard
 from workbench.probes.case import Case
-from workbench.probes.shortcuts import unseen
 
 
 @dataclass(frozen=True)
@@ -38,70 +36,75 @@ class Rank:
     def __post_init__(self):
         if type(self.world) is not int or type(self.rank) is not int or not 0 <= self.rank < self.world:
             raise ValueError(f"rank={self.rank!r} of world={self.world!r}: want ints, 0 <= rank < world")
-        door._check_strategy(self.strategy)
+        call.check_strategy(self.strategy)
 
-    def own(self, case: Case) -> Case:
-        """The rank's part of a case whose n and nq are of all ranks: a call of `distributed.attention`."""
-        shard = Shards.even(case.n, self.world)[self.rank]
-        mine = len(queries_of(shard, case.n, case.nq))
+    def own(self, case: Case, card: Card) -> tuple[Case, Lone]:
+        """(the rank's part of a case whose n and nq are of all ranks: a call of `distributed.attention` among ranks of
+        which the others are not there, these ranks)."""
+        ranks = Lone(self, case, card)
+        queries, keys = ranks.held[self.rank]
 
         def attention(q, k, v):
-            return door.attention(q, k, v, case.pattern, strategy=self.strategy, backend=case.backend)
+            return api.attention(q, k, v, case.pattern, ranks, self.strategy, backend=case.backend)
 
         attention.__name__ = case.fields()["backend"]  # for the estimate
-        return replace(case, n=len(shard), nq=mine, backend=attention)
+        return replace(case, n=keys, nq=queries, backend=attention), ranks
+
+
+class Lone(Ranks):
+    """Ranks of which only one is there, on a card. held: (queries, keys) of each."""
+
+    def __init__(self, place: Rank, case: Case, card: Card):
+        super().__init__(self, place.world, place.rank, CUDA)
+        shards = Shards.even(case.n, place.world)
+        self.held = [(len(queries_of(shards[x], case.n, case.nq)), shards.lengths[x]) for x in range(place.world)]
+        self.pattern, self.card = case.pattern, card
+
+    @property
+    def strategy(self) -> str:
+        """The one that the last call took."""
+        return call.last(self.pattern).plan.strategy
+
+    def gather(self, names, numbers, dtype=torch.int64) -> Known:
+        """The others tell the same but for the rows that they hold. The tensors are those of `group.Gathering`."""
+        mine = torch.empty(len(numbers), dtype=dtype, device=META)
+        rows = [torch.empty_like(mine) for _ in self.held]
+        if self.card.key != VIRTUAL:
+            torch.empty(self.world, len(numbers), dtype=dtype, device=META)  # NCCL's, from which it copies to the rows
+        torch.stack(rows)
+        told = torch.tensor(numbers).repeat(self.world, 1)
+        if "keys" in names:
+            told[:, [names.index("queries"), names.index("keys")]] = torch.tensor(self.held)
+        return Known(told)
+
+    def all_to_all(self, target, source, into, out, wait=True) -> OneStream:
+        return OneStream()
+
+    def streams(self, device) -> OneStream:
+        return OnOneStream(self.card)
 
     @contextlib.contextmanager
-    def alone(self, case: Case, card: Card):
-        """Meanwhile `distributed.attention` on the card runs as that rank of the case, whose n is of all ranks.
+    def unfollowed(self):
+        """It takes a third of the time so."""
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            yield
 
-        Yields what tells, once it ran, which strategy it took.
-        """
-        shards = Shards.even(case.n, self.world)
-        held = [(len(queries_of(shards[x], case.n, case.nq)), shards.lengths[x]) for x in range(self.world)]
 
-        def gather(row: list[int], dtype, group, device):
-            """As `agree._gather` on the card; the others tell the same but for the rows that they hold."""
-            mine = torch.empty(len(row), dtype=dtype, device=META)
-            rows = [torch.empty_like(mine) for _ in held]
-            if card.key != VIRTUAL:
-                torch.empty(len(held), len(row), dtype=dtype, device=META)  # NCCL's, from which it copies to the rows
-            torch.stack(rows)
-            state, *numbers = row
-            told = [row] * self.world
-            if len(numbers) == 3 + len(door.SAME):  # their lengths, on which there is no plan yet
-                told = [(state, *lengths, *numbers[2:]) for lengths in held]
-            return lambda: torch.tensor(told)
+class Known:
+    def __init__(self, told: Tensor):
+        self.told = told
 
-        def on_card(function):
-            """A backward runs outside of what tells a program that it is on a card."""
+    def wait(self) -> Tensor:
+        return self.told
 
-            def told(*arguments):
-                with OnCard(card):
-                    return function(*arguments)
 
-            return told
+class OnOneStream(OneStream):
+    def __init__(self, card: Card):
+        self.card = card
 
-        stand_ins = [
-            (door, "_place", lambda group: (group, self.world, self.rank, CUDA)),
-            (agree, "_gather", gather),
-            (exchange, "all_to_all", _moved),
-            (heads, "all_to_all", _moved),
-            (local, "_operators", on_card(local._operators)),
-            (local, "narrow", on_card(local.narrow)),
-            # what is computed of a plan is no tensor of the card
-            (door, "choose", unseen(door.choose)),
-            (jobs, "local", unseen(jobs.local)),
-            (jobs, "remote", unseen(jobs.remote)),
-            (jobs, "fills", unseen(jobs.fills)),
-            (Plan, "parcels", unseen(Plan.parcels)),
-            # and what only packs rows into buffers makes none
-            (exchange.Exchange, "pack", _packed(exchange.Exchange.pack)),
-            (Sequence, "early", lambda self: False),
-            (exchange.Exchange, "parcels", unseen(exchange.Exchange.parcels)),
-        ]
-        with LOCK, replaced(stand_ins):
-            yield lambda: list(door._kept(case.pattern)["plans"].values())[-1].plan.strategy
+    def joined(self):
+        """A backward runs outside of what tells a program that it is on a card."""
+        return OnCard(self.card)
 
 
 def busiest(case: Case, world: int, strategy: str) -> int:
@@ -109,20 +112,5 @@ def busiest(case: Case, world: int, strategy: str) -> int:
     if world == 1:
         return 0
     sizes = case.pattern, Shards.even(case.n, world), case.heads, case.kv_heads, case.nq
-    plan, _ = door.choose(strategy, sizes, case.dtype.itemsize, case.head_dim)
+    plan, _ = call.choose(strategy, sizes, case.dtype.itemsize, case.head_dim)
     return int(plan.bytes(case.dtype.itemsize, case.head_dim, case.batch).sum(0).argmax())
-
-
-def _moved(*_, **__):
-    return exchange._Done
-
-
-def _packed(pack):
-    """`Exchange.pack`, followed only where rows are gathered before they are packed."""
-    quick = unseen(pack)
-
-    def packed(self, stage, *buffers):
-        slots = itertools.chain.from_iterable(self.slots[stage][0])
-        return (quick if all(isinstance(x.own, slice) for x in slots) else pack)(self, stage, *buffers)
-
-    return packed

@@ -14,23 +14,19 @@ import contextlib
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from workbench.distributed import local, plans
-from workbench.distributed.agree import ask
-from workbench.distributed.exchange import all_to_all
+from workbench.distributed import plans
+from workbench.distributed.group import Ranks
 from workbench.distributed.plans import Plan, of_mode
 from workbench.distributed.shards import Shards
 from workbench.distributed.views import some_heads
+from workbench.execution import partial
 from workbench.patterns import Dilated, Pattern
-
-if TYPE_CHECKING:
-    from workbench.distributed.door import Call
 
 STAGES = 4  # at most so many
 
@@ -38,7 +34,7 @@ STAGES = 4  # at most so many
 class HeadsPlan(Plan):
     """A `Plan` for head parallelism. ValueError unless heads and key heads are multiples of the number of ranks.
 
-    units, moved, bytes, pairs, balance and text are those of head parallelism; `needs`, `work` and `parcels`, which
+    units, moved, bytes, pairs, balance and text are those of head parallelism; `halo`, `work` and `parcels`, which
     are about the sequence, do not apply. stages: the key heads of a rank's share that travel together.
     """
 
@@ -103,112 +99,136 @@ class HeadsPlan(Plan):
         return np.array([sum(x) for x in each], dtype=object)
 
 
-class Turn(NamedTuple):
-    """Turns a rank's rows of all heads, (B, L, H, ...), into all rows of some of its heads, (B, N, h, ...), and back.
+class HeadAllToAll(NamedTuple):
+    """Exchanges a rank's rows of all heads, (B, L, H, ...), for all rows of some heads, (B, N, h, ...), and back.
 
     lengths: how many rows each rank has. A rank's own part goes through the all-to-all too, without leaving the rank,
     so that what arrives is complete.
     """
 
     lengths: list[int]
-    rank: int
-    group: object
+    ranks: Ranks
 
     def to_heads(self, x: Tensor, some: slice) -> Tensor:
         """x (B, L, H, ...) -> (B, N, h, ...). some: which heads of every rank's share."""
-        world, own = len(self.lengths), self.lengths[self.rank]
+        world, own = len(self.lengths), self.lengths[self.ranks.rank]
         shares = x.unflatten(2, (world, x.shape[2] // world))[:, :, :, some]
         sent = shares.permute(2, 1, 0, *range(3, shares.dim())).contiguous()  # (world, L, B, h, ...)
         arrived = x.new_empty(sum(self.lengths), *sent.shape[2:])
         each = math.prod(sent.shape[2:])
         into, out = [rows * each for rows in self.lengths], [own * each] * world
-        all_to_all(arrived.flatten(), sent.flatten(), into, out, self.group)
+        self.ranks.all_to_all(arrived.flatten(), sent.flatten(), into, out)
         return arrived.transpose(0, 1)
 
     def to_rows(self, x: Tensor, whole: Tensor, some: slice) -> None:
         """x (B, N, h, ...) into `whole` (B, L, H, ...), at the heads `some` of every rank's share."""
-        world, own = len(self.lengths), self.lengths[self.rank]
+        world, own = len(self.lengths), self.lengths[self.ranks.rank]
         sent = x.transpose(0, 1).contiguous()  # (N, B, h, ...)
         arrived = x.new_empty(world, own, *sent.shape[1:])
         each = math.prod(sent.shape[1:])
         into, out = [own * each] * world, [rows * each for rows in self.lengths]
-        all_to_all(arrived.flatten(), sent.flatten(), into, out, self.group)
+        self.ranks.all_to_all(arrived.flatten(), sent.flatten(), into, out)
         shares = whole.unflatten(2, (world, whole.shape[2] // world))[:, :, :, some]
         shares.copy_(arrived.permute(2, 1, 0, *range(3, arrived.dim())))
 
 
-def rehearse(plan: HeadsPlan, rank: int, q: Tensor, backward: bool = False) -> None:
-    """Allocate what a call will, and free it, so that an out-of-memory comes while ranks can still agree on it; torch's
-    allocator caches the memory for the call. q: of the call's batch, head_dim, dtype and device."""
-    b, d = q.shape[0], q.shape[3]
-    held, own = len(plan.queries(rank)), plan.shards.lengths[rank]
-    most = max((len(stage) for stage in plan.stages), default=0)
-    whole = b * d * (held * plan.heads + 2 * own * plan.kv_heads * backward)  # out, or dq, dk and dv
-    sent = b * d * most * plan.world * max(held * plan.group, own)  # of one tensor at a time
-    arrived = b * d * most * (plan.nq * plan.group + 2 * plan.n * (not backward))  # q, k and v, or the gradient of out
-    _ = [q.new_empty(size) for size in (whole, sent, arrived)]
+class Executor:
+    """A plan by heads made ready for one rank. Its runs do nothing before the ranks have agreed but `rehearse`."""
+
+    def __init__(self, plan: HeadsPlan, ranks: Ranks):
+        self.plan, self.ranks = plan, ranks
+        self.of_queries = HeadAllToAll([len(plan.queries(p)) for p in range(plan.world)], ranks)
+        self.of_keys = HeadAllToAll(list(plan.shards.lengths), ranks)
+
+    def to(self, device) -> Executor:
+        return self
+
+    def rehearse(self, q: Tensor, backward: bool) -> None:
+        """Allocate what a run will, and free it, so that an out-of-memory comes while ranks can still agree on it;
+        torch's allocator caches the memory for the run. q: of the call's batch, head_dim, dtype and device."""
+        b, d, plan = q.shape[0], q.shape[3], self.plan
+        held, own = len(plan.queries(self.ranks.rank)), plan.shards.lengths[self.ranks.rank]
+        most = max((len(stage) for stage in plan.stages), default=0)
+        whole = b * d * (held * plan.heads + 2 * own * plan.kv_heads * backward)  # out, or dq, dk and dv
+        sent = b * d * most * plan.world * max(held * plan.group, own)  # of one tensor at a time
+        arrived = b * d * most * (plan.nq * plan.group + 2 * plan.n * (not backward))  # q, k and v, or out's gradient
+        _ = [q.new_empty(size) for size in (whole, sent, arrived)]
+
+    def stages(self) -> Iterator[tuple[Pattern, slice, slice]]:
+        """(pattern, query heads, key heads) of each stage; heads are slices of any rank's share."""
+        for part, keys in zip(self.plan.parts[self.ranks.rank], self.plan.stages, strict=True):
+            yield part, self.plan.of_queries(keys), slice(keys.start, keys.stop)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call, needs_gradients: bool) -> Forward:
+        """A forward of this rank's q (B, Lq, H, D), k and v (B, L, G, D). call: a `call.Call`."""
+        self.rehearse(q, backward=False)
+        return Forward(self, q, k, v, call, needs_gradients)
+
+    def backward(self, grad: Tensor | None, grad_lse: Tensor | None, saved, call) -> Backward:
+        """A backward of what a forward has saved, from the gradients of out and lse, like these, or None."""
+        self.rehearse(saved[0], backward=True)
+        return Backward(self, grad, grad_lse, saved, call)
+
+    def held_here(self, x: Tensor) -> Tensor:
+        return x
 
 
-def _turns(call: Call) -> tuple[Turn, Turn]:
-    """(the turn of queries, the turn of keys)."""
-    plan = call.made.plan
-    held = [len(plan.queries(p)) for p in range(plan.world)]
-    return Turn(held, call.rank, call.group), Turn(list(plan.shards.lengths), call.rank, call.group)
+class Forward(NamedTuple):
+    executor: Executor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    call: object
+    needs_gradients: bool
 
+    def pack(self) -> None:
+        """Nothing travels before the ranks have agreed."""
 
-def _stages(call: Call) -> Iterator[tuple[Pattern, slice, slice]]:
-    """(pattern, query heads, key heads) of each stage; heads are slices of any rank's share."""
-    plan = call.made.plan
-    for part, keys in zip(plan.parts[call.rank], plan.stages, strict=True):
-        yield part, plan.of_queries(keys), slice(keys.start, keys.stop)
-
-
-class Attend(torch.autograd.Function):
-    """(q (B, Lq, H, D), k and v (B, L, G, D), `door.Call`) -> this rank's out like q, or (out, lse (B, H, Lq))."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, call: Call):
-        of_queries, of_keys = _turns(call)
+    def finish(self) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """(out like q, lse (B, H, Lq), not computed unless the call returns it; of each stage all rows of q, k, v, out
+        and lse, for a backward)."""
+        q, call, of_queries, of_keys = self.q, self.call, self.executor.of_queries, self.executor.of_keys
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out, lse, kept = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=wide), []
-        for part, some, keys in _stages(call):
-            brought = of_queries.to_heads(q, some), *(of_keys.to_heads(x, keys) for x in (k, v))
-            results = local.forward(*brought, part, call.scale, call.backend)
-            kept += [*brought, *results] if any(ctx.needs_input_grad) else []
-            of_queries.to_rows(results[0], out, some)
+        out, lse, saved = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=wide), []
+        for pattern, heads, keys in self.executor.stages():
+            brought = of_queries.to_heads(q, heads), *(of_keys.to_heads(x, keys) for x in (self.k, self.v))
+            results = partial.forward(*brought, pattern, call.scale, call.backend)
+            saved += [*brought, *results] if self.needs_gradients else []
+            of_queries.to_rows(results[0], out, heads)
             if call.return_lse:
-                of_queries.to_rows(results[1].transpose(1, 2), lse, some)
-        ctx.save_for_backward(*kept)
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.sizes = call, (q.shape, k.shape)
-        return (out, lse.transpose(1, 2)) if call.return_lse else out
+                of_queries.to_rows(results[1].transpose(1, 2), lse, heads)
+        return out, lse.transpose(1, 2), saved
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad, grad_lse=None):
-        call, saved, error = ctx.call, ctx.saved_tensors, None
-        of_queries, of_keys = _turns(call)
-        try:
-            rehearse(call.made.plan, call.rank, saved[0], backward=True)
-        except Exception as found:
-            error = found
-        try:
-            told = ask(call.group, call.device, error, [int(grad_lse is not None)])()
-        finally:
-            error = None
-        if grad is None:
-            grad = saved[0].new_zeros(ctx.sizes[0])
-        if bool(told.any()) and grad_lse is None:
-            grad_lse = saved[4].new_zeros(grad.shape[0], grad.shape[2], grad.shape[1])
-        dq, dk, dv = (grad.new_empty(ctx.sizes[x]) for x in (0, 1, 1))
-        for x, (part, some, keys) in enumerate(_stages(call)):
-            its_grad, its_grad_lse = of_queries.to_heads(grad, some), None
+
+class Backward(NamedTuple):
+    executor: Executor
+    grad: Tensor | None
+    grad_lse: Tensor | None
+    saved: list[Tensor]
+    call: object
+
+    def pack(self) -> None:
+        """Nothing travels before the ranks have agreed."""
+
+    def finish(self, any_grad_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv). any_grad_lse: whether lse has a gradient on some rank, whose rows then travel from all."""
+        call, plan, of_queries, of_keys = self.call, self.executor.plan, self.executor.of_queries, self.executor.of_keys
+        like, own = self.saved[0], plan.shards.lengths[self.executor.ranks.rank]
+        shape = like.shape[0], len(plan.queries(self.executor.ranks.rank)), plan.heads, like.shape[3]
+        grad = like.new_zeros(shape) if self.grad is None else self.grad
+        grad_lse = self.grad_lse
+        if any_grad_lse and grad_lse is None:
+            grad_lse = self.saved[4].new_zeros(shape[0], shape[2], shape[1])
+        dq = grad.new_empty(shape)
+        dk, dv = (grad.new_empty(shape[0], own, plan.kv_heads, shape[3]) for _ in "kv")
+        for x, (pattern, heads, keys) in enumerate(self.executor.stages()):
+            its_grad, its_grad_lse = of_queries.to_heads(grad, heads), None
             if grad_lse is not None:
-                its_grad_lse = of_queries.to_heads(grad_lse.transpose(1, 2), some).transpose(1, 2)
-            kept = saved[5 * x : 5 * x + 5]  # q, k, v, out, lse
-            found = local.backward(its_grad, its_grad_lse, *kept, part, call.scale, call.backend)
-            for result, whole, turn, its in zip(
-                found, (dq, dk, dv), (of_queries, of_keys, of_keys), (some, keys, keys), strict=True
+                its_grad_lse = of_queries.to_heads(grad_lse.transpose(1, 2), heads).transpose(1, 2)
+            kept = self.saved[5 * x : 5 * x + 5]  # q, k, v, out, lse
+            found = partial.backward(its_grad, its_grad_lse, *kept, pattern, call.scale, call.backend)
+            for result, whole, exchange, its in zip(
+                found, (dq, dk, dv), (of_queries, of_keys, of_keys), (heads, keys, keys), strict=True
             ):
-                turn.to_rows(result.to(whole.dtype), whole, its)
-        return dq, dk, dv, None
+                exchange.to_rows(result.to(whole.dtype), whole, its)
+        return dq, dk, dv

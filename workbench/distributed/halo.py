@@ -1,25 +1,27 @@
-"""Which key rows of other ranks a rank's queries see: one rule for each kind of pattern, found without communication.
+"""The halo of a rank: the key rows of other ranks that its queries see, found by arithmetic, without communication.
 
 A rank needs a position for a key head if one of its queries sees it in one of the query heads that share the key head.
-A rank's queries are those of its positions that are among the last Nq of the sequence.
+A rank's queries are those of its positions that are among the last Nq of the sequence. There is one rule for each kind
+of pattern: `dense`, `DilatedHalo`, `BlockHalo`, `NeighborhoodHalo`.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.distributed.combs import Comb
-from workbench.distributed.shards import Rows, Shards
+from workbench.distributed.shards import Rows, Shards, as_tensor, clip
 from workbench.patterns import BlockSparse, Dilated, Neighborhood
 
 
-class Need(NamedTuple):
-    """Rows that other ranks hold, and the key heads for which they are needed."""
+class HeadRows(NamedTuple):
+    """Positions, and the key heads for which their rows are needed."""
 
     heads: tuple[int, ...]
     rows: Rows
@@ -33,31 +35,77 @@ def queries_of(own: range, n: int, nq: int) -> range:
 # --- dense ------------------------------------------------------------------------------------------------------------
 
 
-def dense(causal: bool, n: int, key_heads: int, own: range, work: list[range]) -> list[Need]:
+def dense(causal: bool, n: int, key_heads: int, own: range, work: list[range]) -> list[HeadRows]:
     """Everything or, if causal, what comes before the last query. work: the queries that the rank computes."""
     if not any(work) or not key_heads:
         return []
     stop = max(x.stop for x in work if x) if causal else n
-    return _need([tuple(range(key_heads))], [Rows.of([range(stop)]).without(own)])
+    return _head_rows([tuple(range(key_heads))], [Rows.of([range(stop)]).without(own)])
 
 
-def _need(heads, rows) -> list[Need]:
-    return [Need(h, r) for h, r in zip(heads, rows, strict=True) if len(r)]
+def _head_rows(heads, rows) -> list[HeadRows]:
+    return [HeadRows(h, r) for h, r in zip(heads, rows, strict=True) if len(r)]
 
 
 # --- dilated ----------------------------------------------------------------------------------------------------------
 
 
-class Zone(NamedTuple):
-    """Positions [start, stop) of other ranks, and for each key head which of them it needs: a comb, or None."""
+PERIOD = 1 << 22  # up to which one period is tabulated; beyond it all positions are listed to be counted
+
+
+
+class Residues:
+    """The positions t with t mod r = o for at least one (o, r) of `classes`, 0 <= o < r; counted in closed form.
+
+    An example: {(0, 4), (1, 2)} are the positions 0, 1, 3, 4, 5, 7, 8, ...
+    """
+
+    def __init__(self, classes: frozenset[tuple[int, int]]):
+        # a class inside another adds nothing, as (o, 2r) inside (o, r)
+        held = {(o, r) for o, r in classes for a, s in classes if (a, s) != (o, r) and r % s == 0 and o % s == a}
+        self.classes = sorted(classes - held)
+
+    @cached_property
+    def table(self) -> np.ndarray:
+        """int64 (period + 1,): [x] is how many of the positions 0 ... x - 1 are kept."""
+        period = math.lcm(*(r for _, r in self.classes))
+        kept = np.zeros(period + 1, dtype=np.int64)
+        for o, r in self.classes:
+            kept[1 + o :: r] = 1
+        return kept.cumsum()
+
+    def below(self, x: np.ndarray) -> np.ndarray:
+        """How many positions in [0, x) are kept, for each x."""
+        x = np.asarray(x, dtype=np.int64)
+        if len(self.classes) == 1:
+            o, r = self.classes[0]
+            return np.maximum(0, (x - o + r - 1) // r)
+        if math.lcm(*(r for _, r in self.classes)) > PERIOD:
+            return np.searchsorted(self.rows(0, int(x.max(initial=0)))[0].numpy(), x)
+        whole, rest = np.divmod(x, len(self.table) - 1)
+        return whole * self.table[-1] + self.table[rest]
+
+    def rows(self, start: int, stop: int) -> list[range | torch.Tensor]:
+        """The kept positions in [start, stop), ascending, as one piece of `Rows`."""
+        pieces = [clip(range(o, stop, r), start, stop) for o, r in self.classes]
+        if len(pieces) == 1:
+            return pieces
+        return [torch.cat([*map(as_tensor, pieces)]).unique()]
+
+
+class Interval(NamedTuple):
+    """Positions [start, stop) of other ranks, and for each key head which of them it needs (None: none)."""
 
     start: int
     stop: int
-    combs: tuple[Comb | None, ...]
+    residues: tuple[Residues | None, ...]
 
 
-class DilatedNeeds:
-    """The kept keys of each segment that crosses a border of the shard and has a kept query in it."""
+class DilatedHalo:
+    """The kept keys of each segment that crosses a border of the shard and has a kept query in it.
+
+    offsets: for each key head and branch, the offsets of its query heads in the branch
+    """
 
     def __init__(self, pattern: Dilated, n: int, nq: int, heads: int, key_heads: int):
         self.pattern, self.n, self.nq, self.key_heads = pattern, n, nq, key_heads
@@ -68,10 +116,10 @@ class DilatedNeeds:
             tuple(tuple(sorted({o for o in table[g, :, b].tolist() if o >= 0})) for b in range(len(self.branches)))
             for g in range(key_heads)
         ]
-        self._combs: dict[frozenset, Comb] = {}
-        self._kept_by: dict[tuple, tuple[Comb | None, ...]] = {}
+        self._unions: dict[frozenset, Residues] = {}
+        self._needed: dict[tuple, tuple[Residues | None, ...]] = {}
 
-    def zones(self, own: range) -> list[Zone]:
+    def intervals(self, own: range) -> list[Interval]:
         """Ascending and disjoint: left of the shard and, unless causal, right of it."""
         queries = queries_of(own, self.n, self.nq)
         if not queries:
@@ -88,16 +136,17 @@ class DilatedNeeds:
         found = []
         edges = sorted({x for x, *_ in left})
         for start, stop in zip(edges, edges[1:] + [own.start], strict=True) if edges else ():
-            found.append(Zone(start, stop, self._kept([x[1:] for x in left if x[0] <= start])))
+            found.append(Interval(start, stop, self._needs([x[1:] for x in left if x[0] <= start])))
         edges = sorted({x for x, *_ in right})
         for start, stop in zip([own.stop] + edges[:-1], edges, strict=True) if edges else ():
-            found.append(Zone(start, stop, self._kept([x[1:] for x in right if x[0] >= stop])))
+            found.append(Interval(start, stop, self._needs([x[1:] for x in right if x[0] >= stop])))
         return found
 
-    def _kept(self, active) -> tuple[Comb | None, ...]:
-        """For each key head the comb of all active segments. It depends on residues alone, so that many ranks share it.
+    def _needs(self, active) -> tuple[Residues | None, ...]:
+        """For each key head what it needs of a position that is in all active segments.
 
-        active: (branch, start of its segment, the rank's queries in it)
+        active: (branch, start of its segment, the rank's queries in it). Only residues of these count, so that many
+        ranks share the result.
         """
         key = []
         for b, start, queries in active:
@@ -105,56 +154,57 @@ class DilatedNeeds:
             here = (0, r) if len(queries) >= r else ((queries.start - start) % r, len(queries))
             key.append((b, start % r, *here))
         key = tuple(key)
-        if key not in self._kept_by:
-            by_offsets = {offsets: self._comb(key, offsets) for offsets in set(self.offsets)}
-            self._kept_by[key] = tuple(by_offsets[offsets] for offsets in self.offsets)
-        return self._kept_by[key]
+        if key not in self._needed:
+            by_offsets = {offsets: self._union(key, offsets) for offsets in set(self.offsets)}
+            self._needed[key] = tuple(by_offsets[offsets] for offsets in self.offsets)
+        return self._needed[key]
 
-    def _comb(self, active, offsets) -> Comb | None:
-        """active: (branch, its segment's start mod r, the first query's place in the segment mod r, how many queries).
+    def _union(self, active, offsets) -> Residues | None:
+        """The positions kept by a branch for one of these offsets, where also a query is kept for it.
 
-        A tooth is there if its offset is that of one of the queries: r queries in a row have every offset.
+        active: (branch, its segment's start mod r, the first query's place in the segment mod r, how many queries). r
+        queries in a row have every offset.
         """
-        teeth = set()
+        classes = set()
         for b, start, first, count in active:
             r = self.branches[b][1]
-            teeth |= {((start + o) % r, r) for o in offsets[b] if (o - first) % r < count}
-        if not teeth:
+            classes |= {((start + o) % r, r) for o in offsets[b] if (o - first) % r < count}
+        if not classes:
             return None
-        teeth = frozenset(teeth)
-        if teeth not in self._combs:
-            self._combs[teeth] = Comb(teeth)
-        return self._combs[teeth]
+        classes = frozenset(classes)
+        if classes not in self._unions:
+            self._unions[classes] = Residues(classes)
+        return self._unions[classes]
 
-    def needs(self, own: range) -> list[Need]:
-        zones = self.zones(own)
-        classes: dict[tuple, list[int]] = {}
+    def halo(self, own: range) -> list[HeadRows]:
+        intervals = self.intervals(own)
+        alike: dict[tuple, list[int]] = {}  # key heads that need the same
         for g in range(self.key_heads):
-            classes.setdefault(tuple(id(z.combs[g]) for z in zones), []).append(g)
+            alike.setdefault(tuple(id(z.residues[g]) for z in intervals), []).append(g)
         rows = [
-            Rows.of(piece for z in zones if z.combs[x[0]] for piece in z.combs[x[0]].rows(z.start, z.stop))
-            for x in classes.values()
+            Rows.of(piece for z in intervals if z.residues[x[0]] for piece in z.residues[x[0]].rows(z.start, z.stop))
+            for x in alike.values()
         ]
-        return _need(map(tuple, classes.values()), rows)
+        return _head_rows(map(tuple, alike.values()), rows)
 
     def units(self, shards: Shards) -> Tensor:
         """int64 (world, world): how many (row, key head) rank [p, .] needs of rank [., s], in closed form.
 
-        Zones with the same combs share one count of every rank's rows; what lies outside a zone at its two ends is then
-        subtracted.
+        Intervals with the same residues share one count of every rank's rows; what lies outside an interval at its two
+        ends is then subtracted.
         """
         total, bounds = np.zeros((shards.world, shards.world), dtype=np.int64), shards.bounds.numpy()
         alike: dict[tuple, list[tuple[int, int, int]]] = {}
         for p in range(shards.world):
-            for z in self.zones(shards[p]):
-                alike.setdefault(z.combs, []).append((p, z.start, z.stop))
-        for combs, zones in alike.items():
-            combs = Counter(comb for comb in combs if comb)
-            if not combs:
+            for z in self.intervals(shards[p]):
+                alike.setdefault(z.residues, []).append((p, z.start, z.stop))
+        for residues, intervals in alike.items():
+            residues = Counter(one for one in residues if one)
+            if not residues:
                 continue
-            p, start, stop = np.array(zones).T
+            p, start, stop = np.array(intervals).T
             below, before, upto = (
-                sum(times * comb.below(x) for comb, times in combs.items()) for x in (bounds, start, stop)
+                sum(times * one.below(x) for one, times in residues.items()) for x in (bounds, start, stop)
             )
             first, last = np.searchsorted(bounds, start, "right") - 1, np.searchsorted(bounds, stop)
             each = np.diff(below)
@@ -168,7 +218,7 @@ class DilatedNeeds:
 # --- block-sparse -----------------------------------------------------------------------------------------------------
 
 
-class BlockNeeds:
+class BlockHalo:
     """The rows of each key block that one of the rank's query blocks sees; if causal, up to the last query."""
 
     CELLS = 1 << 22  # of the block grid, evaluated at once
@@ -215,7 +265,7 @@ class BlockNeeds:
             last[:, :reach] = torch.maximum(last[:, :reach], found)
         return last, pairs
 
-    def needs(self, own: range) -> list[Need]:
+    def halo(self, own: range) -> list[HeadRows]:
         last, _ = self.visible(own)
         bk = self.block_size[1]
         found = []
@@ -228,25 +278,25 @@ class BlockNeeds:
                 keep &= position <= until
             found.append(Rows.of([position[keep]]).without(own))
         if not self.per_head:
-            return _need([tuple(range(self.key_heads))], found) if self.key_heads else []
-        return _need([(g,) for g in range(self.key_heads)], found)
+            return _head_rows([tuple(range(self.key_heads))], found) if self.key_heads else []
+        return _head_rows([(g,) for g in range(self.key_heads)], found)
 
 
 # --- neighborhood -----------------------------------------------------------------------------------------------------
 
 
-class NeighborhoodNeeds:
+class NeighborhoodHalo:
     """The tokens that some of the rank's queries see."""
 
     def __init__(self, pattern: Neighborhood, n: int, nq: int, heads: int, key_heads: int):
         self.pattern, self.n, self.nq, self.key_heads = pattern, n, nq, key_heads
 
-    def needs(self, own: range) -> list[Need]:
+    def halo(self, own: range) -> list[HeadRows]:
         queries = queries_of(own, self.n, self.nq)
         if not queries or not self.key_heads:
             return []
         token = self.near(torch.arange(queries.start, queries.stop))
-        return _need([tuple(range(self.key_heads))], [Rows.of([token]).without(own)])
+        return _head_rows([tuple(range(self.key_heads))], [Rows.of([token]).without(own)])
 
     def near(self, tokens: Tensor) -> Tensor:
         """The tokens that these see, and that see these, int64, ascending: within the radius of one of their cells.

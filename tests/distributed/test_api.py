@@ -10,7 +10,7 @@ import torch
 
 import workbench as wb
 from tests.distributed import work
-from workbench.distributed import door
+from workbench.distributed import call
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_call_like_the_last_one_agrees_once(ranks):
 
 def test_layers_that_share_a_pattern_and_differ_in_heads_groups_and_strategy_keep_their_plans(ranks):
     for counts, worst, kept in ranks(4).run(work.alternating):
-        assert counts == [12, 6, 6] and worst < work.TOLERANCE and kept == door.PLANS
+        assert counts == [12, 6, 6] and worst < work.TOLERANCE and kept == call.PLANS
 
 
 def test_autocast_is_that_of_one_device(ranks):

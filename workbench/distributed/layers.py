@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workbench import modules
-from workbench.distributed.door import attention
+from workbench.distributed.api import attention
 
 
 class MultiheadAttention(modules.MultiheadAttention):

@@ -1,14 +1,15 @@
-"""A rank's share of the attention as calls of single-device attention ("jobs"), and which keys each of them gathers.
+"""A rank's share of the attention as calls of single-device attention: partial ones, each over some of the keys.
 
-A job's queries are rows of the rank. Its keys are the rank's own rows, or own and received rows gathered side by side.
-The results of jobs on the same queries are merged by log-sum-exp, so that together they are one softmax; or those of
-one job replace those of another (`Job.replaced`).
+A partial's queries are rows that the rank computes. Its keys are the rank's own rows, or own and received rows side by
+side. The results of partials on the same queries are merged by their log-sum-exp, so that together they are one
+softmax; or those of one partial overwrite those of another (`Partial.overwritten`).
+
+`own_partials` and `stage_partials` say which calls there are; `fills` finds where the keys of one come from. It is all
+arithmetic on positions: no tensor of the call is needed.
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from workbench.distributed import views
 from workbench.distributed.plans import Plan, Stage
-from workbench.distributed.shards import Rows, Shards, as_index, clip
+from workbench.distributed.shards import Rows, Shards, clip
 from workbench.execution.dilated import offset_slices, share_heads
 from workbench.patterns import Dense, Dilated, Neighborhood, Pattern
 
@@ -26,11 +27,12 @@ FIRST = 2 << 30  # pairs that keep a card busy for a millisecond, while ranks ag
 PART = 2 << 20  # (row, head) of a call whose result needs memory beside out: 256 MB at head_dim 64 in 16 bits
 
 
-class Strand(NamedTuple):
-    """Some heads of a job: their queries and keys, as positions. A key of -1 is padding, which no query sees.
+class HeadGroup(NamedTuple):
+    """Some heads of a partial with their queries and keys, both as positions in the sequence.
 
-    Keys that are several ranges, in any order, have at most one range on each rank. Queries that are a tensor, int64
-    ascending, are those of the whole job that another job has `replaced`.
+    queries: a range; or, where the partial overwrites results of another, an int64 tensor in ascending order
+    keys: in the order in which the call has them. Of several ranges at most one is on each rank. In a tensor, int64, -1
+        is padding, which no query sees.
     """
 
     queries: range | Tensor
@@ -40,35 +42,36 @@ class Strand(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
-    """One call. Its strands lie side by side along the heads; all have as many queries, and as many keys.
+class Partial:
+    """One call: a pattern in the call's own numbering, and the rows that it is on.
 
+    groups: heads that lie side by side in the call, in this order; all have equally many queries, and equally many keys
     spare: rows of padding to be added behind the queries, whose results are dropped
     batch: the one entry of the batch that this is for, or None for all
-    replaced: int64 or None, queries whose results are those of another job, which runs later; they give no gradients
+    overwritten: queries, int64, whose results a later partial overwrites, so that they give no gradients here; or None
     """
 
     pattern: Pattern
-    strands: tuple[Strand, ...]
+    groups: tuple[HeadGroup, ...]
     spare: int = 0
     batch: int | None = None
-    replaced: Tensor | None = None
+    overwritten: Tensor | None = None
 
 
-class Local(NamedTuple):
-    """The jobs that need no row of another rank, by when they run.
+class Own(NamedTuple):
+    """The partials that need no row of another rank, by when they run.
 
-    first: while ranks agree; second: while the rows of the first stage travel; before: when those of a stage have
-    arrived, before the jobs that need them
+    first: while ranks agree; second: while the rows of the first stage travel; before: by stage, ahead of the partials
+    that need its rows
     """
 
-    first: list[Job]
-    second: list[Job]
-    before: dict[Stage, list[Job]]
+    first: list[Partial]
+    second: list[Partial]
+    before: dict[Stage, list[Partial]]
 
 
-def local(plan: Plan, rank: int) -> Local:
-    """Attention to a rank's own rows: dense, whole segments of dilated branches, or what `Plan.apart` is about.
+def own_partials(plan: Plan, rank: int) -> Own:
+    """Attention to a rank's own rows: dense, whole segments of dilated branches, or what `Layout.apart` is about.
 
     A kernel that fills the card leaves no room for an exchange until it ends. So dense attention begins with only as
     many heads as take the time of agreeing, and the first rows travel while the other heads are computed. These are cut
@@ -77,12 +80,12 @@ def local(plan: Plan, rank: int) -> Local:
     """
     own, every = plan.shards[rank], range(plan.kv_heads)
     if not any(plan.work(rank)) or not plan.heads:
-        return Local([], [], {})
-    if plan.apart:
+        return Own([], [], {})
+    if plan.layout.apart:
         cells = isinstance(plan.pattern, Neighborhood)
-        return Local([_own_cells(plan, rank)] if cells else _own_blocks(plan, rank), [], {})
+        return Own([_own_cells(plan, rank)] if cells else _own_blocks(plan, rank), [], {})
     if not isinstance(plan.pattern, Dense):
-        return Local(_whole_segments(plan, rank) if isinstance(plan.pattern, Dilated) else [], [], {})
+        return Own(_whole_segments(plan, rank) if isinstance(plan.pattern, Dilated) else [], [], {})
     here, moved = plan.work(rank), []
     if plan.zigzag:
         held = plan.queries(rank)
@@ -91,9 +94,9 @@ def local(plan: Plan, rank: int) -> Local:
     pairs = sum(_pairs(x, own, plan.pattern.causal) for x in here) * plan.heads // plan.kv_heads  # for each key head
     few = next((x for x in every if x * pairs >= FIRST), plan.kv_heads)
     rest = [range(max(few, x.heads.start), x.heads.stop) for x in plan.stages if x.piece == 0 and x.heads.stop > few]
-    return Local(
+    return Own(
         _dense(plan, every[:few], [own], here),
-        [job for heads in rest for job in _dense(plan, heads, [own], here)],
+        [partial for heads in rest for partial in _dense(plan, heads, [own], here)],
         {x: _dense(plan, x.heads, [own], moved) for x in plan.stages if moved and x.piece == 0},
     )
 
@@ -105,8 +108,8 @@ def _pairs(queries: range, keys: range, causal: bool) -> int:
     return len(queries) * (queries.start + queries.stop + 1 - 2 * keys.start) // 2
 
 
-def remote(plan: Plan, rank: int, stage: Stage) -> list[Job]:
-    """The jobs that need the rows of a stage of the exchange."""
+def stage_partials(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
+    """The partials that need the rows which a stage of the exchange brings."""
     if not any(plan.work(rank)) or not plan.heads:
         return []
     if isinstance(plan.pattern, Dense):
@@ -114,7 +117,7 @@ def remote(plan: Plan, rank: int, stage: Stage) -> list[Job]:
         return _dense(plan, stage.heads, others, plan.work(rank))
     if isinstance(plan.pattern, Dilated):
         return _dilated(plan, rank, stage)
-    if plan.apart:
+    if plan.layout.apart:
         cells = isinstance(plan.pattern, Neighborhood)
         return _border_cells(plan, rank, stage) if cells else _other_blocks(plan, rank, stage)
     return _gathered(plan, rank, stage)
@@ -128,12 +131,12 @@ def _heads_of(plan: Plan, key_heads: range) -> range:
 # --- dense ------------------------------------------------------------------------------------------------------------
 
 
-def _dense(plan: Plan, key_heads: range, pieces: list[range], queries: list[range]) -> list[Job]:
+def _dense(plan: Plan, key_heads: range, pieces: list[range], queries: list[range]) -> list[Partial]:
     """Attention to pieces of the sequence, in ascending order: one call to all pieces that the queries see whole."""
     heads, causal = _heads_of(plan, key_heads), plan.pattern.causal
     places = slice(heads.start, heads.stop), slice(key_heads.start, key_heads.stop)
     return [
-        Job(Dense(triangle), (Strand(some, places[0], keys, places[1]),))
+        Partial(Dense(triangle), (HeadGroup(some, places[0], keys, places[1]),))
         for part in queries
         for some, keys, triangle in _calls(part, [x for x in pieces if x], causal)
     ]
@@ -157,7 +160,7 @@ def _calls(queries: range, pieces: list[range], causal: bool) -> Iterator[tuple[
 # --- dilated ----------------------------------------------------------------------------------------------------------
 
 
-def _whole_segments(plan: Plan, rank: int) -> list[Job]:
+def _whole_segments(plan: Plan, rank: int) -> list[Partial]:
     own, queries = plan.shards[rank], plan.queries(rank)
     runs: dict[tuple[range, range], list[int]] = {}
     for branch in range(len(plan.pattern.segment_lengths)):
@@ -168,7 +171,7 @@ def _whole_segments(plan: Plan, rank: int) -> list[Job]:
     alone = len(runs) == 1 and next(iter(runs))[0] == queries  # its result becomes out, into which others are merged
     parts = [range(plan.kv_heads)] if alone else _parts(plan, len(queries))
     return [
-        Job(part, (Strand(some, slice(heads.start, heads.stop), run, slice(keys.start, keys.stop)),))
+        Partial(part, (HeadGroup(some, slice(heads.start, heads.stop), run, slice(keys.start, keys.stop)),))
         for keys in parts
         for heads in [_heads_of(plan, keys)]
         for (some, run), which in runs.items()
@@ -206,12 +209,12 @@ def _segments(plan: Plan, own: range, queries: range, branch: int) -> tuple[rang
     return head, range(start, stop) if start < stop else range(0), tail
 
 
-def _dilated(plan: Plan, rank: int, stage: Stage) -> list[Job]:
+def _dilated(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
     """Segments that cross the shard's borders: a head's kept queries here attend to all kept keys of the segment, which
     is dense attention."""
     own, queries, pattern = plan.shards[rank], plan.queries(rank), plan.pattern
     group, heads = plan.heads // plan.kv_heads, _heads_of(plan, stage.heads)
-    together: dict[tuple, list[Strand]] = {}
+    together: dict[tuple, list[HeadGroup]] = {}
     for branch, r in enumerate(pattern.dilation_rates):
         head, _, tail = _segments(plan, own, queries, branch)
         for segment in (head, tail):
@@ -229,8 +232,8 @@ def _dilated(plan: Plan, rank: int, stage: Stage) -> list[Job]:
                 for q_heads, k_heads in share_heads(slice(members.start, members.stop, members.step), group):
                     many = len(range(plan.heads)[q_heads]) // len(range(plan.kv_heads)[k_heads])
                     key = (branch, segment.start, len(q), len(k), many)
-                    together.setdefault(key, []).append(Strand(q, q_heads, k, k_heads))
-    return [Job(Dense(pattern.causal), tuple(strands)) for strands in together.values()]
+                    together.setdefault(key, []).append(HeadGroup(q, q_heads, k, k_heads))
+    return [Partial(Dense(pattern.causal), tuple(groups)) for groups in together.values()]
 
 
 # --- block-sparse and neighborhood ------------------------------------------------------------------------------------
@@ -238,7 +241,7 @@ def _dilated(plan: Plan, rank: int, stage: Stage) -> list[Job]:
 
 def _needed(plan: Plan, rank: int, stage: Stage) -> Tensor:
     """int64, ascending: the rows of other ranks that some head of the stage needs."""
-    rows = [need.rows.positions for need in plan.needs(rank) if set(need.heads) & set(stage.heads)]
+    rows = [need.rows.positions for need in plan.halo(rank) if set(need.heads) & set(stage.heads)]
     return torch.cat([torch.zeros(0, dtype=torch.int64), *rows]).unique()
 
 
@@ -254,13 +257,13 @@ def _by_batch(pattern: Pattern) -> list[tuple[int | None, Pattern]]:
     return [(None, pattern)] if pattern.batch is None else list(enumerate(pattern.each()))
 
 
-def _own_blocks(plan: Plan, rank: int) -> list[Job]:
+def _own_blocks(plan: Plan, rank: int) -> list[Partial]:
     own = plan.shards[rank]
-    strand = Strand(plan.queries(rank), slice(0, plan.heads), own, slice(0, plan.kv_heads))
-    return [Job(views.own_blocks(one, own, plan.n), (strand,), batch=b) for b, one in _by_batch(plan.pattern)]
+    group = HeadGroup(plan.queries(rank), slice(0, plan.heads), own, slice(0, plan.kv_heads))
+    return [Partial(views.own_blocks(one, own, plan.n), (group,), batch=b) for b, one in _by_batch(plan.pattern)]
 
 
-def _other_blocks(plan: Plan, rank: int, stage: Stage) -> list[Job]:
+def _other_blocks(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
     """Attention to the key blocks that a stage brings, for the queries that see some of them."""
     columns = (_needed(plan, rank, stage) // plan.pattern.block_size[1]).unique()
     queries, heads, kept = plan.queries(rank), _heads_of(plan, stage.heads), _kept(plan, rank, stage)
@@ -272,7 +275,7 @@ def _other_blocks(plan: Plan, rank: int, stage: Stage) -> list[Job]:
             runs = _runs(views.other_blocks(one, queries, *sizes), queries, len(heads))
             kept[batch] = [(run, views.other_blocks(one, run, *sizes)) for run in runs]
         for run, view in kept[batch]:
-            found.append(Job(view.pattern, (Strand(run, spot[0], view.position, spot[1]),), batch=batch))
+            found.append(Partial(view.pattern, (HeadGroup(run, spot[0], view.position, spot[1]),), batch=batch))
     return found
 
 
@@ -307,27 +310,27 @@ def _border(plan: Plan, rank: int) -> views.Gathered:
     return kept[None]
 
 
-def _own_cells(plan: Plan, rank: int) -> Job:
+def _own_cells(plan: Plan, rank: int) -> Partial:
     own, border = plan.shards[rank], _border(plan, rank)
-    strand = Strand(plan.queries(rank), slice(0, plan.heads), own, slice(0, plan.kv_heads))
-    replaced = border.position[len(border.position) - border.queries :]
-    return Job(views.own_cells(plan.pattern, own), (strand,), replaced=replaced if len(replaced) else None)
+    group = HeadGroup(plan.queries(rank), slice(0, plan.heads), own, slice(0, plan.kv_heads))
+    overwritten = border.position[len(border.position) - border.queries :]
+    return Partial(views.own_cells(plan.pattern, own), (group,), overwritten=overwritten if len(overwritten) else None)
 
 
-def _border_cells(plan: Plan, rank: int, stage: Stage) -> list[Job]:
+def _border_cells(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
     """Attention of the queries that see what arrives: to that, and to what they see of the rank's own rows."""
     heads, border = _heads_of(plan, stage.heads), _border(plan, rank)
     spot = slice(heads.start, heads.stop), slice(stage.heads.start, stage.heads.stop)
     queries = border.position[len(border.position) - border.queries :]
-    return [Job(border.pattern, (Strand(queries, spot[0], border.position, spot[1]),))] if len(queries) else []
+    return [Partial(border.pattern, (HeadGroup(queries, spot[0], border.position, spot[1]),))] if len(queries) else []
 
 
-def _gathered(plan: Plan, rank: int, stage: Stage) -> list[Job]:
+def _gathered(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
     own, queries, pattern = plan.shards[rank], plan.queries(rank), plan.pattern
     heads, needed, kept = _heads_of(plan, stage.heads), _needed(plan, rank, stage), _kept(plan, rank, stage)
     spot = slice(heads.start, heads.stop), slice(stage.heads.start, stage.heads.stop)
 
-    def job(batch: int | None, one: Pattern) -> Job:
+    def partial(batch: int | None, one: Pattern) -> Partial:
         if batch not in kept:
             if isinstance(pattern, Neighborhood):
                 position = torch.cat([needed, torch.arange(own.start, own.stop)])
@@ -336,94 +339,7 @@ def _gathered(plan: Plan, rank: int, stage: Stage) -> list[Job]:
                 sizes = (plan.n, heads.start, len(heads), plan.heads)
                 kept[batch] = views.block_sparse(one, queries, own, needed, *sizes)
         gathered = kept[batch]
-        strand = Strand(queries, spot[0], gathered.position, spot[1])
-        return Job(gathered.pattern, (strand,), gathered.spare, batch)
+        group = HeadGroup(queries, spot[0], gathered.position, spot[1])
+        return Partial(gathered.pattern, (group,), gathered.spare, batch)
 
-    return [job(b, one) for b, one in _by_batch(pattern)]
-
-
-# --- what a job gathers -----------------------------------------------------------------------------------------------
-
-
-class Fill(NamedTuple):
-    """Rows of a job's keys, for some of its key heads, and where they come from.
-
-    to, to_heads: where among the job's keys; source, parcel: the rank that holds them, and the index of its parcel
-    (None: this rank's own rows); rows, heads: where in the parcel, or among the own rows
-    """
-
-    to: slice | Tensor
-    to_heads: slice
-    source: int
-    parcel: int | None
-    rows: slice | Tensor
-    heads: slice
-
-
-def fills(plan: Plan, rank: int, stage: Stage | None, job: Job) -> list[Fill]:
-    """The fills of all of the job's keys but padding; with stage None, from the rank's own rows alone."""
-    found, first = [], 0
-    for strand in job.strands:
-        heads = range(plan.kv_heads)[strand.key_heads]
-        at = {h: first + x for x, h in enumerate(heads)}
-        place = _places(strand.keys)
-        own = plan.shards[rank]
-        to, rows = place(own.start, own.stop)
-        if len(rows):
-            if isinstance(rows, range):
-                ours = slice(rows[0] - own.start, rows[-1] - own.start + 1, rows.step)
-            else:
-                ours = as_index(rows - own.start)
-            found.append(Fill(to, slice(first, first + len(heads)), rank, None, ours, strand.key_heads))
-        for source in range(plan.world) if stage is not None else ():
-            for x, parcel in enumerate(plan.parcels(source, rank, stage)):
-                pairs = [(at[h], y) for y, h in enumerate(parcel.heads) if h in at]
-                to, rows = place(plan.shards[source].start, plan.shards[source].stop, parcel)
-                if pairs and len(rows):
-                    where = parcel.rows.find(rows) if isinstance(rows, range) else slice(0, len(rows))
-                    for to_heads, from_heads in _even(pairs):
-                        found.append(Fill(to, to_heads, source, x, where, from_heads))
-        first += len(heads)
-    return found
-
-
-def _places(keys: range | Rows | Tensor):
-    """place(start, stop, parcel) -> (indices among the keys, positions) of the keys in [start, stop), a rank's shard.
-
-    parcel: the one that brings them, None for the rank's own rows; keys that are ranges are found without it.
-    """
-    if not isinstance(keys, Tensor):
-        pieces = (keys,) if isinstance(keys, range) else keys.pieces
-        firsts = itertools.accumulate(map(len, pieces), initial=0)
-        ordered = sorted(((x, first) for x, first in zip(pieces, firsts, strict=False) if x), key=lambda y: y[0].start)
-        lasts = [x[-1] for x, _ in ordered]
-
-        def place(start, stop, parcel=None):
-            y = bisect.bisect_left(lasts, start)  # the first piece that ends at or behind `start`
-            if y == len(ordered) or not (some := clip(ordered[y][0], start, stop)):
-                return slice(0, 0), range(0)
-            piece, first = ordered[y]
-            low = first + (some.start - piece.start) // piece.step
-            return slice(low, low + len(some)), some
-
-        return place
-    order = keys.argsort(stable=True)
-    ascending = keys[order]
-
-    def place(start, stop, parcel=None):
-        if parcel is not None:
-            rows = parcel.rows.positions
-            return as_index(order[torch.searchsorted(ascending, rows)]), rows
-        at = ((keys >= start) & (keys < stop)).nonzero().flatten()
-        return (as_index(at), keys[at]) if len(at) else (slice(0, 0), range(0))
-
-    return place
-
-
-def _even(pairs: list[tuple[int, int]]) -> list[tuple[slice, slice]]:
-    """Pairs of heads as pairs of slices: one pair if both sides are evenly spaced, else one for each pair."""
-    sides = list(zip(*pairs, strict=True))
-    steps = [{b - a for a, b in zip(x, x[1:], strict=False)} or {1} for x in sides]
-    if all(len(x) == 1 and min(x) > 0 for x in steps):
-        return [tuple(slice(x[0], x[-1] + 1, min(step)) for x, step in zip(sides, steps, strict=True))]
-    return [(slice(a, a + 1), slice(b, b + 1)) for a, b in pairs]
+    return [partial(b, one) for b, one in _by_batch(pattern)]

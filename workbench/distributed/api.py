@@ -1,0 +1,71 @@
+"""Attention over several ranks. A call runs through these files, in this order:
+
+    api        what a user calls
+    call       checks this rank's input, agrees with the other ranks on a plan (`agree`), and runs it as one autograd function
+    plans      who sends which rows to whom, by arithmetic alone: `shards` who holds what, `halo` who needs what
+    sequence   one rank's run of such a plan: its own rows, then those that arrive, stage by stage
+               (`partials`: as which calls; `buffers`: where their rows lie; `exchange`: how rows are packed and sent)
+    ulysses    the other strategy: all rows, for a part of the heads
+"""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workbench import dispatch
+from workbench.distributed import call
+from workbench.distributed.agree import Agreement
+from workbench.distributed.group import Ranks
+from workbench.patterns import Pattern
+
+
+@torch.compiler.disable
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, group=None, strategy: str = "auto", scale: float | None = None,
+    return_lse: bool = False, backend: str = "auto",
+):  # fmt: skip
+    """Attention of this rank's queries to the keys of all ranks: this rank's rows of what `workbench.attention` gives.
+
+    q (B, Lq, H, D), k and v (B, L, G, D): this rank's contiguous shard, shards in the order of ranks; their lengths may
+    differ and be 0. If there are fewer queries than keys in all, the queries are the last positions of the sequence,
+    each on the rank that holds the key of its position. Returns out like q, or (out, lse (B, H, Lq)) with return_lse.
+    group: a process group (None: the default one). A single rank needs none: it calls `workbench.attention`.
+    strategy: "sequence" (a rank attends for its own rows and fetches the key rows that they need), "heads" (a rank
+        attends to the whole sequence for a part of the heads), or "auto", the one of these that brings fewer bytes to
+        the rank that receives most (see `explain`).
+    backend: "auto", "torch" or "triton", for what each rank computes.
+    Block-sparse attention is faster, and takes less memory, if each shard is a whole number of query and of key blocks.
+
+    All ranks of the group call this, and its backward, together. Where one rank's input is wrong, or ranks disagree
+    (on the pattern, dtype, ...), every rank raises ValueError before any row is sent. An out-of-memory before rows are
+    sent, in forward or backward, is likewise raised on every rank, with one exception: in a group of NCCL alone it is
+    not, once ranks have begun to agree. What moves: keys and values, once forward and once backward, and their
+    gradients in float32 (float64 for float64); `Plan.bytes` has the numbers.
+    """
+    ranks = Ranks.of(group)
+    if ranks.world == 1:
+        call.check_strategy(strategy)
+        return dispatch.attention(q, k, v, pattern, scale=scale, backend=backend, return_lse=return_lse)
+    with Agreement(ranks, call.PROPOSED) as agreement:
+        q, k, v, this = call.check(q, k, v, pattern, ranks, strategy, scale, backend, return_lse)
+        out, lse = call.Attend.apply(q, k, v, this, agreement)
+    out = dispatch._divided(out, pattern)
+    return (out, lse) if return_lse else out
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, group=None, strategy: str = "auto") -> str:
+    """Which strategy this call takes, why, and the bytes that it moves, in a sentence. All ranks call it together."""
+    ranks = Ranks.of(group)
+    if ranks.world == 1:
+        call.check_strategy(strategy)
+        return f"one rank: {dispatch.explain(q, k, v, pattern)}"
+    with Agreement(ranks, call.PROPOSED) as agreement:
+        q, k, v, this = call.check(q, k, v, pattern, ranks, strategy, None, "auto", False)
+        prepared, _ = call.start(this, agreement, q, k, lambda _: None)
+    sizes = q.element_size(), q.shape[3], q.shape[0]
+    forward, backward = (prepared.plan.bytes(*sizes, mode=mode) for mode in ("fwd", "bwd"))
+    return (
+        f"{prepared.plan.strategy}: {prepared.why}; forward moves {int(forward.sum()):,} bytes, at most "
+        f"{int(forward.sum(0).max()):,} to one rank, and backward {int(backward.sum()):,}"
+    )

@@ -1,0 +1,98 @@
+"""Where the keys of a partial come from: the rank's own rows, and parcels that other ranks send."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from workbench.distributed.partials import Partial
+from workbench.distributed.plans import Plan, Stage
+from workbench.distributed.shards import Rows, as_index, clip
+
+
+class Fill(NamedTuple):
+    """Rows of a partial's keys, for some of its key heads, and where they come from.
+
+    to, to_heads: where among the partial's keys; source, parcel: the rank that holds them, and the index of its parcel
+    (None: this rank's own rows); rows, heads: where in the parcel, or among the own rows
+    """
+
+    to: slice | Tensor
+    to_heads: slice
+    source: int
+    parcel: int | None
+    rows: slice | Tensor
+    heads: slice
+
+
+def fills(plan: Plan, rank: int, stage: Stage | None, partial: Partial) -> list[Fill]:
+    """The fills of all of the partial's keys but padding; with stage None, from the rank's own rows alone."""
+    found, first = [], 0
+    for group in partial.groups:
+        heads = range(plan.kv_heads)[group.key_heads]
+        at = {h: first + x for x, h in enumerate(heads)}
+        place = _places(group.keys)
+        own = plan.shards[rank]
+        to, rows = place(own.start, own.stop)
+        if len(rows):
+            if isinstance(rows, range):
+                ours = slice(rows[0] - own.start, rows[-1] - own.start + 1, rows.step)
+            else:
+                ours = as_index(rows - own.start)
+            found.append(Fill(to, slice(first, first + len(heads)), rank, None, ours, group.key_heads))
+        for source in range(plan.world) if stage is not None else ():
+            for x, parcel in enumerate(plan.parcels(source, rank, stage)):
+                pairs = [(at[h], y) for y, h in enumerate(parcel.heads) if h in at]
+                to, rows = place(plan.shards[source].start, plan.shards[source].stop, parcel)
+                if pairs and len(rows):
+                    where = parcel.rows.find(rows) if isinstance(rows, range) else slice(0, len(rows))
+                    for to_heads, from_heads in _even(pairs):
+                        found.append(Fill(to, to_heads, source, x, where, from_heads))
+        first += len(heads)
+    return found
+
+
+def _places(keys: range | Rows | Tensor):
+    """place(start, stop, parcel) -> (indices among the keys, positions) of the keys in [start, stop), a rank's shard.
+
+    parcel: the one that brings them, None for the rank's own rows; keys that are ranges are found without it.
+    """
+    if not isinstance(keys, Tensor):
+        pieces = (keys,) if isinstance(keys, range) else keys.pieces
+        firsts = itertools.accumulate(map(len, pieces), initial=0)
+        ordered = sorted(((x, first) for x, first in zip(pieces, firsts, strict=False) if x), key=lambda y: y[0].start)
+        lasts = [x[-1] for x, _ in ordered]
+
+        def place(start, stop, parcel=None):
+            y = bisect.bisect_left(lasts, start)  # the first piece that ends at or behind `start`
+            if y == len(ordered) or not (some := clip(ordered[y][0], start, stop)):
+                return slice(0, 0), range(0)
+            piece, first = ordered[y]
+            low = first + (some.start - piece.start) // piece.step
+            return slice(low, low + len(some)), some
+
+        return place
+    order = keys.argsort(stable=True)
+    ascending = keys[order]
+
+    def place(start, stop, parcel=None):
+        if parcel is not None:
+            rows = parcel.rows.positions
+            return as_index(order[torch.searchsorted(ascending, rows)]), rows
+        at = ((keys >= start) & (keys < stop)).nonzero().flatten()
+        return (as_index(at), keys[at]) if len(at) else (slice(0, 0), range(0))
+
+    return place
+
+
+def _even(pairs: list[tuple[int, int]]) -> list[tuple[slice, slice]]:
+    """Pairs of heads as pairs of slices: one pair if both sides are evenly spaced, else one for each pair."""
+    sides = list(zip(*pairs, strict=True))
+    steps = [{b - a for a, b in zip(x, x[1:], strict=False)} or {1} for x in sides]
+    if all(len(x) == 1 and min(x) > 0 for x in steps):
+        return [tuple(slice(x[0], x[-1] + 1, min(step)) for x, step in zip(sides, steps, strict=True))]
+    return [(slice(a, a + 1), slice(b, b + 1)) for a, b in pairs]
