@@ -11,8 +11,8 @@ import torch
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     importlib.import_module("triton.experimental.gluon")  # looks at it too, when a kernel is first run
-    for name in ("steps", "blocks", "dilated"):
-        importlib.import_module(f"workbench.execution.kernels.{name}")
+    for name in ("tile_ops", "block_sparse", "dilated"):
+        importlib.import_module(f"workbench.engines.triton.{name}")
     del os.environ["TRITON_INTERPRET"]  # the processes that tests start are as a user's
 
 

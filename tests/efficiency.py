@@ -1,9 +1,10 @@
-"""Writes workbench/probes/efficiency.json from the timings committed for a machine kind: python -m tests.efficiency."""
+"""Writes workbench/fit/efficiency.json from the timings committed for a machine kind: python -m tests.efficiency."""
 
 import json
 
-from workbench import cards, patterns, records
-from workbench.probes import estimate
+from workbench import patterns
+from workbench.fit import cards, estimate
+from workbench.harness import records
 from workbench.probes.case import Case
 
 

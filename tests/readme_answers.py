@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workbench import frontiers, multicard
+from workbench.analysis import frontiers, multicard
 from workbench.probes import speed, suite
 
 

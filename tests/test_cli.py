@@ -68,7 +68,8 @@ def test_what_computes_nothing_answers_at_once(folder, arguments):
 
 def test_the_command_line_imports_nothing_heavy():
     heavy = ("torch", "numpy", "nbformat", "nbconvert", "papermill", "IPython", "matplotlib", "pandas")
-    script = f"import sys, workbench.cli, workbench.explore; print([name for name in {heavy} if name in sys.modules])"
+    script = "import sys, workbench.cli, workbench.report.explore\n"
+    script += f"print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.stdout == "[]\n", done.stderr
 
@@ -284,7 +285,7 @@ def test_what_is_no_number_of_tokens_is_refused(text, capsys):
 
 
 def test_fit_makes_no_lists_for_what_cannot_fit(capsys, monkeypatch):
-    from workbench.probes import estimate
+    from workbench.fit import estimate
 
     trace = estimate.trace
     monkeypatch.setattr(estimate, "trace", lambda case, card: trace(case, card) if case.n < 10**8 else 1 / 0)
@@ -339,7 +340,7 @@ SCALE = ["scale", "--nproc", "2", "--n", "128", "--heads", "2", "--head-dim", "8
 
 @pytest.fixture
 def recorded(folder, monkeypatch):
-    from workbench import records
+    from workbench.harness import records
 
     monkeypatch.setattr(records, "default_folder", lambda: folder / "records")
     monkeypatch.setenv("WORKBENCH_RECORDS", "")  # which --records sets

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from workbench import doctor
-from workbench.execution import triton_backend
+from workbench.engines import triton_backend
 from workbench.patterns import Dense
 from workbench.probes import error
 

@@ -8,8 +8,8 @@ import torch
 from tests import tools
 from tests.tools import TABLE, Case
 from workbench import BlockSparse, Dense, Dilated, Predicate, attention, layouts
-from workbench.execution import block_sparse, dilated, fused
-from workbench.execution.merge import merge_
+from workbench.engines.merge import merge_
+from workbench.engines.torch import block_sparse, dilated, fused
 
 
 def right(q, k, v, pattern):

@@ -16,17 +16,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from workbench import (
-    BlockSparse,
-    Dense,
-    Dilated,
-    Neighborhood,
-    Predicate,
-    attention,
-    layouts,
-    orderings,
-    reference,
-)
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, layouts, reference
+from workbench.patterns import orderings
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 RELATIVE = {torch.float64: 1e-10, torch.float32: 2e-6}
@@ -339,11 +330,11 @@ def check(case: Case, dtype, **options) -> None:
 
 def take_strided_views(monkeypatch, room: int) -> None:
     """Dilated branches go by fused attention on strided views at any length, in calls of about `room` bytes."""
-    from workbench.execution.kernels import strided
+    from workbench.engines.triton import cudnn_views
 
-    for name, new in {"FROM": dict.fromkeys(strided.FROM, 1), "FROM_WHOLE": 1, "WORK": 0}.items():
-        monkeypatch.setattr(strided, name, new)
-    monkeypatch.setattr(strided, "room", lambda *x: room)
+    for name, new in {"FROM": dict.fromkeys(cudnn_views.FROM, 1), "FROM_WHOLE": 1, "WORK": 0}.items():
+        monkeypatch.setattr(cudnn_views, name, new)
+    monkeypatch.setattr(cudnn_views, "room", lambda *x: room)
 
 
 @contextlib.contextmanager

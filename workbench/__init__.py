@@ -11,16 +11,20 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "patterns": ("Dense", "Dilated", "BlockSparse", "Neighborhood", "Predicate", "layouts"),
-    "oracle": ("reference",),
-    "dispatch": ("attention", "explain"),
-    "mass": ("captured_mass",),
-    "modules": ("MultiheadAttention",),
-    "virtual": ("VirtualCard",),
+    "engines.reference": ("reference",),
+    "engines.dispatch": ("attention", "explain"),
+    "engines.layers": ("MultiheadAttention",),
+    "analysis.mass": ("captured_mass",),
+    "fit.virtual_card": ("VirtualCard",),
 }
 _FROM = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = (
-    "orderings", "patterns", "probes", "records", "plots", "explore", "report", "machine", "cards", "distributed"
+_FOLDERS = (
+    "patterns", "engines", "harness", "probes", "distributed", "fit", "scaling", "analysis", "plots", "report"
 )  # fmt: skip
+_MODULES = {name: name for name in _FOLDERS} | {
+    "orderings": "patterns.orderings", "records": "harness.records", "machine": "harness.machine",
+    "cards": "fit.cards", "explore": "report.explore",
+}  # fmt: skip
 
 __all__ = [*_FROM, *_MODULES]
 
@@ -29,7 +33,7 @@ def __getattr__(name: str):
     if name in _FROM:
         value = getattr(importlib.import_module(f"workbench.{_FROM[name]}"), name)
     elif name in _MODULES:
-        value = importlib.import_module(f"workbench.{name}")
+        value = importlib.import_module(f"workbench.{_MODULES[name]}")
     else:
         raise AttributeError(f"module 'workbench' has no attribute {name!r}")
     globals()[name] = value

@@ -272,8 +272,8 @@ def _doctor(arguments) -> int:
 
 
 def _fit(arguments) -> int:
-    from workbench import cards
-    from workbench.probes import fit
+    from workbench.fit import cards
+    from workbench.fit import executions as fit
 
     sys.path.insert(0, os.getcwd())  # where module:function may be
     card = cards.find(arguments.card)
@@ -292,8 +292,9 @@ def _fit(arguments) -> int:
 def _scale(arguments) -> int:
     import torch
 
-    from workbench.probes import fit, scaling, scaling_groups
+    from workbench.fit import executions as fit
     from workbench.probes.case import Case
+    from workbench.scaling import groups, sweeps
 
     _to_records(arguments)
     sys.path.insert(0, os.getcwd())  # where module:function may be
@@ -314,19 +315,19 @@ def _scale(arguments) -> int:
         if not cards:
             asked = " ".join(arguments.groups)
             raise ValueError(f"--groups {asked}: their lengths are for cards; here want --pattern longnet --n 8192")
-        cases = scaling_groups.cases(arguments.groups, device, dtype)
+        cases = groups.cases(arguments.groups, device, dtype)
     else:
         n = arguments.n or (131_072 if cards else 4096)
         sizes = (n, arguments.heads, arguments.head_dim, dtype, "auto", arguments.mode, device, arguments.batch)
         patterns = {name: fit.maker(name)(n, arguments.causal) for name in arguments.pattern or ["dense"]}
         cases = {name: Case(x, *sizes, kv_heads=arguments.kv_heads) for name, x in patterns.items()}
-    frame = scaling.sweep(
-        cases, arguments.nproc, arguments.strategies or scaling.STRATEGIES, samples=arguments.samples,
+    frame = sweeps.sweep(
+        cases, arguments.nproc, arguments.strategies or sweeps.STRATEGIES, samples=arguments.samples,
         seconds=arguments.seconds, within_s=arguments.within, profile="gpu" if cards else "quick",
         say=None if arguments.json else lambda *words, **_: print(*words, file=sys.stderr, flush=True),
     )  # fmt: skip
-    print(frame.to_json(orient="records", indent=1) if arguments.json else scaling.table(frame))
-    return int(scaling.failed(frame))
+    print(frame.to_json(orient="records", indent=1) if arguments.json else sweeps.table(frame))
+    return int(sweeps.failed(frame))
 
 
 def _at_least(arguments, **least) -> None:

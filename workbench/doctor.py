@@ -9,9 +9,10 @@ import sys
 
 import torch
 
-from workbench import machine, orderings, requirements
-from workbench.dispatch import BACKENDS, DTYPES
-from workbench.patterns import BlockSparse, Dilated, Neighborhood, layouts
+from workbench import requirements
+from workbench.engines.dispatch import BACKENDS, DTYPES
+from workbench.harness import machine
+from workbench.patterns import BlockSparse, Dilated, Neighborhood, layouts, orderings
 from workbench.probes import error
 
 CASES = {

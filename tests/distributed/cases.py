@@ -10,7 +10,8 @@ import torch
 
 from tests import tools
 from tests.tools import TABLE, Case
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, layouts, orderings
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, layouts
+from workbench.patterns import orderings
 
 EDGE, FEW = layouts.local(1) | layouts.global_(1), layouts.local(1) | layouts.strided(3)
 BY_HEAD, MIXED = layouts.random(0.2, 3, per_head=True), layouts.global_(1) | layouts.random(0.3, 5)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
-from workbench.distributed import api, bench, compare
+from workbench.distributed import api
+from workbench.scaling import compare, on_ranks
 
 
 def facts(rank, world, case, strategy, spoilt=False):
@@ -21,5 +22,5 @@ def facts(rank, world, case, strategy, spoilt=False):
         patch.object(compare, "one_device", lambda *_: (None, "no room for it")),
         patch.object(api, "attention", attention),
     ):
-        found = bench.facts(case, strategy)
+        found = on_ranks.facts(case, strategy)
     return {x: found[x] for x in ("errors", "compared", "compared_with", "unchecked")}

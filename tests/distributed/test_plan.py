@@ -16,12 +16,13 @@ import workbench as wb
 from tests import tools
 from tests.distributed.cases import CASES, drawn
 from tests.distributed.work import plan_of
-from workbench import layouts, orderings
+from workbench import layouts
+from workbench.analysis.multicard import one_thread
 from workbench.distributed import Plan, Shards, fills, partials, plan
 from workbench.distributed.halo import Residues
 from workbench.distributed.plans import Stage
 from workbench.distributed.shards import Rows, clip
-from workbench.multicard import one_thread
+from workbench.patterns import orderings
 from workbench.plots import distributed as draw
 
 WORLDS = (1, 2, 3, 4, 7)

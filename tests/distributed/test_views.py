@@ -8,13 +8,14 @@ import torch
 import workbench as wb
 from tests import tools
 from tests.tools import Case
-from workbench import layouts, orderings
+from workbench import layouts
 from workbench.distributed import Shards, partials, plan, views
 from workbench.distributed.plans import Stage
 from workbench.distributed.shards import Rows
-from workbench.execution import triton_backend
-from workbench.execution.operators import handle_of
-from workbench.execution.torch_backend import attend
+from workbench.engines import triton_backend
+from workbench.engines.operators import handle_of
+from workbench.engines.torch_backend import attend
+from workbench.patterns import orderings
 
 EDGE = layouts.local(1) | layouts.global_(1)
 PATTERNS = {

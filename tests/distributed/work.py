@@ -14,11 +14,13 @@ from tests import tools
 from tests.distributed import races
 from tests.distributed.cases import CASES, drawn
 from tests.tools import Case
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, VirtualCard, attention, layouts, orderings
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, VirtualCard, attention, layouts
 from workbench.distributed import Plan, Shards, api, buffers, call, exchange, plans
 from workbench.distributed.sequence import Executor
 from workbench.distributed.shards import clip
-from workbench.execution import fused, partial
+from workbench.engines import partial
+from workbench.engines.torch import fused
+from workbench.patterns import orderings
 
 TOLERANCE = 1e-12
 
@@ -51,8 +53,8 @@ def run(pattern, strategy="sequence", **options):
 def by_kernels(rank, world, id, name):
     """The largest error of this rank, by our kernels in Triton's interpreter."""
     case, shards = CASES[id]
-    from workbench.execution import triton_backend
-    from workbench.execution.kernels import steps  # noqa: F401 (who tells that they are interpreted)
+    from workbench.engines import triton_backend
+    from workbench.engines.triton import tile_ops  # noqa: F401 (who tells that they are interpreted)
 
     assert triton_backend.interpreted()
     return max(compare(rank, case, shards[world], dtype=getattr(torch, name), backend="triton").values())

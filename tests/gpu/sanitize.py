@@ -2,7 +2,8 @@
 
 import torch
 
-from workbench import BlockSparse, Dilated, Neighborhood, attention, layouts, orderings
+from workbench import BlockSparse, Dilated, Neighborhood, attention, layouts
+from workbench.patterns import orderings
 
 CASES = {
     "dilated": (Dilated([100, 300], [1, 3]), 333, 200),
@@ -16,9 +17,9 @@ CASES = {
 
 
 def main() -> None:
-    from workbench.execution.kernels import strided
+    from workbench.engines.triton import cudnn_views
 
-    strided.FROM, strided.WORK = dict.fromkeys(strided.FROM, 512), 1e9  # so that small calls go there too
+    cudnn_views.FROM, cudnn_views.WORK = dict.fromkeys(cudnn_views.FROM, 512), 1e9  # so that small calls go there too
     for name, (pattern, n, nq) in CASES.items():
         heads = 4 if n > 1000 else 2
         q = torch.randn(1, nq, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)

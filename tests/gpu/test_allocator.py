@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from workbench.probes.allocator import Allocator, OutOfMemory
+from workbench.fit.allocator import Allocator, OutOfMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here")]
 MIB = 1 << 20

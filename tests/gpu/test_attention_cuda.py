@@ -1,11 +1,11 @@
-"""The table of tests/test_attention.py on a CUDA card, and what only a card can get wrong."""
+"""The table of tests/engines/test_attention.py on a CUDA card, and what only a card can get wrong."""
 
 import pytest
 import torch
 
 from tests import tools
 from workbench import BlockSparse, Dense, Dilated, attention, explain, layouts, reference
-from workbench.execution import fused
+from workbench.engines.torch import fused
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
 

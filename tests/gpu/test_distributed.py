@@ -10,8 +10,9 @@ import torch
 from tests import tools
 from tests.distributed import work
 from tests.distributed.cases import CASES as ODD
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, layouts, orderings
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, layouts
 from workbench.harness.ranks import Pool, RankError
+from workbench.patterns import orderings
 
 CARDS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(CARDS < 2, reason="needs two CUDA cards")]

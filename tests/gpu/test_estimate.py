@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests import tools
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, cards, layouts, orderings
-from workbench.probes import estimate, scratch
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, layouts
+from workbench.fit import cards, estimate, workspace
+from workbench.patterns import orderings
 from workbench.probes.case import Case
 
 aten = torch.ops.aten
@@ -65,9 +66,9 @@ def test_what_kernels_take_for_themselves_is_what_is_measured():
         name, dtype, (b, h, n, d) = row["operator"], row["dtype"], row["shape"]
         empty = torch.empty(b, n, h, d, dtype=getattr(torch, dtype), device="meta")
         tensors = [empty.transpose(1, 2)] * 4  # as they lie in what is measured
-        told, bound = peak(scratch.of(name, tensors, card)), 0
-        if name not in scratch.RULES:
-            bound = scratch.table().get(name, {}).get(dtype, {}).get("worst", 0) * empty.nbytes + 1
+        told, bound = peak(workspace.of(name, tensors, card)), 0
+        if name not in workspace.RULES:
+            bound = workspace.table().get(name, {}).get(dtype, {}).get("worst", 0) * empty.nbytes + 1
         if abs(told - row["scratch_bytes"]) > bound:
             wrong.append(f"{row}: {told} here")
     assert not wrong, "\n".join(wrong)

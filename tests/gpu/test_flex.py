@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from workbench import BlockSparse, Dense, Neighborhood, Predicate, layouts, orderings, reference
-from workbench.execution import flex
+from workbench import BlockSparse, Dense, Neighborhood, Predicate, layouts, reference
+from workbench.engines import flex
+from workbench.patterns import orderings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here")]
 

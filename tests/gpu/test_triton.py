@@ -5,8 +5,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests import tools
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, attention, explain, layouts, orderings, reference
-from workbench.execution import triton_backend
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, attention, explain, layouts, reference
+from workbench.engines import triton_backend
+from workbench.patterns import orderings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
 
@@ -63,12 +64,12 @@ BY_VIEWS = [
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=tools.name_of)
 @pytest.mark.parametrize("case", BY_VIEWS, ids=lambda case: case.id)
 def test_agrees_with_the_oracle_where_cudnn_takes_the_branches(case, dtype, monkeypatch):
-    from workbench.execution.kernels import strided
+    from workbench.engines.triton import cudnn_views
 
     taken = []
     for name in ("attend", "attend_backward"):
-        right = getattr(strided, name)
-        monkeypatch.setattr(strided, name, lambda *x, right=right, name=name: taken.append(name) or right(*x))
+        right = getattr(cudnn_views, name)
+        monkeypatch.setattr(cudnn_views, name, lambda *x, right=right, name=name: taken.append(name) or right(*x))
     tools.take_strided_views(monkeypatch, room=1 << 19)
     tools.check(case, dtype, device="cuda", backend="triton", through_lse=False)
     assert set(taken) == {"attend", "attend_backward"}

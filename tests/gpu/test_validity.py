@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from workbench import Dense, Dilated, Neighborhood, explain
+from workbench.harness.outcome import Outcome
 from workbench.harness.processes import shared
 from workbench.patterns.dilated import PAPER
 from workbench.probes import validity
 from workbench.probes.case import Case
-from workbench.probes.outcome import Outcome
 
 CUDA = torch.cuda.is_available()
 LARGE = CUDA and torch.cuda.get_device_properties(0).total_memory > 75 << 30

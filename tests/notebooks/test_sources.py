@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from workbench.cards import CARDS
+from workbench.fit.cards import CARDS
 from workbench.report import notebooks, parameters
 
 PATHS = notebooks.find()

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench import attention, layouts, orderings
+from workbench import attention, layouts
+from workbench.patterns import orderings
 from workbench.patterns.fingerprint import fingerprint
 
 LIMIT, SETTINGS, FLAGS = 4, types.SimpleNamespace(limit=1), types.ModuleType("flags")

@@ -5,16 +5,7 @@ import pytest
 import torch
 
 from workbench.patterns import BlockSparse, Neighborhood, layouts
-from workbench.patterns.layouts import (
-    explicit,
-    from_spec,
-    global_,
-    hierarchical,
-    local,
-    random,
-    strided,
-    top_k,
-)
+from workbench.patterns.layouts import explicit, from_spec, global_, hierarchical, local, random, strided, top_k
 
 GRIDS = [(1, 1), (7, 7), (12, 5), (5, 12), (33, 33)]
 

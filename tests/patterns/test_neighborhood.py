@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench import orderings
-from workbench.patterns import Neighborhood, Predicate, from_spec
+from workbench.patterns import Neighborhood, Predicate, from_spec, orderings
 
 MEGAPIXEL = (1024, 1024)
 

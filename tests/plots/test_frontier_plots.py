@@ -2,9 +2,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from workbench import frontiers
+from workbench.analysis import frontiers
+from workbench.fit import estimate, frontier
 from workbench.plots import frontier as draw
-from workbench.probes import estimate, frontier
 
 SHAPE = {"segments": [256, 1024], "rates": [1, 4], "block_size": 512}
 SIZES = {"heads": 8, "head_dim": 64, "dtype": "float16", "mode": "fwdbwd"}

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench import locality, orderings
+from workbench.analysis import locality
+from workbench.patterns import orderings
 from workbench.plots import orderings as plots
 
 GRID = (8, 12)

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 import workbench as wb
-from workbench import cost, samples
+from workbench.analysis import cost, samples
 from workbench.patterns import layouts
 from workbench.plots import patterns as draw
 

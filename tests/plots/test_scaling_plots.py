@@ -1,9 +1,10 @@
 import numpy as np
 import pandas as pd
 import pytest
-
 from tests.test_multicard import rows  # noqa: F401 (a fixture)
-from workbench import multicard, orderings
+
+from workbench.analysis import multicard
+from workbench.patterns import orderings
 from workbench.plots import distributed as draw_plans
 from workbench.plots import scaling as draw
 

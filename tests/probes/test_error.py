@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.execution import flex
+from workbench.engines import flex
 from workbench.patterns import layouts
 from workbench.plots import exactness
 from workbench.probes import error

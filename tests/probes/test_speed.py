@@ -2,7 +2,7 @@ import pandas as pd
 import pytest
 import torch
 
-from workbench import records
+from workbench.harness import records
 from workbench.patterns import BlockSparse, Dense, Neighborhood, layouts
 from workbench.probes import roofline, speed
 

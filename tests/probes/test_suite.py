@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 import torch
 
-from workbench import records
+from workbench.harness import records
 from workbench.plots import speed as draw
 from workbench.probes import suite
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench import records
+from workbench.harness import records
+from workbench.harness.outcome import attempt
 from workbench.probes import timing
-from workbench.probes.outcome import attempt
 
 SMALL = {"n": 40, "heads": 4, "head_dim": 8, "samples": 2, "warmup": 1}
 

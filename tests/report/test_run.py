@@ -360,7 +360,7 @@ def test_two_reports_at_once_share_a_folder(tmp_path):
 
 PLAYERS = """
 import matplotlib.pyplot as plt
-from workbench.explore import explore
+from workbench.report.explore import explore
 
 def draw(width, colour):
     fig, ax = plt.subplots(figsize=(3, 2))
@@ -431,7 +431,7 @@ def test_players_switch_frames_and_do_not_disturb_each_other(run):
 @pytest.mark.browser
 @needs_browser
 def test_a_player_is_moved_by_the_keyboard(run):
-    (done,), _, _ = run({"squares": ["from workbench.explore import explore", SQUARES]})
+    (done,), _, _ = run({"squares": ["from workbench.report.explore import explore", SQUARES]})
     with browser.tab(done.path) as tab:
         tab.run("document.querySelector('.wb-player input').focus()")
         for kind in ("keyDown", "keyUp"):

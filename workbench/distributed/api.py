@@ -13,10 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench import dispatch
 from workbench.distributed import call
 from workbench.distributed.agree import Agreement
 from workbench.distributed.group import Ranks
+from workbench.engines import dispatch
 from workbench.patterns import Pattern
 
 

@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from workbench import dispatch
 from workbench.distributed import sequence, ulysses
 from workbench.distributed.agree import Agreement, same
 from workbench.distributed.group import Ranks
 from workbench.distributed.plans import Plan, describe, digest
 from workbench.distributed.shards import Shards
-from workbench.execution import partial
-from workbench.execution.fused import unit_stride
-from workbench.execution.operators import transformed
+from workbench.engines import dispatch, partial
+from workbench.engines.operators import transformed
+from workbench.engines.torch.fused import unit_stride
 from workbench.patterns import Dense, Pattern
 
 STRATEGIES = ("auto", "sequence", "heads")

@@ -7,11 +7,11 @@ import copy
 import torch.distributed as dist
 from torch import Tensor
 
-from workbench import modules
 from workbench.distributed.api import attention
+from workbench.engines import layers
 
 
-class MultiheadAttention(modules.MultiheadAttention):
+class MultiheadAttention(layers.MultiheadAttention):
     """`workbench.MultiheadAttention` whose sequence is spread over ranks: x (B, L, embed_dim) -> (B, L, embed_dim).
 
     x: this rank's contiguous rows, shards in the order of ranks; L may differ between ranks and be 0. The result is

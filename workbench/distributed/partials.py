@@ -20,7 +20,7 @@ from torch import Tensor
 from workbench.distributed import views
 from workbench.distributed.plans import Plan, Stage
 from workbench.distributed.shards import Rows, Shards, clip
-from workbench.execution.dilated import offset_slices, share_heads
+from workbench.engines.torch.dilated import offset_slices, share_heads
 from workbench.patterns import Dense, Dilated, Neighborhood, Pattern
 
 FIRST = 2 << 30  # pairs that keep a card busy for a millisecond, while ranks agree

@@ -31,7 +31,7 @@ from workbench.distributed.exchange import Exchange, QueryExchange
 from workbench.distributed.group import Ranks
 from workbench.distributed.partials import HeadGroup, Partial
 from workbench.distributed.plans import Plan, Stage
-from workbench.execution import partial
+from workbench.engines import partial
 
 
 class Buffers(NamedTuple):

@@ -25,7 +25,7 @@ from workbench.distributed.group import Ranks
 from workbench.distributed.plans import Plan, of_mode
 from workbench.distributed.shards import Shards
 from workbench.distributed.views import some_heads
-from workbench.execution import partial
+from workbench.engines import partial
 from workbench.patterns import Dilated, Pattern
 
 STAGES = 4  # at most so many

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workbench.orderings import Ordering
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
 from workbench.patterns.layouts import Layout
+from workbench.patterns.orderings import Ordering
 
 
 class Branches(Dilated):

@@ -31,10 +31,12 @@ from pathlib import Path
 import psutil
 import torch
 
-from workbench.probes.outcome import Outcome, attempt
+from workbench.harness.outcome import Outcome, attempt
 
 # What children are likely to import. The third is what the first call of an operator of ours imports, in two seconds.
-PRELOAD = ("workbench.dispatch", "workbench.execution.torch_backend", "torch._dynamo", "torch.distributed.device_mesh")
+PRELOAD = (
+    "workbench.engines.dispatch", "workbench.engines.torch_backend", "torch._dynamo", "torch.distributed.device_mesh"
+)  # fmt: skip
 PAUSE_S = 0.01  # between two looks at a process with a limit of memory, which grows by 100 MB in that time
 TOLD = 4000  # characters of a dead process's stderr that are reported
 

@@ -31,8 +31,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from workbench.harness.outcome import Outcome, sentence, status_of
 from workbench.harness.processes import TOLD, Process, Server, imported, shared
-from workbench.probes.outcome import Outcome, sentence, status_of
 
 BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # gloo too: ranks whose cards are out of memory can agree
 LAUNCHERS = (  # the variable that tells of a launcher; then those of the rank, of how many there are, and on this host

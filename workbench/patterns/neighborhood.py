@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-import workbench.orderings  # by its full name, since it imports this package
+import workbench.patterns.orderings  # by its full name, since it imports this package
 from workbench.patterns.base import Blocks, Pattern, repeated
 from workbench.patterns.checks import axes
 
@@ -20,16 +20,16 @@ class Neighborhood(Pattern):
     """visible(h, i, j) = |x(i) - x(j)| <= radius on every axis, x(i) being the grid cell of token i.
 
     Clipped at the border. shape: one to any number of axes, the last one fastest. radius: an int, or one an axis.
-    ordering: from workbench.orderings, token i is the cell ordering.curve[i]; None is row-major. Where the ordering
+    ordering: of `workbench.orderings`, token i is the cell ordering.curve[i]; None is row-major. Where the ordering
     leaves cells out, those are no tokens. N is the number of tokens.
     """
 
     same_heads = True
 
     def __init__(self, shape, radius, ordering=None):
-        self.shape = workbench.orderings.shape_of(shape)
+        self.shape = workbench.patterns.orderings.shape_of(shape)
         self.radius = axes("radius", radius, len(self.shape), 0)
-        if ordering is not None and not isinstance(ordering, workbench.orderings.Ordering):
+        if ordering is not None and not isinstance(ordering, workbench.patterns.orderings.Ordering):
             raise ValueError(f"ordering={ordering!r}: want an ordering, e.g. orderings.hilbert({self.shape}), or None")
         if ordering is not None and ordering.shape != self.shape:
             raise ValueError(f"ordering={ordering.name} of shape {ordering.shape}: want the shape {self.shape}")
@@ -37,7 +37,7 @@ class Neighborhood(Pattern):
 
     @cached_property
     def _order(self):
-        return self.ordering or workbench.orderings.row_major(self.shape)
+        return self.ordering or workbench.patterns.orderings.row_major(self.shape)
 
     @property
     def curve(self) -> Tensor:
@@ -208,7 +208,7 @@ class Neighborhood(Pattern):
 
     @classmethod
     def from_spec(cls, ordering=None, **rest):
-        return cls(ordering=None if ordering is None else workbench.orderings.from_spec(ordering), **rest)
+        return cls(ordering=None if ordering is None else workbench.patterns.orderings.from_spec(ordering), **rest)
 
     @property
     def name(self):

@@ -1,4 +1,4 @@
-"""Figures about orderings, from DataFrames (see `workbench.locality`), orderings and arrays alone."""
+"""Figures about orderings, from DataFrames (see `workbench.analysis.locality`), orderings and arrays alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.colors import BoundaryNorm, ListedColormap, to_rgb
 from matplotlib.ticker import PercentFormatter
 from mpl_toolkits.mplot3d.art3d import Line3DCollection
 
-from workbench.locality_words import label as label
+from workbench.analysis.locality_words import label as label
 from workbench.plots import style
 
 # Paul Tol's muted scheme: colour-blind safe, and apart from the colours that stand for patterns.

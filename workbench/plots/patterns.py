@@ -14,9 +14,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, NullFormatter, PercentFormatter
 from torch import Tensor
 
+from workbench.analysis.reach import reach as reached
 from workbench.patterns import Dilated, Pattern
 from workbench.plots import style
-from workbench.reach import reach as reached
 
 FAMILY = {
     "Dense": "dense",
@@ -144,7 +144,7 @@ def _cmap(color: str, deepest: int = 1):
 
 
 def cost(table: pd.DataFrame):
-    """Pairs (counted) and predicted bytes (modelled, dashed) against N, from the rows of `workbench.cost.table`."""
+    """Pairs (counted) and predicted bytes (modelled, dashed) against N, from the rows of `analysis.cost.table`."""
     style.use()
     fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.9))
     for x, (name, rows) in enumerate(table.groupby("pattern", sort=False)):

@@ -1,6 +1,6 @@
 """Pictures of several cards: the speed-up of each strategy, what each card does, and what many cards would give.
 
-Each function draws from DataFrames alone (see `workbench.multicard` for the columns) and returns a Figure, whose label
+Each function draws from DataFrames alone (see `analysis.multicard` for the columns) and returns a Figure, whose label
 is its alternative text.
 """
 
@@ -16,11 +16,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
 
-from workbench.distributed.strategies import ONE, SHORT
-from workbench.machine import short_name
+from workbench.harness.machine import short_name
 from workbench.plots import style
 from workbench.plots.patterns import family_color
 from workbench.probes.timing import AA
+from workbench.scaling.strategies import ONE, SHORT
 
 # Paul Tol's medium-contrast scheme: colour-blind safe, and apart from the colours of patterns and of orderings.
 COLORS = {
@@ -33,7 +33,7 @@ SCALINGS = {"strong": "strong: the same N on all ranks together", "weak": "weak:
 
 def picture(path: str, machine: str = "h200x2") -> None:
     """Write the README's picture of several cards to `path`: speed-ups from the records of a machine kind."""
-    from workbench import multicard
+    from workbench.analysis import multicard
 
     rows = multicard.ok(multicard.recorded([machine])[0])
     rows = rows[rows["kind"].isin(multicard.KINDS)].sort_values("kind", key=lambda x: x.map(multicard.KINDS.index))

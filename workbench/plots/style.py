@@ -5,8 +5,8 @@ from __future__ import annotations
 import matplotlib.pyplot as plt
 import seaborn as sns
 
-from workbench.narrate import MODES as MODES
-from workbench.narrate import number as number
+from workbench.harness.narrate import MODES as MODES
+from workbench.harness.narrate import number as number
 
 # Colour-blind safe (Okabe-Ito); one meaning a colour across all notebooks.
 COLORS = {

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from workbench.execution.fused import expand_heads
+from workbench.engines.torch.fused import expand_heads
 from workbench.harness.processes import imported
 from workbench.patterns import Dense, Pattern
-from workbench.probes import arguments
+from workbench.probes import checks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FUSED = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
@@ -56,7 +56,7 @@ class Case:
     def __post_init__(self):
         if not isinstance(self.pattern, Pattern):
             raise ValueError(f"pattern={self.pattern!r}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
-        arguments.choice("mode", self.mode, "fwd", "fwdbwd")
+        checks.choice("mode", self.mode, "fwd", "fwdbwd")
         if not callable(self.backend) and not isinstance(self.backend, str):
             raise ValueError(f"backend={self.backend!r}: want a name, 'module:function' or a function of q, k and v")
         dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
@@ -65,16 +65,16 @@ class Case:
             raise ValueError(f"dtype={self.dtype!r}: want one of {names}")
         sizes = {"n": 0, "heads": 0, "head_dim": 1, "batch": 0, "seed": 0}
         for name, least in sizes.items():
-            object.__setattr__(self, name, arguments.whole(name, getattr(self, name), least))
+            object.__setattr__(self, name, checks.whole(name, getattr(self, name), least))
         for name, default in (("kv_heads", self.heads), ("nq", self.n)):
             value = getattr(self, name)
-            object.__setattr__(self, name, default if value is None else arguments.whole(name, value, 0))
+            object.__setattr__(self, name, default if value is None else checks.whole(name, value, 0))
         if self.nq > self.n:
             raise ValueError(f"nq={self.nq}, n={self.n}: want at most as many queries as keys")
         if self.heads and (not self.kv_heads or self.heads % self.kv_heads):
             raise ValueError(f"{self.kv_heads} key heads do not divide {self.heads} query heads: want a divisor")
         object.__setattr__(self, "dtype", dtype)
-        object.__setattr__(self, "device", arguments.device(self.device))
+        object.__setattr__(self, "device", checks.device(self.device))
 
     def at(self, n: int) -> Case:
         """This case at another N; where there are as many queries as keys, there are again."""
@@ -134,7 +134,7 @@ class Case:
             return imported(self.backend), self.backend
         if self.backend in BASELINES:
             return _baseline(self.backend, self), self.backend
-        from workbench import dispatch
+        from workbench.engines import dispatch
 
         backend = self.backend
         if backend == "auto":

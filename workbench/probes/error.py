@@ -14,9 +14,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from workbench.dispatch import BACKENDS, DTYPES, attention, why_not
-from workbench.oracle import reference
-from workbench.probes import arguments
+from workbench.engines.dispatch import BACKENDS, DTYPES, attention, why_not
+from workbench.engines.reference import reference
+from workbench.probes import checks
 from workbench.probes.case import Case
 
 RELATIVE = {torch.float64: 1e-10, torch.float32: 2e-6}
@@ -32,9 +32,9 @@ def table(patterns: Iterable, *, n: int, backends=BACKENDS, dtypes=DTYPES, **siz
     dtypes: torch's, or their names. sizes: what else `measure` takes (heads, head_dim, device, batch, kv_heads, nq,
     seed).
     """
-    backends, dtypes = arguments.listed("backends", backends), arguments.listed("dtypes", dtypes)
+    backends, dtypes = checks.listed("backends", backends), checks.listed("dtypes", dtypes)
     rows = []
-    for pattern in arguments.listed("patterns", patterns):
+    for pattern in checks.listed("patterns", patterns):
         for backend in backends:
             for dtype in dtypes:
                 rows.append(measure(pattern, n=n, backend=backend, dtype=dtype, **sizes))
@@ -59,7 +59,7 @@ def measure(
     status is "ok" or "refused", then with the reason in `error`.
     """
     case = Case(pattern, n, heads, head_dim, dtype, backend, mode, device, batch, kv_heads, nq, seed)
-    arguments.device(case.device, here=True)
+    checks.device(case.device, here=True)
     dtype, nq, kv_heads = case.dtype, case.nq, case.kv_heads
     random = torch.Generator().manual_seed(seed)
     shapes = [(batch, nq, heads, head_dim), *[(batch, n, kv_heads, head_dim)] * 2, (batch, nq, heads, head_dim)]

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
+from workbench.harness.outcome import attempt
 from workbench.harness.processes import shared
-from workbench.probes import arguments
+from workbench.probes import checks
 from workbench.probes.case import Case
-from workbench.probes.outcome import attempt
 
 STATUS = Path("/proc/self/status")
 
@@ -57,8 +57,8 @@ def measure(fn: Callable[[], object], device: str = "cpu") -> Memory:
 
     device: "cpu", or a CUDA card of this machine, whose allocator is read. What fn raises is raised.
     """
-    arguments.callable_("fn", fn)
-    device = arguments.device(device, here=True)
+    checks.callable_("fn", fn)
+    device = checks.device(device, here=True)
     return _on_cpu(fn) if device == "cpu" else _on_cuda(fn, torch.device(device))
 
 
@@ -76,7 +76,7 @@ def measure_attention(
     if in_process:
         outcome = attempt(lambda: _of_case(case))
     else:
-        timeout_s = arguments.number("timeout_s", timeout_s)
+        timeout_s = checks.number("timeout_s", timeout_s)
         outcome = shared().run(f"{__name__}:_of_case", (case,), timeout_s)
     row = {"probe": "memory"} | case.fields() | {"status": outcome.status, "error": outcome.error, "measured": True}
     row |= {"pairs": None, "peak_bytes": None, "extra_bytes": None}

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from workbench.probes import arguments
-from workbench.probes.outcome import attempt
+from workbench.harness.outcome import attempt
+from workbench.probes import checks
 from workbench.probes.timing import Timing, measure
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -22,8 +22,8 @@ def ceilings(device: str = "cpu", seconds: float = 2.0) -> dict:
     matmul_size: {dtype: its side}; copy_gbs: 10^9 bytes/s, read and written ones both counted, copy_bytes: of the
     tensor copied; samples_ms: {dtype or "copy": list}.
     """
-    device = arguments.device(device, here=True)
-    share = arguments.number("seconds", seconds) / (len(DTYPES) + 1)
+    device = checks.device(device, here=True)
+    share = checks.number("seconds", seconds) / (len(DTYPES) + 1)
     tflops, sizes, samples = {}, {}, {}
     for dtype in DTYPES:
         outcome = attempt(lambda dtype=dtype: _matmul(dtype, device, share))
@@ -48,7 +48,7 @@ def flops(pairs: int, head_dim: int, mode: str = "fwd", batch: int = 1) -> int:
 
     Two products forward and five backward (the scores once again, dv, dp, dq, dk), of 2 operations a pair and channel.
     """
-    return PASSES[arguments.choice("mode", mode, *PASSES)] * 2 * pairs * head_dim * batch
+    return PASSES[checks.choice("mode", mode, *PASSES)] * 2 * pairs * head_dim * batch
 
 
 def _matmul(dtype: torch.dtype, device: str, seconds: float) -> tuple[int, Timing]:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping
 import pandas as pd
 import torch
 
-from workbench import records
-from workbench.narrate import MODES, listed, number, spread
+from workbench.harness import records
+from workbench.harness.narrate import MODES, listed, number, spread
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, from_spec, layouts
-from workbench.probes import arguments, roofline
+from workbench.probes import checks, roofline
 from workbench.probes.case import Case
 from workbench.probes.timing import compare, time_attention
 
@@ -28,7 +28,7 @@ def lineup(segments, rates, sparsity: float, radius: int, block_size: int = 128)
 
     The neighborhood is on the squarest grid of N = rows x cols, its tokens along a Hilbert curve.
     """
-    from workbench import orderings
+    from workbench.patterns import orderings
 
     def neighborhood(n: int) -> Pattern:
         rows = next(r for r in range(int(n**0.5), 0, -1) if n % r == 0)
@@ -53,17 +53,17 @@ def sweep(
     pattern, inputs, samples and seconds, on the same device, by the same code and versions. seconds: about what a row
     may take. say: takes the progress, a line a length; None for silence. ValueError for what cannot be timed.
     """
-    makers = arguments.named("makers", makers, "a function of N")
-    lengths = [arguments.whole("length", n, 1) for n in arguments.listed("lengths", lengths)]
+    makers = checks.named("makers", makers, "a function of N")
+    lengths = [checks.whole("length", n, 1) for n in checks.listed("lengths", lengths)]
     wanted, chosen = {}, {}
     for n in lengths:
         for label, maker in makers.items():
-            pattern = arguments.callable_(f"makers[{label!r}]", maker)(n)
-            for mode in arguments.listed("modes", modes):
+            pattern = checks.callable_(f"makers[{label!r}]", maker)(n)
+            for mode in checks.listed("modes", modes):
                 for backend in dense_backends(device) if isinstance(pattern, Dense) else ("auto",):
                     case = Case(pattern, n, heads, head_dim, dtype, backend, mode, device)
                     wanted[label, n, mode, backend] = case
-    rounds = {"samples": arguments.whole("samples", samples, 1), "seconds": arguments.number("seconds", seconds)}
+    rounds = {"samples": checks.whole("samples", samples, 1), "seconds": checks.number("seconds", seconds)}
     recorder, before = records.start("timing", profile, folder), None
     for (label, n, mode, backend), case in wanted.items():
         if say and n != before:
@@ -199,9 +199,9 @@ def break_even(
     Columns: sparsity (achieved), speedup with its 95% interval (speedup_low, speedup_high), ideal (dense pairs over
     attended pairs), median_ms. The row "A/A" is dense measured against itself: what noise alone does. All are recorded.
     """
-    sparsities = arguments.listed("sparsities", sparsities)
+    sparsities = checks.listed("sparsities", sparsities)
     for sparsity in sparsities:
-        arguments.number("1 - sparsity", 1 - sparsity if isinstance(sparsity, (int, float)) else sparsity, most=1)
+        checks.number("1 - sparsity", 1 - sparsity if isinstance(sparsity, (int, float)) else sparsity, most=1)
     dense = fastest_dense(n=n, heads=heads, head_dim=head_dim, dtype=dtype, device=device, mode=mode)
     sizes = (n, heads, head_dim, dtype)
     cases = {"dense": Case(Dense(), *sizes, dense, mode, device)}

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import pandas as pd
 import torch
 
-from workbench import records
+from workbench.fit import estimate
+from workbench.harness import records
+from workbench.harness.outcome import attempt
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, layouts
 from workbench.patterns.dilated import PAPER
-from workbench.probes import arguments, estimate, memory, peers, roofline
+from workbench.probes import baselines, checks, memory, roofline
 from workbench.probes.case import Case
-from workbench.probes.outcome import attempt
 from workbench.probes.timing import compare
 
 LONGNET = {  # name: (dilation rates, heads, head_dim)
@@ -46,7 +47,7 @@ def run(only: Iterable[str] = (), *, profile="gpu", samples=9, seconds=8.0, fold
     seconds: about what a group may take. An alternative that cannot run is a row with its status.
     RuntimeError without a CUDA card: notebook 05 measures what a CPU can do.
     """
-    only = arguments.listed("only", only)
+    only = checks.listed("only", only)
     if not torch.cuda.is_available():
         raise RuntimeError("the suite is of a CUDA card, and torch finds none here; notebook 05 measures a CPU, too")
     recorder, rows = records.start("timing", profile, folder), []
@@ -131,14 +132,14 @@ def groups() -> dict[str, Callable[[], dict]]:
                         "workbench": case(Dilated(PAPER, rates, c), n, h, d, mode),
                     }
     rates, h, d = LONGNET["paper 12x64"]
-    for name in (name for name, missing in peers.available().items() if name == "torchscale" and not missing):
+    for name in (name for name, missing in baselines.available().items() if name == "torchscale" and not missing):
         for n in LONG:
             for mode in MODES:
                 found[f"peers {mode} {n}"] = lambda name=name, n=n, mode=mode: {
                     "dense cudnn 16K": case(Dense(), 16_384, h, d, mode, "cudnn"),
                     "workbench": case(Dilated(PAPER, rates, offsets="blocked"), n, h, d, mode),
                     name: case(Dilated(PAPER, rates, offsets="blocked"), n, h, d, mode,
-                               peers.longnet(name, PAPER, rates)),
+                               baselines.longnet(name, PAPER, rates)),
                 }  # fmt: skip
     found["short"] = lambda: {
         "dense cudnn": case(Dense(), 32_768, h, d, "fwd", "cudnn"),
@@ -160,7 +161,7 @@ def groups() -> dict[str, Callable[[], dict]]:
         return dense | {name: case(pattern, n, h, d, mode, name) for name in ("triton", "flex")}
 
     def neighborhoods():
-        from workbench import orderings
+        from workbench.patterns import orderings
 
         shape = (256, 256)
         orders = {"row_major": None, "hilbert": orderings.hilbert(shape), "morton": orderings.morton(shape),
@@ -207,7 +208,7 @@ def others(mode: str) -> dict[str, Case]:
 
 def block_mask(n: int = 1_048_576, device="cuda") -> dict:
     """A row: milliseconds and bytes that the kernels' lists of a local, global and strided layout take for N tokens."""
-    from workbench.execution.kernels.blocks import make_plan
+    from workbench.engines.triton.block_sparse import make_plan
 
     pattern = BlockSparse(layouts.local(4) | layouts.global_(1) | layouts.strided(64), 128)
     taken = []

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from workbench.probes import arguments
+from workbench.harness.outcome import attempt
+from workbench.probes import checks as arguments
 from workbench.probes.case import Case
-from workbench.probes.outcome import attempt
 
 AA = "A/A"  # the first alternative measured against itself: what noise alone does
 THROTTLE = {  # the bits of NVML's clocks event reasons; 1, the card is idle, holds nothing down

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workbench import dispatch
-from workbench.execution.fused import GRID
+from workbench.engines import dispatch
+from workbench.engines.torch.fused import GRID
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
 from workbench.probes.case import Case
 from workbench.probes.error import LSE, RELATIVE

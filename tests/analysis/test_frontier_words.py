@@ -1,0 +1,77 @@
+"""The sentences of notebook 03, on rows that would make them false or end in an error."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from workbench.analysis import frontiers
+
+
+def lines(**n):
+    rows = [{"label": x, "n": value, "budget_bytes": gib << 30} for x, value in n.items() for gib in (1, 4)]
+    return pd.DataFrame(rows)
+
+
+def test_the_most_is_told_against_the_least_that_runs():
+    assert frontiers.most(lines(a=640.0, b=64.0, c=None), "h100").endswith(
+        "**a** takes 640 tokens, **10 times** as many as b."
+    )
+    assert frontiers.most(lines(a=640.0), "h100").endswith("4 GiB for tensors: **a** takes 640 tokens.")
+    assert frontiers.most(lines(a=640.0, b=640.0), "t4").endswith("as many as every other way.")
+    assert frontiers.most(lines(a=None), "t4") == "On t4 none of these ways runs with the largest budget."
+
+
+def measured(**fields):
+    row = {"label": "a", "status": "ok", "error": None, "measured_n": 1000.0, "predicted_n": 1000.0, "step": 0.02}
+    return pd.DataFrame([row | {"grain": 16, "probes": 5} | fields])
+
+
+def test_predictions_are_counted_where_both_numbers_are():
+    assert frontiers.agreement(measured())[0].startswith("In **1 of 1 search** the prediction is within a step")
+    off = frontiers.agreement(pd.concat([measured(), measured(predicted_n=1500.0)]))
+    assert "**1 of 2 searches**" in off[0] and "off by 50.0%" in off[0]
+    failed = frontiers.agreement(measured(status="killed", measured_n=None, error="by signal 9"))
+    assert failed == ["No search has both a prediction and a measurement.", "Not measured, a: by signal 9"]
+
+
+def test_what_is_promised_too_much():
+    frame = pd.DataFrame({"way": ["a", "b"], "too_much": [0.1, 0.2]})
+    assert frontiers.overpromised(frame, "t4").endswith("up to **20.0%** more tokens than run (b).")
+    assert frontiers.overpromised(frame.assign(too_much=0.0), "t4").endswith("promises no more tokens than run.")
+    assert frontiers.overpromised(pd.DataFrame([]), "t4") == "None of these ways runs on t4."
+
+
+def test_limits_are_counted_and_unknown_times_named():
+    table = pd.DataFrame(
+        {"status": ["ok", "ok", "refused"], "limiter": ["time", "search", None], "label": ["a", "b", "c"]}
+    )
+    table["predicted_ms"] = [1.0, None, None]
+    first, second = frontiers.limits(table)
+    assert first.startswith("Of the 2 cells that run, what limits is time in 1 and nothing as far as was searched in 1")
+    assert second.startswith("The time of `b` is not modelled")
+    assert frontiers.limits(table[2:]) == ["None of these ways runs on any of these cards."]
+
+
+def test_none_one_or_several_silent_calls():
+    found = pd.DataFrame({"elements": [2**31, 2**32]})
+    assert frontiers.silent(found[:0], "t4") == "No such call is on record for `t4`."
+    assert frontiers.silent(found[:1], "t4").startswith("One such call is on record for `t4`, with 2,147,483,648")
+    assert frontiers.silent(found.assign(elements=[5, 2**31]), "t4") == "2 such calls are on record for `t4`."
+    assert {str(x) for x in frontiers.wrong("h100x1")[["n", "elements"]].dtypes} == {"int64"}
+
+
+def test_none_or_one_frontier_beyond():
+    table = pd.DataFrame({"status": ["ok", "ok"], "n": [2**20, None]})
+    assert frontiers.beyond(table, 32, 128).endswith(
+        "1 of 2 frontiers above lies beyond it: measure before you rely on them."
+    )
+    assert frontiers.beyond(table, 1, 64).endswith("No frontier above lies beyond it.")
+
+
+def test_the_choice_is_of_what_fits_and_has_a_time():
+    options = pd.DataFrame({"way": ["a", "b", "c"], "fits": [True, True, False], "ms": [None, 2000.0, 1.0]})
+    assert frontiers.choice(options, 4096, "t4").endswith(
+        "**2 of 3 ways** fit; the fastest whose time is modelled is **b**, 2 s."
+    )
+    assert frontiers.choice(options[:1], 4096, "t4").endswith("**1 of 1 way** fits.")
+    assert frontiers.choice(options[2:], 4096, "t4").endswith("**0 of 1 way** fit.")

@@ -1,0 +1,212 @@
+import math
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.analysis import locality
+from workbench.patterns import orderings
+
+RAGGED = (7, 9)
+MASK = torch.rand(RAGGED, generator=torch.Generator().manual_seed(2)) < 0.6
+
+
+def some_orders():
+    return locality.orders(RAGGED, tile=3, seed=1) + locality.orders(RAGGED, tile=3, seed=1, mask=MASK)
+
+
+def by_blocks(visible, block):
+    """bool: which blocks of a bool matrix hold a True, one block after the other."""
+    parts = [rows.split(block, 1) for rows in visible.split(block, 0)]
+    return torch.tensor([[bool(part.any()) for part in row] for row in parts])
+
+
+def test_orders_are_five_of_one_grid_or_of_a_region():
+    assert [o.name for o in locality.orders((4, 4), 2)] == ["row_major", "tiles-2x2", "morton", "hilbert"]
+    assert [o.name for o in locality.orders((4, 4), 2, seed=3)][4:] == ["random-3"]
+    assert {len(o) for o in locality.orders(RAGGED, 3, mask=MASK)} == {int(MASK.sum())}
+
+
+def test_steps_of_rows_and_of_a_hilbert_curve():
+    table = locality.steps([orderings.row_major((3, 4)), orderings.hilbert((4, 4))]).set_index("order")
+    assert table.loc["row_major"].tolist() == [2, 4, pytest.approx(17 / 11)]
+    assert table.loc["hilbert"].tolist() == [0, 1, 1]
+
+
+def test_extent_is_the_longer_side_of_the_box_around_a_run():
+    got = locality.extent(some_orders(), [3])
+    for order, value in zip(some_orders(), got["extent"], strict=True):
+        runs = [order.coordinates[i : i + 3] for i in range(len(order) - 2)]
+        sides = [int((run.amax(0) - run.amin(0)).max()) + 1 for run in runs]
+        assert value == pytest.approx(sum(sides) / len(sides)), order.name
+
+
+def test_within_counts_adjacent_pairs_of_occupied_cells():
+    got = locality.within(some_orders(), [5])
+    for order, value in zip(some_orders(), got["share"], strict=True):
+        rank = {tuple(cell): i for i, cell in enumerate(order.coordinates.tolist())}
+        apart = [
+            abs(i - rank[y + a, x + b])
+            for (y, x), i in rank.items()
+            for a, b in ((0, 1), (1, 0))
+            if (y + a, x + b) in rank
+        ]
+        assert value == pytest.approx(sum(d <= 5 for d in apart) / len(apart)), order.name
+
+
+def test_similarity_is_the_autocorrelation_along_the_order():
+    features = torch.randn(*RAGGED, 4, generator=torch.Generator().manual_seed(0))
+    order = orderings.hilbert(RAGGED)
+    got = locality.similarity(features, [order], longest=6)
+    x = features.double().flatten(0, 1)[order.curve]
+    x = x - x.mean(0)
+    want = [float((x[lag:] * x[:-lag]).sum(1).mean() / (x * x).sum(1).mean()) for lag in range(1, 7)]
+    assert got["similarity"].tolist() == pytest.approx(want)
+    assert got["run"].tolist() == pytest.approx([sum(want[:lag]) / lag for lag in range(1, 7)])
+
+
+def test_a_constant_along_rows_is_found_by_the_order_that_follows_rows():
+    features = torch.arange(32.0)[:, None, None].expand(32, 32, 1)
+    alike = locality.similarity(features, [orderings.row_major((32, 32)), orderings.random((32, 32))], longest=8)
+    fall = locality.falls_below(alike, "run", 0.5)
+    assert fall == {"row_major": None, "random-0": 1}
+
+
+def test_table_keeps_the_order_of_rows_and_columns():
+    frame = locality.blocks_touched([(16, 16, "sliding", 5), (8, 32, "sliding", 3)], tile=4, block=16)
+    wide = locality.table(frame, "percent", "grid", "window")
+    assert wide.columns.tolist() == ["row_major", "tiles-4x4", "morton", "hilbert"]
+    assert wide.index.tolist() == [("16 x 16", "sliding 5 x 5"), ("8 x 32", "sliding 3 x 3")]
+
+
+@pytest.mark.parametrize("order", some_orders(), ids=lambda o: f"{o.name}-{len(o)}")
+def test_touched_equals_looking_at_every_pair(order):
+    near = wb.Neighborhood(RAGGED, 1, order)
+    n = len(order)
+    assert locality.touched(near, n, 8).tolist() == by_blocks(near.multiplicity(n, 1)[0] > 0, 8).tolist()
+    window = (order.coordinates // 3 * torch.tensor([100, 1])).sum(1)
+    want = by_blocks(window[:, None] == window, 8)
+    assert locality.touched_by_tiles(order, 3, 8).tolist() == want.tolist()
+
+
+def test_blocks_touched_by_the_windows_of_the_notebook():
+    windows = [
+        (128, 128, "sliding", 17),
+        (128, 128, "sliding", 33),
+        (128, 128, "aligned", 16),
+        (97, 131, "sliding", 17),
+    ]
+    percents = locality.table(locality.blocks_touched(windows), "percent", "grid", "window").round(2)
+    assert percents[["row_major", "hilbert", "morton", "tiles-8x16"]].values.tolist() == [
+        [12.84, 5.90, 6.18, 6.18],
+        [24.12, 10.93, 9.94, 9.94],
+        [12.50, 1.56, 1.56, 1.56],
+        [18.10, 10.86, 8.48, 12.36],
+    ]
+
+
+def test_hilbert_hurts_on_a_line():
+    line, branch = wb.Neighborhood(4096, 256), wb.Dilated([4096], [4])
+    natural, curve = torch.arange(4096), orderings.hilbert((64, 64)).curve
+    by_residue = (natural % 4).argsort(stable=True)
+
+    def percent(pattern, order):
+        return round(100 * float(locality.touched(locality.reordered(pattern, order), 4096).mean()), 2)
+
+    assert [percent(line, natural), percent(line, curve)] == [15.04, 42.97]
+    assert [percent(branch, natural), percent(branch, by_residue)] == [100, 6.25]
+
+
+def test_reordered_permutes_queries_and_keys_alike():
+    pattern, curve = wb.Dilated([8, 16], [1, 2], causal=True), orderings.random((29,), 5).curve
+    want = pattern.multiplicity(29, 3)[:, curve][:, :, curve] > 0
+    assert torch.equal(locality.reordered(pattern, curve, 3).multiplicity(29, 3) > 0, want)
+
+
+@pytest.mark.parametrize("offsets", ["interleaved", "blocked"])
+def test_neighbours_equals_looking_at_every_token(offsets):
+    pattern, heads, radius = wb.Dilated([6, 20], [1, 3], offsets=offsets), 2, 2
+    got = locality.neighbours(some_orders(), pattern, heads, radius)
+    for order in some_orders():
+        n, rows = len(order), got[got["order"] == order.name]
+        rows = rows.iloc[:3] if n == math.prod(RAGGED) else rows.iloc[-3:]
+        x, t = order.coordinates, torch.arange(n)
+        near = (x[:, None] - x).abs().amax(2) <= radius
+        near &= ~torch.eye(n, dtype=torch.bool)
+        inside = [t[:, None] // w == t // w for w in (6, 20)]
+        seen = [(wb.Dilated([w], [r], offsets=offsets).multiplicity(n, heads) > 0).any(0) for w, r in ((6, 1), (20, 3))]
+        for i in range(3):
+            for name, hits in (("inside", inside), ("seen", seen)):
+                hit = (hits[0] | hits[1]) if i == 2 else hits[i]
+                some = near.any(1)
+                want = ((near & hit).sum(1)[some] / near.sum(1)[some]).mean()
+                assert rows[name].iloc[i] == pytest.approx(float(want), abs=1e-6), (order.name, name, i)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        wb.Dilated([4, 12], [1, 3]),
+        wb.Dilated([5, 16], [2, 4], causal=True),
+        wb.Dilated([6, 18], [2, 9], offsets="blocked"),
+        wb.Dilated([6, 18], [1, 2], heads="partition"),
+    ],
+    ids=lambda p: p.name + "-causal" * p.causal,
+)
+def test_receptive_field_equals_powers_of_the_mask(pattern):
+    n, heads = 37, 3
+    step = (pattern.multiplicity(n, heads) > 0).any(0) | torch.eye(n, dtype=torch.bool)
+    for token in (0, 17, 36):
+        want = torch.full((n,), -1)
+        seen = torch.eye(n, dtype=torch.bool)[token]
+        want[seen] = 0
+        for layer in (1, 2, 3):
+            seen = step[seen].any(0)
+            want[seen & (want < 0)] = layer
+        assert torch.equal(locality.receptive_field(pattern, n, heads, token, 3), want)
+
+
+def test_receptive_field_on_a_region():
+    order = orderings.hilbert(RAGGED).restrict(MASK)
+    cell = locality.typical_cell(MASK)
+    grid = torch.from_numpy(locality.field_on_grid(order, wb.Dilated([10], [1]), 1, cell, 2))
+    assert torch.equal(grid.isnan(), ~MASK)
+    segment = order.rank // 10 == order.rank.view(RAGGED)[cell] // 10
+    assert grid[cell] == 0 and torch.equal((grid >= 0).flatten(), segment & MASK.flatten())
+    y, x = torch.nonzero(grid >= 0, as_tuple=True)
+    assert locality.span(grid.numpy()) == (int(y.max() - y.min()) + 1, int(x.max() - x.min()) + 1)
+    with pytest.raises(ValueError, match="want a cell that is a token"):
+        locality.field_on_grid(order, wb.Dilated([10], [1]), 1, tuple((~MASK).nonzero()[0].tolist()), 2)
+
+
+def test_neighborhood_is_the_same_under_every_order():
+    features = torch.randn(*RAGGED, 5, generator=torch.Generator().manual_seed(0)).double()
+    qkv = [x.double() for x in locality.project(features.float(), 2, 8)]
+    assert [tuple(x.shape) for x in qkv] == [(1, 63, 2, 8)] * 3
+    outs = [o.restore(locality.neighborhood_call(qkv, o, 2)()) for o in locality.orders(RAGGED, 3, seed=1)]
+    want = wb.reference(*qkv, wb.Neighborhood(RAGGED, 2))[0]
+    for out in outs:
+        torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
+def test_region_has_the_share_asked_for_and_is_seeded(share):
+    one, same, other = (locality.region((40, 50), share, seed) for seed in (1, 1, 2))
+    assert abs(float(one.double().mean()) - share) < 0.01
+    assert torch.equal(one, same)
+    assert share == 1 or not torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: locality.region((8, 8), share=0), "share=0"),
+        (lambda: locality.blocks_touched([(8, 8, "sliding", 4)], 2), "sliding.*side 4.*odd"),
+        (lambda: locality.blocks_touched([(8, 8, "round", 3)], 2), "'round'.*want 'aligned'"),
+        (lambda: locality.neighbours(some_orders(), wb.Dilated([4], [1], causal=True), 1), "not causal"),
+    ],
+    ids=["share", "even side", "kind", "causal"],
+)
+def test_bad_input_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,135 @@
+"""The sentences of notebook 04, on rows that would make them false if they only took the largest number."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+from tests.test_multicard import row
+
+from workbench.analysis import multicard
+from workbench.analysis import multicard_words as words
+from workbench.probes.timing import AA
+from workbench.scaling.strategies import ONE
+
+DDP = "distributed data parallel"
+
+
+def case(kind="dense", n=256, nproc=2, alone=8.0, **took):
+    """Rows of one case: one device, itself again (A/A), DDP, and what else is named by its milliseconds."""
+    lines = [row(kind, n, nproc, x, [alone] * 3) for x in (ONE, AA, DDP)]
+    lines += [row(kind, n, nproc, x.replace("_", " "), [ms] * 3) for x, ms in took.items()]
+    for line in lines:
+        ratio = alone / line["median_ms"]
+        line |= {"speedup": ratio, "speedup_low": ratio - 0.02, "speedup_high": ratio + 0.02}
+    return lines
+
+
+def said(lines) -> str:
+    return " ".join(words.by_sequence(pd.DataFrame(lines)))
+
+
+def test_a_speed_up_is_none_where_more_ranks_take_longer_than_one_device_took_elsewhere():
+    """153 ms on four ranks, "1.82 times" as fast as a one device that took 279; two ranks took 97, one device 122."""
+    lines = case(nproc=2, alone=122, sequence=153) + case(nproc=4, alone=279, sequence=153)
+    assert said(lines).startswith("Dividing the sequence does not make the one case faster than one device here")
+    best = said(case(nproc=2, alone=122, sequence=97) + case(nproc=4, alone=279, sequence=153))
+    assert "over 2 cards is faster than one device in **1 of 1 case**, by **1.26 times** (dense, forward, N" in best
+
+
+def test_the_range_is_told_and_where_another_way_is_ahead():
+    found = said(case(sequence=5, heads=4.5) + case("longnet", 1024, sequence=4.1, heads=6))
+    assert "in **2 of 2 cases**, by **1.60 to 1.95 times**; the most: longnet" in found
+    assert found.endswith("at dense, forward, N = 256 (heads 1.78, sequence 1.60).")
+
+
+def test_what_cannot_be_is_noise():
+    assert "does not make" in said(case(sequence=2)), "four times as fast on two ranks"
+    lines = case(sequence=6)
+    lines[2] |= {"speedup": 1.5, "speedup_high": 1.6}  # DDP of one sequence is one device's work
+    assert "does not make" in said(lines)
+    wrong = [x | {"valid": False} for x in case(sequence=4)]
+    assert "no right result" in said(case()) and "no right result" in said(wrong)
+
+
+def test_results_are_counted_and_wrong_ones_named():
+    rows = pd.DataFrame(case(sequence=4, heads=5))
+    assert words.compared(rows) == "Compared with one device: **5 of 5** results agree up to rounding."
+    rows.loc[3, "valid"] = False
+    assert words.compared(rows).endswith("**4 of 5** results agree up to rounding. Wrong: sequence.")
+    assert words.compared(rows.assign(valid=None)) == "No result was compared with one device's."
+    assert "No strategy" in words.as_planned(0, 0) and "**1 of 2**" in words.as_planned(1, 2)
+
+
+def test_ranks_are_not_cards_and_a_missing_row_is_said():
+    rows = pd.DataFrame(case(sequence=4))
+    told = "At the peak a rank holds **1.00** of what one device holds; an even share is 0.50."
+    assert words.share_of_one(rows, "rank").startswith(told)
+    assert "nothing to compare" in words.share_of_one(rows[rows["strategy"] != "sequence"])
+    assert "nothing to compare" in words.share_of_one(rows[:0])
+
+
+def test_processors_bound_the_mean_and_not_one_rank():
+    assert words.processors(2, [2]) == words.processors(2, [2, 4])[:1]
+    assert words.processors(2, [2, 4])[1].endswith("on average: 50% with 4 ranks.")
+    assert "**1 processor**" in words.processors(1, [2])[0]
+
+
+def shares(**fields):
+    line = {"sequences": 2, "N": 256, "ranks": 2, "strategy": "DDP", "busiest": 1.0, "idlest": 0.99, "speed-up": 2.02}
+    return pd.DataFrame([line | {"low": 1.94, "high": 2.05, "peak": 0.5} | fields])
+
+
+def test_a_slow_card_is_named_and_not_taken_for_a_strategy():
+    (fair,) = words.batches(shares())
+    assert fair.startswith("2 sequences, DDP on 2 cards: the idlest card computes 99% of the time; all together")
+    assert fair.endswith("**2.02 times** as fast as one device (1.94 to 2.05).")
+    warning = words.batches(shares(idlest=0.66))[1]
+    assert warning.startswith("**Not a fair row:**") and "1.52 times as long" in warning
+    assert len(words.batches(shares(sequences=1, idlest=0.0))) == 1, "one sequence is no equal share"
+
+
+@pytest.mark.parametrize(
+    ("peak", "end"), [(1.25, "gets shorter."), (1.0, "no longer sequence fits."), (0.6, "a longer sequence fits.")]
+)
+def test_what_fits_follows_from_the_peak(peak, end):
+    (told,) = words.batches(shares(sequences=1, idlest=0.0, peak=peak), "rank")
+    assert "the idlest rank **does nothing**" in told and told.endswith(end) and "card" not in told
+
+
+def test_batches_without_rows_or_numbers():
+    assert words.batches(multicard.by_batch(pd.DataFrame(case(sequence=4))[:0])) == []
+    assert "was not counted" in words.batches(shares(idlest=None, busiest=None, peak=None))[0]
+
+
+def test_the_longest_is_told_only_of_two_searches_that_ended():
+    rows = pd.DataFrame({"status": ["ok", "ok"], "n": [100.0, 195.0], "world": [1, 2]})
+    assert "**1.95 times** that on one: 195 against 100, to within 2%" in words.longest(rows, 24, 0.02)
+    for bad in (rows.assign(n=[100.0, None]), rows.assign(status=["ok", "killed"]), rows[:0]):
+        assert "nothing to compare" in words.longest(bad, 24, 0.02)
+
+
+def test_the_model_says_how_far_it_is_off():
+    point = {"kind": ["dense"], "scaling": ["strong"], "world": [2], "n": [256]}
+    curves = pd.DataFrame(point | {"status": ["ok"], "least": [0.9], "efficiency": [1.0]})
+    seen = pd.DataFrame(point | {"efficiency": [0.84]})
+    off = words.model_error(curves, seen)
+    assert "**0 of 1 point**" in off and "off by 6 points (dense, strong, 2 ranks: measured 84%, modelled 90% to" in off
+    assert words.model_error(curves, seen.assign(efficiency=0.95)).endswith("**1 of 1 point** are inside its bands.")
+    assert words.model_error(curves, seen[:0]) == "No point of the model was measured here."
+
+
+def test_a_neighborhood_that_is_slower_on_two_ranks_says_so():
+    one, other = case(multicard.GRIDS[0], alone=43, sequence=28), case(multicard.GRIDS[1], alone=9, sequence=11)
+    rows = pd.DataFrame(one + other)
+    (told,) = words.orders(rows)
+    assert "takes 43 ms in row-major order and **9 ms** along the Hilbert curve; 2 ranks take 28 and **11 ms**" in told
+    assert told.endswith("one device alone is faster.")
+    assert words.orders(rows[rows["strategy"] != "sequence"]) == [] and words.orders(pd.DataFrame()) == []
+    assert words.orders(multicard.recorded(["h200x2"])[0]), "the committed rows of it are told"
+
+
+def test_bytes_of_an_order_may_be_more_or_none():
+    moved = pd.DataFrame({"order": ["row_major", "hilbert"] * 2, "world": [2, 2, 4, 4], "bytes": [100, 110, 300, 150]})
+    assert words.fewer_bytes(moved) == "Along the Hilbert curve **50%** of row-major's bytes move on 4 ranks."
+    assert words.fewer_bytes(moved[:2]).startswith("Along the Hilbert curve **110%**")
+    assert words.fewer_bytes(moved.assign(bytes=0)) == "In neither order do any bytes move."

@@ -1,0 +1,129 @@
+"""The table: every execution against the float64 oracle, odd shapes first, values and gradients, in every dtype."""
+
+import functools
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import tools
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, layouts
+from workbench.engines.torch import block_sparse, dilated, fused
+
+
+@pytest.mark.parametrize("dtype", tools.DTYPES, ids=tools.name_of)
+@pytest.mark.parametrize("case", tools.TABLE.values(), ids=list(tools.TABLE))
+def test_agrees_with_the_oracle(case, dtype):
+    tools.check(case, dtype)
+
+
+def test_memory_that_is_not_written_is_nan():
+    with tools.poisoned():
+        assert torch.empty(5, 3).isnan().all()
+        assert torch.empty(4, dtype=torch.bfloat16).new_empty(2, 2).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("id", ["dilated-29-tokens", "local-ragged", "random-by-head-grouped", "one-dark-row"])
+def test_the_reference_backend_is_the_oracle(id):
+    for dtype in tools.DTYPES:
+        tools.check(tools.TABLE[id], dtype, backend="reference")
+
+
+@pytest.mark.parametrize("id", [id for id, case in tools.TABLE.items() if case.head_dim == 8 and case.n < 100])
+def test_the_unfused_fallback(id, monkeypatch):
+    """What runs where no fused kernel does (float64, masks and unusual head_dims on CUDA), here on a CPU."""
+    monkeypatch.setattr(fused, "kernel", lambda q, mask=None: "unfused")
+    monkeypatch.setattr(fused, "SCORES", 1 << 9)  # a few rows at a time
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        tools.check(tools.TABLE[id], dtype)
+
+
+SPLIT = ["dense-last-9-queries", "dilated-29-tokens", "dilated-longnet-64-grouped-causal",
+         "dilated-queries-inside-a-segment", "random-by-head-grouped", "blocks-with-a-predicate-causal"]  # fmt: skip
+
+
+@pytest.mark.parametrize("id", SPLIT)
+def test_calls_that_are_split_for_memory_or_for_a_grid_limit(id, monkeypatch):
+    monkeypatch.setattr(fused, "MAX_BATCH", 1)
+    monkeypatch.setattr(dilated, "ELEMENTS", 1)
+    monkeypatch.setattr(block_sparse, "ELEMENTS", 1)
+    monkeypatch.setattr(block_sparse, "SCORES", 1)
+    tools.check(tools.TABLE[id], torch.float64)
+    tools.check(tools.TABLE[id], torch.bfloat16)
+
+
+@pytest.mark.parametrize("id", ["dilated-longnet-64-grouped", "local-global", "neighborhood-2d", "dense-prime"])
+def test_large_scores_stay_finite_and_right(id):
+    case = tools.TABLE[id]
+    q, k, v, g, gl = case.inputs(torch.float64)
+    inputs = (q * 40, k * 40, v, g, gl)
+    want = tools.oracle(inputs, case.pattern())
+    run = functools.partial(attention, backend="torch", return_lse=True)
+    got = tools.differentiate(run, inputs, case.pattern())
+    for name in tools.NAMES:
+        assert tools.relative(got[name], want[name], g) < 1e-10, name
+
+
+@st.composite
+def cases(draw):
+    n = draw(st.integers(1, 40))
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    causal = draw(st.booleans())
+    kind = draw(st.sampled_from(["dense", "dilated", "blocks", "neighborhood", "predicate"]))
+    if kind == "dilated":
+        branches = draw(st.lists(st.tuples(st.integers(1, 45), st.integers(1, 7)), min_size=1, max_size=4))
+        rule = draw(st.sampled_from([{}, {"offsets": "blocked"}, {"heads": "partition"}]))
+        pattern = lambda: Dilated(*zip(*branches, strict=True), causal=causal, **rule)  # noqa: E731
+    elif kind == "blocks":
+        size = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
+        density, seed, per_head = draw(st.floats(0.05, 1)), draw(st.integers(0, 99)), draw(st.booleans())
+        fn = draw(st.sampled_from([None, tools.every_third, tools.some_rows_only]))
+        pattern = lambda: BlockSparse(layouts.random(density, seed, per_head), size, causal, predicate=fn)  # noqa: E731
+    elif kind == "neighborhood":
+        rows, radius = draw(st.integers(1, 6)), draw(st.tuples(st.integers(0, 6), st.integers(0, 6)))
+        cols = draw(st.integers(1, 6))
+        n = rows * cols
+        pattern = lambda: Neighborhood((rows, cols), radius)  # noqa: E731
+    elif kind == "predicate":
+        a, b, m = draw(st.integers(0, 5)), draw(st.integers(0, 5)), draw(st.integers(1, 5))
+        pattern = lambda: Predicate(lambda h, i, j: (a * i + b * j + h) % m == 0, causal)  # noqa: E731
+    else:
+        pattern = lambda: Dense(causal)  # noqa: E731
+    return tools.Case(
+        f"{pattern()!r}", pattern, n, draw(st.integers(1, n)), kv_heads * group, kv_heads, draw(st.integers(1, 9)),
+        draw(st.integers(1, 2)),
+    )  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cases())
+def test_agrees_with_the_oracle_on_drawn_cases(case):
+    tools.check(case, torch.float64)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("pattern", [Dense(True), Dilated([16, 32], [1, 2], True), BlockSparse(layouts.local(1), 16)],
+                         ids=["dense", "dilated", "blocks"])  # fmt: skip
+def test_a_value_that_is_not_finite_stays_in_its_sequence_and_with_its_heads(pattern, backend, value):
+    """It reaches every row that sees it, may reach those that do not, and no other sequence or group of heads."""
+    if backend == "triton" and (torch.cuda.is_available() or "workbench.engines.triton.tile_ops" not in sys.modules):
+        pytest.skip("the kernels run in Triton's interpreter here")
+    case = tools.Case("", None, 40, heads=4, kv_heads=2, head_dim=16, batch=2)
+    inputs = case.inputs(torch.float32)
+    run = functools.partial(attention, backend=backend, return_lse=True)
+    want = tools.differentiate(run, inputs, pattern)
+    sees = pattern.multiplicity(40, 4)[:2, :, 20] > 0  # (heads of the key head, rows)
+    for which in (1, 2):  # k, v
+        bad = [x.clone() for x in inputs]
+        bad[which][0, 20, 0, 3] = value
+        got = tools.differentiate(run, bad, pattern)
+        if which == 2 or value is torch.nan:
+            assert not got["out"][0, :, :2].transpose(0, 1)[sees].isfinite().all(-1).any()
+        for name in ("out", "dq", "dk", "dv"):
+            heads = slice(2, None) if name in ("out", "dq") else slice(1, None)
+            for x, y in ((got[name][1], want[name][1]), (got[name][0, :, heads], want[name][0, :, heads])):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,265 @@
+"""The torch operators among torch's machinery: autograd, compilation, checkpointing, fake tensors, copies."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from tests import tools
+from tests.tools import TABLE
+from workbench import BlockSparse, Dilated, Neighborhood, Predicate, attention, layouts, reference
+from workbench.engines import flex, torch_backend
+from workbench.engines.operators import handle_of
+from workbench.engines.torch import fused
+
+PATTERNS = {
+    "dense": lambda: TABLE["dense-prime-causal"].pattern(),
+    "dilated": lambda: Dilated([4, 8], [1, 2], causal=True),
+    "dilated-uncovered": lambda: Dilated([4, 6], [2, 3]),
+    "blocks": lambda: BlockSparse(layouts.local(1), 4),
+    "predicate": lambda: Predicate(tools.some_rows_only),
+}
+every_pattern = pytest.mark.parametrize("pattern", [make() for make in PATTERNS.values()], ids=list(PATTERNS))
+
+
+def inputs(n=13, nq=None, heads=2, kv_heads=None, batch=1, d=4, dtype=torch.float64, grad=True):
+    case = tools.Case("", None, n, nq, heads, kv_heads, d, batch)
+    return [x.requires_grad_(grad) for x in case.inputs(dtype)[:3]]
+
+
+def run(q, k, v, pattern):
+    return attention(q, k, v, pattern, backend="torch", return_lse=True)
+
+
+def same(one, other):
+    return all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+def close(one, other):  # compiled, an unused lse has a gradient of zeros and not none, which takes another path
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+# --- autograd --------------------------------------------------------------------------------------------------------
+
+
+@every_pattern
+def test_gradcheck(pattern):
+    def finite(q, k, v):
+        out, lse = run(q, k, v, pattern)
+        return out, torch.where(lse == -torch.inf, 0, lse)
+
+    assert torch.autograd.gradcheck(finite, inputs(n=9, nq=7, heads=2, kv_heads=1, d=2))
+
+
+@every_pattern
+def test_gradients_of_out_alone_and_of_lse_alone_add_up(pattern):
+    q, k, v = inputs()
+    out, lse = run(q, k, v, pattern)
+    g, gl = torch.randn_like(out), torch.randn_like(lse)
+    both = torch.autograd.grad((out, lse), (q, k, v), (g, gl), retain_graph=True)
+    of_out = torch.autograd.grad(out, (q, k, v), g, retain_graph=True)
+    of_lse = torch.autograd.grad(lse, (q, k, v), gl)
+    assert any(x.any() for x in of_lse) and not of_lse[2].any()  # lse does not depend on v
+    for x, y, z in zip(both, of_out, of_lse, strict=True):
+        torch.testing.assert_close(x, y + z, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("which", range(3), ids="qkv")
+def test_a_gradient_of_one_input_only(which):
+    leaves = inputs()
+    pattern = PATTERNS["dilated"]()
+    want = torch.autograd.grad(run(*leaves, pattern)[0].sum(), leaves)[which]
+    alone = [x.detach().requires_grad_(y == which) for y, x in enumerate(leaves)]
+    run(*alone, pattern)[0].sum().backward()
+    assert torch.equal(alone[which].grad, want)
+    assert all(x.grad is None for y, x in enumerate(alone) if y != which)
+
+
+@every_pattern
+def test_an_upstream_gradient_of_stride_zero(pattern):
+    q, k, v = inputs()
+    out, lse = run(q, k, v, pattern)
+    one = torch.ones((), dtype=torch.float64)
+    wide = torch.autograd.grad((out, lse), (q, k, v), (one.expand_as(out), one.expand_as(lse)), retain_graph=True)
+    full = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
+    assert same(wide, full)
+
+
+def test_a_second_derivative_is_refused():
+    q, k, v = inputs()
+    grad = torch.autograd.grad(run(q, k, v, PATTERNS["dilated"]())[0].sum(), q, create_graph=True)[0]
+    with pytest.raises(ValueError, match="second derivatives .* backend='reference' only"):
+        torch.autograd.grad(grad.sum(), q)
+
+
+def test_rows_with_an_lse_of_infinity_have_exactly_no_gradient():
+    """What lets a part be differentiated under the whole's lse where some rows see nothing of it."""
+    for kind in ("cpu", "unfused"):
+        q, k, v, grad, out = (torch.randn(1, 2, 5, 4, dtype=torch.float64) for _ in range(5))
+        lse = torch.full((1, 2, 5), torch.inf, dtype=torch.float64)
+        each = fused._BACKWARD[kind](grad, q, k, v, None, out, lse, False, 0.5)
+        assert len(each) == 3 and not any(x.any() for x in each)
+
+
+def test_the_pattern_lives_until_the_backward():
+    q, k, v = inputs()
+    want = torch.autograd.grad(run(q, k, v, Dilated([4, 8], [1, 2]))[0].sum(), (q, k, v))
+    pattern = Dilated([4, 8], [1, 2])
+    out, alive = run(q, k, v, pattern)[0], weakref.ref(pattern)
+    del pattern
+    gc.collect()
+    assert same(torch.autograd.grad(out.sum(), (q, k, v)), want)
+    del out
+    gc.collect()
+    assert alive() is None  # and no longer
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor-hooks", "reentrant"])
+@every_pattern
+def test_checkpointing(pattern, reentrant):
+    q, k, v = inputs()
+    want = torch.autograd.grad(run(q, k, v, pattern)[0].square().sum(), (q, k, v))
+    out = checkpoint(lambda *x: run(*x, pattern)[0], q, k, v, use_reentrant=reentrant)
+    out.square().sum().backward()
+    assert same([x.grad for x in (q, k, v)], want)
+
+
+# --- the operators ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dilated", "blocks"])
+def test_the_operators_pass_opcheck(name):
+    pattern, (q, k, v) = PATTERNS[name](), inputs(nq=7)
+    torch.library.opcheck(torch_backend.attend, (q, k, v, handle_of(pattern), 0.5))
+    out, lse = (x.detach() for x in torch_backend.attend(q, k, v, handle_of(pattern), 0.5))
+    q, k, v = (x.detach() for x in (q, k, v))
+    arguments = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, handle_of(pattern), 0.5)
+    torch.library.opcheck(torch_backend.attend_backward, arguments)
+
+
+@pytest.mark.parametrize("dtype", tools.DTYPES, ids=tools.name_of)
+@every_pattern
+def test_meta_and_fake_tensors_have_the_shapes_of_real_ones(pattern, dtype):
+    q, k, v = inputs(nq=7, heads=4, kv_heads=2, batch=3, dtype=dtype)
+    real = [*run(q, k, v, pattern)]
+    real += torch.autograd.grad(real[0].sum(), (q, k, v))
+    leaves = [x.detach() for x in (q, k, v)]
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x).requires_grad_() for x in leaves]
+        fake = [*run(*fake, pattern), *torch.autograd.grad(run(*fake, pattern)[0].sum(), fake)]
+    meta = [x.to("meta") for x in leaves]
+    assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in real]
+    assert [(x.shape, x.dtype) for x in run(*meta, pattern)] == [(x.shape, x.dtype) for x in real[:2]]
+
+
+# --- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled():
+    """A function that compiles in one graph without generating code, and counts its graphs."""
+    torch._dynamo.reset()
+
+    def compile(fn, dynamic=None):
+        counter = CompileCounterWithBackend("aot_eager")
+        return torch.compile(fn, backend=counter, fullgraph=True, dynamic=dynamic), counter
+
+    yield compile
+    torch._dynamo.reset()
+
+
+@every_pattern
+def test_one_graph_serves_every_length(pattern, compiled):
+    fast, counter = compiled(lambda q, k, v: run(q, k, v, pattern), dynamic=True)
+    for n in (12, 13, 29, 40):
+        q, k, v = inputs(n, batch=2)
+        want = run(q, k, v, pattern)
+        got = fast(q, k, v)
+        assert same(got, want)
+        g = torch.randn_like(want[0])
+        close(torch.autograd.grad(got[0], (q, k, v), g), torch.autograd.grad(want[0], (q, k, v), g))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["with-gradients", "without"])
+def test_a_compiled_function_takes_one_pattern_after_another(compiled, grad):
+    fast, _ = compiled(run)
+    patterns = [Dilated([4, 8], [1, 2]), Dilated([8, 4], [2, 3]), BlockSparse(layouts.local(1), 4), Dilated([2], [1])]
+    q, k, v = inputs(grad=grad)
+    for pattern in patterns + patterns[::-1]:
+        got, want = fast(q, k, v, pattern), run(q, k, v, pattern)
+        assert same(got, want)
+        if grad:
+            close(torch.autograd.grad(got[0].sum(), (q, k, v)), torch.autograd.grad(want[0].sum(), (q, k, v)))
+
+
+def test_a_compiled_call_outlives_its_pattern(compiled):
+    fast, _ = compiled(run)
+    q, k, v = inputs()
+    want = torch.autograd.grad(run(q, k, v, Dilated([4, 8], [1, 2]))[0].sum(), (q, k, v))
+    out = fast(q, k, v, Dilated([4, 8], [1, 2]))[0]
+    gc.collect()
+    close(torch.autograd.grad(out.sum(), (q, k, v)), want)
+
+
+@pytest.mark.skipif(flex.no_cpu_kernel() is not None, reason=str(flex.no_cpu_kernel()))
+def test_inductor():
+    torch._dynamo.reset()
+    pattern = Dilated([4, 8], [1, 2], causal=True)
+    fast = torch.compile(lambda q, k, v: run(2 * q, k, v, pattern)[0] + 1, fullgraph=True)
+    q, k, v = inputs(dtype=torch.float32)
+    got, want = fast(q, k, v), run(2 * q, k, v, pattern)[0] + 1
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got.sum(), q), torch.autograd.grad(want.sum(), q))
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))],
+                         ids=["copy", "deepcopy", "pickle"])  # fmt: skip
+@every_pattern
+def test_a_copy_of_a_pattern_is_a_pattern_of_its_own(pattern, duplicate):
+    q, k, v = inputs()
+    want = run(q, k, v, pattern)  # blocks are kept with the pattern; they are not copied
+    twin = duplicate(pattern)
+    assert handle_of(twin) != handle_of(pattern) and repr(twin) == repr(pattern)
+    assert same(run(q, k, v, twin), want)
+
+
+def test_a_pattern_serves_sizes_in_turn():
+    pattern = BlockSparse(layouts.local(1), 4)
+    for n, nq, heads in ((13, 13, 2), (29, 29, 2), (13, 5, 2), (13, 13, 3), (13, 13, 2)):
+        tools.check(tools.Case("sizes in turn", lambda: pattern, n, nq, heads), torch.float64)
+
+
+def test_the_span_of_a_view_is_that_of_its_own_strides():
+    x = torch.empty(6, 2, 1, 3, 4)  # rows first, as what travels between ranks lies
+    assert fused.span(x) == x.numel()
+    assert fused.span(x[:, 1].permute(1, 0, 2, 3)) == 5 * 24 + 12
+    assert fused.span(torch.empty(1, 5).expand(7, 5)) == 5
+
+
+def test_lists_of_blocks_are_made_once_for_all_numbers_of_heads_that_see_the_same(monkeypatch):
+    """As by one device and by heads in turn; a predicate may ask for the head."""
+    made = []
+    for kind in (BlockSparse, Neighborhood, Predicate):
+        real = kind.blocks
+        monkeypatch.setattr(kind, "blocks", lambda self, *sizes, real=real: made.append(sizes[1]) or real(self, *sizes))
+    for pattern, want in (
+        (BlockSparse(layouts.local(1), 8), [1]),
+        (Neighborhood((8, 8), 1), [1]),
+        (Predicate(tools.every_third), [4, 2, 4]),
+    ):
+        made.clear()
+        for heads in (4, 2, 4):
+            q, k, v = torch.randn(3, 1, 64, heads, 8, dtype=torch.float64).unbind()
+            out = attention(q, k, v, pattern, backend="torch")
+            assert tools.relative(out, reference(q, k, v, pattern)[0]) < 1e-12
+        assert made == want

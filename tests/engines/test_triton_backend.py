@@ -1,0 +1,189 @@
+"""The kernels in Triton's interpreter, against the oracle; tests/gpu/test_triton.py has the same on a card."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests import tools
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, explain, layouts
+from workbench.engines.operators import handle_of
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu/test_triton.py runs the kernels themselves", allow_module_level=True)
+
+SLOW = ("longnet-32", "longnet-64-grouped", "12-heads", "head-dim-300", "head-dim-1-", "29-tokens")
+DILATED = [
+    id for id in tools.TABLE if id.startswith(("dilated", "dense")) and not any(part in f"{id}-" for part in SLOW)
+]
+CASES = {id: tools.TABLE[id] for id in DILATED} | {case.id: case for case in tools.TILED}
+HALF = (  # one of each way in which tiles are loaded, multiplied and stored; the interpreter's bfloat16 is wrong
+    "dense-prime", "dense-last-9-queries-causal", "dilated-same-branch-thrice-causal", "dilated-uncovered-rows",
+    "dilated-head-dim-64", "local-ragged-causal", "wide-blocks-last-queries", "tall-blocks-head-dim-20-causal",
+    "random-by-head", "empty-rows", "window-last-queries", "neighborhood-hilbert",
+)  # fmt: skip
+EACH = [(id, torch.float32) for id in CASES] + [(id, torch.float16) for id in HALF]
+DAILY = [  # pairwise: ragged or not, last queries, grouped heads, batch, causal, empty rows, tile shapes, dtype
+    *((id, torch.float32) for id in (
+        "dense-1-token-causal", "dense-last-9-queries", "dilated-prime-segments-causal", "dilated-same-branch-thrice",
+        "dilated-partition", "dilated-blocked-offsets-causal", "local-ragged", "wide-blocks-last-queries-causal",
+        "a-layout-a-sequence-causal", "window", "neighborhood-3d",
+    )),
+    *((id, torch.float16) for id in (
+        "dense-prime", "dilated-uncovered-rows", "tall-blocks-head-dim-20-causal", "random-by-head",
+        "empty-rows", "window-last-queries", "neighborhood-hilbert",
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("of", tools.tiers(EACH, DAILY), ids=lambda of: f"{of[0]}-{tools.name_of(of[1])}")
+def test_agrees_with_the_oracle(of):
+    id, dtype = of
+    tools.check(CASES[id], dtype, backend="triton")
+
+
+def test_longnet_itself_with_grouped_heads():  # w mod r is not 0 for two of its branches
+    case = tools.Case("longnet", tools.longnet(1024), 40, heads=6, kv_heads=2)
+    tools.check(case, torch.float32, backend="triton")
+
+
+def test_a_mask_that_is_off_by_one_is_noticed(monkeypatch):
+    from workbench.engines.triton import block_sparse as kernels
+
+    right = kernels.mask_of
+
+    def wrong(pattern, n, device):
+        table, reach, mask = right(pattern, n, device)
+        return table, reach + 1, mask
+
+    monkeypatch.setattr(kernels, "mask_of", wrong)
+    with pytest.raises(AssertionError, match="out"):
+        tools.check(CASES["window"], torch.float32, backend="triton")
+
+
+def test_a_branch_that_is_left_out_is_noticed(monkeypatch):
+    from workbench.engines.triton import dilated as kernels
+
+    right = kernels.branches
+    monkeypatch.setattr(kernels, "branches", lambda *x: right(*x)[:-1])
+    with pytest.raises(AssertionError, match="lse"):  # which alone tells how often a key was counted
+        tools.check(CASES["dilated-same-branch-thrice"], torch.float32, backend="triton")
+
+
+@pytest.mark.parametrize("pattern", [Dilated([8, 16], [1, 2]), BlockSparse(layouts.local(1), 16)], ids=str)
+def test_is_an_operator_as_torch_wants_them(pattern):
+    q, k, v = (torch.randn(1, 24, 2, 16, requires_grad=True) for _ in range(3))
+    from workbench.engines.triton_backend import attend
+
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(attend, (q, k, v, handle_of(pattern), 0.25), test_utils=tests)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=tools.name_of)
+def test_merges_into_the_results_of_other_keys(dtype):
+    """In place, into some heads of a larger tensor; a row that sees nothing changes nothing."""
+    from workbench.engines.merge import merge_
+    from workbench.engines.triton_backend import attend, attend_into
+
+    first, second = BlockSparse(layouts.local(1), 16), BlockSparse(layouts.global_(1) & ~layouts.local(1), 16)
+    q, k, v = (torch.randn(2, 80, 6, 16, generator=torch.Generator().manual_seed(x)).to(dtype) for x in range(3))
+    out, lse = attend(q, k, v, handle_of(first), 0.3)
+    want, its = out[:, :, 1:5].float(), lse[:, 1:5].clone()
+    q, k, v = (x[:, :, 1:5] for x in (q, k, v))
+    some, more = attend(q, k, v, handle_of(second), 0.3)
+    merge_(want, its.transpose(1, 2), some.float(), more.transpose(1, 2))
+    before, blind = out.clone(), more.transpose(1, 2) == -torch.inf
+    attend_into(q, k, v, handle_of(second), 0.3, out[:, :, 1:5], lse[:, 1:5])
+    close = {"rtol": 0, "atol": 1e-6 if dtype == torch.float32 else 2e-3}
+    torch.testing.assert_close(out[:, :, 1:5].float(), want, **close)
+    torch.testing.assert_close(lse[:, 1:5], its, rtol=0, atol=1e-5)
+    assert torch.equal(out[:, :, 1:5][blind], before[:, :, 1:5][blind]) and blind.any() and not blind.all()
+    assert torch.equal(out[:, :, ::5], before[:, :, ::5])
+
+
+def test_goes_through_checkpointing_and_gives_the_same_bits_each_time():
+    pattern = Dilated([8, 16], [1, 2], causal=True)
+    q, k, v = (torch.randn(1, 24, 2, 16, requires_grad=True) for _ in range(3))
+
+    def grads(through):
+        return torch.autograd.grad(through(q, k, v).square().sum(), (q, k, v))
+
+    def call(q, k, v):
+        return attention(q, k, v, pattern, backend="triton")
+
+    want = grads(call)
+    for got in (grads(call), grads(lambda *x: checkpoint(call, *x, use_reentrant=False))):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_strided_inputs_and_upstream_gradients_give_the_same_numbers():
+    case = tools.Case("strided", lambda: Dilated([16, 32], [1, 2]), 40, head_dim=16)
+
+    def run(q, k, v, pattern):
+        views = (x.repeat_interleave(2, -1)[..., ::2] for x in (q, k, v))
+        out, lse = attention(*views, pattern, backend="triton", return_lse=True)
+        return out.repeat_interleave(2, -1)[..., ::2], lse
+
+    tools.check(case, torch.float32, run=run)
+
+
+def test_nothing_in_nothing_out():
+    for b, nq, n, h in ((0, 4, 4, 2), (1, 0, 4, 2), (1, 0, 0, 2), (1, 4, 4, 0)):
+        q, k = torch.randn(b, nq, h, 16, requires_grad=True), torch.randn(b, n, h, 16, requires_grad=True)
+        out = attention(q, k, k, Dilated([4], [1]), backend="triton")
+        out.sum().backward()
+        assert out.shape == q.shape and not k.grad.any()
+
+
+REFUSED = [
+    (Dense(), dict(dtype=torch.float64), "float64"),
+    (Dense(), dict(dtype=torch.bfloat16), "bfloat16"),
+    (Dense(), dict(d=300), "head_dim"),
+    (BlockSparse(layouts.local(1), 24), {}, "multiple of 16"),
+    (BlockSparse(layouts.local(1), 16, predicate=lambda h, i, j: i > j), {}, "predicate"),
+    (Predicate(lambda h, i, j: i > j), {}, "predicate"),
+]
+
+
+@pytest.mark.parametrize("pattern, of, reason", REFUSED, ids=[reason for _, _, reason in REFUSED])
+def test_what_it_does_not_run_it_refuses_by_name(pattern, of, reason):
+    q = torch.zeros(1, 24, 2, of.get("d", 16), dtype=of.get("dtype", torch.float32))
+    with pytest.raises(ValueError, match=reason):
+        attention(q, q, q, pattern, backend="triton")
+
+
+def test_auto_leaves_the_interpreter_alone():
+    q = torch.zeros(1, 24, 2, 16, dtype=torch.float16)
+    assert explain(q, q, q, Dilated([8], [2])).startswith("torch: ")
+
+
+def test_heads_that_are_far_apart_in_memory():
+    """Heads first in memory, 2^30 elements apart: the third one's offset is past int32."""
+    far, n = 1 << 30, 33
+    room = torch.empty(2 * far + n * 16, dtype=torch.float16)  # touched in three places only
+    k = room.as_strided((1, n, 3, 16), (0, 16, far, 1))
+    k.copy_(torch.randn(1, n, 3, 16))
+    q, v = (torch.randn(1, n, 3, 16, dtype=torch.float16) for _ in range(2))
+    for pattern in (Dilated([16, 32], [1, 2]), BlockSparse(layouts.local(1), 16)):
+        want = attention(q, k.contiguous(), v, pattern, backend="triton")
+        assert torch.equal(attention(q, k, v, pattern, backend="triton"), want)
+        assert torch.equal(
+            attention(k, q, v, pattern, backend="triton"), attention(k.contiguous(), q, v, pattern, backend="triton")
+        )
+
+
+def test_the_gradient_of_lse_of_a_row_that_sees_nothing_is_left_out():
+    pattern = BlockSparse(layouts.explicit(torch.tensor([[0, 1, 0, 0], [1, 1, 1, 0]]) > 0), (32, 16), causal=True)
+    q, k, v = (torch.randn(1, 64, 2, 16, requires_grad=True) for _ in range(3))
+    _, lse = attention(q, k, v, pattern, backend="triton", return_lse=True)
+    both = torch.logaddexp(lse, lse)
+    grads = torch.autograd.grad(both[both > -torch.inf].sum(), (q, k, v))
+    assert all(bool(x.isfinite().all()) for x in grads)
+
+
+def test_coordinates_of_too_many_bits_are_refused_before_they_run():
+    n = 16
+    pattern = Neighborhood((2,) * 4 + (1,) * 28, 1)
+    q = torch.randn(1, n, 2, 16)
+    with pytest.raises(ValueError, match="62 bits"):
+        attention(q, q, q, pattern, backend="triton")

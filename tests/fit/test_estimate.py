@@ -1,0 +1,166 @@
+"""Estimates without a card: the four numbers, what is alive at the peak, and modelled time."""
+
+import pytest
+import torch
+
+import workbench as wb
+from tests import efficiency
+from workbench import patterns
+from workbench.fit import cards, estimate, frontier, workspace
+from workbench.harness import records
+from workbench.patterns.dilated import PAPER
+from workbench.probes.case import Case
+
+
+def longnet(n=131_072, mode="fwd", **changed):
+    sizes = {"heads": 12, "head_dim": 64, "dtype": "bfloat16", "backend": "torch", "mode": mode} | changed
+    return Case(wb.Dilated(PAPER, (1, 2, 4, 6, 12)), n, **sizes)
+
+
+def test_four_numbers_in_order():
+    found = estimate.trace(longnet())
+    assert found.inputs_bytes == 3 * 131_072 * 12 * 64 * 2
+    assert found.inputs_bytes < found.requested_bytes <= found.allocated_bytes <= found.reserved_bytes
+    assert found.device_bytes == found.reserved_bytes + cards.find("h100").context_bytes
+    assert sum(nbytes for _, nbytes in found.at_peak) == found.requested_bytes
+    assert {"q", "k", "v", "out", "lse"} <= {name for name, _ in found.at_peak}
+
+
+def test_a_card_that_is_smaller_than_the_peak_does_not_do():
+    found = estimate.trace(longnet())
+    assert frontier.reserves(found, found.reserved_bytes) == found.reserved_bytes
+    assert frontier.reserves(found, found.reserved_bytes // 2) is None
+
+
+def test_cards_of_other_habits_are_traced_apart():
+    """cuDNN is not there before Hopper, and its backward holds dq in float32; flash holds it too, in rounded sizes."""
+    dense = Case(wb.Dense(), 8192, 12, 64, "bfloat16", "torch", "fwdbwd")
+    assert any("cudnn" in event.name for event in estimate.trace(dense, "h100").events)
+    assert any("flash" in event.name for event in estimate.trace(dense, "a100-80gb").events)
+
+
+def test_a_kernel_that_an_old_card_lacks_is_not_taken():
+    old = {card: estimate.trace(longnet(dtype="float16"), card) for card in ("gtx1080", "h100")}
+    has_flash = {card: any("flash" in event.name for event in found.events) for card, found in old.items()}
+    assert has_flash == {"gtx1080": False, "h100": True}
+    with pytest.raises(NotImplementedError, match="No available kernel"):
+        estimate.trace(Case(wb.Dense(), 1024, 2, 32, "float16", "flash"), "gtx1080")
+
+
+H100 = cards.find("h100")
+
+
+@pytest.mark.parametrize("heads, n, parts", [(2, 3001, 5), (12, 8192, 0)])
+def test_flash_splits_its_keys_where_there_are_few_queries(heads, n, parts):
+    """Measured on an H100: 2 heads x 3001 x 80 hold five parts, of 96 columns and an lse each."""
+    q = torch.empty(1, heads, n, 80, device="meta")
+    assert workspace.flash(q, q, card=H100) == parts * 4 * heads * n * 97
+
+
+def test_flash_pads_a_large_head_dim_to_64():
+    """Measured on an H100: 4 heads x 3000 x 160 hold four parts, of 192 columns and an lse each; delta and dq back."""
+    q = torch.empty(1, 4, 3000, 160, device="meta", dtype=torch.bfloat16)
+    assert workspace.flash(q, q, card=H100) == 37_056_000
+    assert sum(workspace.flash_backward(q, q, card=H100)) == 9_486_336
+
+
+@pytest.mark.parametrize("n, heads, head_dim, measured", [
+    (65_536, 12, 64, 1_821_376_512), (16_384, 16, 128, 1_211_105_280), (131_072, 2, 32, 337_707_008),
+    (4096, 12, 64, 113_836_032), (32_768, 4, 128, 605_552_640), (3001, 2, 80, 18_560_456),
+])  # fmt: skip
+def test_the_memory_efficient_backward_takes_what_was_measured(n, heads, head_dim, measured):
+    """On an H100, float32: q, k, v, the gradient of out, out, lse, three gradients and scratch."""
+    found = estimate.trace(Case(wb.Dense(), n, heads, head_dim, "float32", "auto", "fwdbwd"), "h100")
+    assert found.requested_bytes == measured
+
+
+def test_eager_attention_takes_what_was_measured():
+    """On an H100: a copy of the scores in softmax's backward, and a cuBLAS workspace for each of two threads."""
+    sizes = {"batch": 8, "heads": 32, "head_dim": 128, "dtype": "bfloat16", "mode": "fwdbwd"}
+    found = estimate.trace(Case(wb.Dense(), 816, backend="eager", **sizes), "h100")
+    assert found.requested_bytes == 1_858_600_960
+
+
+def test_time_is_modelled_where_the_execution_was_measured():
+    dense = Case(wb.Dense(), 65_536, 12, 64, "bfloat16", "cudnn")
+    here, faster = (estimate.trace(dense, card).milliseconds for card in ("h100", "b200"))
+    assert 20 < here < 40 and faster < here
+    assert estimate.trace(longnet(dtype="float64")).milliseconds is None
+    assert estimate.trace(longnet(batch=0)).milliseconds is None
+
+
+def test_the_efficiency_table_is_what_the_committed_records_give(tmp_path, monkeypatch):
+    shipped = estimate.EFFICIENCY.read_text()
+    monkeypatch.setattr(estimate, "EFFICIENCY", tmp_path / "efficiency.json")
+    efficiency.write("h100x1")
+    assert estimate.EFFICIENCY.read_text() == shipped
+
+
+def test_an_efficiency_table_is_of_the_card_that_was_measured(tmp_path, monkeypatch):
+    """A card's name may have an x in it, as a machine kind has."""
+    monkeypatch.setattr(estimate, "EFFICIENCY", tmp_path / "efficiency.json")
+    monkeypatch.setattr(records, "default_folder", lambda: tmp_path)
+    with pytest.raises(ValueError, match="kind='rtx4090x2': want a machine kind with committed timings"):
+        efficiency.write("rtx4090x2")
+    row = {"status": "ok", "median_ms": 10.0} | Case(wb.Dense(), 8192, 8, 64, "float16", "flash").fields()
+    records.start("timing", "gpu", tmp_path / "rtx4090x2").row(**row)
+    (line,) = efficiency.write("rtx4090x2")["Dense flash full fwd"]
+    assert line["share"] == pytest.approx(4 * 8 * 64 * 8192**2 / 1e10 / 165.2, rel=1e-3)
+    assert '"card": "rtx4090"' in estimate.EFFICIENCY.read_text()
+
+
+def test_time_is_within_15_percent_of_what_frontiers_measured():
+    """The committed calls of an H100 that the efficiency table does not know, from 32K up, baselines aside."""
+    rows = records.load(records.default_folder() / "h100x1")
+    rows = rows[(rows["probe"] == "frontier") & (rows["stage"] == "probe") & (rows["status"] == "ok")]
+    rows, off = rows[(rows["n"] >= 32_768) & ~rows["backend"].str.contains("efficient|eager")], {}
+    for _, row in rows.iterrows():
+        sizes = {x: int(row[x]) for x in ("n", "heads", "head_dim", "batch")}
+        options = {x: row[x] for x in ("dtype", "backend", "mode", "device")}
+        case = Case(patterns.from_spec(row["pattern_spec"]), **sizes, **options)
+        modelled = estimate.milliseconds(case, cards.find("h100"), row["backend"])
+        off[row["pattern"], row["mode"], int(row["n"])] = modelled / row["median_ms"] - 1
+    assert len(off) > 5 and max(map(abs, off.values())) < 0.15, off
+
+
+@pytest.mark.parametrize(
+    "backend, wrong", [("cudnn", "cuDNN"), ("flash", "Flash"), ("efficient", None), ("torch", None)]
+)
+def test_what_is_known_to_compute_wrongly_is_said(backend, wrong):
+    """Past 2^31 elements, of which a sequence of 4096 x 8 x 64 has 2^21, and in gradients only."""
+
+    def said(batch, mode="fwdbwd"):
+        return estimate.trace(Case(wb.Dense(), 4096, 8, 64, "bfloat16", backend, mode, batch=batch)).wrong
+
+    assert said(1023) is None and said(1025, "fwd") is None
+    assert said(1025) is None if wrong is None else wrong in said(1025)
+
+
+def test_a_frontier_ends_where_gradients_go_wrong():
+    """As measured on an H100: 16,336, a step of the search from 2^31 elements."""
+    rows = records.load(*(records.default_folder() / "h100x1").glob("*-frontier-*.jsonl"))
+    (row,) = rows[(rows.stage == "search") & (rows.limiter == "validity")].to_dict("records")
+    case = Case(wb.Dense(), 1024, 32, 128, "bfloat16", row["asked"], "fwdbwd", device="cuda", batch=int(row["batch"]))
+    found = frontier.search(case, card="h100", grain=16, seconds=row["seconds"], say=None)
+    assert found["limiter"] == "validity" and "cuDNN" in found["error"]
+    assert found["n"] == pytest.approx(row["measured_n"], rel=row["step"])
+
+
+def test_a_share_between_head_dims():
+    lines = [{"head_dim": d, "rows": 4096, "share": share} for d, share in ((64, 0.4), (128, 0.5))]
+    assert estimate.share(lines, 64, 9999) == pytest.approx(0.4)
+    assert estimate.share(lines, 96, 9999) == pytest.approx(96 / ((64 / 0.4 + 128 / 0.5) / 2))
+    assert 0.2 < estimate.share(lines, 32, 9999) < 0.4 and 0.5 < estimate.share(lines, 256, 9999) < 0.6
+    assert estimate.share(lines[:1], 128, 9999) == pytest.approx(0.4)
+
+
+def test_between_points_and_beyond():
+    points = [(1000, 0.1), (4000, 0.3)]
+    assert estimate.between(points, 2000) == pytest.approx(0.2)
+    assert estimate.between(points, 9000) == 0.3
+    assert estimate.between(points, 500) == pytest.approx(0.05)
+
+
+def test_what_cannot_run_on_a_card_says_why():
+    with pytest.raises(ValueError, match="want one of"):
+        estimate.trace(longnet(), "h900")

@@ -1,0 +1,178 @@
+"""The memory of a rank that is traced alone is that of the same rank in a run of all ranks."""
+
+from dataclasses import replace
+
+import pytest
+
+import workbench as wb
+from tests import tools
+from tests.distributed import work
+from workbench import distributed
+from workbench.distributed import partials, plans
+from workbench.engines.torch import fused
+from workbench.fit import cards, estimate, fake_ranks, frontier
+from workbench.patterns.dilated import geometric
+from workbench.probes.case import Case
+
+layouts = wb.layouts
+PATTERNS = {
+    "dense": wb.Dense(),
+    "causal": wb.Dense(True),
+    "dilated": wb.Dilated([64, 512, 1024], [1, 2, 3]),
+    "dilated-causal": wb.Dilated([100, 700], [1, 3], True),
+    "blocks": wb.BlockSparse(layouts.local(1) | layouts.global_(1), 64),
+    "blocks-causal": wb.BlockSparse(layouts.local(2), 64, True),
+    "grid": wb.Neighborhood((32, 32), 2),
+}
+
+
+SIZES = {"n": 1024, "heads": 4, "head_dim": 16, "dtype": "float32", "backend": "torch"}
+MODES = ["fwd", "fwdbwd"]
+# The cells of a grid's tokens, when a peak is reached: all, the rank's own ones or, behind the call at its border, also
+# those of 2 lines of the other rank, 2 lines that see these, and 2 lines that those see.
+CELLS = {"heads": {"fwd": 1024, "fwdbwd": 1024}, "sequence": {"fwd": 512, "fwdbwd": 512 + 3 * 64}}
+
+
+@pytest.fixture
+def nothing_fused(monkeypatch):
+    """As the ranks of the tests run: no fused attention, many stages and calls."""
+    monkeypatch.setattr(fused, "kernel", lambda q, mask=None: "unfused")
+    for name in ("LEAST", "PAIRS"):
+        monkeypatch.setattr(plans, name, 1)
+    monkeypatch.setattr(partials, "FIRST", 1)
+
+
+def alone(case, world, rank, strategy):
+    return frontier._trace(case, None, world=world, rank=rank, strategy=strategy).requested_bytes
+
+
+EACH = [(name, strategy, mode) for name in PATTERNS for strategy in ("sequence", "heads") for mode in MODES]
+DAILY = [(x, "sequence", "fwdbwd") for x in ("causal", "dilated-causal", "blocks", "grid")]
+DAILY += [("dense", "sequence", "fwd"), ("dilated", "heads", "fwdbwd")]
+
+
+@pytest.mark.parametrize("call", tools.tiers(EACH, DAILY), ids=" ".join)
+def test_a_lone_rank_takes_what_it_takes_among_others(ranks, nothing_fused, call):
+    """To the byte, except for a neighborhood's curve, which with a real card is on the host."""
+    name, strategy, mode = call
+    case = Case(PATTERNS[name], mode=mode, **SIZES)
+    real = ranks(2).run(work.peak, case, strategy)
+    cells = CELLS[strategy][mode] if name == "grid" else 0
+    assert [alone(case, 2, rank, strategy) for rank in range(2)] == [x - 8 * cells for x in real]
+
+
+@pytest.mark.parametrize("name", ["causal", "dilated"])
+def test_a_lone_rank_takes_what_it_takes_among_others_where_heads_share_keys(ranks, nothing_fused, name):
+    case = Case(PATTERNS[name], mode="fwd", **SIZES | {"kv_heads": 2})
+    real = ranks(2).run(work.peak, case, "sequence")
+    assert [alone(case, 2, rank, "sequence") for rank in range(2)] == real
+
+
+# --- on a card that is not there --------------------------------------------------------------------------------------
+
+LARGE = {"heads": 16, "head_dim": 64, "dtype": "bfloat16", "backend": "auto"}
+EVERY = {"dense": wb.Dense(), "causal": wb.Dense(True), "dilated": wb.Dilated([2048, 1 << 19], [1, 6]),
+         "blocks": wb.BlockSparse(layouts.local(4), 1024), "grid": wb.Neighborhood((1024, 1024), 8)}  # fmt: skip
+N = 1 << 20
+
+
+@pytest.mark.parametrize("strategy, most", [
+    ("sequence", {"dense": 1.25, "causal": 1.6, "dilated": 1.05, "blocks": 1.15, "grid": 1.15}), ("heads", {}),
+])  # fmt: skip
+def test_two_cards_take_half_each_and_what_travels(strategy, most):
+    """Half of q, k, v and out, and by sequence stages, gathered rows and moved queries; by heads q, k and v again."""
+    for name, pattern in EVERY.items():
+        case = Case(pattern, N, **LARGE)
+        whole, *parts = (estimate.trace(case, world=x, rank=y, strategy=strategy) for x, y in ((1, 0), (2, 0), (2, 1)))
+        for x in parts:
+            assert x.inputs_bytes == whole.inputs_bytes / 2 and x.strategy == strategy
+            assert 1 < x.requested_bytes / (whole.requested_bytes / 2) < most.get(name, 1.6), name
+
+
+def test_a_length_of_no_whole_segments_takes_little_more():
+    """The branches' last whole segments then end at different rows of a shard, so that their results are merged."""
+    case = Case(geometric(3_518_848), 3_518_848, 12, 64, "bfloat16", device="cuda")
+    whole, part = (estimate.trace(case, world=x, strategy="sequence") for x in (1, 2))
+    assert part.requested_bytes < 0.56 * whole.requested_bytes
+
+
+@pytest.mark.parametrize("name", tools.tiers(EVERY, ["dilated", "blocks"]))
+def test_a_rank_of_a_large_world(name):
+    """Between its own rows with their gradients and sums, and these plus all that the plan brings: keys and values
+    twice, and their gradients in float32."""
+    world, case = 64, Case(EVERY[name], N, mode="fwdbwd", **LARGE)
+    plan = distributed.plan(case.pattern, distributed.Shards.even(N, world), case.heads)
+    brought, own = plan.bytes(2, case.head_dim).sum(0), 2 * N // world * 16 * 64
+    for rank in (0, 37, 63):
+        found = estimate.trace(case, world=world, rank=rank, strategy="sequence")
+        assert found.inputs_bytes == 4 * own
+        assert 10 * own < found.requested_bytes < 20 * own + 7 * int(brought[rank])
+    assert found.requested_bytes < estimate.trace(case).requested_bytes / 4
+
+
+def test_what_nccl_takes_is_of_the_device_and_not_of_the_allocator():
+    case, card = Case(wb.Dense(), 4096, **LARGE), cards.find("h100")
+    found = estimate.trace(case, card, world=2)
+    assert found.device_bytes == found.reserved_bytes + card.context_bytes + card.communicator_bytes
+    assert found.milliseconds is None and estimate.trace(case, card).strategy is None
+
+
+def test_the_strategy_is_that_which_moves_less():
+    case = Case(wb.Dense(), 4096, **LARGE)
+    assert estimate.trace(case, world=16).strategy == "heads"
+    assert estimate.trace(case, world=32).strategy == "sequence"
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"world": 2, "rank": 2}, "want ints, 0 <= rank < world"), ({"world": 0}, "want ints, 0 <= rank < world"),
+    ({"world": 2, "strategy": "ring"}, "strategy='ring': want one of"),
+    ({"world": 3, "strategy": "heads"}, "16 heads on 16 key heads, want multiples of 3"),
+])  # fmt: skip
+def test_what_cannot_be_shared_out_says_why(options, message):
+    with pytest.raises(ValueError, match=message):
+        estimate.trace(Case(wb.Dense(), 4096, **LARGE), **options)
+    with pytest.raises(ValueError, match="want one of 'auto', 'torch', 'triton' on shards"):
+        estimate.trace(Case(wb.Dense(), 4096, **LARGE | {"backend": "cudnn"}), world=2)
+
+
+# --- the longest that so many cards take ------------------------------------------------------------------------------
+
+
+def search(world, **options):
+    case = Case(wb.Dilated([2048, 1 << 16], [1, 6]), 1024, mode="fwdbwd", **LARGE | {"heads": 8})
+    return frontier.search(case, card="h100", seconds=1e9, say=None, world=world, **options)
+
+
+def test_more_cards_take_longer_sequences():
+    one, two, eight = (search(x) for x in (1, 2, 8))
+    assert 1.2 * one["n"] < two["n"] < 2 * one["n"] and 3.5 * two["n"] < eight["n"] < 4.5 * two["n"]
+    assert (eight["world"], eight["limiter"], eight["strategy"]) == (8, "memory", "sequence")
+    card = cards.find("h100")
+    assert eight["budget_bytes"] == card.total_bytes - card.context_bytes - card.communicator_bytes
+    assert eight["predicted_bytes"] <= eight["budget_bytes"]
+    assert eight["communicator_bytes"] == card.communicator_bytes and "communicator_bytes" not in one
+
+
+def test_the_rank_that_receives_most_decides():
+    """The first and the last of three have a neighbour on one side only."""
+    case = Case(EVERY["grid"], N, **LARGE)
+    assert fake_ranks.busiest(case, 3, "sequence") == 1
+    assert fake_ranks.busiest(case, 1, "auto") == 0
+    assert search(3, rank=0, limit_n=1 << 20)["rank"] == 0
+
+
+def test_a_sharded_call_is_predicted_and_not_measured():
+    with pytest.raises(ValueError, match="world=2: want 1 for a measurement"):
+        search(2, measure=True)
+
+
+def test_what_is_said_to_fit_fits_on_every_rank():
+    """N is such that no shard cuts a segment, which takes far more: 10,000,000 needs twice the memory of 9,977,856."""
+    case = Case(wb.Dilated([2048, 8192], [1, 4]), 1024, 8, 64, "bfloat16", mode="fwdbwd", device="cuda")
+    found = frontier.search(case, card="h100", world=8, say=None)
+    assert found["n"] % (8 * 8192) == 0 and found["n"] > 70_000_000
+    card = cards.find("h100")
+    room = card.total_bytes - card.context_bytes - card.communicator_bytes
+    for rank in range(8):
+        fits = estimate.trace(replace(case, n=found["n"], nq=None), card, world=8, rank=rank)
+        assert frontier.reserves(fits, room) is not None, rank

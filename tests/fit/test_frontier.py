@@ -1,0 +1,422 @@
+import importlib
+import json
+import sys
+
+import pandas as pd
+import pytest
+
+import workbench as wb
+from tests import tools
+from workbench.fit import cards, estimate, frontier
+from workbench.harness import records
+from workbench.harness.outcome import Outcome
+from workbench.harness.processes import shared
+from workbench.probes.case import Case
+
+MIB = 1 << 20
+HERE = """
+import os, signal, time
+import numpy, torch
+from torch.nn.functional import scaled_dot_product_attention
+
+LONG = 1536
+
+def attention(q, k, v):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+def wrong(q, k, v):
+    out = attention(q, k, v)
+    if q.shape[1] > LONG:
+        out[:, -1] += 1
+    return out
+
+def endless(q, k, v):
+    kept = []
+    while q.shape[1] > LONG:
+        kept.append(numpy.ones(8 << 20, numpy.uint8))
+    return attention(q, k, v)
+
+def asleep(q, k, v):
+    if q.shape[1] > LONG:
+        time.sleep(600)
+    return attention(q, k, v)
+
+def killed(q, k, v):
+    if q.shape[1] > LONG:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return attention(q, k, v)
+
+def launch(q, k, v):
+    if q.shape[1] > LONG:
+        raise RuntimeError("CUDA error: invalid configuration argument")
+    return attention(q, k, v)
+
+def refused(q, k, v):
+    if q.shape[1] > LONG:
+        raise ValueError("want at most 1536")
+    return attention(q, k, v)
+"""
+
+
+def toy(monkeypatch, bytes_=1000.0, milliseconds=None, fails=None):
+    """A trace of a program that reserves so many bytes a token; returns the lengths that are asked for."""
+    asked = []
+
+    def trace(case, card="h100"):
+        asked.append(case.n)
+        if fails:
+            fails(case.n)
+        total, time = int(bytes_ * case.n), milliseconds and milliseconds(case.n)
+        events = [estimate.Event(1, total, "x")]
+        return estimate.Estimate("h100", "toy", total // 2, total, total, total, total, time, events)
+
+    monkeypatch.setattr(estimate, "trace", trace)
+    return asked
+
+
+class Card:
+    """Answers as a server would whose probes reserve so many bytes a token: scripted(n) may say something else."""
+
+    def __init__(self, bytes_=1000.0, scripted=lambda n, times: None):
+        self.bytes_, self.scripted, self.asked = bytes_, scripted, []
+
+    def run(self, function, arguments, timeout_s, memory_bytes):
+        case, budget, _, _ = arguments
+        self.asked.append(case.n)
+        said = self.scripted(case.n, self.asked.count(case.n))
+        if isinstance(said, Outcome):
+            return said
+        total = int(self.bytes_ * case.n)
+        if total > budget:
+            return Outcome("oom", "CUDA out of memory")
+        found = {"backend": "toy", "peak_bytes": total, "reserved_bytes": total, "extra_bytes": total // 2}
+        found |= {"median_ms": 1.0, "samples_ms": [1.0], "valid": True, "error": None}
+        return Outcome("ok", result=found | (said or {}))
+
+
+CASE = Case(wb.Dense(), 1024, 2, 16, device="cuda")
+BUDGET = 1000 * MIB
+TRUE = BUDGET // 1000 // 128 * 128
+
+
+def search(case=CASE, **options):
+    return frontier.search(case, **({"budget_bytes": BUDGET, "say": None, "card": "h100"} | options))
+
+
+@pytest.fixture
+def recorder(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_COMMIT", "0123456789abcdef")
+    return lambda: records.start("frontier", "quick", tmp_path)
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(HERE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def server():
+    return shared()
+
+
+# --- predicted -------------------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_takes_few_traces(monkeypatch):
+    asked = toy(monkeypatch)
+    row = search()
+    assert TRUE * 0.9995 < row["n"] <= TRUE and len(asked) <= 6
+    assert (row["predicted_n"], row["measured_n"], row["measured"], row["probes"]) == (row["n"], None, False, 0)
+    assert (row["limiter"], row["predicted_limiter"], row["status"], row["error"]) == ("memory", "memory", "ok", None)
+    assert row["peak_bytes"] == row["predicted_bytes"] == 1000 * row["n"] and row["extra_bytes"] == 500 * row["n"]
+    assert (row["nq"], row["budget_bytes"], row["card"], row["backend"], row["probe"]) == (
+        row["n"], BUDGET, "h100", "toy", "frontier",
+    )  # fmt: skip
+
+
+def test_what_limits_a_prediction_has_a_name(monkeypatch):
+    toy(monkeypatch, milliseconds=lambda n: (n / 1000) ** 2)
+    row = search(seconds=10)
+    assert row["limiter"] == "time" and row["n"] == 99_968 and row["predicted_ms"] <= 10_000
+    toy(monkeypatch)
+    row = search(limit_n=100_100)
+    assert (row["limiter"], row["n"]) == ("search", 100_096)  # a multiple of the grain
+
+    def refused(n):
+        if n > 200_000:
+            raise ValueError(f"{n} is more than a grid has")
+
+    toy(monkeypatch, fails=refused)
+    row = search()
+    assert row["limiter"] == "launch" and 199_800 < row["n"] <= 200_000 and "than a grid has" in row["error"]
+    toy(monkeypatch, bytes_=1e10)
+    assert (search()["n"], search()["limiter"]) == (0, "memory")
+
+
+def test_memory_that_is_given_back_counts_as_free(monkeypatch):
+    def trace(case, card):  # two tensors that are never there together, but of two sizes
+        events = [estimate.Event(*x, "") for x in ((1, 300 * case.n), (1, -1), (2, 600 * case.n))]
+        total = 900 * case.n
+        return estimate.Estimate("h100", "toy", 0, 600 * case.n, total, total, total, None, events)
+
+    monkeypatch.setattr(estimate, "trace", trace)
+    assert BUDGET / 600 * 0.995 < search()["n"] <= BUDGET / 600
+
+
+@pytest.mark.parametrize(
+    "error, status, said",
+    [
+        (estimate.CannotTrace("it looks at data"), "refused", "CannotTrace: it looks at data"),
+        (ValueError("not with 3 heads"), "refused", "not with 3 heads"),
+        (RuntimeError("a bug"), "killed", "RuntimeError: a bug"),
+    ],
+)
+def test_what_cannot_be_predicted_says_why_and_is_measured_only(monkeypatch, error, status, said):
+    def fails(n):
+        raise error
+
+    toy(monkeypatch, fails=fails)
+    row = search()
+    assert (row["n"], row["predicted_n"], row["limiter"], row["status"]) == (None, None, None, status)
+    assert row["error"] == row["predicted_error"] == said
+    card = Card()
+    row = search(measure=True, server=card)
+    assert (row["status"], row["limiter"], row["predicted_n"], row["predicted_error"]) == ("ok", "memory", None, said)
+    assert TRUE * 0.995 < row["n"] <= TRUE and len(card.asked) <= 6
+
+
+def test_a_card_gives_its_memory_less_its_context():
+    case = Case(wb.Dense(), 1024, 12, 64, "float16", "torch", device="cuda")
+    small, large = (search(case, card=x, budget_bytes=None, seconds=6000) for x in ("gtx1080", "h100"))
+    gtx = cards.find("gtx1080")
+    assert small["budget_bytes"] == gtx.total_bytes - gtx.context_bytes
+    assert small["limiter"] == large["limiter"] == "memory" and 8 < large["n"] / small["n"] < 12
+    assert small["predicted_bytes"] <= small["budget_bytes"]
+    with pytest.raises(ValueError, match="gtx1080"):
+        search(case, card="gtx1081")
+
+
+def test_queries_follow_the_keys_unless_they_are_fewer(monkeypatch):
+    toy(monkeypatch)
+    few = Case(wb.Dense(), 1024, 2, 16, device="cuda", nq=16)
+    assert search(few)["nq"] == 16 and search()["nq"] == search()["n"]
+    made = []
+
+    def at(n):
+        made.append(n)
+        return Case(wb.Neighborhood((n // 128, 128), 4), n, 2, 16, device="cuda")
+
+    row = search(at)
+    assert row["pattern_spec"]["shape"] == [row["n"] // 128, 128] and row["n"] in made
+
+
+@pytest.mark.parametrize(
+    "options", [{"grain": 0}, {"limit_n": 100}, {"step": 0}, {"step": 1}, {"seconds": 0}, {"budget_bytes": None},
+                {"budget_bytes": 0}, {"budget_bytes": float("nan")}, {"budget_bytes": float("inf")}],
+)  # fmt: skip
+def test_arguments_that_mean_nothing_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        search(Case(wb.Dense(), 1024, 2, 16), card=None, **options)
+
+
+# --- measured --------------------------------------------------------------------------------------------------------
+
+
+def test_where_the_prediction_is_right_two_probes_do(monkeypatch, recorder):
+    toy(monkeypatch)
+    card, said = Card(), []
+    journal = recorder()
+    row = search(measure=True, server=card, recorder=journal, say=said.append)
+    assert row["measured_n"] == row["predicted_n"] == row["n"] and row["probes"] == len(card.asked) == 2
+    assert (row["limiter"], row["measured"], row["valid"], row["median_ms"]) == ("memory", True, True, 1.0)
+    assert len(said) == 3 and "works" in said[0] and "oom" in said[1] and "limited by memory (0.98 GiB)" in said[2]
+    frame = records.load(journal.path)
+    assert frame.stage.tolist() == ["probe", "probe", "search"] and frame.status.tolist() == ["ok", "oom", "ok"]
+    assert frame.n.tolist() == [row["n"], card.asked[1], row["n"]] and set(frame.probe) == {"frontier"}
+
+
+@pytest.mark.parametrize("off", [0.8, 0.97, 1.03, 2.0])
+def test_where_the_prediction_is_wrong_the_measurement_is_right(monkeypatch, off):
+    toy(monkeypatch, bytes_=1000 * off)
+    row = search(measure=True, server=Card())
+    assert TRUE * 0.995 - 128 <= row["measured_n"] <= TRUE and row["limiter"] == "memory" and row["probes"] <= 13
+
+
+def test_a_doubtful_probe_is_repeated_once(monkeypatch):
+    toy(monkeypatch)
+    for status in ("killed", "timeout"):
+        card = Card(scripted=lambda n, times, status=status: Outcome(status, "bad luck") if times == 1 else None)
+        row = search(measure=True, server=card)
+        assert (row["n"], row["limiter"], row["status"]) == (row["predicted_n"], "memory", "ok")
+        assert row["probes"] == 2 and len(card.asked) == 4
+    card = Card(scripted=lambda n, _: Outcome("killed", "ended by signal 11") if n > 500_000 else None)
+    row = search(measure=True, server=card)
+    assert (row["n"], row["limiter"], row["status"], row["error"]) == (None, None, "killed", "ended by signal 11")
+    assert len(card.asked) == 2
+
+
+def test_a_time_out_is_a_limit_when_it_is_repeated(monkeypatch):
+    toy(monkeypatch)
+    card = Card(scripted=lambda n, _: Outcome("timeout", "too long") if n > 500_000 else {"median_ms": n / 100})
+    row = search(measure=True, server=card, seconds=5)
+    assert row["limiter"] == "time" and 450_000 < row["n"] <= 500_000 and row["status"] == "ok"
+    assert all(card.asked.count(n) == 1 + (n > 500_000) for n in card.asked)
+    card = Card(scripted=lambda n, _: {"median_ms": n / 100})  # and one that ends, but late
+    row = search(measure=True, server=card, seconds=5)
+    assert row["limiter"] == "time" and 450_000 < row["n"] <= 500_000 and row["median_ms"] <= 5000
+
+
+def test_a_refusal_at_every_length_ends_the_search(monkeypatch):
+    toy(monkeypatch)
+    card = Card(scripted=lambda n, _: Outcome("refused", "not on this machine"))
+    row = search(measure=True, server=card)
+    assert (row["n"], row["limiter"], row["status"], row["error"]) == (None, None, "refused", "not on this machine")
+    assert len(card.asked) == 1
+
+
+@pytest.mark.parametrize("limit", [None, 300_000], ids=["memory", "time"])
+def test_interrupted_anywhere_and_run_again_it_gives_the_same_row(monkeypatch, tmp_path, limit):
+    monkeypatch.setenv("WORKBENCH_COMMIT", "abc")
+    toy(monkeypatch, bytes_=1050)
+
+    def scripted(n, _):
+        return Outcome("timeout", "too long") if limit and n > limit else None
+
+    whole = Card(scripted=scripted)
+    want = search(measure=True, server=whole, recorder=records.start("frontier", "quick", tmp_path / "whole"))
+    total = len(whole.asked)
+    assert total > 4
+    for stop in range(total):
+        folder, card = tmp_path / str(stop), Card(scripted=scripted)
+
+        def interrupt(_, card=card, stop=stop):
+            if len(card.asked) > stop:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            search(measure=True, server=card, recorder=records.start("frontier", "quick", folder), say=interrupt)
+        journal = next(folder.iterdir())
+        with open(journal, "a") as file:
+            file.write('{"kind": "row", "n": 12')  # what a killed process leaves
+        got = search(measure=True, server=card, recorder=records.start("frontier", "quick", folder))
+        assert got == want
+        assert card.asked == whole.asked  # nothing twice but what was asked twice at first
+        again = search(measure=True, server=card, recorder=records.start("frontier", "quick", folder))
+        assert again == want and len(card.asked) == total
+        assert (records.load(journal).stage == "search").sum() == 1
+
+
+def test_two_searches_share_a_journal(monkeypatch, recorder):
+    toy(monkeypatch, bytes_=1050)
+    one, two = recorder(), recorder()
+    first, second = Card(), Card()
+
+    def meanwhile(_):
+        if len(first.asked) == 2:  # the other search comes in between, and does the rest
+            search(measure=True, server=second, recorder=two)
+
+    got = search(measure=True, server=first, recorder=one, say=meanwhile)
+    assert len(second.asked) > 1 and not set(first.asked) & set(second.asked)
+    assert got == search(measure=True, server=Card())
+    other = search(measure=True, server=second, recorder=two, budget_bytes=BUDGET // 2)
+    assert other["n"] < 0.6 * got["n"]  # another budget is another question
+
+
+def test_a_sweep_is_a_table_and_is_not_measured_again(monkeypatch, tmp_path):
+    toy(monkeypatch)
+    card, said = Card(), []
+    monkeypatch.setattr(frontier, "shared", lambda: card)
+    cases = {"two heads": CASE, "four": Case(wb.Dense(), 1024, 4, 16, device="cuda")}
+    tables = [
+        frontier.sweep(cases, ["h100"], (BUDGET, BUDGET // 2), measure=True, folder=tmp_path, say=said.append)
+        for _ in range(2)
+    ]
+    pd.testing.assert_frame_equal(*tables)
+    assert tables[0].label.tolist() == ["two heads"] * 2 + ["four"] * 2 and len(card.asked) == 8
+    assert said[0].startswith("1/4: two heads")
+    assert frontier.sweep(cases, ["h100"], (BUDGET,), say=None).measured.tolist() == [False, False]
+
+
+def test_gradients_that_were_not_checked_do_not_count_as_valid(monkeypatch):
+    case = Case(wb.Dense(), 128, 1, 16, "float32", "torch", "fwdbwd")
+    assert frontier.call(case, 1 << 30, 60, True)["valid"] is True
+    monkeypatch.setitem(frontier.PAIRS, "cpu", 0)
+    row = frontier.call(case, 1 << 30, 60, True)
+    assert row["valid"] is None and row["error"].startswith("dk and dv not checked; right at")
+
+
+# --- for real --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "how, status, limiter, said",
+    [
+        ("attention", "ok", "search", None),
+        ("wrong", "ok", "validity", "wrong: out of sequence 0"),
+        ("endless", "ok", "memory", "its cap"),
+        ("asleep", "ok", "time", "more than "),
+        ("killed", "killed", None, "SIGKILL"),
+        ("launch", "ok", "launch", "invalid configuration"),
+        ("refused", "ok", "launch", "want at most 1536"),
+    ],
+)
+def test_a_fault_is_what_it_is(monkeypatch, mine, server, how, status, limiter, said):
+    monkeypatch.setattr(frontier, "SLACK_BYTES", 64 * MIB)
+    monkeypatch.setattr(frontier, "FIRST", 1024)
+    toy(monkeypatch, fails=lambda n: (_ for _ in ()).throw(estimate.CannotTrace("it sleeps")))
+    case = Case(wb.Dense(), 1024, 1, 8, backend=f"mine:{how}")
+    seconds = 1.5 * tools.slowness() if how == "asleep" else 3600
+    options = {"budget_bytes": 16 * MIB, "limit_n": 2048, "grain": 512, "seconds": seconds}
+    row = search(case, card=None, measure=True, server=server, **options)
+    assert (row["status"], row["limiter"]) == (status, limiter), row
+    assert row["n"] == (2048 if how == "attention" else 1024 if how == "killed" else 1536)
+    assert said is None and row["error"] is None or said in row["error"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(wb.Dense(), 1024, 16, 128, backend="sdpa"),
+        Case(wb.Dilated([128, 256], [1, 2]), 1024, 4, 32),
+        Case(wb.Dilated([128, 256], [1, 2]), 1024, 4, 32, "bfloat16", mode="fwdbwd"),
+        Case(wb.Dense(), 1024, 4, 32, mode="fwdbwd"),
+    ],
+    ids=["dense by torch", "dilated", "dilated bfloat16 fwdbwd", "dense fwdbwd"],
+)
+def test_a_card_in_software_holds_what_was_predicted(server, case):
+    row = search(case, card=None, budget_bytes=22 * MIB, measure=True, server=server, seconds=120)
+    assert row["limiter"] == row["predicted_limiter"] == "memory" and row["valid"]
+    assert row["measured_n"] == row["predicted_n"], row
+
+
+@pytest.mark.parametrize("given", ["by name", "itself"])
+def test_a_function_that_was_edited_is_measured_again(monkeypatch, mine, tmp_path, server, recorder, given):
+    """And another module's function of the same name is another function."""
+    monkeypatch.setattr(frontier, "FIRST", 512)
+    for name in ("edited", "mine"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    options = {"budget_bytes": 16 * MIB, "limit_n": 512, "measure": True, "server": server, "card": None}
+
+    def limiter(name):
+        backend = f"{name}:attention" if given == "by name" else importlib.import_module(name).attention
+        case = Case(wb.Dense(), 512, 1, 8, backend=backend)
+        return search(case, **options, recorder=recorder())["limiter"]
+
+    (tmp_path / "edited.py").write_text(HERE)
+    assert limiter("edited") == "search"
+    (tmp_path / "edited.py").write_text(
+        HERE.replace(".transpose(1, 2)\n\ndef wrong", ".transpose(1, 2) + 1\n\ndef wrong")
+    )
+    assert limiter("edited") == "validity"
+    assert limiter("mine") == "search"
+    lines = len(records.load(tmp_path))
+    assert limiter("mine") == "search" and len(records.load(tmp_path)) == lines
+
+
+def test_rows_are_json_and_records(monkeypatch, recorder):
+    toy(monkeypatch)
+    row = search(recorder=recorder())
+    assert json.loads(json.dumps(row)) == row and set(row) >= {"predicted_n", "measured_n", "limiter", "budget_bytes"}
+    assert row["dtype"] == "float32" and row["stage"] == "search"

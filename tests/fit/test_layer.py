@@ -1,0 +1,129 @@
+import json
+
+import pytest
+import torch
+
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, layouts, patterns
+from workbench.fit import layer
+from workbench.harness import records
+from workbench.probes import baselines
+
+TINY = {"n": 256, "embed_dim": 32, "heads": 4, "dtype": "float32", "device": "cpu", "samples": 3, "seconds": 2.0}
+LONGNET = Dilated([64, 128], [1, 2])
+
+
+def test_layers_are_rows_beside_the_first_and_its_noise(tmp_path):
+    patterns = {"dense": Dense(), "longnet": LONGNET, "random": BlockSparse(layouts.random(0.25), 32)}
+    rows = layer.measure(patterns, **TINY, folder=tmp_path)
+    assert rows["label"].tolist() == ["dense", "longnet", "random", "A/A"]
+    assert set(rows["status"]) == {"ok"} and set(rows["against"]) == {"dense"}
+    assert rows["pattern"].tolist() == ["dense", LONGNET.name, "random-0.75-blocks-32", "dense"]
+    assert rows.loc[0, "speedup"] == 1 and (rows["speedup_low"] <= rows["speedup_high"]).all()
+    assert all(len(x) == 3 for x in rows["samples_ms"]) and (rows["median_ms"] > 0).all()
+    kept = records.load(tmp_path)
+    assert len(kept) == 4 and set(kept["probe"]) == {"layer"} and kept["measured"].all()
+    row = kept[kept["label"] == "longnet"].iloc[0]
+    same = {"backend": "torch", "n": 256, "heads": 4, "head_dim": 8, "dtype": "float32", "mode": "fwdbwd", "batch": 1}
+    same |= {"causal": False, "embed_dim": 32, "pattern_spec": LONGNET.spec(), "pairs": LONGNET.pairs(256, 4)}
+    assert {name: row[name] for name in same} == same
+    assert rows["peak_bytes"].isna().all() and rows["extra_bytes"].isna().all()  # a CPU does not tell
+    assert all("/" not in json.dumps(row["error"]) for _, row in rows.iterrows())
+
+
+def test_a_layer_that_cannot_run_is_a_row(tmp_path):
+    patterns = {"grid": Neighborhood((5, 5), 1), "dense": Dense(), "longnet": LONGNET}
+    rows = layer.measure(patterns, **TINY, folder=tmp_path).set_index("label")
+    assert rows.loc["grid", "status"] == "refused" and "n=25" in rows.loc["grid", "error"]
+    assert rows.loc[["dense", "longnet", "A/A"], "status"].tolist() == ["ok"] * 3
+    assert set(rows["against"].dropna()) == {"dense"}  # the first that runs
+    assert len(records.load(tmp_path)) == 4
+
+
+def test_where_one_fails_while_they_are_timed_all_rows_say_so(tmp_path, monkeypatch):
+    calls = []
+
+    def grows(q, k, v, pattern, **options):
+        calls.append(pattern)
+        if isinstance(pattern, Dilated) and calls.count(pattern) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return attention(q, k, v, pattern, **options)
+
+    monkeypatch.setattr("workbench.engines.layers.attention", grows)
+    rows = layer.measure({"longnet": LONGNET, "dense": Dense()}, **TINY, folder=tmp_path).set_index("label")
+    assert set(rows["status"]) == {"oom"} and list(rows.index) == ["longnet", "dense"]
+    assert rows["median_ms"].isna().all()
+
+
+def test_a_machine_that_runs_none_gives_rows_too(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("this one has CUDA")
+    rows = layer.measure({"dense": Dense(), "longnet": LONGNET}, **TINY | {"device": "cuda"}, folder=tmp_path)
+    assert rows["status"].tolist() == ["unsupported"] * 2 and rows["backend"].tolist() == ["cudnn", "auto"]
+
+
+def test_a_peer_is_a_layer_of_the_same_branches(tmp_path):
+    patterns = {"dense": Dense(), "longnet": LONGNET}
+    rows = layer.measure(patterns, **TINY, peers=["torchscale"], folder=tmp_path).set_index("label")
+    row = rows.loc["longnet, torchscale"]
+    assert row["backend"] == "torchscale" and row["pattern_spec"]["offsets"] == "blocked"
+    reason = baselines.available()["torchscale"]
+    assert row["status"] == ("unsupported" if reason else "ok") and (row["error"] or "").endswith(reason or "")
+
+
+def test_a_function_has_the_projections_of_the_layer():
+    torch.manual_seed(0)
+    ours = layer.MultiheadAttention(32, 4, LONGNET)
+    theirs = layer.Around(lambda q, k, v: attention(q, k, v, LONGNET), 32, 4, LONGNET)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 100, 32)
+    assert torch.equal(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"embed_dim": 30}, "num_heads must divide"),
+        ({"dtype": "float31"}, "want one of float64"),
+        ({"peers": ["natten"]}, "peer 'natten'"),
+        ({"samples": 0}, "samples=0"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_any_work(tmp_path, change, said):
+    with pytest.raises(ValueError, match=said):
+        layer.measure({"longnet": LONGNET}, **TINY | change, folder=tmp_path)
+    with pytest.raises(ValueError, match="want a Dilated pattern"):
+        layer.measure({"dense": Dense()}, **TINY, peers=["torchscale"], folder=tmp_path)
+    with pytest.raises(ValueError, match="at least one"):
+        layer.measure({}, **TINY, folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+def test_a_card_says_how_much_memory_a_layer_takes(tmp_path):
+    sizes = {"n": 8192, "embed_dim": 768, "heads": 12, "samples": 3, "seconds": 5.0}
+    rows = layer.measure({"dense": Dense(), "longnet": LONGNET}, **sizes, folder=tmp_path).set_index("label")
+    assert set(rows["status"]) == {"ok"} and rows.loc["dense", "backend"] == "cudnn"
+    given = 2 * (2 * 8192 * 768 + 4 * (768 * 768 + 768))  # x, upstream gradient and parameters, of 2 bytes each
+    ran = rows.drop("A/A")
+    assert (ran["peak_bytes"] - ran["extra_bytes"]).tolist() == [given] * 2 and (ran["extra_bytes"] > given / 2).all()
+
+
+@pytest.mark.parametrize("make", [lambda: Predicate(lambda h, i, j: i >= j), lambda: BlockSparse(layouts.local(1), 64)])
+def test_a_prediction_leaves_nothing_on_the_pattern(make):
+    """Flex tables without data, kept under the key of a real card, would be taken by a call on that card."""
+    pattern = make()
+    before = dict(pattern.__dict__)
+    layer.predict(pattern, n=256, embed_dim=64, heads=2)
+    assert pattern.__dict__ == before
+
+
+def test_a_layers_peak_is_predicted_as_it_was_measured():
+    """From the committed records of an H100, whose extra bytes leave out the cuBLAS workspaces of earlier calls."""
+    rows = layer.recorded("h100x1")
+    rows = rows[rows["backend"].isin(["cudnn", "triton"]) & (rows["label"] != "A/A")]
+    assert set(rows["backend"]) == {"cudnn", "triton"}
+    for _, row in rows.iterrows():
+        found = layer.predict(patterns.from_spec(row["pattern_spec"]), "h100", n=int(row["n"]))
+        workspaces = sum(nbytes for name, nbytes in found.at_peak if name == "cuBLAS workspace")
+        assert found.requested_bytes - workspaces == pytest.approx(row["peak_bytes"], rel=1e-5)

@@ -1,0 +1,142 @@
+"""Traces without a card: the bytes that a program must take, from its own code."""
+
+import types
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.fit import estimate, tracer, workspace
+from workbench.probes.case import Case
+
+CARD = types.SimpleNamespace(
+    key="toy",
+    name="toy",
+    total_bytes=80 << 30,
+    capability=(9, 0),
+    workspace_bytes=32 << 20,
+    context_bytes=0,
+    multiprocessors=132,
+)
+
+
+def peak(events):
+    """The largest sum of what is alive."""
+    alive, now, most = {}, 0, 0
+    for event in events:
+        if event.nbytes < 0:
+            now -= alive.pop(event.id)
+        else:
+            alive[event.id] = event.nbytes
+            now += event.nbytes
+            most = max(most, now)
+    return most
+
+
+def life(case):
+    case = Case(**{**case, "device": "cuda"})
+    return tracer.run(lambda make: case.prepare_from(lambda s: make(s, case.dtype)), CARD, ("q", "k", "v", "grad"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_hidden(monkeypatch):
+    monkeypatch.setattr(workspace, "of", lambda *_: [])
+
+
+def toy(q, k, v):
+    """Holds q + k beside its result for a moment: 5 tensors at the peak, inputs included."""
+    kept = q + k
+    return kept * v
+
+
+def test_a_toy_is_followed_to_the_byte():
+    sizes = {"pattern": wb.Dense(), "n": 1000, "heads": 2, "head_dim": 16, "dtype": "float32", "backend": toy}
+    one = 1000 * 2 * 16 * 4
+    events, before, *_ = life(sizes)
+    assert [e.name for e in events[:before]] == ["q", "k", "v"]
+    assert peak(events) == 5 * one
+    assert [e.nbytes for e in events[before:]] == [one, one, -1]  # kept, the product, and kept is gone
+
+
+def test_gradients_are_followed_too():
+    sizes = {"pattern": wb.Dense(), "n": 500, "heads": 2, "head_dim": 16, "dtype": "float32", "backend": toy}
+    one = 500 * 2 * 16 * 4
+    events, before, *_ = life(sizes | {"mode": "fwdbwd"})
+    assert peak(events[:before]) == 4 * one  # with the upstream gradient
+    # Beside these: kept (saved), the product, the gradients of kept and of v.
+    assert peak(events) == 8 * one
+
+
+@pytest.mark.parametrize("mode", ["fwd", "fwdbwd"])
+def test_our_kernels_hold_their_results_and_no_more(mode):
+    pytest.importorskip("triton")
+    n, h, d = 65_536, 12, 64
+    sizes = {"pattern": wb.Dilated([500, 3000], [1, 3]), "n": n, "heads": h, "head_dim": d, "dtype": "bfloat16"}
+    events, before, (_, backend), *_ = life(sizes | {"backend": "auto", "mode": mode})
+    one, row = n * h * d * 2, n * h * 4
+    assert backend == "triton"
+    want = 4 * one + row if mode == "fwd" else 8 * one + 3 * row  # out, lse; and gradients, lse and delta a row
+    assert peak(events) == want
+
+
+def test_the_torch_path_on_a_card_equals_what_it_takes_here(monkeypatch):
+    """On this CPU torch's profiler counts the same operators' tensors, in float64, where neither has a kernel."""
+    from workbench.engines.torch import fused
+    from workbench.probes import memory
+
+    monkeypatch.setattr(fused, "kernel", lambda q, mask=None: "unfused")
+    case = Case(wb.BlockSparse(wb.layouts.local(1), 16), 128, 2, 16, torch.float64, "torch")
+    _, _, used = memory._of_case(case)
+    events, before, *_ = life({x: getattr(case, x) for x in ("pattern", "n", "heads", "head_dim", "dtype", "backend")})
+    assert abs(peak(events) / used.peak_allocated_bytes - 1) < 0.02
+
+
+@pytest.mark.parametrize("backend", ["flex", "triton"])
+def test_an_estimate_leaves_the_pattern_as_it_was(backend):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    pattern = wb.BlockSparse(wb.layouts.local(1), 128)
+    before = dict(pattern.__dict__)
+    estimate.trace(Case(pattern, 512, 2, 64, "bfloat16", backend, "fwdbwd"))
+    assert pattern.__dict__ == before
+
+
+def looks_at_data(q, k, v):
+    return q * float(k.sum())
+
+
+def test_what_looks_at_data_is_refused_with_the_reason():
+    sizes = {"pattern": wb.Dense(), "n": 8, "heads": 1, "head_dim": 16, "dtype": "float32", "backend": looks_at_data}
+    own = torch.cuda.is_available, torch.cuda.get_device_properties
+    with pytest.raises(tracer.CannotTrace, match="without data"):
+        life(sizes)
+    assert (torch.cuda.is_available, torch.cuda.get_device_properties) == own
+
+
+def projections(q, k, v):
+    b, n, h, d = q.shape
+    w = torch.empty(h * d, h * d, device=q.device, dtype=q.dtype)
+    return (q.flatten(2) @ w).view(b, n, h, d)
+
+
+def test_matrix_products_take_their_workspace_once():
+    sizes = {"pattern": wb.Dense(), "n": 64, "heads": 2, "head_dim": 16, "dtype": "float32", "backend": projections}
+    events, *_ = life(sizes)
+    assert [e.nbytes for e in events if "workspace" in e.name] == [32 << 20]
+
+
+def test_what_the_host_keeps_of_a_neighborhood_is_not_on_the_card():
+    """`curve` and `rank`, 16 bytes a token, stay on the host; the lists of blocks go to the card, with the pattern."""
+    n = 1 << 16
+    pattern = wb.Neighborhood((n,), 300)
+    sizes = {"pattern": pattern, "n": n, "heads": 1, "head_dim": 16, "dtype": "float32", "backend": "torch"}
+    events, *_ = life(sizes)
+    left = sum(x.nbytes for x in events if x.nbytes >= 0) - sum(freed(events))
+    blocks = pattern.blocks(n, 1)
+    lists = sum(x.nbytes for x in (blocks.starts, blocks.columns, blocks.full))
+    assert left == 4 * n * 16 * 4 + lists  # q, k, v and out
+
+
+def freed(events):
+    born = {x.id: x.nbytes for x in events if x.nbytes >= 0}
+    return [born[x.id] for x in events if x.nbytes < 0]

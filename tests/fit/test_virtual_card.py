@@ -1,0 +1,421 @@
+import gc
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+import workbench as wb
+from workbench.fit import cards
+from workbench.fit.allocator import Allocator, OutOfMemory, replay
+from workbench.fit.virtual_card import VirtualCard, _Births
+from workbench.harness.outcome import attempt
+from workbench.probes import memory
+
+KIB, MIB = 1 << 10, 1 << 20
+PATTERN = wb.Dilated([64, 256], [1, 4])
+
+
+def inputs(n, heads=2, head_dim=32, dtype=torch.float32, grad=True):
+    torch.manual_seed(n)
+    return [torch.randn(1, n, heads, head_dim, dtype=dtype, requires_grad=grad) for _ in range(3)]
+
+
+def gradients(q, k, v, pattern=PATTERN):
+    return torch.autograd.grad(wb.attention(q, k, v, pattern, backend="torch").square().sum(), (q, k, v))
+
+
+def peaks(card):
+    return card.peak_requested_bytes, card.peak_allocated_bytes, card.peak_reserved_bytes
+
+
+# --- what counts -----------------------------------------------------------------------------------------------------
+
+
+def test_births_and_deaths():
+    with VirtualCard(1) as card:
+        a = torch.zeros(3 * MIB + 1, dtype=torch.uint8)
+        b = torch.ones(100)
+        c = a[5:].view(-1)  # a view takes nothing
+        del a
+        c.add_(1)  # nor does what is in place
+        assert card.allocated_bytes == 3 * MIB + 512 + 512
+        del c
+        d = torch.zeros(2 * MIB, dtype=torch.uint8)
+        assert card.allocated_bytes == 2 * MIB + 512
+    assert peaks(card) == (3 * MIB + 401, 3 * MIB + 1024, 22 * MIB)
+    del b, d  # they outlive the block
+    assert card.allocated_bytes == 0
+
+
+def test_what_was_made_before_counts_from_its_first_use():
+    unused, used = torch.zeros(4 * MIB, dtype=torch.uint8), torch.zeros(MIB)
+    with VirtualCard(1) as card:
+        assert card.allocated_bytes == 0
+        view = used[:7]
+        assert card.allocated_bytes == 4 * MIB  # the storage is on the card, not its seven numbers
+        view.sum()
+    assert card.peak_requested_bytes == 4 * MIB + 4
+    del used, view, unused
+    assert card.allocated_bytes == 0
+
+
+def test_a_resized_tensor_is_copied():
+    with VirtualCard(1) as card:
+        a = torch.zeros(2 * MIB, dtype=torch.uint8)
+        a.resize_(3 * MIB)
+        assert card.allocated_bytes == 3 * MIB and card.peak_requested_bytes == 5 * MIB
+        out = torch.empty(0)
+        torch.add(torch.ones(256), 1, out=out)
+        assert card.allocated_bytes == 3 * MIB + 1024
+
+
+def test_cycles_that_the_collector_finds():
+    with VirtualCard(1) as card:
+        for _ in range(50):
+            held = [torch.zeros(MIB)]
+            held.append(held)
+        del held
+        gc.collect()
+        assert card.allocated_bytes == 0 and card.peak_requested_bytes >= 4 * MIB
+
+
+def test_tensors_elsewhere_do_not_count():
+    with VirtualCard(1) as card:
+        a = torch.empty(1 << 40, device="meta")
+        (a + a).to("meta")
+        torch.ones(5).to("meta")
+    assert card.peak_requested_bytes == 20
+
+
+def test_same_bytes_as_the_profiler_sees():
+    def fn():
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        x = torch.ones(1000, 64)
+        model(x).square().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    fn()
+    with VirtualCard(1) as card:
+        fn()
+    assert card.peak_requested_bytes == memory.measure(fn).peak_allocated_bytes
+
+
+def test_python_inside_operators_counts():
+    n = 500
+    q, k, v = inputs(n, grad=False)
+    with VirtualCard(1) as card:
+        scores_of(q[0], k[0], v[0])
+    # the scores and their softmax, of which only the parts of scaled_dot_product_attention know
+    assert card.peak_requested_bytes >= 3 * n * 64 * 4 + 2 * 2 * n * n * 4
+    with VirtualCard(1) as card:
+        wb.attention(q, k, v, PATTERN, backend="torch")
+    q, k, v = inputs(n, grad=False)
+    visible = memory.measure(lambda: wb.attention(q, k, v, PATTERN, backend="torch")).peak_allocated_bytes
+    inside = card.peak_requested_bytes - 3 * n * 64 * 4
+    out_and_lse = n * 2 * 33 * 4
+    assert out_and_lse + n * 2 * 32 * 4 // 4 < inside <= visible  # the parts to be merged, but no kernel's scratch
+
+
+@torch.library.custom_op("virtual_test::scores", mutates_args=())
+def scores_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1).contiguous()
+
+
+# --- where it ends ---------------------------------------------------------------------------------------------------
+
+
+def largest(fits, low, high, step):
+    """The largest multiple of step from low (fits) to high (does not) that fits."""
+    assert fits(low) and not fits(high)
+    while high - low > step:
+        middle = (low + high) // 2 // step * step
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def on_card(gib, fn, *args):
+    def work():
+        with VirtualCard(gib):
+            fn(*args)
+
+    outcome = attempt(work)
+    assert outcome.status in ("ok", "oom"), outcome
+    return outcome.status == "ok"
+
+
+def test_frontier_of_a_toy_is_that_of_its_events():
+    gib = 34 / 1024
+
+    def toy(n):
+        x = torch.ones(n, n)
+        y = x + 1
+        del x
+        z = y.exp()
+        return y.sum(), z
+
+    def predicted(n):
+        each = 4 * n * n
+        events = [(0, each), (1, each), (0, -1), (2, each), (3, 4)]
+        try:
+            return replay(events, int(gib * 1024 * MIB)).peak_reserved <= gib * 1024 * MIB
+        except OutOfMemory:
+            return False
+
+    found = largest(lambda n: on_card(gib, toy, n), 8, 2400, 8)
+    assert found == largest(predicted, 8, 2400, 8)
+    assert found == 2048  # two of 16 MiB, and 2 MiB for the sum
+
+
+@pytest.mark.parametrize("mode", ["fwd", "fwdbwd"])
+def test_frontier_of_attention_is_that_of_its_events(mode):
+    gib = 32 / 1024
+
+    def call(n):
+        q, k, v = inputs(n, grad=mode == "fwdbwd")
+        return gradients(q, k, v) if mode == "fwdbwd" else wb.attention(q, k, v, PATTERN, backend="torch")
+
+    def predicted(n):
+        card = VirtualCard(1)
+        card._births.allocator = log = Log()
+        with card:
+            call(n)
+        try:
+            replay(log.events, int(gib * 1024 * MIB))
+        except OutOfMemory:
+            return False
+        return True
+
+    bound = 32 * MIB // (4 * 64 * (7 if mode == "fwdbwd" else 4))  # q, k, v, out and then dq, dk, dv
+    find = lambda fits: largest(fits, 1024, bound, 1024)  # noqa: E731
+    found = find(lambda n: on_card(gib, call, n))
+    assert found == find(predicted)
+    assert 0.3 * bound < found
+
+
+class Log(Allocator):
+    """An allocator without end that keeps what it was asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def malloc(self, nbytes):
+        handle = super().malloc(nbytes)
+        self.events.append((handle, nbytes, ""))
+        return handle
+
+    def free(self, handle):
+        super().free(handle)
+        self.events.append((handle, -1, ""))
+
+
+def test_what_does_not_fit_is_not_computed():
+    a, seeded = torch.ones(1 << 20, 1), torch.Generator()
+    for fn in (
+        lambda: a @ a.mT,
+        lambda: a - a.mT,
+        lambda: a.expand(-1, 1 << 30).sin(),
+        lambda: torch.empty(1 << 50),
+        lambda: torch.bernoulli(a.expand(-1, 1 << 30), generator=seeded),
+    ):
+        with VirtualCard(1), pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory. Tried to allocate"):
+            fn()
+
+
+def test_operands_without_a_name_go_with_the_error():
+    a, seen = torch.ones(1 << 20, 1), []
+    with VirtualCard(1) as card:
+        try:
+            (a + 1) @ a.mT
+        except torch.OutOfMemoryError as error:
+            seen.append(str(error))
+        assert seen and card.allocated_bytes == a.nbytes
+
+
+def test_compiled_functions_count_as_they_are_written():
+    x = torch.ones(MIB)
+    compiled = torch.compile(lambda x: (x.exp() + 1).log().sum(), backend="eager")
+    with VirtualCard(1) as card:
+        compiled(x)
+    assert card.peak_requested_bytes == 3 * x.nbytes
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_refused_and_not_miscounted():
+    q, k, v = (x.transpose(1, 2) for x in inputs(128, grad=False))
+    with VirtualCard(1), pytest.raises(NotImplementedError):
+        flex_attention(q, k, v)
+
+
+def test_out_of_memory_says_what_there_was():
+    with VirtualCard(0.5), pytest.raises(torch.OutOfMemoryError) as caught:
+        kept = torch.empty(300 * MIB, dtype=torch.uint8)
+        torch.empty(64 * MIB)
+    assert str(caught.value) == (
+        "CUDA out of memory. Tried to allocate 256.00 MiB, for a tensor of 256.00 MiB. The card, which is in software, "
+        "has a total capacity of 512.00 MiB of which 212.00 MiB is free. Of the allocated memory 300.00 MiB is "
+        "allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated."
+    )
+    assert len(kept)
+
+
+@pytest.mark.parametrize("mode", ["fwd", "fwdbwd"])
+def test_after_out_of_memory_nothing_stays_alive(mode):
+    q, k, v = inputs(8192, grad=mode == "fwdbwd")
+    ours = 3 * q.nbytes
+    with VirtualCard(1) as card:
+        out = wb.attention(q, k, v, PATTERN, backend="torch")
+        upstream = torch.ones_like(out)
+        forward = card.peak_requested_bytes
+        if mode == "fwdbwd":
+            ours += 2 * out.nbytes + 4 * 8192 * 2  # out, its gradient and lse
+        else:
+            del out, upstream
+        assert card.allocated_bytes == ours
+        ceiling = ours + (q.nbytes if mode == "fwdbwd" else (forward - ours) // 2)
+        card._births.allocator.empty_cache()
+        card._births.allocator.limit = ceiling
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            if mode == "fwdbwd":
+                torch.autograd.grad(out, (q, k, v), upstream, retain_graph=True)
+            else:
+                wb.attention(q, k, v, PATTERN, backend="torch")
+        assert card.allocated_bytes == ours, "while the error is still held"
+        del caught
+        card._births.allocator.limit = MIB * KIB
+        wb.attention(q, k, v, PATTERN, backend="torch")  # and the card goes on
+
+
+def test_results_of_operators_that_cannot_be_planned():
+    x = torch.ones(4 * MIB)
+    with VirtualCard(40 / 1024) as card:
+        with pytest.raises(OutOfMemory):
+            x.nonzero()  # 32 MiB, which nobody knows before
+        assert card.allocated_bytes == x.nbytes
+        assert len(x[:1000].nonzero()) == 1000
+
+
+# --- it is the same computation --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_gradients_are_the_same_bits(dtype):
+    q, k, v = inputs(777, dtype=dtype)
+    want = gradients(q, k, v)
+    with VirtualCard(1):
+        got = gradients(q, k, v)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_random_numbers_are_the_same():
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.5, batch_first=True)
+    x = torch.randn(2, 9, 16)
+
+    def step():
+        torch.manual_seed(3)
+        loss = (model(x) * torch.rand(1) + torch.randint(9, (1,), generator=torch.Generator().manual_seed(1))).sum()
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    want = step()
+    with VirtualCard(1):
+        got = step()
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_wrong_calls_fail_as_ever():
+    messages = []
+    for card in (None, VirtualCard(1)):
+        with pytest.raises(RuntimeError) as caught:
+            if card is None:
+                torch.ones(2, 3) @ torch.ones(2, 3)
+            else:
+                with card:
+                    torch.ones(2, 3) @ torch.ones(2, 3)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    del caught
+    assert card.allocated_bytes == 0
+
+
+def test_it_costs_little():
+    q, k, v = inputs(4096, heads=4, head_dim=64)
+    pattern = wb.Dilated([512, 4096], [1, 8])
+    gradients(q, k, v, pattern)
+    threads, plain, virtual = torch.get_num_threads(), [], []
+    torch.set_num_threads(1)  # and processor time, which other people's work on this machine disturbs less
+    for _ in range(4):
+        begin = time.process_time()
+        gradients(q, k, v, pattern)
+        middle = time.process_time()
+        with VirtualCard(1):
+            gradients(q, k, v, pattern)
+        plain.append(middle - begin)
+        virtual.append(time.process_time() - middle)
+    torch.set_num_threads(threads)
+    assert min(virtual) < 1.5 * min(plain)
+
+
+# --- how it is used --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gib", [0, -1, float("nan"), float("inf"), None, True, [8]])
+def test_sizes_that_no_card_has(gib):
+    with pytest.raises(ValueError, match="gib="):
+        VirtualCard(gib)
+
+
+def test_a_card_may_be_named():
+    """It has what that card has for tensors."""
+    named = cards.find("rtx4090")
+    assert VirtualCard("rtx4090").gib * 2**30 == named.total_bytes - named.context_bytes
+    with pytest.raises(ValueError, match="card='rtx4099': want one of"):
+        VirtualCard("rtx4099")
+
+
+def test_a_card_in_a_card_is_refused():
+    with VirtualCard(1) as outer:
+        for inner in (outer, VirtualCard(2)):
+            with pytest.raises(RuntimeError, match="in use"), inner:
+                pass
+        kept = torch.ones(100)
+        assert outer.allocated_bytes == kept.nbytes + 112
+    with outer:  # again, with what is alive
+        torch.ones(100)
+    assert outer.peak_requested_bytes == 800
+
+
+def test_an_exception_inside_leaves_the_card():
+    with pytest.raises(ZeroDivisionError), VirtualCard(1) as card:
+        torch.ones(MIB)
+        _ = 1 / 0
+    assert card.peak_requested_bytes == 4 * MIB
+    assert not any(isinstance(x, _Births) for x in torch.utils._python_dispatch._get_current_dispatch_mode_stack())
+    torch.ones(2 * MIB)
+    assert card.peak_requested_bytes == 4 * MIB
+
+
+def test_each_thread_has_its_own():
+    other = {}
+
+    def run():
+        q, k, v = inputs(256)
+        with VirtualCard(2) as card:
+            gradients(q, k, v)
+            ready.wait(20)
+            other["card"] = peaks(card)
+
+    ready = threading.Barrier(2)
+    thread = threading.Thread(target=run)
+    q, k, v = inputs(256)
+    with VirtualCard(1) as card:
+        thread.start()
+        gradients(q, k, v)
+        ready.wait(20)
+        thread.join()
+    assert other["card"] == peaks(card)

@@ -1,0 +1,312 @@
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from workbench.harness import machine, records
+
+COMMITTED = sorted(records.default_folder().rglob("*.jsonl"))
+ROOT = Path(records.__file__).parents[2]
+
+
+@pytest.fixture
+def recorder(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_COMMIT", "0123456789abcdef")
+    return records.start("timing", "quick", tmp_path)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_run_line_comes_first_and_is_complete(recorder, monkeypatch):
+    run = lines(recorder.path)[0]
+    assert set(records.RUN_FIELDS) < set(run)
+    assert (run["kind"], run["schema"], run["profile"]) == ("run", 1, "quick")
+    assert (run["commit"], run["dirty"]) == ("0123456789abcdef", False)
+    assert run["torch"] == torch.__version__
+    assert recorder.path.name.endswith("-timing-0123456.jsonl")
+    assert run["utc"].startswith(recorder.path.name[:10]) and run["utc"].endswith("+00:00")
+
+
+def test_no_path_and_no_host_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        sys, "argv", ["/home/ann/bin/run.py", "-f", "a/b/kernel-1.json", "--out=/tmp/x", "-p", '{"n": 3}']
+    )
+    monkeypatch.setattr(socket, "gethostname", lambda: "ann-laptop")
+    recorder = records.start("timing", "quick", tmp_path)
+    recorder.row(status="killed", error="on ann-laptop: /usr/lib/libfoo.so: no such file, at 3 GB/s")
+    run, row = lines(recorder.path)
+    assert run["argv"] == ["run.py", "-f", "kernel-1.json", "--out=x", "-p", '{"n": 3}']
+    assert row["error"] == "on host: libfoo.so: no such file, at 3 GB/s"
+
+
+def test_rows_are_joined_with_their_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_COMMIT", "abc")
+    for profile in ("quick", "gpu"):
+        records.start("timing", profile, tmp_path).row(
+            pattern="dense", n=8, status="ok", samples_ms=[1.0, 2.0], extra=7
+        )
+    journal = next(tmp_path.iterdir())  # of both runs
+    for frame in (records.load(tmp_path), records.load(str(journal)), records.load(journal, tmp_path)):
+        assert frame.run_profile.tolist() == ["quick", "gpu"]
+        assert frame.samples_ms.tolist() == [[1.0, 2.0]] * 2 and frame.extra.tolist() == [7, 7]
+        assert frame.measured.all() and frame.run_commit.eq("abc").all()
+        assert set(records.FIELDS) <= set(frame.columns)
+
+
+def test_values_become_json(recorder):
+    recorder.row(
+        status="ok",
+        dtype=torch.bfloat16,
+        n=np.int64(4),
+        median_ms=math.nan,
+        samples_ms=torch.tensor([0.5]),
+        shape=(2, 3),
+    )
+    row = lines(recorder.path)[1]
+    assert (row["dtype"], row["n"], row["median_ms"], row["samples_ms"], row["shape"]) == (
+        "bfloat16",
+        4,
+        None,
+        [0.5],
+        [2, 3],
+    )
+    with pytest.raises(ValueError, match="status='fine'"):
+        recorder.row(status="fine")
+    with pytest.raises(ValueError, match="a record holds numbers"):
+        recorder.row(status="ok", error=Path("x"))
+    assert len(lines(recorder.path)) == 2
+    with pytest.raises(ValueError, match="probe='../x'"):
+        records.start("../x", "quick")
+
+
+def test_half_written_last_line_is_ignored_and_does_not_spoil_the_next(recorder):
+    recorder.row(n=1, status="ok")
+    with open(recorder.path, "a") as journal:
+        journal.write('{"kind": "row", "n": 2, "stat')
+    assert records.load(recorder.path).n.tolist() == [1]
+    assert not recorder.done(n=2)
+    recorder.row(n=3, status="ok")
+    assert records.load(recorder.path).n.tolist() == [1, 3]
+    assert recorder.done(n=3)
+
+
+def test_odd_files_load(tmp_path):
+    assert len(records.load(tmp_path)) == 0
+    (tmp_path / "empty.jsonl").touch()
+    empty = records.load(tmp_path)
+    assert len(empty) == 0 and empty[empty.probe == "timing"].median_ms.tolist() == []
+    (tmp_path / "odd.jsonl").write_bytes(
+        b'{"kind": "run", "run": "a", "schema": 9, "novel": [1]}\n\n[1, 2]\n12\n\xff\xfe{\n'
+        b'{"kind": "row", "run": "a", "n": 1, "median_ms": NaN, "novelty": {"x": 1}}\n'
+        b'{"kind": "row", "run": "lost", "n": 2}\n{"kind": "other"}\n'
+    )
+    frame = records.load(tmp_path)
+    assert frame.n.tolist() == [1, 2] and frame.median_ms.isna().all()
+    assert frame.novelty[0] == {"x": 1} and frame.run_novel[0] == [1] and pd.isna(frame.run_schema[1])
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        records.load(tmp_path / "nowhere")
+
+
+def test_resume_skips_what_is_settled(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_COMMIT", "abc")
+    first = records.start("timing", "quick", tmp_path)
+    for n, status in enumerate(records.STATUSES):
+        first.row(n=n, dtype="float32", status=status)
+    again = records.start("timing", "quick", tmp_path)
+    assert again.path == first.path
+    settled = {s for n, s in enumerate(records.STATUSES) if again.done(n=n, dtype=torch.float32)}
+    assert settled == {"ok", "oom", "refused", "unsupported"}
+    assert not again.done(n=0, dtype="float64") and not again.done(n=0, absent=None)
+    first.row(n=9, status="ok")  # by somebody else, meanwhile
+    assert again.done(n=9)
+
+
+@pytest.mark.parametrize("field", ["source", "device", "torch", "driver", "triton", "threads"])
+def test_resume_does_not_trust_other_code_or_machines(recorder, field):
+    recorder.row(n=1, status="ok")
+    later = records.Recorder(recorder.path, "timing", recorder.run | {"run": "later"})
+    other = records.Recorder(recorder.path, "timing", recorder.run | {"run": "other", field: "another"})
+    assert later.done(n=1) and not other.done(n=1)
+
+
+def test_resume_goes_on_in_the_journal_of_an_earlier_day(recorder):
+    yesterday = recorder.path.with_name("2020-01-01-timing-0123456.jsonl")
+    recorder.path.rename(yesterday)
+    assert records.start("timing", "quick", yesterday.parent).path == yesterday
+
+
+APPEND = """
+import sys
+from pathlib import Path
+from workbench.harness.records import Recorder
+recorder = Recorder(Path(sys.argv[1]), "timing", {"kind": "run", "run": sys.argv[2]})
+for n in range(int(sys.argv[3])):
+    recorder.row(n=n, status="ok", samples_ms=[0.25] * 500)
+"""
+
+
+def append(journal, name, rows):
+    return subprocess.Popen([sys.executable, "-c", APPEND, str(journal), name, str(rows)], cwd=ROOT)
+
+
+def test_two_processes_share_a_journal(tmp_path):
+    writers = [append(tmp_path / "j.jsonl", name, 150) for name in ("a", "b")]
+    assert [writer.wait(3600) for writer in writers] == [0, 0]
+    assert len(lines(tmp_path / "j.jsonl")) == 302  # every line is whole
+    frame = records.load(tmp_path)
+    assert all(frame[frame.run == name].n.tolist() == list(range(150)) for name in ("a", "b"))
+
+
+def test_a_killed_process_loses_no_row_that_was_written(tmp_path):
+    journal = tmp_path / "j.jsonl"
+    with append(journal, "a", 10**9) as writer:
+        end = time.monotonic() + 3600
+        while time.monotonic() < end and not (journal.exists() and journal.stat().st_size > 100_000):
+            time.sleep(0.02)
+        os.kill(writer.pid, signal.SIGKILL)
+    seen = records.load(journal).n.tolist()
+    assert len(seen) > 10 and seen == list(range(len(seen)))
+    assert append(journal, "b", 2).wait(3600) == 0
+    assert records.load(journal).n.tolist() == [*seen, 0, 1]
+
+
+def test_revision(tmp_path, monkeypatch):
+    monkeypatch.delenv("WORKBENCH_COMMIT", raising=False)
+    monkeypatch.setattr(records, "__file__", str(tmp_path / "pkg" / "records.py"))
+
+    def git(*words):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "records.py").touch()
+    assert records.revision() == (None, None)
+    git("init")
+    git("commit", "--allow-empty", "-m", "somebody else's")
+    assert records.revision() == (None, None)  # a repository around an installed package says nothing about it
+    git("add", ".")
+    git("commit", "-m", "ours")
+    commit = git("rev-parse", "HEAD").strip()
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "new").touch()
+    assert records.revision() == (commit, False)
+    (tmp_path / "pkg" / "new.py").touch()
+    assert records.revision() == (commit, True)
+    monkeypatch.setenv("WORKBENCH_COMMIT", "abc-dirty")
+    assert records.revision() == ("abc", True)
+
+
+@pytest.mark.parametrize(
+    "device, name",
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GeForce GTX 1080", "gtx1080"),
+        ("NVIDIA GeForce GTX 1080 Ti", "gtx1080ti"),
+        ("NVIDIA GeForce RTX 4070 SUPER", "rtx4070super"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("Tesla T4", "t4"),
+    ],
+)
+def test_machine_kind(device, name, monkeypatch):
+    assert machine.short_name(device) == name
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert machine.kind() == f"{name}x2"
+
+
+def test_machine_says_no_host_and_no_path():
+    described = machine.describe()
+    assert json.loads(json.dumps(described)) == described
+    for value in described.values():
+        assert records.scrub(str(value)) == str(value)
+
+
+@pytest.mark.parametrize("journal", COMMITTED, ids=lambda path: path.name)
+def test_records_of_this_checkout_load(journal):
+    text = journal.read_text()
+    rows = [line for line in map(json.loads, text.splitlines()) if line["kind"] == "row"]
+    frame = records.load(journal)
+    assert len(frame) == len(rows)
+    assert set(frame.status) <= set(records.STATUSES)
+    assert frame.run_device.notna().all()
+    assert (frame[(frame.probe == "timing") & (frame.status == "ok")].median_ms > 0).all()
+    assert records.scrub(text) == text
+
+
+# --- where records cannot be written ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def readonly(tmp_path, monkeypatch):
+    """outputs/records is where no folder can be made (root may write anywhere, so it is a file)."""
+    (tmp_path / "records").write_text("")
+    monkeypatch.setattr(records, "default_folder", lambda: tmp_path / "records" / "outputs")
+    return tmp_path
+
+
+def test_without_a_folder_to_write_rows_are_kept_and_a_sentence_says_so(readonly, capsys):
+    recorder = records.start("timing", "quick")
+    recorder.row(n=1, status="ok")
+    assert recorder.done(n=1) and recorder.frame(recorder.rows(n=1)).n.tolist() == [1]
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "cannot be written (Not a directory)" in said and "WORKBENCH_RECORDS" in said
+
+
+def test_a_folder_that_is_named_is_written_or_refused(readonly, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_RECORDS", str(readonly / "here"))
+    records.start("timing", "quick").row(n=1, status="ok")
+    assert [path.parent for path in (readonly / "here").rglob("*.jsonl")] == [readonly / "here" / machine.kind()]
+    assert records.load(readonly / "here").n.tolist() == [1]
+    monkeypatch.setenv("WORKBENCH_RECORDS", str(readonly / "records"))
+    for folder in (None, readonly / "records"):
+        with pytest.raises(ValueError, match="records: .*want a folder that can be written"):
+            records.start("timing", "quick", folder)
+
+
+def test_a_disk_that_fills_up_costs_no_rows(recorder, monkeypatch, capsys):
+    recorder.row(n=1, status="ok")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(records, "_append", full)
+    for n in (2, 3):
+        recorder.row(n=n, status="ok")
+    assert [row["n"] for row in recorder.rows(status="ok")] == [1, 2, 3]
+    assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+# --- what was measured before ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_every_committed_row_is_read_under_todays_names(path):
+    from workbench.engines.dispatch import BACKENDS
+    from workbench.probes.case import BASELINES
+
+    frame = records.load(path)
+    assert len(frame) == sum(line.get("kind") == "row" for line in lines(path))
+    known = {*BACKENDS, *BASELINES, "auto", "nccl", "gloo", "torchscale"}
+    assert set(frame["backend"].dropna()) <= known
+    if "asked" in frame:
+        assert set(frame["asked"].dropna()) <= known
+
+
+def test_the_old_name_of_eager_is_read_as_eager():
+    frame = records.load()
+    assert (frame["backend"] == "eager").sum() == 63 and not frame["backend"].str.contains(":", na=False).any()

@@ -1,0 +1,228 @@
+import math
+import time
+
+import pytest
+import torch
+
+from workbench.patterns import orderings
+from workbench.patterns.neighborhood import Neighborhood
+
+SHAPES = [(1,), (7,), (1, 1), (1, 9), (9, 1), (8, 8), (5, 12), (13, 6), (97, 131), (1, 1, 5), (2, 3, 4), (5, 7, 3)]
+MAKERS = {
+    "row_major": orderings.row_major,
+    "tiles": lambda shape: orderings.tiles(shape, 3),
+    "morton": orderings.morton,
+    "hilbert": orderings.hilbert,
+    "random": lambda shape: orderings.random(shape, seed=3),
+}
+
+
+def classic(side, d):
+    """The d-th point (x, y) of the classic Hilbert curve on a square of side 2^p, one quadrant a pair of bits."""
+    x = y = 0
+    s = 1
+    while s < side:
+        right = (d // 2) % 2
+        up = (d + right) % 2
+        if not up:
+            if right:
+                x, y = s - 1 - x, s - 1 - y
+            x, y = y, x
+        x, y, d, s = x + s * right, y + s * up, d // 4, s * 2
+    return x, y
+
+
+def touched(n, visible, block=128):
+    """Percent of the (query, key) blocks that hold a pair with visible(i, j), by looking at every pair."""
+    side = -(-n // block)
+    hit = torch.zeros(side, side, dtype=torch.bool)
+    j = torch.arange(n)
+    for row in range(side):
+        i = torch.arange(row * block, min(n, (row + 1) * block))[:, None]
+        hit[row, j[visible(i, j).any(0)] // block] = True
+    return 100 * float(hit.double().mean())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_bijection_and_its_inverse(maker, shape):
+    ordering = MAKERS[maker](shape)
+    cells = torch.arange(math.prod(shape))
+    assert ordering.shape == shape and len(ordering) == len(cells)
+    assert ordering.curve.dtype == ordering.rank.dtype == torch.int64
+    assert torch.equal(ordering.curve.sort().values, cells)
+    assert torch.equal(ordering.rank[ordering.curve], cells)
+    assert torch.equal(ordering.curve[ordering.rank], cells)
+
+
+def test_hilbert_is_continuous_on_every_rectangle_up_to_40():
+    for h in range(1, 41):
+        for w in range(1, 41):
+            ordering = orderings.hilbert((h, w))
+            assert torch.equal(ordering.curve.sort().values, torch.arange(h * w)), (h, w)
+            diagonal = max(h, w) % 2 == 1 and min(h, w) % 2 == 0
+            assert ordering.jumps <= (1 if diagonal else 0), (h, w)
+            if ordering.jumps:
+                assert ordering.coordinates.diff(dim=0).abs().max() == 1, (h, w)
+
+
+@pytest.mark.parametrize("side", [1, 2, 4, 8, 32, 64])
+def test_hilbert_on_a_power_of_two_is_the_classic_curve(side):
+    points = [classic(side, d) for d in range(side * side)]
+    assert orderings.hilbert((side, side)).curve.tolist() == [y * side + x for x, y in points]
+
+
+def test_hilbert_boxes_have_unit_steps_where_all_sides_are_even():
+    for d in range(1, 11):
+        for h in range(1, 11):
+            for w in range(1, 11):
+                ordering = orderings.hilbert((d, h, w))
+                assert torch.equal(ordering.curve.sort().values, torch.arange(d * h * w)), (d, h, w)
+                if d % 2 == h % 2 == w % 2 == 0:
+                    assert ordering.jumps == 0, (d, h, w)
+    assert orderings.hilbert((5, 7, 9)).jumps > 0  # odd sides are reported, not hidden
+
+
+def test_hilbert_is_vectorised():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    start = time.process_time()
+    try:
+        ordering = orderings.hilbert((4096, 4096))
+    finally:
+        torch.set_num_threads(threads)
+    assert time.process_time() - start < 2
+    assert len(ordering) == 1 << 24 and ordering.curve[-1] == 4095
+
+
+def test_steps_and_jumps():
+    ordering = orderings.row_major((3, 4))
+    assert ordering.steps.tolist() == [1, 1, 1, 4, 1, 1, 1, 4, 1, 1, 1]
+    assert ordering.jumps == 2
+    assert ordering.coordinates[5].tolist() == [1, 1]
+
+
+def test_morton_and_tiles_by_hand():
+    assert orderings.morton((4, 4)).curve.tolist() == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
+    assert orderings.morton((3, 3)).curve.tolist() == [0, 1, 3, 4, 2, 5, 6, 7, 8]
+    assert orderings.morton((2, 2, 2)).curve.tolist() == list(range(8))
+    assert orderings.tiles((3, 3), 2).curve.tolist() == [0, 1, 3, 4, 2, 5, 6, 7, 8]
+    assert orderings.tiles((2, 4), (2, 3)).curve.tolist() == [0, 1, 2, 4, 5, 6, 3, 7]
+
+
+def test_random_is_seeded():
+    one, same, other = (orderings.random((9, 9), seed).curve for seed in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+
+
+ORDERS = [orderings.row_major, orderings.hilbert, orderings.morton, lambda shape: orderings.tiles(shape, (8, 16))]
+
+
+@pytest.mark.parametrize(
+    "shape, radius, percents",
+    [
+        ((128, 128), 8, [12.84, 5.90, 6.18, 6.18]),
+        ((128, 128), 16, [24.12, 10.93, 9.94, 9.94]),
+        ((97, 131), 8, [18.10, 10.86, 8.48, 12.36]),
+    ],
+    ids=str,
+)
+def test_blocks_touched_by_a_sliding_window(shape, radius, percents):
+    got = [Neighborhood(shape, radius, order(shape)).block_density(math.prod(shape), 1) for order in ORDERS]
+    assert [round(100 * density, 2) for density in got] == percents
+
+
+def test_blocks_touched_by_aligned_windows():
+    got = []
+    for order in ORDERS:
+        window = (order((128, 128)).coordinates // 16 * torch.tensor([8, 1])).sum(1)
+        holds = torch.zeros(128, 64)  # which blocks of 128 tokens hold a token of which window
+        holds[torch.arange(128 * 128) // 128, window] = 1
+        got.append(round(100 * float((holds @ holds.T > 0).double().mean()), 2))
+    assert got == [12.50, 1.56, 1.56, 1.56]
+
+
+def test_hilbert_hurts_a_mask_of_one_dimension():
+    def near(place):
+        return lambda i, j: (place[i] - place[j]).abs() <= 256
+
+    hilbert = orderings.hilbert((64, 64))
+    assert hilbert.coordinates[-1].tolist() == [0, 63]
+    assert round(touched(4096, near(torch.arange(4096, dtype=torch.int16))), 1) == 15.0
+    assert round(touched(4096, near(hilbert.curve.to(torch.int16))), 1) == 43.0
+
+
+def test_sorting_by_residue_is_the_order_for_a_dilated_mask():
+    def kept(place):
+        return lambda i, j: (place[i] % 4 == 0) & (place[j] % 4 == 0)
+
+    place = torch.arange(4096, dtype=torch.int16)
+    assert touched(4096, kept(place)) == 100
+    assert touched(4096, kept((place % 4).argsort(stable=True))) == 6.25
+
+
+def test_attention_on_permuted_tokens_is_the_same_attention():
+    shape, radius = (6, 5), 1
+    q, k, v = torch.randn(3, 1, 2, 30, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def attend(q, k, v, order):
+        mask = Neighborhood(shape, radius, order).multiplicity(30, 1)[0] > 0
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    want = attend(q, k, v, orderings.row_major(shape))
+    order = orderings.random(shape, 1)  # not its own inverse, so that mixing up curve and rank fails
+    assert not torch.equal(order.curve, order.rank)
+    got = order.restore(attend(*(order.arrange(x, dim=2) for x in (q, k, v)), order), dim=2)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_restricting_to_an_irregular_region():
+    mask = torch.rand(11, 8, generator=torch.Generator().manual_seed(0)) < 0.4
+    whole = orderings.hilbert((11, 8))
+    part = whole.restrict(mask)
+    assert len(part) == int(mask.sum())
+    assert part.curve.tolist() == [cell for cell in whole.curve.tolist() if mask.flatten()[cell]]
+    assert torch.equal(part.rank[part.curve], torch.arange(len(part)))
+    assert torch.equal(part.rank >= 0, mask.flatten())
+    field = torch.randn(2, 88, 3)
+    back = part.restore(part.arrange(field), fill=float("nan"))
+    assert torch.equal(back[:, mask.flatten()], field[:, mask.flatten()])
+    assert back[:, ~mask.flatten()].isnan().all()
+    assert len(whole.restrict(torch.zeros(11, 8, dtype=torch.bool))) == 0
+
+
+def test_spec_describes_the_ordering():
+    mask = torch.rand(12, 10, generator=torch.Generator().manual_seed(1)) < 0.5
+    upper = torch.arange(120).view(12, 10) < 60
+    made = [maker((12, 10)) for maker in MAKERS.values()]
+    made += [made[3].restrict(mask), made[3].restrict(mask).restrict(upper), made[0].restrict(~upper)]
+    made += [orderings.Ordering("mine", (2, 2), torch.tensor([3, 0, 2, 1]))]
+    for ordering in made:
+        again = orderings.from_spec(ordering.spec())
+        assert (again.name, again.shape) == (ordering.name, ordering.shape)
+        assert torch.equal(again.curve, ordering.curve)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: orderings.hilbert((4, 0)), r"shape\[1\]=0"),
+        (lambda: orderings.hilbert(()), r"shape=\(\)"),
+        (lambda: orderings.hilbert((2, 2, 2, 2)), "one, two or three axes"),
+        (lambda: orderings.morton((4, 2.5)), r"shape\[1\]=2.5"),
+        (lambda: orderings.tiles((4, 4), (2, 2, 2)), r"tile=\(2, 2, 2\)"),
+        (lambda: orderings.random((4, 4), -1), "seed=-1"),
+        (
+            lambda: orderings.hilbert((4, 4)).restrict(torch.ones(4, 3)),
+            r"mask=torch.float32 .*torch.bool \(4, 4\)",
+        ),
+        (lambda: orderings.Ordering("x", (2, 2), torch.tensor([0, 1, 1, 3])).rank, "visited twice"),
+        (lambda: orderings.Ordering("x", (2, 2), torch.tensor([0, 1, 2, 4])).rank, "outside the grid"),
+        (lambda: orderings.hilbert((4, 4)).arrange(torch.zeros(1, 15)), "15 cells along dim 1: want 16"),
+        (lambda: orderings.from_spec({"ordering": "peano", "shape": [9, 9]}), "ordering='peano'"),
+    ],
+    ids=range(11),
+)
+def test_bad_input_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,103 @@
+import pickle
+import sys
+
+import pytest
+import torch
+
+from workbench import Dilated, reference
+from workbench.probes import baselines
+from workbench.probes.case import Case
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-6}
+
+
+def needs(name):
+    reason = baselines.available()[name]
+    return pytest.mark.skipif(reason is not None, reason=str(reason))
+
+
+def inputs(n, heads, head_dim, dtype=torch.float32, batch=1, grad=False):
+    random = torch.Generator().manual_seed(0)
+    made = (torch.randn(batch, n, heads, head_dim, generator=random, dtype=torch.float64) for _ in range(3))
+    return [x.to(dtype).requires_grad_(grad) for x in made]
+
+
+def far(got, want):
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def test_a_peer_is_usable_or_named_with_the_reason():
+    found = baselines.available()
+    assert set(found) == {"torchscale"}
+    for reason in found.values():
+        assert reason is None or "cannot be imported" in reason
+
+
+def test_what_is_no_peer_or_not_here_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="peer 'xformers': want one of 'torchscale'"):
+        baselines.longnet("xformers", [4], [1])
+    with pytest.raises(ValueError, match="one rate for each segment length"):
+        baselines.longnet("torchscale", [4], [1, 2])
+    for name in [x for x in sys.modules if x.startswith("torchscale")] or ["torchscale"]:
+        monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
+    with pytest.raises(ValueError, match="peer 'torchscale': torchscale.* cannot be imported"):
+        baselines.longnet("torchscale", [4], [1])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_flash_attention_that_peers_are_given_is_attention(causal):
+    q, k, v = inputs(37, 3, 8, torch.float64, batch=2)
+    out, lse = baselines.flash(q, k, v, is_causal=causal)
+    want, want_lse = reference(q, k, v, Dilated([37], [1], causal))
+    assert far(out, want) < 1e-10 and far(lse, want_lse) < 1e-6 and lse.shape == (2, 3, 37)
+    with pytest.raises(ValueError, match="bias"):
+        baselines.flash(q, k, v, bias=torch.zeros(37, 37))
+
+
+CASES = [  # segments, rates, N, heads, causal
+    ([64], [1], 64, 2, False),
+    ([16, 32], [1, 2], 64, 4, False),
+    ([16, 32, 64], [1, 2, 4], 128, 12, False),
+    ([16, 32, 128], [1, 2, 4], 64, 4, False),  # a segment longer than the sequence
+    ([16, 32], [2, 8], 64, 3, False),  # rows that no branch reaches, more rates than heads
+    ([16, 32], [1, 2], 64, 4, True),
+    ([16, 48], [1, 6], 101, 5, True),  # causal, what it pads with comes after every query
+]
+
+
+@needs("torchscale")
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("segments", "rates", "n", "heads", "causal"), CASES)
+def test_torchscale_is_the_oracle_with_blocked_offsets(segments, rates, n, heads, causal, dtype):
+    q, k, v = inputs(n, heads, 8, dtype, batch=2)
+    out = baselines.longnet("torchscale", segments, rates, causal)(q, k, v)
+    assert out.shape == q.shape and out.dtype == dtype
+    want, _ = reference(q, k, v, Dilated(segments, rates, causal, offsets="blocked"))
+    assert far(out, want) < TOLERANCE[dtype]
+
+
+@needs("torchscale")
+@pytest.mark.parametrize(("segments", "rates", "n"), [([16], [6], 64), ([16], [1], 40)])
+def test_torchscale_sees_the_zeros_that_it_pads_with(segments, rates, n):
+    q, k, v = inputs(n, 2, 8, torch.float64)
+    want, _ = reference(q, k, v, Dilated(segments, rates, offsets="blocked"))
+    assert far(baselines.longnet("torchscale", segments, rates)(q, k, v), want) > 0.01
+
+
+@needs("torchscale")
+def test_torchscale_takes_the_shares_of_branches_for_constants():
+    q, k, v = inputs(64, 4, 8, torch.float64, grad=True)
+    upstream = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    pattern = Dilated([16, 32], [1, 2], offsets="blocked")
+    got = torch.autograd.grad(baselines.longnet("torchscale", [16, 32], [1, 2])(q, k, v), (q, k, v), upstream)
+    want = torch.autograd.grad(reference(q, k, v, pattern)[0], (q, k, v), upstream)
+    dq, dk, dv = (far(x, y) for x, y in zip(got, want, strict=True))
+    assert dv < 1e-10 and dq > 0.01 and dk > 0.01
+
+
+@needs("torchscale")
+def test_a_peer_is_a_backend_of_a_case():
+    pattern, call = Dilated([16, 32], [1, 2], offsets="blocked"), baselines.longnet("torchscale", [16, 32], [1, 2])
+    assert pickle.loads(pickle.dumps(call)).__name__ == "torchscale"  # it goes to fresh processes
+    run, name = Case(pattern, 64, 4, 8, backend=call, mode="fwdbwd").prepare()
+    assert name == "torchscale" and [x.shape for x in run()] == [(1, 64, 4, 8)] * 3

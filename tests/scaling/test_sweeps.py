@@ -1,0 +1,415 @@
+"""Sweeps over gloo: rows are complete, wrong results are caught, failures are rows; and the parts they are made of."""
+
+import contextlib
+import json
+
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from tests.distributed import drawn
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, layouts
+from workbench.harness import records
+from workbench.patterns.dilated import geometric
+from workbench.probes.case import Case
+from workbench.probes.timing import AA
+from workbench.scaling import compare, groups, link, on_ranks, strategies, sweeps
+from workbench.scaling.strategies import ONE
+
+MINE = """
+import gc
+
+import torch
+import torch.distributed as dist
+import workbench as wb
+
+def mine(q, k, v, pattern):
+    return wb.distributed.attention(q, k, v, pattern, strategy="sequence")
+
+def of_own_rows(q, k, v, pattern):
+    return wb.attention(q, k, v, wb.Dense())
+
+def late(q, k, v, pattern):
+    out = mine(q, k, v, pattern)
+    if dist.get_rank() == 1:
+        out = torch.cat([out[:, :-1], out[:, -1:] * 1.001], 1)  # the last row of all, by a thousandth
+    return out
+
+def wants_room(q, k, v, pattern):
+    whole = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.shape == (1, 192, 4, 8)]
+    if any(x.dtype == q.dtype for x in whole):
+        raise MemoryError("no room beside one device's inputs")
+    return mine(q, k, v, pattern)
+
+def fails(q, k, v, pattern):
+    if dist.get_rank() == 1:
+        raise MemoryError("no room here")
+    return mine(q, k, v, pattern)
+"""
+SIZES = {"n": 192, "heads": 4, "head_dim": 8, "mode": "fwdbwd"}
+DILATED = Dilated([32, 192], [1, 2])
+
+
+MODULES = {"mine_on_ranks.py": MINE}
+
+
+def sweep(folder, cases, names, **options):
+    """{(case, strategy): row}, None for what a row has not."""
+    frame = sweeps.sweep(cases, 2, names, samples=3, folder=folder, say=None, **options)
+    rows = [{x: None if y != y else y for x, y in row.items()} for row in frame.astype(object).to_dict("records")]
+    return {(row["label"], row["strategy"]): row for row in rows}
+
+
+@pytest.fixture(scope="module")
+def rows(folder):
+    cases = {
+        "dilated": Case(DILATED, dtype="float64", **SIZES),
+        "pair": Case(Dense(True), dtype="float32", batch=2, **SIZES),
+        "blocks": Case(BlockSparse(layouts.local(1), 16), 192, 3, 8, nq=150),
+    }
+    return sweep(folder / "rows", cases, sweeps.STRATEGIES)
+
+
+def test_every_strategy_of_every_case_is_a_row_in_order(rows):
+    assert list(rows) == [(x, y) for x in ("dilated", "pair", "blocks") for y in (*sweeps.STRATEGIES, AA)]
+    assert all(row["status"] in records.STATUSES for row in rows.values())
+
+
+def test_a_row_that_ran_is_complete(rows):
+    for strategy in (ONE, "distributed data parallel", "sequence", "heads"):
+        row = rows["dilated", strategy]
+        assert row["status"] == "ok" and len(row["samples_ms"]) == 3
+        assert row["median_ms"] == sorted(row["samples_ms"])[1] > 0
+        assert row["speedup_low"] <= row["speedup"] <= row["speedup_high"]
+        assert row["extra_bytes"] == max(row["extra_by_card"]) > 0 and len(row["peak_by_card"]) == 2
+        assert row["pairs"] == DILATED.pairs(192, 4) and all(0 <= x < 1.5 for x in row["busy"])
+        assert row["world"] == (1 if strategy == ONE else 2) and row["nproc"] == 2
+    assert rows["dilated", AA]["median_ms"] > 0 and rows["dilated", ONE]["speedup"] == 1
+
+
+def test_inputs_are_counted_once_for_who_holds_them(rows):
+    held = 4 * 192 * 4 * 8 * 8  # q, k, v and the upstream gradient
+    for strategy, shares in ((ONE, (1, 0)), ("distributed data parallel", (1, 0)), ("sequence", (0.5, 0.5))):
+        row = rows["dilated", strategy]
+        inputs = [a - b for a, b in zip(row["peak_by_card"], row["extra_by_card"], strict=True)]
+        assert inputs == [held * x for x in shares]
+
+
+def test_bytes_on_the_wire_are_the_plans(rows):
+    for label, strategy in (
+        ("dilated", "sequence"),
+        ("dilated", "heads"),
+        ("pair", "sequence"),
+        ("blocks", "sequence"),
+    ):
+        row = rows[label, strategy]
+        assert row["sent_bytes"] == row["planned_bytes"] and sum(row["sent_bytes"]) > 0
+        assert all(0 < x < 1000 for x in row["control_bytes"])
+    assert rows["pair", "distributed data parallel"]["sent_bytes"] == [0, 0]
+
+
+def test_results_are_compared_row_by_row(rows):
+    for key, row in rows.items():
+        if row["status"] == "ok" and key[1] not in (ONE, AA):
+            assert row["valid"] is True and row["compared"] == row["nq"] * (
+                2 if key[0] == "pair" and "data" in key[1] else 1
+            )
+            assert set(row["errors"]) == ({"out"} if key[0] == "blocks" else {"out", "dq", "dk", "dv"})
+    assert rows["dilated", "sequence"]["max_abs_error"] < 1e-12
+
+
+def test_one_sequence_leaves_the_other_rank_idle_and_two_do_not(rows):
+    alone, both = (rows[x, "distributed data parallel"] for x in ("dilated", "pair"))
+    assert alone["extra_by_card"][1] == 0 and alone["busy"][1] < alone["busy"][0] / 2
+    assert min(both["extra_by_card"]) > 0
+
+
+def test_what_is_not_for_this_case_or_machine_says_why(rows):
+    assert rows["blocks", "heads"]["status"] == "refused" and "multiples of 2" in rows["blocks", "heads"]["error"]
+    assert rows["dilated", "context parallel"]["error"].startswith("context parallel computes Dense only")
+    assert rows["pair", "context parallel"]["status"] == rows["pair", "data parallel"]["status"] == "unsupported"
+    assert not sweeps.failed(pd.DataFrame(list(rows.values())))
+
+
+def test_a_table_has_a_line_a_row(rows):
+    header, *lines = sweeps.table(pd.DataFrame(list(rows.values()))).splitlines()
+    assert header.split() == ["case", "strategy", "ms", "speed-up", "peak", "MiB", "sent", "MiB", "busy", "note"]
+    assert len(lines) == len(rows) and "multiples of 2" in lines[list(rows).index(("blocks", "heads"))]
+
+
+def test_a_table_says_what_is_noise_and_what_is_from_the_records(rows):
+    def lines(**changed):
+        some = [rows["dilated", x] | {"from_records": False} for x in (ONE, "sequence", AA)]
+        return sweeps.table(pd.DataFrame([x | changed.get(x["strategy"], {}) for x in some])).splitlines()[1:]
+
+    noise = {"speedup_low": 0.9, "speedup_high": 1.1}
+    inside, outside = ({"speedup": x, "speedup_low": x - 0.1, "speedup_high": x + 0.1} for x in (1.15, 1.5))
+    one, sequence, again = lines(**{"sequence": inside, AA: noise})
+    assert sequence.endswith("  within the noise (A/A)") and again.endswith("  one device against itself")
+    assert "noise" not in one and not any("from the records" in x for x in (one, sequence, again))
+    one, sequence, again = lines(**{"sequence": outside | {"from_records": True}, AA: noise})
+    assert sequence.endswith("  from the records") and "noise" not in sequence
+
+
+def test_progress_is_short_and_silent_about_what_is_recorded(own, folder):
+    wrong, failed, right = own["late"], own["fails"], own["mine"] | {"median_ms": 12.345678, "speedup": 1.2345}
+    assert [sweeps.words(x) for x in (wrong, failed)] == ["  mine_on_ranks:late: wrong", "  mine_on_ranks:fails: oom"]
+    assert sweeps.words(right) == "  mine_on_ranks:mine: 12.35 ms, 1.23x"
+    said, case = [], {"x": Case(Dense(), dtype="float32", **SIZES)}
+    sweeps.sweep(case, 2, ["mine_on_ranks:mine"], folder=folder / "own", say=lambda x, **_: said.append(x))
+    assert said == ["1/1: x, N = 192, from the records"]
+
+
+def test_strategies_that_have_no_room_beside_each_others_inputs_are_timed_all_the_same(folder):
+    found = sweep(folder / "room", {"x": Case(DILATED, dtype="float32", **SIZES)}, ["mine_on_ranks:wants_room"])
+    for row in found.values():
+        assert row["status"] == "ok" and len(row["samples_ms"]) == 3 and row["median_ms"] > 0
+
+
+@pytest.fixture(scope="module")
+def own(folder):
+    """Rows of a user's own strategies, one that is right and three that are not."""
+    names = [f"mine_on_ranks:{x}" for x in ("of_own_rows", "late", "fails", "mine")]
+    found = sweep(folder / "own", {"x": Case(Dense(), dtype="float32", **SIZES)}, names)
+    return {strategy.partition(":")[2] or strategy: row for (_, strategy), row in found.items()}
+
+
+def test_a_wrong_strategy_is_caught_and_has_no_speed(own):
+    for row in (own["of_own_rows"], own["late"]):
+        assert row["valid"] is False and row["limiter"] == "validity" and row["error"].startswith("wrong: ")
+        assert row["speedup"] is None and row["median_ms"] is None
+    assert own["of_own_rows"]["max_abs_error"] > 0.01 > own["late"]["max_abs_error"]
+    assert own["mine"]["valid"] is True and own["mine"]["speedup"] > 0
+    wrong, right = (pd.DataFrame([own[x], own[ONE]]) for x in ("late", "mine"))
+    assert sweeps.failed(wrong) and not sweeps.failed(right)
+
+
+def test_a_rank_that_fails_is_a_row_and_the_sweep_goes_on(own):
+    assert own["fails"]["status"] == "oom" and own["fails"]["error"].startswith(
+        "rank 1 of 2: MemoryError: no room here"
+    )
+    assert own["mine"]["status"] == own[AA]["status"] == "ok"
+    assert sweeps.failed(pd.DataFrame([own["fails"]]))
+
+
+def test_what_is_settled_is_not_measured_again(rows, folder, monkeypatch):
+    asked, real = [], sweeps._ask
+
+    def ask(pool, name, arguments, timeout_s):
+        asked.append((name, arguments[1]))
+        return real(pool, name, arguments, timeout_s)
+
+    monkeypatch.setattr(sweeps, "_ask", ask)
+    case = {"dilated": Case(DILATED, dtype="float64", **SIZES)}
+    same = sweep(folder / "rows", case, sweeps.STRATEGIES)
+    first = {x: y | {"from_records": True} for x, y in rows.items() if x[0] == "dilated"}
+    assert asked == [] and same == first and not any(y["from_records"] for y in rows.values())
+    renamed = sweep(folder / "rows", {"another name": case["dilated"]}, ["sequence"])
+    assert asked == [] and {x for x, _ in renamed} == {"another name"}
+    more = sweep(folder / "rows", case, ["sequence", "mine_on_ranks:mine"])
+    mine = "dilated", "mine_on_ranks:mine"
+    assert asked == [("facts", mine[1]), ("times", [ONE, mine[1]])]  # beside the one that a speed-up is over
+    found = more.pop(mine)
+    assert found["speedup"] > 0 and not found["from_records"] and all(row == first[x] for x, row in more.items())
+    (journal,) = (folder / "rows").glob("*-scaling-*.jsonl")
+    written = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert sum(line.get("label") == "dilated" for line in written) == len(same) + 1
+    asked.clear()
+    monkeypatch.setattr(sweeps, "source_of", lambda name: "edited" if name == mine[1] else None)
+    sweep(folder / "rows", case, ["sequence", mine[1]])
+    assert asked == [("facts", mine[1]), ("times", [ONE, mine[1]])]
+
+
+@pytest.mark.parametrize(
+    "cases, names, message",
+    [
+        ({"x": Case(Dense(), 8, 1, 8)}, ["ring"], "strategy='ring': want one of one device, data parallel"),
+        ({"x": Case(Dense(), 8, 1, 8), "y": Case(Dense(), 8, 1, 8, device="cuda")}, [], "want cases on one kind"),
+    ],
+)
+def test_a_sweep_of_what_is_not_there_is_refused(folder, cases, names, message):
+    with pytest.raises(ValueError, match=message):
+        sweeps.sweep(cases, 2, names, folder=folder / "refused", say=None)
+    assert not (folder / "refused").exists()
+
+
+# --- length, link, model ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_ranks_hold_a_longer_sequence_and_lengths_are_tried_once(folder):
+    options = {"budget_bytes": 24 << 20, "step": 0.2, "first": 4096, "folder": folder / "long", "say": None}
+    case = Case(Dilated([64], [2]), 512, 2, 16)
+    one, two = sweeps.longest(case, **options).astype(object).to_dict("records")
+    assert (one["strategy"], two["strategy"]) == (ONE, "sequence") and one["limiter"] == two["limiter"] == "memory"
+    assert 1.5 < two["ratio"] == two["n"] / one["n"] < 2.5 and one["reserved_bytes"] <= 24 << 20
+    tried = records.load(folder / "long").query("stage == 'length'")
+    assert not tried.duplicated(["strategy", "n"]).any() and set(tried["status"]) == {"ok", "oom"}
+    sweeps.longest(case, **options)
+    assert len(records.load(folder / "long").query("stage == 'length'")) == len(tried)
+    with pytest.raises(ValueError, match="on the CPU want the bytes of a card in software"):
+        sweeps.longest(case, folder=folder / "long", say=None)
+
+
+def test_no_case_is_begun_after_the_time_and_what_is_measured_comes_all_the_same(rows, folder, capsys):
+    cases = {
+        "dilated": Case(DILATED, dtype="float64", **SIZES),  # settled by `rows`
+        "late": Case(Dilated([64], [2]), 4096, 2, 16),
+    }
+    found = sweeps.sweep(cases, 2, ["sequence"], within_s=0, folder=folder / "rows")
+    assert found["label"].tolist() == ["dilated"] * 3 and found["from_records"].all()
+    late = sweeps.sweep({"late": cases["late"]}, 2, ["sequence"], within_s=0, folder=folder / "rows")
+    assert late.empty and "1/1: late: not begun" in capsys.readouterr().out
+    assert sweeps.table(late) == "nothing was measured" and not sweeps.failed(late)
+
+
+def test_the_link_is_measured_by_message(folder):
+    found = link.measure(2, [1 << 16, 1 << 20], samples=3, folder=folder / "link")
+    assert found["message_bytes"].tolist() == [1 << 16, 1 << 20] and (found["status"] == "ok").all()
+    assert (found["bytes_per_second"] == 1000 * found["message_bytes"] / found["median_ms"]).all()
+    for options, message in (
+        ({"nproc": 1}, "want two ranks"),
+        ({"nproc": 3, "sizes": [1]}, "a byte for each other one"),
+        ({"device": "cuda:1"}, "device='cuda:1': want 'cpu' or 'cuda'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            link.measure(**options, folder=folder / "link")
+
+
+def test_curves_are_modelled_and_say_so():
+    case = Case(geometric(1 << 16), 1 << 16, 8, 64, "bfloat16")
+    fast = link.modelled(case, 1e9, 1e12, (2, 64))
+    assert not fast["measured"].any() and fast["speedup"].round(6).tolist() == [2, 64]
+    slow = link.modelled(case, 1e12, 1e6, (2, 64))
+    assert (slow["speedup"] < 1).all() and (slow["least"] < slow["efficiency"]).all()
+    assert (fast["least"] > 0.99).all()
+    weak = link.modelled(case, 1e9, 1e12, (2, 8), scaling="weak", at=lambda n: Case(geometric(n), n, 8, 64, "bfloat16"))
+    assert weak["n"].tolist() == [1 << 17, 1 << 19]
+    refused = link.modelled(case, 1e9, 1e12, (3,), strategy="heads").iloc[0]
+    assert refused["status"] == "refused" and "multiples of 3" in refused["error"]
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_shards_are_rows_of_one_tensor_whoever_makes_them(monkeypatch):
+    monkeypatch.setattr(strategies, "CHUNK", 16)
+    case = Case(Dense(True), 70, 4, 8, batch=3, kv_heads=2, nq=50, seed=1)
+    whole = {name: strategies.make(case, name, range(3), (range(50 if name in ("q", "upstream") else 70),))
+             for name in strategies.TENSORS}  # fmt: skip
+    assert not torch.equal(whole["k"], whole["v"]) and not torch.equal(whole["k"][:, :16], whole["k"][:, 16:32])
+    for strategy in sweeps.STRATEGIES:
+        for rank in range(3):
+            mine = strategies.share(strategy, case, rank, 3)
+            for name, x in whole.items():
+                rows = [y for part in mine.rows(name, case) for y in part]
+                want = x[mine.batch.start : mine.batch.stop][:, rows]
+                assert torch.equal(strategies.make(case, name, mine.batch, mine.rows(name, case)), want)
+
+
+def test_shares_are_everything_once():
+    case = Case(Dense(True), 24, 4, 8, batch=3)
+    for strategy in sweeps.STRATEGIES:
+        held = [
+            (b, j)
+            for rank in range(2)
+            for share in [strategies.share(strategy, case, rank, 2)]
+            for b in share.batch
+            for part in share.keys
+            for j in part
+        ]
+        assert sorted(held) == [(b, j) for b in range(3) for j in range(24)]
+
+
+def test_the_union_of_intervals():
+    assert on_ranks.covered([(5, 7), (0, 2), (1, 3), (6, 6), (2, 3)]) == 5 and on_ranks.covered([]) == 0
+
+
+def test_long_results_are_compared_where_shards_and_segments_meet():
+    case = Case(Dilated([1000, 300_000], [1, 2]), 300_000, 12, 64, nq=200_000)
+    keys, queries = (set(compare.places(case, name, 2).tolist()) for name in ("dk", "out"))
+    assert {0, 999, 1000, 149_999, 150_000, 299_999} <= keys and len(keys) < 100
+    assert {0, 49_999, 50_000, 199_999} <= queries and max(queries) == 199_999
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_torchs_context_parallel_leaves_no_trace(causal):
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.experimental import _attention
+
+    def state():
+        options, handlers = _attention._cp_options, DTensor._op_dispatcher._custom_op_handlers
+        return functional.scaled_dot_product_attention, options.enable_load_balance, sorted(map(str, handlers))
+
+    before = state()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for _ in range(2):
+            with contextlib.suppress(KeyError), strategies.context_parallel("cpu", causal):
+                assert functional.scaled_dot_product_attention is not before[0]
+                assert _attention._cp_options.enable_load_balance == causal
+                raise KeyError
+            assert state() == before
+    finally:
+        strategies._mesh.cache_clear()
+        dist.destroy_process_group()
+
+
+def test_groups_are_cases_for_several_cards():
+    cases = groups.cases(["all"])
+    assert {case.device for case in cases.values()} == {"cuda"} and len(cases) == 26
+    assert 0.045 < cases["local and strided fwd 262144"].pattern.density(262_144, 1) < 0.055
+    assert list(groups.cases(["dilation"], "cpu", "float32")) == [
+        "dilated r=1 fwd 131072",
+        "dilated r=2 fwd 131072",
+    ]
+    with pytest.raises(
+        ValueError, match="group='rings': want 'all', or what one of these begins with: dense fwd 32768"
+    ):
+        groups.cases(["rings"])
+
+
+@pytest.mark.parametrize("n, lengths", [(1, [1]), (4096, [4096]), (4097, [4096, 4097]), (65_536, [4096, 16384, 65536])])
+def test_geometric_segments_grow_by_four_until_one_is_all(n, lengths):
+    pattern = geometric(n, causal=True)
+    assert list(pattern.segment_lengths) == lengths and pattern.causal
+    assert list(pattern.dilation_rates) == [2**x for x in range(len(lengths))]
+    assert geometric(n, first=n).segment_lengths == (n,) and geometric(3, first=1).segment_lengths == (1, 3)
+
+
+# --- what one device cannot do ----------------------------------------------------------------------------------------
+
+LONG = {
+    "dense": Dense(),
+    "causal": Dense(causal=True),
+    "longnet": Dilated([16, 64, 256], [1, 2, 4]),
+    "longnet-causal": Dilated([16, 64, 256], [1, 2, 4], causal=True),
+    "blocks": BlockSparse(layouts.local(2) | layouts.strided(4), 16),
+    "grid": Neighborhood((16, 16), 2),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("strategy", ["sequence", "heads"])
+def test_a_call_too_large_for_one_device_is_compared_with_float64(ranks, name, strategy):
+    case = on_ranks.described(Case(LONG[name], 256, 4, 8, kv_heads=2))
+    for found in ranks(2).run(drawn.facts, case, strategy):
+        assert found["errors"]["out"][1] <= 1 and found["compared"] > 8 and found["unchecked"] is None
+        assert found["compared_with"].startswith("float64")
+
+
+def test_a_wrong_row_of_a_call_too_large_for_one_device_is_found(ranks):
+    case = on_ranks.described(Case(LONG["longnet"], 256, 4, 8))
+    right, wrong = ranks(2).run(drawn.facts, case, "sequence", True)
+    assert right["errors"]["out"][1] <= 1 and wrong["errors"]["out"][1] > 1
+
+
+def test_rows_that_are_drawn_again_are_those_that_ranks_hold():
+    case = Case(Dense(), 10_000, 3, 4, batch=2, kv_heads=1)
+    at = torch.tensor([0, 4095, 4096, 4097, 9999, 17])
+    for name in "qkv":
+        whole = strategies.make(case, name, range(2), (range(10_000),))
+        assert torch.equal(strategies.remake(case, name, at), whole[:, at])
+        assert torch.equal(strategies.make(case, name, range(1, 2), (range(4090, 5000),)), whole[1:, 4090:5000])

@@ -1,0 +1,327 @@
+"""What the notebook on frontiers asks: ways to run attention by name, the worked examples, a chooser for any page.
+
+Dimensions: B batch, N tokens, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+
+import pandas as pd
+
+from workbench.fit import allocator, cards, estimate, executions, frontier
+from workbench.fit.frontier import GRAIN
+from workbench.fit.tracer import Event
+from workbench.harness import records
+from workbench.harness.narrate import counted, listed, number
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, layouts
+from workbench.probes.case import Case
+
+KINDS = {"Dense": "dense", "Dilated": "dilated", "BlockSparse": "blocks", "Neighborhood": "window"}
+STEP = 0.02  # 0.2 % for a prediction, see `frontier.search`
+
+# What the reports say fits on 8 GB (and, by 35 KB a token and linear scaling, on other cards): report, what, sizes, N.
+CLAIMS = (
+    ("003", "block-sparse base", "gtx1080", 2, 32, "float16", 131_072),
+    ("003", "ring variant", "gtx1080", 2, 32, "float16", 65_536),
+    ("004", "one segment", "gtx1080", 8, 64, "float32", 237_568),
+    ("004", "three segments", "gtx1080", 8, 64, "float32", 212_992),
+    ("003", "scaled by 35 KB a token", "rtx3090", 2, 32, "float16", 196_000),
+    ("003", "scaled by 35 KB a token", "a100-40gb", 2, 32, "float16", 327_000),
+    ("003", "scaled by 35 KB a token", "a100-80gb", 2, 32, "float16", 655_000),
+)
+
+
+def ways(
+    names: Iterable[str], *, segments: Sequence[int], rates: Sequence[int], block_size: int, device="cuda", **sizes
+) -> dict[str, frontier.Lengths]:
+    """{"pattern, backend": the Case of that at N}, for `frontier.search`, `frontier.sweep` and `fit.table`.
+
+    names: dense (all pairs), dilated (LongNet with these segments and rates), blocks (each block of block_size tokens,
+        its neighbours and the first one) or window (at most block_size tokens away), and a backend of `Case`'s
+    sizes: `Case`'s batch, heads, head_dim, dtype and mode
+    """
+    dense, dilated = Dense(), Dilated(segments, rates)
+    blocks = BlockSparse(layouts.local(1) | layouts.global_(1), block_size)
+    patterns = {
+        "dense": lambda n, _: dense, "dilated": lambda n, _: dilated, "blocks": lambda n, _: blocks,
+        "window": lambda n, _: Neighborhood((n,), block_size),
+    }  # fmt: skip
+    return executions.ways(names, patterns, device=device, **sizes)
+
+
+def wrong(kind: str) -> pd.DataFrame:
+    """Calls measured on a machine kind that fitted and computed something else, the shortest of each way.
+
+    elements: of q, of all its sequences; said: what the check found.
+    """
+    columns = ["way", "mode", "batch", "heads", "head_dim", "n", "elements"]
+    rows = records.committed(kind, "frontier")
+    if rows.empty:
+        return pd.DataFrame(columns=[*columns, "said"])
+    rows = rows[(rows["stage"] == "probe") & (rows["limiter"] == "validity")]
+    rows = rows.assign(way=_labels(rows), elements=rows[["batch", "n", "heads", "head_dim"]].prod(axis=1))
+    shortest = rows.sort_values("n").drop_duplicates(["way", "batch", "heads", "head_dim", "mode"])
+    said = shortest["error"].str.split(";").str[0]
+    return shortest[columns].astype(dict.fromkeys(columns[2:], "int64")).assign(said=said)
+
+
+def recorded(kind: str) -> pd.DataFrame:
+    """The frontiers that were measured on a machine kind and committed, with `label`, a row each; empty if none were.
+
+    Of the sizes (batch, heads, head_dim, dtype and mode) that the most of them have.
+    """
+    rows = records.committed(kind, "frontier")
+    if rows.empty:
+        return rows
+    rows = rows[(rows["stage"] == "search") & (rows["status"] == "ok") & rows["measured_n"].notna()]
+    sizes = ["batch", "heads", "head_dim", "dtype", "mode"]
+    rows = rows.assign(label=_labels(rows)).drop_duplicates(["label", "budget_bytes", *sizes], keep="last")
+    largest_first = sorted(rows.groupby(sizes), key=lambda group: -len(group[1]))
+    return largest_first[0][1].reset_index(drop=True) if largest_first else rows
+
+
+def _labels(rows: pd.DataFrame) -> list[str]:
+    return [f"{KINDS.get(spec['pattern'], spec['pattern'])}, {str(asked).split(':')[-1]}"
+            for spec, asked in zip(rows["pattern_spec"], rows["asked"], strict=True)]  # fmt: skip
+
+
+def claims() -> pd.DataFrame:
+    """CLAIMS beside what is predicted on the same card, forward, one sequence: dense_n, and dilated_n for LongNet.
+
+    Memory alone: no limit in time. All of the card's memory, less its CUDA context. *_ms: modelled time at that length.
+    """
+    lines, known = [], {}
+    for report, what, card, heads, head_dim, dtype, theirs in CLAIMS:
+        line = {"report": report, "what": what, "card": card, "heads": heads, "head_dim": head_dim, "dtype": dtype}
+        line["theirs"] = theirs
+        for kind, pattern in (("dense", Dense()), ("dilated", Dilated([4096, 16384], [1, 2]))):
+            key = kind, card, heads, head_dim, dtype
+            if key not in known:
+                case = Case(pattern, frontier.FIRST, heads, head_dim, dtype, device="cuda")
+                known[key] = frontier.search(case, card=card, seconds=math.inf, step=STEP, say=None)
+            line |= {f"{kind}_n": known[key]["n"], f"{kind}_ms": known[key]["predicted_ms"]}
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def at_their_length(claim: dict) -> estimate.Estimate:
+    """What dense attention needs at the length of a line of `claims`."""
+    sizes = (claim[x] for x in ("theirs", "heads", "head_dim", "dtype"))
+    return estimate.trace(Case(Dense(), *sizes, device="cuda"), claim["card"])
+
+
+def scores_share(found: estimate.Estimate, n: int, heads: int) -> float:
+    """The share of the peak that tensors of at least heads x n x n bytes have: the scores, and what is like them."""
+    return sum(x for _, x in found.at_peak if x >= heads * n * n) / found.requested_bytes
+
+
+def ledger(steps: Iterable[tuple[str, int | None]]) -> pd.DataFrame:
+    """The allocator's three numbers after each step, in bytes. steps: (name, bytes) to allocate, (name, None): free."""
+    lines, ids, used = [], {}, allocator.Allocator()
+    for name, nbytes in steps:
+        if nbytes is None:
+            used.free(ids.pop(name))
+        else:
+            ids[name] = used.malloc(nbytes)
+        said = f"free {name}" if nbytes is None else f"{name}: {nbytes:,} bytes"
+        lines.append({"step": said, "requested": used.requested, "allocated": used.allocated,
+                      "reserved": used.reserved})  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+def promised(found: Mapping[str, frontier.Lengths], card: str) -> pd.DataFrame:
+    """A line a way: allocated_n, the longest whose max_memory_allocated is within the card's memory, and real_n.
+
+    real_n has room for the CUDA context and for what the allocator reserves; too_much is allocated_n / real_n - 1.
+    """
+    of = cards.find(card)
+    lines = []
+    for name, at in found.items():
+        real = frontier.search(at, card=of, seconds=math.inf, limit_n=1 << 26, say=None)["n"]
+        if not real:
+            continue
+
+        def allocated(grains: int, at=at) -> int:
+            return estimate.trace(at(grains * GRAIN), of).allocated_bytes
+
+        fits = range(real // GRAIN, 2 * real // GRAIN)  # the first one does
+        seen = GRAIN * (fits[0] - 1 + bisect_right(fits, of.total_bytes, key=allocated))
+        lines.append({"way": name, "allocated_n": seen, "real_n": real, "too_much": seen / real - 1})
+    return pd.DataFrame(lines)
+
+
+def numbers(found: Mapping[str, frontier.Lengths], n: int, card: str) -> pd.DataFrame:
+    """A line a way: requested, allocated, reserved and device, bytes at the peak of a call at n."""
+    lines = []
+    for name, at in found.items():
+        one = estimate.trace(at(n), card)
+        lines.append({"way": name} | {x: getattr(one, f"{x}_bytes") for x in
+                                      ("requested", "allocated", "reserved", "device")})  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+def alive(events: Sequence[Event]) -> pd.DataFrame:
+    """Bytes alive after each event, a column a name of tensor (those of one name added up), in order of birth."""
+    born, now, lines = {}, {}, []
+    for event in events:
+        if event.nbytes >= 0:
+            born[event.id] = event
+            now[event.name] = now.get(event.name, 0) + event.nbytes
+        else:
+            dead = born.pop(event.id)
+            now[dead.name] -= dead.nbytes
+        lines.append(dict(now))
+    return pd.DataFrame(lines).fillna(0).astype("int64")
+
+
+# --- a chooser that needs no kernel ----------------------------------------------------------------------------------
+
+
+class Chooser:
+    """Menus for card, heads, head_dim, dtype, mode and way, and a length: does it fit? Shown as HTML, here or exported.
+
+    Every combination is searched now. rows: what was found, a line each.
+    """
+
+    NAMES = ("card", "heads", "head_dim", "dtype", "mode", "way")
+
+    def __init__(self, n: int, *, segments, rates, block_size: int, seconds: float = 60.0, **choices: list):
+        if set(choices) != set(self.NAMES) or not all(choices.values()):
+            raise ValueError(f"choices {', '.join(choices)}: want {', '.join(self.NAMES)}, each with a value or more")
+        self.n, self.seconds = n, seconds
+        self.choices = {name: list(choices[name]) for name in self.NAMES}
+        shape = {"segments": segments, "rates": rates, "block_size": block_size}
+        lines = []
+        for card, heads, head_dim, dtype, mode, way in itertools.product(*self.choices.values()):
+            sizes = {"heads": heads, "head_dim": head_dim, "dtype": dtype, "mode": mode}
+            row = frontier.search(ways([way], **shape, **sizes)[way], card=card, seconds=seconds, step=STEP, say=None)
+            found = {"n": row["n"], "limiter": row["limiter"], "by": row["backend"].split(":")[-1]}
+            found |= {"bytes": row["predicted_bytes"], "ms": row["predicted_ms"], "why": row["error"]}
+            lines.append({"card": card, **sizes, "way": way} | found)
+        self.rows = pd.DataFrame(lines)
+
+    def __repr__(self) -> str:
+        return f"a chooser of {len(self.rows)} combinations of {', '.join(self.NAMES)}"
+
+    def _repr_html_(self) -> str:
+        kept = ("n", "limiter", "by", "bytes", "ms", "why")
+        found = [[records.plain(row[x]) for x in kept] for row in self.rows.astype(object).to_dict("records")]
+        data = {"sizes": [len(x) for x in self.choices.values()], "found": found, "seconds": self.seconds}
+        data |= {"room": [cards.find(x).total_bytes - cards.find(x).context_bytes for x in self.choices["card"]]}
+        menus = "".join(
+            f"<label><span>{escape(name.replace('_', ' '))}</span><select>"
+            + "".join(f"<option>{escape(str(x))}</option>" for x in options)
+            + "</select></label>"
+            for name, options in self.choices.items()
+        )
+        length = f'<label><span>N</span><input type="number" min="1" step="1" value="{self.n}"></label>'
+        page = files("workbench").joinpath("report", "templates", "chooser.html").read_text(encoding="utf-8")
+        page = page.replace("@MENUS@", menus + length)
+        page = page.replace("@NOW@", escape(self.answer(self.n, *(x[0] for x in self.choices.values()))))
+        return page.replace("@DATA@", json.dumps(data, ensure_ascii=False).replace("<", "\\u003c"))
+
+    def answer(self, n: int, *chosen) -> str:
+        """The sentence that the page shows for a length and a value of each choice, in order."""
+        row = self.rows.set_index(list(self.NAMES)).loc[chosen]
+        if pd.isna(row["n"]):
+            return f"Does not run there: {row['why']}."
+        return f"N = {n:,} {verdict(n, row)}: the longest is {int(row['n']):,}, limited by {row['limiter']}."
+
+
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+
+def verdict(n: int, row) -> str:
+    beyond = {"time": "takes too long", "validity": "is computed wrongly"}
+    return "fits" if n <= row["n"] else beyond.get(row["limiter"], "does not fit")
+
+
+def most(lines: pd.DataFrame, card: str) -> str:
+    """Which way takes the longest sequence at the largest budget (rows of `frontier.sweep`), in a sentence."""
+    done = lines[lines["budget_bytes"] == lines["budget_bytes"].max()].dropna(subset="n").sort_values("n")
+    if done.empty:
+        return f"On {card} none of these ways runs with the largest budget."
+    top, least = done.iloc[-1], done.iloc[0]
+    said = f"Predicted for the memory and speed of {card}, {top['budget_bytes'] / 2**30:g} GiB for tensors: "
+    said += f"**{top['label']}** takes {int(top['n']):,} tokens"
+    if top["n"] == least["n"]:
+        return said + (", as many as every other way." if len(done) > 1 else ".")
+    return said + f", **{number(top['n'] / least['n'])} times** as many as {least['label']}."
+
+
+def agreement(measured: pd.DataFrame) -> list[str]:
+    """How the predictions compare with what was measured, and what was not."""
+    done = measured.dropna(subset=["measured_n", "predicted_n"])
+    said = [f"Not measured, {x.label}: {x.error}" for x in measured[measured["status"] != "ok"].itertuples()]
+    if done.empty:
+        return ["No search has both a prediction and a measurement.", *said]
+    off = (done["predicted_n"] / done["measured_n"] - 1).abs()
+    inside = (off <= done["step"] + done["grain"] / done["measured_n"]).sum()
+    searches = "1 search" if len(done) == 1 else f"{len(done)} searches"
+    within = f"In **{inside} of {searches}** the prediction is within a step of what was measured; at worst off"
+    return [f"{within} by {off.max():.1%}. A search took {done['probes'].mean():.1f} probes on average.", *said]
+
+
+def overpromised(lines: pd.DataFrame, card: str) -> str:
+    """`promised` in a sentence."""
+    if lines.empty:
+        return f"None of these ways runs on {card}."
+    worst = lines.loc[lines["too_much"].idxmax()]
+    if worst["too_much"] <= 0:
+        return f"On {card} (predicted) it promises no more tokens than run."
+    return f"On {card} (predicted) it promises up to **{worst['too_much']:.1%}** more tokens than run ({worst['way']})."
+
+
+def limits(table: pd.DataFrame) -> list[str]:
+    """What limits the cells of a map (rows of `frontier.sweep`), and whose time is not known."""
+    done, said = table[table["status"] == "ok"], []
+    names = {"validity": "wrong results", "search": "nothing as far as was searched"}
+    by = [f"{names.get(x, x)} in {n}" for x, n in done["limiter"].value_counts().items()]
+    if by:
+        said.append(f"Of the {counted(len(done), 'cell')} that run, what limits is {listed(by)}.")
+    else:
+        said.append("None of these ways runs on any of these cards.")
+    unknown = done.loc[done["predicted_ms"].isna(), "label"].unique()
+    if len(unknown):
+        said.append(f"The time of {listed(f'`{x}`' for x in unknown)} is not modelled, so time never limits it here.")
+    return said
+
+
+def silent(found: pd.DataFrame, kind: str) -> str:
+    """`wrong` in a sentence."""
+    if found.empty:
+        return f"No such call is on record for `{kind}`."
+    calls = "One such call is" if len(found) == 1 else f"{len(found)} such calls are"
+    over = (found["elements"] >= 2**31).all()
+    return f"{calls} on record for `{kind}`" + (f", with {2**31:,} elements or more." if over else ".")
+
+
+def beyond(table: pd.DataFrame, heads: int, head_dim: int) -> str:
+    """How many frontiers lie where a tensor has 2^31 elements or more."""
+    n, done = 2**31 // (heads * head_dim), table[table["status"] == "ok"]
+    far = int((done["n"].fillna(0) > n).sum())
+    said = f"With {counted(heads, 'head')} x {head_dim} a tensor has that many elements at **N = {n:,}**. "
+    if not far:
+        return said + "No frontier above lies beyond it."
+    lie = "lies" if far == 1 else "lie"
+    return said + f"{far} of {counted(len(done), 'frontier')} above {lie} beyond it: measure before you rely on them."
+
+
+def choice(options: pd.DataFrame, n: int, card: str) -> str:
+    """`fit.table` at n in a sentence: how many ways fit, and which is the fastest of those whose time is known."""
+    room = options[options["fits"].astype(bool)]
+    said = f"N = {n:,} on {card} (predicted): **{len(room)} of {counted(len(options), 'way')}** " + (
+        "fits" if len(room) == 1 else "fit"
+    )
+    known = room.dropna(subset="ms").sort_values("ms")
+    if len(known):
+        seconds = number(known["ms"].iloc[0] / 1000)
+        said += f"; the fastest whose time is modelled is **{known['way'].iloc[0]}**, {seconds} s"
+    return said + "."

@@ -1,0 +1,266 @@
+"""What an order of a grid's cells does to attention: measures that compare orderings, one tidy DataFrame each.
+
+Grids are as in `workbench.patterns.orderings`. A distance on the grid is the largest of the axes' differences, which is
+what the radius of a neighborhood bounds; a distance along the order is in tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from workbench.engines.dispatch import attention
+from workbench.patterns import Dilated, Neighborhood, Pattern, Predicate, orderings
+from workbench.patterns.orderings import Ordering
+
+# --- what is compared -------------------------------------------------------------------------------------------------
+
+
+def orders(shape, tile=(8, 16), seed: int | None = None, mask=None) -> list[Ordering]:
+    """row_major, tiles, morton, hilbert and, with a seed, random; with a mask (bool, grid) its True cells alone."""
+    made = [orderings.row_major(shape), orderings.tiles(shape, tile), orderings.morton(shape), orderings.hilbert(shape)]
+    made += [] if seed is None else [orderings.random(shape, seed)]
+    return made if mask is None else [order.restrict(mask) for order in made]
+
+
+def region(shape, share: float = 0.5, seed: int = 0) -> Tensor:
+    """bool (H, W): an irregular region like tissue on a slide, `share` of the cells, by thresholding smooth noise."""
+    if not 0 < share <= 1:
+        raise ValueError(f"share={share}: want a number in (0, 1], the part of the cells that are tokens")
+    height, width = shape
+    noise = np.fft.rfft2(np.random.default_rng(seed).normal(size=(height, width)))
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None] * height, np.fft.rfftfreq(width)[None] * width)
+    field = np.fft.irfft2(noise * np.exp(-((frequency / 4) ** 2)), s=(height, width))
+    y, x = np.meshgrid(np.linspace(-1, 1, height), np.linspace(-1, 1, width), indexing="ij")
+    field = field / max(field.std(), 1e-12) - 2.5 * (x**2 + y**2)  # away from the border, as tissue mostly is
+    return torch.from_numpy(field >= np.quantile(field, 1 - share))
+
+
+def project(features: Tensor, heads: int, head_dim: int, seed: int = 0) -> list[Tensor]:
+    """(rows, cols, C) -> q, k, v, each (1, rows * cols, heads, head_dim), row-major: the cells, projected at random."""
+    x = features.flatten(0, 1)
+    x = (x - x.mean(0)) / x.std()
+    weights = torch.randn(3, x.shape[1], heads * head_dim, generator=torch.Generator().manual_seed(seed))
+    return [(x @ w / math.sqrt(x.shape[1])).view(1, len(x), heads, head_dim) for w in weights]
+
+
+# --- the order and the grid -------------------------------------------------------------------------------------------
+
+
+def steps(compared: list[Ordering]) -> pd.DataFrame:
+    """order, jumps (steps to a cell that is no neighbour), longest and mean step, in cells summed over the axes."""
+    lengths = [order.steps.double() for order in compared]
+    rows = [
+        {"order": order.name, "jumps": order.jumps, "longest": int(x.max()), "mean": float(x.mean())}
+        for order, x in zip(compared, lengths, strict=True)
+    ]
+    return pd.DataFrame(rows)
+
+
+def extent(compared: list[Ordering], lengths) -> pd.DataFrame:
+    """order, length, extent: the longer side of the box around `length` consecutive tokens, in cells, on average."""
+    rows = []
+    for order, length in itertools.product(compared, lengths):
+        runs = order.coordinates.unfold(0, length, max(1, length // 8))  # (runs, axes, length)
+        sides = runs.amax(2) - runs.amin(2) + 1
+        rows.append({"order": order.name, "length": length, "extent": float(sides.amax(1).double().mean())})
+    return pd.DataFrame(rows)
+
+
+def within(compared: list[Ordering], lags) -> pd.DataFrame:
+    """order, lag, share: of the pairs of cells that share a side, those at most `lag` apart along the order."""
+    rows = []
+    for order in compared:
+        rank = order.rank.view(order.shape)
+        apart = []
+        for axis, side in enumerate(order.shape):
+            a, b = rank.narrow(axis, 0, side - 1), rank.narrow(axis, 1, side - 1)
+            apart.append((a - b).abs()[(a >= 0) & (b >= 0)])
+        apart = torch.cat(apart)
+        rows += [{"order": order.name, "lag": lag, "share": float((apart <= lag).double().mean())} for lag in lags]
+    return pd.DataFrame(rows)
+
+
+def similarity(features: Tensor, compared: list[Ordering], longest: int) -> pd.DataFrame:
+    """order, lag, similarity, run: how alike the cells' features (..grid.., C) are, read along the order.
+
+    similarity: the autocorrelation at this lag: 1 for equal features, 0 for two cells taken at random.
+    run: its mean over the lags up to this one, so how alike a token is to the `lag` tokens before it.
+    """
+    cells = features.double().flatten(0, -2)
+    frames = []
+    for order in compared:
+        x = cells[order.curve]
+        x = x - x.mean(0)
+        power = torch.fft.rfft(x, 2 * len(x), dim=0).abs().square().sum(1)  # zero-padded: no wrapping around
+        product = torch.fft.irfft(power, 2 * len(x))[: longest + 1] / (len(x) - torch.arange(longest + 1))
+        value = (product[1:] / product[0]).numpy()
+        lag = np.arange(1, longest + 1)
+        frames.append(pd.DataFrame({"order": order.name, "lag": lag, "similarity": value, "run": value.cumsum() / lag}))
+    return pd.concat(frames, ignore_index=True)
+
+
+def falls_below(frame: pd.DataFrame, value: str, level: float) -> dict[str, int | None]:
+    """order -> the first lag at which `value` is below the level; None where it never is."""
+    low = frame[frame[value] < level].groupby("order")["lag"].min()
+    return {order: int(low[order]) if order in low else None for order in frame["order"].unique()}
+
+
+def table(frame: pd.DataFrame, value: str, *rows: str) -> pd.DataFrame:
+    """`value` with one column an order and one line for each combination of the columns `rows`, as they come."""
+    wide = frame.set_index([*rows, "order"])[value].unstack("order")
+    lines = frame.set_index(list(rows)).index.unique()
+    return wide.reindex(index=lines, columns=frame["order"].unique()).rename_axis(columns=None)
+
+
+# --- the order and blocks ---------------------------------------------------------------------------------------------
+
+
+def touched(pattern: Pattern, n: int, block: int = 128) -> np.ndarray:
+    """bool (ceil(n / block), same): the blocks of one head's (query, key) matrix that hold a visible pair."""
+    blocks = pattern.blocks(n, 1, block_size=block)
+    row = torch.arange(blocks.rows).repeat_interleave(blocks.starts.diff())
+    seen = torch.zeros(blocks.rows, blocks.cols, dtype=torch.bool)
+    seen[row, blocks.columns.long()] = True
+    return seen.numpy()
+
+
+def touched_by_tiles(order: Ordering, side: int, block: int = 128) -> np.ndarray:
+    """As `touched`, where a token sees the cells of its own window of an aligned partition into side x side x ..."""
+    window = torch.zeros(len(order), dtype=torch.int64)
+    for x, size in zip(order.coordinates.T, order.shape, strict=True):
+        window = window * -(-size // side) + x // side
+    holds = torch.zeros(-(-len(order) // block), int(window.max()) + 1)
+    holds[torch.arange(len(order)) // block, window] = 1  # (blocks, windows)
+    return (holds @ holds.T > 0).numpy()
+
+
+def blocks_touched(windows, tile=(8, 16), block: int = 128) -> pd.DataFrame:
+    """grid, window, side, order, percent of the blocks that are touched.
+
+    windows: [(height, width, "sliding" or "aligned", side), ...].
+    A sliding window of an odd side reaches (side - 1) / 2 cells to each side and is clipped at the border; aligned
+    windows cut the grid into squares.
+    """
+    rows = []
+    for height, width, kind, side in windows:
+        if kind not in ("sliding", "aligned") or (kind == "sliding" and side % 2 == 0):
+            raise ValueError(f"window {kind!r} of side {side}: want 'aligned', or 'sliding' with an odd side")
+        for order in orders((height, width), tile):
+            if kind == "aligned":
+                seen = touched_by_tiles(order, side, block)
+            else:
+                seen = touched(Neighborhood(order.shape, side // 2, order), len(order), block)
+            label = {"grid": f"{height} x {width}", "window": f"{kind} {side} x {side}", "side": side}
+            rows.append(label | {"order": order.name, "percent": 100 * float(seen.mean())})
+    return pd.DataFrame(rows)
+
+
+def reordered(pattern: Pattern, curve: Tensor, heads: int = 1) -> Predicate:
+    """The pattern, of positions in time, for tokens of which the i-th in memory has position curve[i] in time."""
+    n = len(curve)
+    return Predicate(lambda h, i, j: pattern.count(h, curve[i], curve[j], n, heads) > 0)
+
+
+def neighborhood_call(qkv: list[Tensor], order: Ordering, radius: int):
+    """A function of nothing: neighborhood attention of q, k, v (1, cells, heads, D), row-major, with tokens in `order`.
+
+    The tokens are arranged once, here, as a network would do at its input; `order.restore` un-permutes the result.
+    """
+    pattern = Neighborhood(order.shape, radius, order)
+    arranged = [order.arrange(x) for x in qkv]
+    return lambda: attention(*arranged, pattern)
+
+
+# --- the order and LongNet --------------------------------------------------------------------------------------------
+
+
+def neighbours(compared: list[Ordering], pattern: Dilated, heads: int, radius: int = 1) -> pd.DataFrame:
+    """order, branch, inside, seen: the part of a token's spatial neighbours that a branch has in the token's segment,
+    and the part that the token sees there in some head; the last branch is "any" of them.
+
+    A token's neighbours are the occupied cells within `radius`, without itself; the mean is over tokens that have any.
+    """
+    single = [Dilated([w], [r], offsets=pattern.offsets) for w, r in _branches(pattern)]
+    whole = [Dilated([w], [1]) for w in pattern.segment_lengths]
+    if pattern.heads != "all" or pattern.causal:
+        raise ValueError(f"{pattern}: want every head in every branch, and not causal: a grid has no past")
+    rows = []
+    for order in compared:
+        n = len(order)
+        token, other = _neighbour_pairs(order, radius)
+        many = torch.bincount(token, minlength=n)
+
+        def share(hit, token=token, many=many):
+            return float((torch.bincount(token[hit], minlength=len(many)) / many)[many > 0].mean())
+
+        h = torch.arange(heads)[:, None]
+        inside = [p.count(h[:1], token, other, n, 1)[0] > 0 for p in whole]
+        seen = [(p.count(h, token, other, n, heads) > 0).any(0) for p in single]
+        names = [f"{w} / {r}" for w, r in _branches(pattern)] + ["any"]
+        inside.append(torch.stack(inside).any(0))
+        seen.append(torch.stack(seen).any(0))
+        for name, a, b in zip(names, inside, seen, strict=True):
+            rows.append({"order": order.name, "branch": name, "inside": share(a), "seen": share(b)})
+    return pd.DataFrame(rows)
+
+
+def receptive_field(pattern: Dilated, n: int, heads: int, token: int, layers: int) -> Tensor:
+    """int64 (n,): after how many layers of `pattern` a token knows of each position; 0 itself, -1 not in `layers`."""
+    t = torch.arange(n)
+    known = torch.full((n,), -1)
+    known[token] = 0
+    for layer in range(1, layers + 1):
+        reached, new = known >= 0, torch.zeros(n, dtype=torch.bool)
+        for b, (w, r) in enumerate(_branches(pattern)):
+            for offset in {pattern.offset(b, h, heads) for h in range(heads)} - {None}:
+                kept = t % w % r == offset
+                query = t[reached & kept]
+                last = torch.full((-(-n // w),), -1).scatter_reduce_(0, query // w, query, "amax")  # of each segment
+                last = last[t // w]
+                new |= kept & (t <= last if pattern.causal else last >= 0)
+        known[new & ~reached] = layer
+    return known
+
+
+def field_on_grid(order: Ordering, pattern: Dilated, heads: int, cell, layers: int) -> np.ndarray:
+    """float (grid): the `receptive_field` of the token at `cell`, a place on the grid; NaN where no token is."""
+    token = int(order.rank.view(order.shape)[tuple(cell)])
+    if token < 0:
+        raise ValueError(f"cell={tuple(cell)}: want a cell that is a token")
+    known = receptive_field(pattern, len(order), heads, token, layers).double()
+    return order.restore(known, dim=0, fill=math.nan).view(order.shape).numpy()
+
+
+def span(grid: np.ndarray) -> tuple[int, ...]:
+    """The sides of the box around the cells that a `field_on_grid` knows of."""
+    return tuple(int(np.ptp(axis)) + 1 for axis in np.nonzero(grid >= 0))
+
+
+def typical_cell(mask: Tensor) -> tuple[int, ...]:
+    """The occupied cell nearest to two fifths along every axis: off the middle, where a Hilbert curve has its seams."""
+    cells = mask.nonzero()
+    goal = torch.tensor(mask.shape, dtype=torch.float64) * 0.4
+    return tuple(cells[(cells - goal).square().sum(1).argmin()].tolist())
+
+
+def _branches(pattern: Dilated):
+    return list(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True))
+
+
+def _neighbour_pairs(order: Ordering, radius: int) -> tuple[Tensor, Tensor]:
+    """int64 twice: the tokens of every pair of different cells, both occupied, within `radius` on every axis."""
+    rank = order.rank.view(order.shape)
+    pad = torch.nn.functional.pad(rank, [radius] * (2 * rank.ndim), value=-1)
+    pairs = []
+    for shift in itertools.product(range(2 * radius + 1), repeat=rank.ndim):
+        if any(x != radius for x in shift):
+            other = pad[tuple(slice(x, x + side) for x, side in zip(shift, order.shape, strict=True))]
+            both = (rank >= 0) & (other >= 0)
+            pairs.append(torch.stack([rank[both], other[both]]))
+    return tuple(torch.cat(pairs, 1))

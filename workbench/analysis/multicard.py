@@ -1,0 +1,299 @@
+"""What notebook 04 asks of several cards: cases by name, sweeps and summaries, modelled curves, borders of shards.
+
+Dimensions: B batch, N positions, H heads, D head_dim, P ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+
+import pandas as pd
+import torch
+
+from workbench.distributed import Shards, plan
+from workbench.harness import records
+from workbench.harness.narrate import number
+from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern, from_spec, layouts, orderings
+from workbench.patterns.dilated import geometric
+from workbench.probes.case import Case
+from workbench.probes.timing import AA, speedup
+from workbench.scaling import link, sweeps
+from workbench.scaling.strategies import ONE, OURS, SHORT, STRATEGIES
+
+MODELLED = ("dense", "longnet", "block-sparse")  # for which `curves` predicts many ranks
+ORDERS = {"row_major": "row-major", "hilbert": "Hilbert"}
+GRIDS = tuple(f"neighborhood, {x}" for x in ORDERS.values())
+KINDS = (*MODELLED, *GRIDS)
+BLOCK, RADIUS = 128, 8
+LONGEST = 1 << 20  # positions of block-sparse attention up to which a weak curve is drawn: it lists visible blocks
+SIZES = ("heads", "head_dim", "dtype")
+
+
+def maker(kind: str, first: int = 4096) -> Callable[[int], Pattern]:
+    """The function of N that makes a pattern, by its name: "dense"; "longnet", `geometric` with a shortest segment of
+    `first`; "block-sparse", about 5 % of the blocks of 128: those near the diagonal, and every 32nd diagonal; or
+    "neighborhood, row-major" and "neighborhood, Hilbert", all cells within 8 on the squarest grid of N cells, in that
+    order. ValueError for another name."""
+    made = {
+        "dense": lambda n: Dense(),
+        "longnet": lambda n: geometric(n, first=first),
+        "block-sparse": lambda n: BlockSparse(layouts.local(-(-n // BLOCK) // 107) | layouts.strided(32), BLOCK),
+    }
+    for order, word in ORDERS.items():
+        made[f"neighborhood, {word}"] = lambda n, order=order: _neighborhood(n, order)
+    if kind not in made:
+        raise ValueError(f"pattern={kind!r}: want one of {', '.join(KINDS)}")
+    return made[kind]
+
+
+def _neighborhood(n: int, order: str) -> Neighborhood:
+    rows = next(x for x in range(math.isqrt(n), 0, -1) if n % x == 0)
+    shape = (rows, n // rows)
+    return Neighborhood(shape, RADIUS, getattr(orderings, order)(shape))
+
+
+def at(kind: str, first: int, **sizes) -> Callable[[int], Case]:
+    """The function of N that makes the case of a kind (see `maker`). sizes: other arguments of `Case`."""
+    make = maker(kind, first)
+    return lambda n: Case(make(n), n, **sizes)
+
+
+def cases(lengths: Mapping[str, Sequence[int]], first: int, modes: Iterable[str] = ("fwd",), **sizes) -> dict:
+    """{label: Case} for each kind, mode and N. lengths: {kind: N to measure}; sizes: as in `at`, but for the mode."""
+    found = {}
+    for kind, of_kind in lengths.items():
+        for mode in modes:
+            made = at(kind, first, mode=mode, **sizes)
+            found |= {f"{kind} {mode} {sizes.get('batch', 1)} x {n}": made(n) for n in of_kind}
+    return found
+
+
+def possible(nproc: Iterable[int]) -> list[int]:
+    """Those numbers of ranks for which this machine has the cards, [1] if it has them for none; without CUDA all, since
+    ranks are then processes."""
+    cards = torch.cuda.device_count()
+    return [x for x in nproc if not cards or x <= cards] or [1]
+
+
+def processors() -> int:
+    """How many processors ranks without cards share."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def most(world: int) -> int:
+    """The best speed-up that so many ranks can have here: at most the number of cards or, without, of processors."""
+    return min(world, torch.cuda.device_count() or processors())
+
+
+def sweep(chosen: Mapping[str, Case], worlds: Iterable[int], strategies=STRATEGIES, **options) -> pd.DataFrame:
+    """The rows of `scaling.sweep` on each number of ranks, with `kind` (see `kinds`)."""
+    frames = (sweeps.sweep(chosen, nproc, strategies, say=None, **options) for nproc in worlds)
+    return kinds(pd.DataFrame([row for frame in frames for row in frame.to_dict("records")]))
+
+
+def kinds(rows: pd.DataFrame) -> pd.DataFrame:
+    """rows with a column `kind`: the pattern's name in `maker`, or else its own, with " causal" if it is."""
+    return rows.assign(kind=[_kind(*x) for x in zip(rows["pattern_spec"], rows["pattern"], rows["n"], strict=True)])
+
+
+def _kind(spec: dict, name: str, n: int) -> str:
+    found, causal = {"Dense": "dense", "BlockSparse": "block-sparse"}.get(spec["pattern"], name), spec.get("causal")
+    if spec["pattern"] == "Dilated" and spec == geometric(int(n), causal, spec["segment_lengths"][0]).spec():
+        found = "longnet"
+    if spec["pattern"] == "Neighborhood" and spec["radius"] == [RADIUS] * 2 and math.prod(spec["shape"]) == n:
+        order = (spec.get("ordering") or {}).get("ordering")
+        found = f"neighborhood, {ORDERS[order]}" if order in ORDERS else name
+    return f"{found} causal" if causal else found
+
+
+def recorded(machines: Iterable[str]) -> tuple[pd.DataFrame, float | None]:
+    """(rows as of `sweep`, the link's bytes a second) from the records committed for the first of these machine kinds
+    that has sweeps; (empty, None) if none has. Only rows of batch 1, and of the heads, head_dim and dtype that most
+    rows have; the newest if a case was measured more than once."""
+    for machine in machines:
+        every = records.committed(machine, "scaling")
+        rows = every[every["stage"].eq("sweep")] if len(every) else every
+        if len(rows):
+            rows = kinds(rows[rows["batch"] == 1]).sort_values("run_utc", kind="stable")
+            rows = rows.drop_duplicates(["kind", "n", "mode", "nproc", "strategy", *SIZES], keep="last")
+            most_rows = max((x for _, x in rows.groupby(list(SIZES))), key=len)
+            return most_rows.reset_index(drop=True), rate(every[every["stage"].eq("link")])
+    return pd.DataFrame(), None
+
+
+def rate(messages: pd.DataFrame) -> float | None:
+    """Bytes a second that a rank sends in the largest messages of `link.measure`; None if there are none."""
+    done = messages[messages["status"].eq("ok")] if len(messages) else messages
+    return float(done.sort_values("message_bytes")["bytes_per_second"].iloc[-1]) if len(done) else None
+
+
+# --- what a sweep says ------------------------------------------------------------------------------------------------
+
+
+def ok(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows that ran and are not known to be wrong."""
+    valid = rows["valid"] if "valid" in rows else pd.Series(None, rows.index, dtype=object)
+    return rows[rows["status"].eq("ok") & rows["median_ms"].notna() & ~valid.eq(False)]
+
+
+def summary(rows: pd.DataFrame, cell: Callable[[dict], str]) -> pd.DataFrame:
+    """A table with a line for each case and number of ranks, and a column for each strategy that ran, filled by `cell`
+    of the row; with columns `mode` and `ranks` only if there are several."""
+    done = ok(rows[rows["strategy"] != AA])
+    cells = [cell(row) for row in done.to_dict("records")]
+    names = {"kind": "pattern", "mode": "mode", "n": "N", "nproc": "ranks"}
+    frame = done[[*names, "strategy"]].rename(columns=names).assign(cell=cells)
+    table = frame.pivot_table("cell", list(names.values()), "strategy", aggfunc="last", sort=False)
+    ours = [x for x in (ONE, *OURS) if x in table]  # these come first
+    table = table[[*ours, *(x for x in table if x not in ours)]]
+    table = table.reset_index().rename_axis(columns=None).rename(columns=SHORT)
+    return table.drop(columns=[x for x in ("mode", "ranks") if table[x].nunique() < 2])
+
+
+def time_and_speedup(row: dict) -> str:
+    """For `summary`: the median in milliseconds, and the speed-up over one device."""
+    faster = "" if row["strategy"] == ONE else f" ({row['speedup']:.2f}x)"
+    return f"{number(row['median_ms'])}{faster}"
+
+
+def peak_and_sent(row: dict) -> str:
+    """For `summary`: MiB at the peak of the card that has most and, if any are sent, MiB sent by the one that does so
+    most."""
+    sent = row.get("sent_bytes")
+    sends = f" ({_mib(max(sent))})" if isinstance(sent, list) and any(sent) else ""
+    return _mib(row["peak_bytes"]) + sends
+
+
+def _mib(x: float) -> str:
+    return "?" if pd.isna(x) else f"{x / 2**20:,.0f}" if x >= 100 << 20 else f"{x / 2**20:.3g}"
+
+
+def missing(rows: pd.DataFrame) -> list[str]:
+    """For each strategy with a row that did not run, or is wrong, the first reason of each of the two."""
+    off = rows[~rows.index.isin(ok(rows).index)].drop_duplicates(["strategy", "status"])
+    return [f"`{x.strategy}`: {str(x.error).removeprefix(x.strategy).strip()}" for x in off.itertuples()]
+
+
+def exactly_planned(rows: pd.DataFrame) -> tuple[int, int]:
+    """(number of rows in which every rank sent exactly the bytes of the plan, number of rows that have a plan)."""
+    done = rows[rows["status"].eq("ok") & rows["planned_bytes"].notna()]
+    return sum(a == b for a, b in zip(done["sent_bytes"], done["planned_bytes"], strict=True)), len(done)
+
+
+def by_batch(rows: pd.DataFrame) -> pd.DataFrame:
+    """What dividing the batch gives, compared with dividing the sequence: a row for each batch size (`sequences`), N,
+    number of ranks and strategy of the forwards that ran. busiest, idlest: the largest and the least share of the time
+    in which a card computes; speed-up, and its interval, low to high; peak: the largest of a card over that of one
+    device."""
+    columns = ["sequences", "N", "ranks", "strategy", "busiest", "idlest", "speed-up", "low", "high", "peak"]
+    done, lines = ok(rows[rows["mode"] == "fwd"]), []
+    for (batch, n, world), group in done.groupby(["batch", "n", "nproc"], sort=False):
+        one = group[group["strategy"] == ONE]
+        for row in group[group["strategy"].isin([*SHORT, "sequence"])].to_dict("records"):
+            busy = sorted(x for x in row["busy"] if x is not None) if isinstance(row["busy"], list) else []
+            lines.append({
+                "sequences": batch, "N": n, "ranks": world, "strategy": SHORT.get(row["strategy"], row["strategy"]),
+                "busiest": busy[-1] if busy else None, "idlest": busy[0] if busy else None,
+                "speed-up": row["speedup"], "low": row["speedup_low"], "high": row["speedup_high"],
+                "peak": row["peak_bytes"] / one["peak_bytes"].iloc[0] if len(one) else None,
+            })  # fmt: skip
+    return pd.DataFrame(lines, columns=columns)
+
+
+def one_case(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of one case on the most ranks: the longest forward of longnet or, without any, of what comes first."""
+    done = ok(rows[rows["mode"] == "fwd"])
+    done = done[done["nproc"] == done["nproc"].max()]
+    done = done[done["kind"] == ("longnet" if "longnet" in set(done["kind"]) else next(iter(done["kind"]), None))]
+    return done[done["n"] == done["n"].max()]
+
+
+# --- many ranks -------------------------------------------------------------------------------------------------------
+
+
+def efficiency(rows: pd.DataFrame, strategy: str = "sequence") -> pd.DataFrame:
+    """The efficiency of measured forwards, pairs a second of a rank over those of one device, with its 95% interval.
+
+    A row: kind, scaling, world, n, efficiency, low, high. scaling: "strong", at the longest N, against one device at
+    the same N; or "weak", at `world` times the shortest N, against one device at the shortest, which was timed in other
+    rounds. It counts pairs, since a longer sequence of dense attention has more pairs for each position.
+    """
+    done, found = ok(rows[rows["mode"] == "fwd"]), []
+    for (kind, world), group in done.groupby(["kind", "nproc"], sort=False):
+        one = group[group["strategy"] == ONE].sort_values("n").head(1).to_dict("records")
+        for row in group[group["strategy"] == strategy].to_dict("records"):
+            line = {"kind": kind, "world": world, "n": row["n"]}
+            if row["n"] == group["n"].max():
+                found.append(line | {"scaling": "strong"} | _shares(row, world))
+            if one and one[0]["n"] * world == row["n"]:
+                samples = min(len(one[0]["samples_ms"]), len(row["samples_ms"]))
+                ratio = speedup(one[0]["samples_ms"][:samples], row["samples_ms"][:samples])
+                found.append(line | {"scaling": "weak"} | _shares(ratio, world * one[0]["pairs"] / row["pairs"]))
+    return pd.DataFrame(found, columns=["kind", "scaling", "world", "n", "efficiency", "low", "high"])
+
+
+def _shares(ratio: dict, of: float) -> dict:
+    names = {"efficiency": "speedup", "low": "speedup_low", "high": "speedup_high"}
+    return {x: ratio[y] / of for x, y in names.items()}
+
+
+@contextmanager
+def one_thread():
+    """Have torch use one thread: in many small operations, waiting for threads would take most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@one_thread()
+def curves(rows: pd.DataFrame, bytes_per_second: float, worlds: Iterable[int], first: int) -> pd.DataFrame:
+    """`link.modelled` for each kind, strong from its longest forward and weak from its shortest, with the rate that one
+    device had there and the link's: rows with `kind`. first: the shortest segment of "longnet", as in `maker`."""
+    alone, found = ok(rows[rows["mode"].eq("fwd") & rows["strategy"].eq(ONE) & rows["kind"].isin(MODELLED)]), []
+    for kind, group in alone.groupby("kind", sort=False):
+        group = group.sort_values("n")
+        for scaling_, one in (("strong", group.iloc[-1]), ("weak", group.iloc[0])):
+            n, sizes = int(one["n"]), {"heads": int(one["heads"]), "head_dim": int(one["head_dim"])}
+            make = at(kind, first, dtype=one["dtype"], **sizes)
+            some = [x for x in worlds if kind != "block-sparse" or scaling_ == "strong" or n * x <= LONGEST]
+            pairs = one["pairs"] / one["median_ms"] * 1000
+            curve = link.modelled(make(n), pairs, bytes_per_second, some, at=make, scaling=scaling_)
+            found.append(curve.assign(kind=kind))
+    columns = ["kind", "scaling", "status", "world", "n", "least", "efficiency", "pattern_spec"]
+    return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=columns)
+
+
+def plans(rows: pd.DataFrame, world: int) -> dict:
+    """{kind: the plan of its longest forward on so many ranks}."""
+    longest = rows[rows["mode"] == "fwd"].sort_values("n").drop_duplicates("kind", keep="last").sort_index()
+    sizes = ("heads", "kv_heads", "nq")
+    return {
+        row["kind"]: plan(from_spec(row["pattern_spec"]), Shards.even(row["n"], world), *(row[x] for x in sizes))
+        for row in longest.to_dict("records")
+    }
+
+
+@one_thread()
+def borders(
+    shape: Sequence[int], radius: int, names: Iterable[str], worlds: Iterable[int], *, heads: int, head_dim: int,
+    itemsize: int,
+) -> pd.DataFrame:  # fmt: skip
+    """What a forward of a 2-D neighborhood moves, from plans alone: a row for each order of cells and number of ranks.
+
+    names: of orders in `orderings`. A row: order, world; bytes, by all ranks; most, the bytes that one rank gets at
+    most; halo, the rows that ranks get over those that they hold, the mean.
+    """
+    found, n = [], shape[0] * shape[1]
+    for name in names:
+        pattern = Neighborhood(tuple(shape), radius, getattr(orderings, name)(tuple(shape)))
+        for world in worlds:
+            got = plan(pattern, Shards.even(n, world), heads).bytes(itemsize, head_dim).sum(0)
+            line = {"order": name, "world": world, "bytes": int(got.sum()), "most": int(got.max())}
+            found.append(line | {"halo": float(got.sum()) / (2 * n * heads * head_dim * itemsize)})
+    return pd.DataFrame(found)

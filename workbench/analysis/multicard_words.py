@@ -1,0 +1,210 @@
+"""The sentences of notebook 04: each is computed from rows of a sweep (`analysis.multicard`), whatever these say.
+
+A function returns a sentence, or a list of them that may be empty. what: the word for a rank, "card" or "rank".
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from workbench.analysis.multicard import ORDERS, ok
+from workbench.harness.narrate import MODES, counted, listed, number, spread
+from workbench.probes.timing import AA
+from workbench.scaling.strategies import ONE, SHORT
+
+CASE = ["kind", "n", "mode"]
+UNEQUAL = 1.1  # what should be equal and differs by more than this factor was disturbed
+
+
+def gains(rows: pd.DataFrame, strategy: str = "sequence") -> pd.DataFrame:
+    """What a strategy gives in each case of one sequence, on the number of ranks where it took the least time.
+
+    faster: beyond the noise, in less time than one device took in any run of the case, and not more times as fast as
+    ranks can be. The noise is one device's against itself, and that of shares of the batch, which leave one sequence
+    on one device. rival, rival_speedup: another strategy that is ahead by more than both intervals, or None.
+    """
+    done, found = ok(rows), []
+    for case, group in done.groupby(CASE, sort=False):
+        ours, alone = group[group["strategy"] == strategy], group[group["strategy"] == ONE]
+        if ours.empty:
+            continue
+        best = ours.loc[ours["median_ms"].idxmin()]
+        run = group[group["nproc"] == best["nproc"]].drop_duplicates("strategy").set_index("strategy")
+        noise = max([1, *run[run.index.isin([AA, *SHORT])]["speedup_high"].dropna()])
+        possible = best["speedup"] < UNEQUAL * best["nproc"]  # more: the run's baseline was disturbed
+        faster = best["speedup_low"] > noise and possible and not (alone["median_ms"] <= best["median_ms"]).any()
+        ahead = run.drop([strategy, ONE, AA, *SHORT], errors="ignore")
+        ahead = ahead[ahead["speedup_low"] > best["speedup_high"]].sort_values("speedup")
+        line = dict(zip(CASE, case, strict=True)) | {x: best[x] for x in ("nproc", "speedup")}
+        line |= {"faster": bool(faster), "rival": ahead.index[-1] if len(ahead) else None}
+        found.append(line | {"rival_speedup": ahead["speedup"].iloc[-1] if len(ahead) else None})
+    columns = [*CASE, "nproc", "speedup", "faster", "rival", "rival_speedup"]
+    return pd.DataFrame(found, columns=columns)
+
+
+def by_sequence(rows: pd.DataFrame, what: str = "card") -> list[str]:
+    """What dividing the sequence gives, from its best to its least case, and where another way is ahead."""
+    found = gains(rows)
+    if found.empty:
+        return ["Dividing the sequence gave no right result here: there is no speed-up to tell."]
+    won = found[found["faster"]]
+    if won.empty:
+        cases = "the one case" if len(found) == 1 else f"any of {len(found)} cases"
+        return [f"Dividing the sequence does not make {cases} faster than one device here, beyond the noise."]
+    most, ranks = won.loc[won["speedup"].idxmax()], sorted({int(x) for x in won["nproc"]})
+    said = (
+        f"Dividing the sequence over {listed(ranks)} {what}s is faster than one device in **{len(won)} of "
+        f"{counted(len(found), 'case')}**, by **{spread(won['speedup'].min(), won['speedup'].max())} times**"
+    )
+    said += f"; the most: {_case(most)}." if len(won) > 1 else f" ({_case(most)})."
+    behind = [f"{_case(x)} ({_name(x['rival'])} {x['rival_speedup']:.2f}, sequence {x['speedup']:.2f})"
+              for x in found[found["rival"].notna()].to_dict("records")]  # fmt: skip
+    return [said] + [f"Another way is ahead of it by more than the intervals at {listed(behind)}."] * bool(behind)
+
+
+def _case(row) -> str:
+    return f"{row['kind']}, {MODES.get(row['mode'], row['mode'])}, N = {int(row['n']):,}"
+
+
+def _name(strategy: str) -> str:
+    return SHORT.get(strategy, strategy)
+
+
+def compared(rows: pd.DataFrame) -> str:
+    """How many results are those of one device, and which are not."""
+    checked = rows[rows["valid"].notna()]
+    wrong = checked[~checked["valid"].astype(bool)]
+    if checked.empty:
+        return "No result was compared with one device's."
+    said = f"Compared with one device: **{len(checked) - len(wrong)} of {len(checked)}** results agree up to rounding."
+    return said + (f" Wrong: {listed(dict.fromkeys(map(_name, wrong['strategy'])))}." if len(wrong) else "")
+
+
+def as_planned(same: int, planned: int) -> str:
+    """`multicard.exactly_planned` in a sentence."""
+    if not planned:
+        return "No strategy that ran has a plan whose bytes could be compared."
+    return f"In **{same} of {planned}** every rank sent as many bytes as its plan says, to the byte."
+
+
+def share_of_one(rows: pd.DataFrame, what: str = "card") -> str:
+    """What the sequence strategy holds and sends in one case (rows of one N, mode and number of ranks)."""
+    by = rows.drop_duplicates("strategy").set_index("strategy")
+    if not {ONE, "sequence"} <= set(by.index) or by.loc[[ONE, "sequence"], "peak_bytes"].isna().any():
+        return "One device or the division of the sequence gave no right result here: there is nothing to compare."
+    alone, ours = by.loc[ONE], by.loc["sequence"]
+    world, sent = int(ours["nproc"]), ours["sent_bytes"]
+    said = (
+        f"At the peak a {what} holds **{ours['peak_bytes'] / alone['peak_bytes']:.2f}** of what one device holds; "
+        f"an even share is {1 / world:.2f}."
+    )
+    return said + (f" It sends at most {max(sent) / 2**20:.3g} MiB." if isinstance(sent, list) and sent else "")
+
+
+def processors(cores: int, worlds) -> list[str]:
+    """What ranks that share processors can reach at best."""
+    over = [x for x in worlds if x > cores]
+    said = [f"The ranks share **{counted(cores, 'processor')}**, one thread a rank or more where there is room: no "
+            f"number of them can be more than {cores} times as fast as a rank alone."]  # fmt: skip
+    if over:
+        shares = listed(f"{cores / x:.0%} with {counted(x, 'rank')}" for x in over)
+        said.append(f"Together they cannot compute for more than this share of the time, on average: {shares}.")
+    return said
+
+
+def batches(shares: pd.DataFrame, what: str = "card") -> list[str]:
+    """`multicard.by_batch` in sentences: what DataParallel and DDP give for one sequence and for several."""
+    said = []
+    for row in shares[shares["strategy"].isin(SHORT.values())].to_dict("records"):
+        one, ranks = row["sequences"] == 1, counted(int(row["ranks"]), what)
+        words = f"{counted(int(row['sequences']), 'sequence')}, {row['strategy']} on {ranks}: "
+        idle = row["idlest"]
+        if pd.isna(idle):
+            words += f"how busy each {what} is was not counted"
+        else:
+            words += f"the idlest {what} " + ("**does nothing**" if idle < 0.01 else f"computes {idle:.0%} of the time")
+        if one and pd.notna(row["peak"]):
+            words += f"; the fullest holds **{row['peak']:.2f}** of what one device holds, so "
+            longer = "no longer sequence fits" if row["peak"] < 1.02 else "the longest that fits gets shorter"
+            words += longer if row["peak"] > 0.98 else "a longer sequence fits"
+        if not one and pd.notna(row["speed-up"]):
+            words += f"; all together **{row['speed-up']:.2f} times** as fast as one device"
+            words += f" ({row['low']:.2f} to {row['high']:.2f})" if pd.notna(row["low"]) else ""
+        said.append(words + ".")
+    return said + uneven(shares, what)
+
+
+def uneven(shares: pd.DataFrame, what: str = "card") -> list[str]:
+    """A warning for each row whose ranks had equal shares of the batch and took unequal time: it is about a slow rank,
+    not about the strategy."""
+    said = []
+    for row in shares[shares["strategy"] == SHORT["distributed data parallel"]].to_dict("records"):
+        equal = row["sequences"] % row["ranks"] == 0 and row["idlest"] and row["busiest"]
+        if equal and row["busiest"] > UNEQUAL * row["idlest"]:
+            times = row["busiest"] / row["idlest"]
+            said.append(f"**Not a fair row:** with {counted(int(row['sequences']), 'sequence')}, DDP gave each {what} "
+                        f"as much to do, but one computed {times:.2f} times as long as another. One {what} was slow: "
+                        "measure again.")  # fmt: skip
+    return said
+
+
+def longest(rows: pd.DataFrame, budget_mib: float, step: float, what: str = "card") -> str:
+    """`scaling.sweeps.longest` in a sentence."""
+    done = rows[rows["status"].eq("ok") & rows["n"].notna()] if len(rows) else rows
+    if len(done) < 2:
+        return "The search ended without a longest sequence on one device and on several: there is nothing to compare."
+    alone, many = done.iloc[0], done.iloc[-1]
+    return (
+        f"With {budget_mib:,g} MiB for tensors on each of {counted(int(many['world']), what)}, N is "
+        f"**{many['n'] / alone['n']:.2f} times** that on one: {int(many['n']):,} against {int(alone['n']):,}, to "
+        f"within {step:.0%}."
+    )
+
+
+def model_error(curves: pd.DataFrame, measured: pd.DataFrame) -> str:
+    """How far the measured efficiencies are from the modelled bands, at worst."""
+    keys = ["kind", "scaling", "world", "n"]
+    both = curves[curves["status"] == "ok"].merge(measured, on=keys, suffixes=("_model", ""))
+    if both.empty:
+        return "No point of the model was measured here."
+    off = (both["least"] - both["efficiency"]).clip(lower=0) + (both["efficiency"] - both["efficiency_model"]).clip(0)
+    worst = both.loc[off.idxmax()]
+    said = f"The model against what was measured: **{(off < 0.005).sum()} of {counted(len(both), 'point')}** are inside"
+    if off.max() < 0.005:
+        return said + " its bands."
+    return said + (
+        f" its bands; at worst it is off by {100 * off.max():.0f} points ({worst['kind']}, {worst['scaling']}, "
+        f"{counted(int(worst['world']), 'rank')}: measured {worst['efficiency']:.0%}, modelled "
+        f"{spread(worst['least'], worst['efficiency_model'], '.0%')})."
+    )
+
+
+def orders(rows: pd.DataFrame) -> list[str]:
+    """What the two orders of a grid's cells give on one device and on several, where both were measured."""
+    done, said = ok(rows[rows["kind"].str.startswith("neighborhood")]) if len(rows) else rows, []
+    for (n, mode, world), group in done.groupby(["n", "mode", "nproc"]) if len(done) else ():
+        by = group.drop_duplicates(["kind", "strategy"], keep="last").set_index(["kind", "strategy"])
+        kinds = [f"neighborhood, {x}" for x in ORDERS.values()]
+        if not all((kind, x) in by.index for kind in kinds for x in (ONE, "sequence")):
+            continue
+        alone, many = ([by.loc[(kind, x), "median_ms"] for kind in kinds] for x in (ONE, "sequence"))
+        slower = by.loc[(kinds[1], "sequence"), "speedup_high"] < 1
+        said.append(
+            f"N = {int(n):,}, {MODES[mode]}: one device takes {number(alone[0])} ms in row-major order and "
+            f"**{number(alone[1])} ms** along the Hilbert curve; {world:g} ranks take {number(many[0])} and "
+            f"**{number(many[1])} ms**."
+            + (" Along the curve too little work is left to divide: one device alone is faster." if slower else "")
+        )
+    return said
+
+
+def fewer_bytes(moved: pd.DataFrame) -> str:
+    """`multicard.borders` in a sentence: the bytes along a Hilbert curve over those in row-major order."""
+    by = moved.set_index(["world", "order"])["bytes"].unstack()
+    by = by[by["row_major"] > 0]
+    if by.empty:
+        return "In neither order do any bytes move."
+    share = by["hilbert"] / by["row_major"]
+    least, last = share.idxmin(), share.index[-1]
+    words = f"Along the Hilbert curve **{share[least]:.0%}** of row-major's bytes move on {counted(least, 'rank')}"
+    return words + (f", and {share[last]:.0%} on {last:,}." if last != least else ".")

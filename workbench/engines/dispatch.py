@@ -1,0 +1,280 @@
+"""The one entry point: `attention` checks its input and picks an execution; `explain` says which, and why.
+
+Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads (G divides H), D
+head_dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from workbench.engines.operators import handle_of, transformed
+from workbench.engines.reference import reference
+from workbench.engines.torch.fused import GRID, OFFSETS, expand_heads, kernel, span, unit_stride
+from workbench.patterns import Dense, Dilated, Pattern
+from workbench.patterns.advice import advise
+from workbench.patterns.checks import real
+
+BACKENDS = ("reference", "torch", "flex", "triton")
+AUTOCAST = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_CAUSAL = "the pattern says it, e.g. Dense(causal=True)"
+_MASK = "which pairs attend is the pattern's to say, e.g. Predicate(lambda h, i, j: document[i] == document[j])"
+_DROPOUT = "the weights are not dropped out; apply dropout to the output"
+ELSEWHERE = {  # where the meaning of an option of other libraries goes
+    "causal": _CAUSAL, "is_causal": _CAUSAL,
+    "mask": _MASK, "attn_mask": _MASK, "key_padding_mask": _MASK, "bias": _MASK, "attn_bias": _MASK,
+    "block_mask": _MASK, "score_mod": "scores get no bias; which pairs attend is the pattern's to say",
+    "dropout": _DROPOUT, "dropout_p": _DROPOUT, "attention_dropout": _DROPOUT,
+    "enable_gqa": "key heads are shared by groups of query heads wherever there are fewer of them",
+    "softmax_scale": "it is called scale", "need_weights": "the weights are never made", "window_size":
+    "the pattern says it, e.g. Neighborhood((n,), radius)",
+}  # fmt: skip
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None = None, backend="auto", return_lse=False,
+    **unknown,
+):  # fmt: skip
+    """Attention over the pairs of `pattern`: out (B, Nq, H, D) like q, or (out, lse (B, H, Nq)) with return_lse.
+
+    q (B, Nq, H, D), k and v (B, N, G, D) of one dtype (float64, float32, bfloat16, float16) and device; scale (above 0)
+    defaults to 1 / sqrt(D); lse is the natural logarithm of the softmax denominator, float32 (float64 for float64).
+    A row that no key reaches has out 0, lse -inf and zero gradients.
+    k and v have to be finite where they are hidden too, as in torch's kernels: hidden means a weight of 0, and 0 * NaN
+    is NaN. A NaN or infinity reaches the rows that see it, and may reach others of its sequence and its group of heads.
+    Derivatives: reverse mode once, torch.func's included; others by backend "reference" only, and refused elsewhere. To
+    run what torch.export saved, import workbench.engines.torch_backend first: it defines the operators.
+    backend: "auto" (see `explain`), "reference", "torch", "flex" or "triton"; one asked for by name runs or raises
+    ValueError with the reason, as does any input that the pattern or the shapes do not allow. Where "auto" takes flex
+    and torch cannot compile the pattern's function, which only trying tells, a warning says so and the torch backend
+    runs.
+    Under torch.autocast the inputs are cast first, as by torch's attention. `unknown` options are refused by name.
+    """
+    refuse("attention", unknown)
+    q, k, v = check(q, k, v, pattern, scale)
+    advise(pattern, k.shape[1], q.shape[2], q.shape[1])
+    chosen = choose(backend, q, k, v, pattern, return_lse)[0]
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    run = _run_flex_or_torch if backend == "auto" and chosen == "flex" else _RUN[chosen]
+    out, lse = run(q, k, v, pattern, scale, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str:
+    """Which backend 'auto' takes for this call, and why, in a sentence."""
+    q, k, v = check(q, k, v, pattern)
+    chosen, why = choose("auto", q, k, v, pattern)
+    if chosen == "triton":
+        why += f"; {kernel_words(q, k, v, pattern)}"
+    elif isinstance(pattern, Dense) and gradients_past_2_31(q, k, v):
+        why += "; by memory-efficient attention, since cuDNN's gradients are wrong past 2^31 elements and flash's fail"
+    return f"{chosen}: {why}"
+
+
+def why_not(backend: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, return_lse: bool = False) -> str | None:
+    """The reason why a backend does not run this call, or None."""
+    if backend == "flex":
+        from workbench.engines import flex
+
+        return flex.why_not(q, k, v, pattern, return_lse)
+    if backend == "triton":
+        from workbench.engines import triton_backend
+
+        return triton_backend.why_not(q, k, pattern)
+    if backend in ("torch", "reference"):
+        return None
+    return f"backend={backend!r}: want 'auto' or one of {', '.join(map(repr, BACKENDS))}"
+
+
+def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[str, str]:
+    """(backend, the reason in words); ValueError where the one asked for by name does not run this."""
+    if backend != "auto":
+        reason = why_not(backend, q, k, v, pattern, return_lse)
+        if reason:
+            raise ValueError(reason if reason.startswith("backend=") else f"backend={backend!r}: {reason}")
+        return backend, "asked for by name"
+    if isinstance(pattern, Dense):
+        return "torch", "every pair attends, which torch's fused attention computes as it is"
+    device = q.device.type
+    if device == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+        reason = why_not("triton", q, k, v, pattern)
+        if reason is None:
+            return "triton", "on this device the pattern has kernels of its own for 16-bit inputs"
+    if isinstance(pattern, Dilated):
+        return "torch", "a dilated branch is a strided view that fused attention takes without a copy"
+    if device == "cuda":
+        reason = why_not("flex", q, k, v, pattern, return_lse)
+        if reason is None:
+            return "flex", "on this device FlexAttention skips the empty blocks inside one kernel"
+        return "torch", f"key blocks are gathered in chunks, since FlexAttention is not possible here ({reason})"
+    return "torch", f"on a {device.upper()} gathering the needed key blocks in chunks takes no compilation"
+
+
+def kernel_words(q: Tensor, k: Tensor, v: Tensor, pattern) -> str:
+    """Which of our kernels run this call, with which tiles, and which branches cuDNN runs instead."""
+    from workbench.engines.triton_backend import by_cudnn, tile_of
+
+    m, n, warps, stages, _ = tile_of(q, pattern)
+    kind = "a kernel a branch" if isinstance(pattern, Dilated) else "a kernel over lists of visible blocks"
+    words = f"{kind}, forward tiles of {m} queries x {n} keys, {warps} warps, {stages} stages"
+    for direction, found in by_cudnn(q, k, v, pattern).items():
+        names = ", ".join(f"w={branch.w:,} r={branch.r}" for branch in found)
+        words += f"; {direction} by cuDNN on strided views, the faster way for {names}" if found else ""
+    return words
+
+
+def gradients_past_2_31(*tensors: Tensor) -> bool:
+    """Whether a backward may follow in which torch's fast kernels fail, because offsets exceed 2^31 elements.
+
+    Past 2^31 the gradients of cuDNN are silently wrong and FlashAttention accesses memory that is not its own, both in
+    torch 2.11 on an H100 (tests/gpu/sdpa_backward_past_2_31.py); the memory-efficient kernel is right. What counts is
+    the largest offset in a tensor, by its own strides and by those of its gradient, which is contiguous.
+    """
+    if tensors[0].device.type != "cuda" or not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return False
+    return max(*map(span, tensors), *(x.numel() for x in tensors)) > OFFSETS
+
+
+def right_past_2_31():
+    """A context in which torch's attention takes the memory-efficient kernel or else the unfused one.
+
+    ValueError where neither is enabled. Torch's order of kernels is left alone: one that is set before the process's
+    first attention is followed by flash before cuDNN, for good (torch 2.11).
+    """
+    allowed = kernels_right_past_2_31()
+    if not allowed:
+        raise ValueError(
+            "torch.nn.attention.sdpa_kernel allows none but cuDNN's and flash attention, whose gradients are wrong "
+            "past 2^31 elements: allow memory-efficient attention too"
+        )
+    return sdpa_kernel([getattr(SDPBackend, name) for name in allowed])
+
+
+def kernels_right_past_2_31() -> tuple[str, ...]:
+    """The kernels of torch's attention that are right past 2^31 elements and enabled, in torch's order."""
+    cuda = torch.backends.cuda
+    switches = {"EFFICIENT_ATTENTION": cuda.mem_efficient_sdp_enabled, "MATH": cuda.math_sdp_enabled}
+    return tuple(name for name, enabled in switches.items() if enabled())
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler, which takes two seconds.
+kernels_right_past_2_31._dynamo_marked_constant = True
+
+
+def check(q, k, v, pattern, scale=None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, cast where torch.autocast says so. ValueError, before any work, for what `attention` cannot mean."""
+    if not isinstance(pattern, Pattern):
+        raise ValueError(f"pattern={pattern!r}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, Tensor):
+            raise ValueError(f"{name} is a {type(t).__name__}: want a tensor")
+        if t.layout != torch.strided:
+            raise ValueError(f"{name} has layout {t.layout}: want a dense tensor")
+    q, k, v = autocast(q, k, v)
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"{shapes}: want q (B, Nq, H, D) and k, v (B, N, Hkv, D)")
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"{shapes}: want one batch and head_dim for q, k and v, and k and v of one shape")
+    if q.shape[3] == 0:
+        raise ValueError(f"{shapes}: head_dim is 0; want at least 1")
+    heads, key_heads = q.shape[2], k.shape[2]
+    if heads and (key_heads == 0 or heads % key_heads):
+        raise ValueError(f"{shapes}: {key_heads} key heads do not divide {heads} query heads")
+    if q.shape[1] > k.shape[1]:
+        raise ValueError(f"{shapes}: {q.shape[1]} queries on {k.shape[1]} keys; queries are the last ones, Nq <= N")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        names = ", ".join(str(t.dtype).removeprefix("torch.") for t in (q, k, v))
+        raise ValueError(f"dtypes {names} of {shapes}: want one of float64, float32, bfloat16, float16 for all three")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"devices {q.device}, {k.device}, {v.device} of {shapes}: want one")
+    if scale is not None:
+        real("scale", scale, "a finite number above 0, or None for 1 / sqrt(head_dim)")
+    if pattern.batch not in (None, q.shape[0]):
+        raise ValueError(f"the layout is for a batch of {pattern.batch}, but {shapes}")
+    pattern.for_batch(0).check(k.shape[1], heads, q.shape[1])
+    return q, k, v
+
+
+def refuse(name: str, options: dict) -> None:
+    """ValueError for options that the function `name` does not have: each with the place where its meaning goes."""
+    for option, value in options.items():
+        raise ValueError(f"{option}={value!r}: {name} has no such option; {ELSEWHERE.get(option, 'see its help')}")
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under torch.autocast, the inputs cast as torch casts those of its own attention: floats, except float64."""
+    kind = tensors[0].device.type
+    if kind not in AUTOCAST or not torch.is_autocast_enabled(kind):
+        return tensors
+    to = torch.get_autocast_dtype(kind)
+    return tuple(t.to(to) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+
+
+def _run_reference(q, k, v, pattern, scale, return_lse):
+    out, lse = reference(q, k, v, pattern, scale)
+    return out.to(q.dtype), lse if q.dtype == torch.float64 else lse.float()
+
+
+def _run_torch(q, k, v, pattern, scale, return_lse):
+    from workbench.engines.torch_backend import attend
+
+    square = not pattern.causal or q.shape[1] == k.shape[1]  # torch aligns its causal mask at the first query
+    if isinstance(pattern, Dense) and square and not return_lse and q.numel() and not transformed(q, k, v):
+        past = gradients_past_2_31(q, k, v)
+        with right_past_2_31() if past else contextlib.nullcontext():
+            if q.shape[0] <= GRID:
+                return _dense(q, k, v, pattern.causal, scale, past), None
+            parts = zip(*(tensor.split(GRID) for tensor in (q, k, v)), strict=True)
+            return torch.cat([_dense(*part, pattern.causal, scale, past) for part in parts]), None
+    out, lse = attend(q, k, v, handle_of(pattern), scale)
+    return _divided(out, pattern), lse
+
+
+def _dense(q, k, v, causal, scale, efficient=False):
+    """out (B, N, H, D) by whichever of its kernels torch takes; the memory-efficient one wants as many key heads."""
+    q, k, v = (unit_stride(tensor).transpose(1, 2) for tensor in (q, k, v))
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    if grouped and q.device.type == "cuda" and (efficient or q.dtype == torch.float32 or kernel(q) == "efficient"):
+        k, v, grouped = expand_heads(k, q), expand_heads(v, q), {}
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return sdpa(q, k, v, is_causal=causal, scale=scale, **grouped).transpose(1, 2)
+
+
+def _run_flex(q, k, v, pattern, scale, return_lse):
+    from workbench.engines import flex
+
+    return flex.forward(q, k, v, pattern, scale, return_lse)
+
+
+def _run_triton(q, k, v, pattern, scale, return_lse):
+    from workbench.engines.triton_backend import attend
+
+    out, lse = attend(q, k, v, handle_of(pattern), scale)
+    return _divided(out, pattern), lse
+
+
+def _divided(out, pattern):
+    """out by the pattern's divisor: where each head is in one branch, the branches are averaged."""
+    divisor = pattern.divisor(out.shape[2])
+    return out if divisor == 1 else out / divisor
+
+
+def _run_flex_or_torch(q, k, v, pattern, scale, return_lse):
+    from workbench.engines import flex
+
+    try:
+        return flex.forward(q, k, v, pattern, scale, return_lse)
+    except flex.CannotCompile as error:
+        warnings.warn(f"{error}; backend='auto' goes on with 'torch'", stacklevel=3)
+        return _run_torch(q, k, v, pattern, scale, return_lse)
+
+
+_RUN = {"reference": _run_reference, "torch": _run_torch, "flex": _run_flex, "triton": _run_triton}

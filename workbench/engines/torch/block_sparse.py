@@ -1,0 +1,201 @@
+"""Block-sparse attention by gathering: rows with equally many key blocks go through one fused call, in bounded memory.
+
+A pattern's `blocks` list the key blocks that each query block needs. Rows are cut into strips of at most `limit` key
+blocks, fully visible blocks apart from partial ones (which carry a mask computed from `Pattern.count`); strips of equal
+length are stacked, their keys gathered, and the results merged by log-sum-exp. Where all heads share a layout they stay
+together in a unit; where layouts differ by head, every (head, block) is a unit of its own.
+
+Dimensions: N keys, Nq queries, H query heads, G key heads, D head_dim; U units = layouts x blocks, R strips, C key
+blocks a strip, a x c the block size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from workbench.engines.merge import merge_
+from workbench.engines.torch import fused
+from workbench.patterns.base import Blocks
+
+ELEMENTS = 1 << 20  # gathered key elements a fused call: 4 MB in float32, which stay in a CPU's cache
+SCORES = 1 << 24  # mask elements a fused call
+
+
+class Strips(NamedTuple):
+    """R strips of C key blocks each: rows (R,) and columns (R, C) of the block grid, of layouts (R,)."""
+
+    layout: Tensor
+    rows: Tensor
+    columns: Tensor
+    full: bool
+
+
+def strips(blocks: Blocks, limit: int) -> Iterator[Strips]:
+    """Every block of the layout once, in strips of equal length and kind."""
+    columns = blocks.columns.long()
+    units = torch.repeat_interleave(torch.arange(len(blocks.starts) - 1, device=columns.device), blocks.starts.diff())
+    whole = blocks.full
+    if blocks.n % blocks.block_size[1]:  # the last key block is padded, and the padding has to be masked
+        whole = whole & (columns < blocks.cols - 1)
+    for full in (True, False):
+        chosen = whole == full
+        cols, unit = columns[chosen], units[chosen]
+        per_unit = torch.bincount(unit, minlength=len(blocks.starts) - 1)
+        first = torch.cumsum(per_unit, 0) - per_unit
+        for length in range(0, int(per_unit.max()) if len(cols) else 0, limit):
+            left = (per_unit - length).clamp(0, limit)  # blocks of each unit in this strip
+            for count in torch.unique(left).tolist():
+                if count:
+                    who = (left == count).nonzero().squeeze(1)
+                    at = (first[who] + length)[:, None] + torch.arange(count, device=columns.device)
+                    yield Strips(who // blocks.rows, who % blocks.rows, cols[at], full)
+
+
+def stacks(blocks: Blocks, row_elements: int) -> Iterator[Strips]:
+    """The strips in stacks whose gathered keys and masks stay within ELEMENTS and SCORES."""
+    a, c = blocks.block_size
+    limit = max(1, ELEMENTS // (c * row_elements))
+    for s in strips(blocks, limit):
+        height = max(1, limit // s.columns.shape[1])
+        if not s.full:
+            height = max(1, min(height, SCORES // (a * c * s.columns.shape[1])))
+        yield from split(s, height)
+
+
+def split(s: Strips, height: int) -> Iterator[Strips]:
+    """The strips in stacks of `height`."""
+    parts = (t.split(height) for t in (s.layout, s.rows, s.columns))
+    for layout, rows, columns in zip(*parts, strict=True):
+        yield Strips(layout, rows, columns, s.full)
+
+
+class Grid:
+    """The block grid of one call: tensors cut into units and back, and the masks of partial blocks."""
+
+    def __init__(self, pattern, blocks: Blocks, heads: int, key_heads: int):
+        self.pattern, self.blocks, self.heads = pattern, blocks, heads
+        self.a, self.c = blocks.block_size
+        self.split = blocks.layouts > 1  # layouts differ by head: units hold one head
+        self.group = heads // key_heads
+        self.front = (blocks.n - blocks.nq) - blocks.first * self.a  # rows of the first block that are no queries
+        self.missing = blocks.cols * self.c - blocks.n  # positions that the last key block lacks
+
+    def query_units(self, x: Tensor, value: float = 0) -> Tensor:
+        """x (Nq, H, ...) -> (U, a, heads of a unit, ...)."""
+        return self._units(x, self.a, self.front, self.blocks.rows * self.a - self.front - x.shape[0], value)
+
+    def key_units(self, x: Tensor) -> Tensor:
+        return self._units(x, self.c, 0, self.missing, 0)
+
+    def _units(self, x, size, front, back, value):
+        if front or back:
+            x = pad(x, (0, 0) * (x.dim() - 1) + (front, back), value=value)
+        x = x.unflatten(0, (-1, size))  # (blocks, size, H, ...)
+        return x.movedim(2, 0).flatten(0, 1).unsqueeze(2) if self.split else x
+
+    def rows(self, units: Tensor) -> Tensor:
+        """The inverse of `query_units`: (Nq, H, ...)."""
+        return self._positions(units, self.blocks.rows)[self.front : self.front + self.blocks.nq]
+
+    def keys(self, units: Tensor) -> Tensor:
+        """The inverse of `key_units`: (N, G, D)."""
+        return self._positions(units, self.blocks.cols)[: self.blocks.n]
+
+    def _positions(self, units, blocks):
+        if self.split:  # (heads x blocks, size, 1, ...) -> (blocks, size, heads, ...)
+            units = units.squeeze(2).unflatten(0, (-1, blocks)).movedim(0, 2)
+        return units.flatten(0, 1)
+
+    def query_index(self, s: Strips) -> Tensor:
+        return s.layout * self.blocks.rows + s.rows  # (R,)
+
+    def key_index(self, s: Strips) -> Tensor:
+        return ((s.layout // self.group * self.blocks.cols)[:, None] + s.columns).flatten()  # (R x C,)
+
+    def mask(self, s: Strips, dtype) -> Tensor | None:
+        """Additive (R, 1, a, C x c): -inf where the pattern hides the pair; None where all of it is visible."""
+        if s.full:
+            return None
+        device, n = s.rows.device, self.blocks.n
+        i = (self.blocks.first + s.rows)[:, None] * self.a + torch.arange(self.a, device=device)  # (R, a)
+        j = (s.columns[..., None] * self.c + torch.arange(self.c, device=device)).flatten(1)  # (R, C x c)
+        h = s.layout[:, None, None]
+        inside = i.clamp(0, n - 1)[:, :, None], j.clamp(max=n - 1)[:, None, :]
+        visible = self.pattern.count(h, *inside, n, self.heads).bool()
+        if self.missing:
+            visible = visible & (j < n)[:, None, :]
+        shown, hidden = torch.tensor([0, -torch.inf], dtype=dtype, device=device)
+        return torch.where(visible, shown, hidden)[:, None]
+
+
+def take(units: Tensor, index: Tensor, room: Tensor | None = None) -> Tensor:
+    """units[index] along the first dimension, in 2-D, where index_select copies whole rows (50x faster on a CPU).
+
+    room: a buffer for the result, reused between calls: fresh pages cost nearly as much as the copy.
+    """
+    flat = units.flatten(1)
+    out = None if room is None else room[: len(index) * flat.shape[1]].view(len(index), -1)
+    return torch.index_select(flat, 0, index, out=out).unflatten(1, units.shape[1:])
+
+
+def gather(units: Tensor, index: Tensor, strips: int = 0, room: Tensor | None = None) -> Tensor:
+    """Units (U, a, heads, D) -> (R, heads, positions, D); `strips` of them, len(index) / strips units each."""
+    x = take(units, index, room)
+    if strips:
+        x = x.unflatten(0, (strips, -1)).flatten(1, 2)  # (R, C x c, heads, D)
+    return x.transpose(1, 2)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, pattern, blocks: Blocks, scale: float) -> tuple[Tensor, Tensor]:
+    """out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D), k and v (B, N, G, D)."""
+    (b, nq, h, _), g = q.shape, k.shape[2]
+    grid = Grid(pattern, blocks, h, g)
+    wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(b, h, nq, dtype=wide)
+    for x in range(b):
+        qu, ku, vu = grid.query_units(q[x]), grid.key_units(k[x]), grid.key_units(v[x])
+        total = torch.zeros(qu.shape, dtype=wide, device=q.device)
+        total_lse = torch.full(qu.shape[:3], -torch.inf, dtype=wide, device=q.device)  # (U, a, heads)
+        k_room, v_room = ku.new_empty(2, max(ELEMENTS, ku[0].numel()))
+        for s in stacks(blocks, ku[0, 0].numel()):
+            rows, keys, r = grid.query_index(s), grid.key_index(s), len(s.rows)
+            k_part, v_part = gather(ku, keys, r, k_room), gather(vu, keys, r, v_room)
+            part, part_lse = fused.forward(gather(qu, rows), k_part, v_part, False, scale, grid.mask(s, q.dtype))
+            merged, merged_lse = take(total, rows), take(total_lse, rows)
+            merge_(merged, merged_lse, part.transpose(1, 2), part_lse.transpose(1, 2))
+            total.index_copy_(0, rows, merged)
+            total_lse.index_copy_(0, rows, merged_lse)
+        out[x], lse[x] = grid.rows(total).to(q.dtype), grid.rows(total_lse).T
+    return out, lse
+
+
+def backward(grad, q, k, v, out, lse, pattern, blocks: Blocks, scale):
+    """(dq, dk, dv) from the gradient of out, and what `forward` returned."""
+    grid = Grid(pattern, blocks, q.shape[2], k.shape[2])
+    wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exact zeros for rows that nothing reaches
+    for x in range(q.shape[0]):
+        qu, gu, ou = (grid.query_units(t[x]) for t in (q, grad, out))
+        lu = grid.query_units(lse[x].T, torch.inf)
+        ku, vu = grid.key_units(k[x]), grid.key_units(v[x])
+        dqu, dku, dvu = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (qu, ku, vu))
+        k_room, v_room = ku.new_empty(2, max(ELEMENTS, ku[0].numel()))
+        for s in stacks(blocks, ku[0, 0].numel()):
+            rows, keys, r = grid.query_index(s), grid.key_index(s), len(s.rows)
+            k_part, v_part = gather(ku, keys, r, k_room), gather(vu, keys, r, v_room)
+            dq_, dk_, dv_ = fused.backward(
+                gather(gu, rows), gather(qu, rows), k_part, v_part, gather(ou, rows), gather(lu, rows),
+                False, scale, grid.mask(s, q.dtype),
+            )  # fmt: skip
+            dqu.index_add_(0, rows, dq_.transpose(1, 2).to(wide))
+            for total, part in ((dku, dk_), (dvu, dv_)):
+                part = fused.sum_heads(part, ku.shape[2])  # (R, G, C x c, D)
+                total.index_add_(0, keys, part.transpose(1, 2).unflatten(1, (-1, grid.c)).flatten(0, 1).to(wide))
+        dq[x], dk[x], dv[x] = grid.rows(dqu).to(q.dtype), grid.keys(dku).to(k.dtype), grid.keys(dvu).to(v.dtype)
+    return dq, dk, dv

@@ -1,0 +1,63 @@
+"""The torch backend: which execution a pattern needs, and the operators of both.
+
+Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from workbench.engines import operators
+from workbench.engines.torch import block_sparse, dilated
+from workbench.engines.torch.fused import unit_stride
+from workbench.patterns import Dense, Dilated
+
+
+def one_branch(pattern: Dense, n: int) -> Dilated:
+    """Dense attention as the dilated pattern with one undilated branch."""
+    return Dilated([max(1, n)], [1], causal=pattern.causal)
+
+
+def run(direction: str, tensors: tuple[Tensor, ...], pattern, n: int, scale: float) -> tuple[Tensor, ...]:
+    """`forward` or `backward` of the execution that the pattern needs, one sequence at a time where layouts differ."""
+    first = tensors[0]  # q or its like
+    if pattern.batch is not None:
+        sequences = zip(*(t.split(1) for t in tensors), strict=True)
+        each = [run(direction, x, one, n, scale) for x, one in zip(sequences, pattern.each(), strict=True)]
+        return tuple(torch.cat(t) for t in zip(*each, strict=True))
+    if isinstance(pattern, Dense):
+        pattern = one_branch(pattern, n)
+    strided = isinstance(pattern, Dilated)
+    execution, blocks = (dilated, ()) if strided else (block_sparse, (blocks_of(pattern, first, n),))
+    with torch.autocast(first.device.type, enabled=False):  # the inputs are cast; what is wide inside stays wide
+        return getattr(execution, direction)(*map(unit_stride, tensors), pattern, *blocks, scale)
+
+
+def blocks_of(pattern, q: Tensor, n: int):
+    """The pattern's blocks for these sizes, kept with the pattern: a predicate's take N^2 evaluations to find."""
+    sizes = n, 1 if pattern.same_heads else q.shape[2], q.shape[1]
+    return pattern.kept("blocks", (*sizes, str(q.device)), lambda: pattern.blocks(*sizes).to(q.device))
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Tensor, Tensor]:
+    """out (B, Nq, H, D) and lse (B, H, Nq)."""
+    return run("forward", (q, k, v), pattern, k.shape[1], scale)
+
+
+def backward(grad, grad_lse, q, k, v, out, lse, pattern, scale):
+    """(dq, dk, dv) from the gradients of out and lse, the inputs, and out and lse."""
+    d, n = q.shape[-1], k.shape[1]
+    if grad_lse is None:
+        return run("backward", (grad, q, k, v, out, lse), pattern, n, scale)
+    # dS = P * (dO V^T + dlse - rowsum(dO * out)): one more column, ones in V and dlse in dO, adds just that term.
+    # Eight columns, because CUDA's kernels want head_dims in eights.
+    column = grad_lse.masked_fill(lse == -torch.inf, 0).transpose(1, 2)[..., None].to(grad.dtype)
+    grad = torch.cat((grad, pad(column, (0, 7))), -1)
+    q, k, out = pad(q, (0, 8)), pad(k, (0, 8)), pad(out, (0, 8))
+    v = torch.cat((v, pad(torch.ones_like(v[..., :1]), (0, 7))), -1)
+    return tuple(x[..., :d].contiguous() for x in run("backward", (grad, q, k, v, out, lse), pattern, n, scale))
+
+
+attend, attend_backward = operators.define("attend", forward, backward)

@@ -1,0 +1,158 @@
+"""Our Triton kernels: which calls they take, what a pattern is in their terms, and their operators.
+
+Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+
+import torch
+from torch import Tensor
+
+from workbench.engines import operators
+from workbench.engines.torch.fused import unit_stride
+from workbench.engines.torch_backend import one_branch
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood
+
+INSTALLED = importlib.util.find_spec("triton") is not None
+LENGTH = 1 << 30  # positions are int32 in the kernels, and some are computed one tile beyond the last
+WINDOW = 128  # the block size of a neighborhood on a line, most of whose blocks are fully visible
+BLOCK = 64  # of other neighborhoods: smaller blocks hold fewer pairs that are not visible
+
+
+def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
+    """Why the kernels do not run this call, in a sentence, or None. q (B, Nq, H, D), k (B, N, G, D)."""
+    if not INSTALLED:
+        return "Triton is not installed"
+    if q.device.type != "cuda" and not interpreted():
+        return f"the kernels are for CUDA, not {q.device.type}"
+    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "the kernels need compute capability 8.0"
+    if q.dtype == torch.float64:
+        return "the kernels have no float64"
+    if interpreted() and q.device.type == "cpu" and q.dtype == torch.bfloat16:
+        return "Triton's interpreter computes bfloat16 wrongly"
+    if q.shape[-1] > 256:
+        return f"the kernels want a head_dim of at most 256, not {q.shape[-1]}"
+    if k.shape[1] > LENGTH:
+        return f"the kernels count positions up to {LENGTH:,}, not {k.shape[1]:,}"
+    if isinstance(pattern, (Dense, Dilated)):
+        return None
+    if not isinstance(pattern, (BlockSparse, Neighborhood)):
+        return f"the kernels know dilated, block-sparse and neighborhood patterns, not {pattern.name}"
+    if isinstance(pattern, BlockSparse) and pattern.predicate is not None:
+        return "the kernels cannot call the pattern's predicate"
+    if isinstance(pattern, Neighborhood) and (bits := coordinate_bits(pattern)) > 62:
+        return f"the kernels have 62 bits for the coordinates of a token, and these take {bits}"
+    if any(size % 16 for size in block_size_of(pattern)):
+        return f"the kernels want blocks of a multiple of 16, not {block_size_of(pattern)}"
+    return None
+
+
+def coordinate_bits(pattern) -> int:
+    """Bits of a token's coordinates in `kernels.blocks.pack`; 0 where there is no such table."""
+    if len(pattern.shape) == 1 and pattern.ordering is None:
+        return 0
+    return sum((n - 1 + min(r, n)).bit_length() + 1 for n, r in zip(pattern.shape, pattern.radius, strict=True))
+
+
+def interpreted() -> bool:
+    """Whether the kernels run in Triton's interpreter, on any device, for tests."""
+    steps = sys.modules.get("workbench.engines.triton.tile_ops")
+    return steps is not None and steps.INTERPRETED
+
+
+def block_size_of(pattern) -> tuple[int, int]:
+    if hasattr(pattern, "block_size"):
+        return pattern.block_size
+    size = WINDOW if len(pattern.shape) == 1 else BLOCK
+    return size, size
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Tensor, Tensor]:
+    """out (B, Nq, H, D) and lse (B, H, Nq), float32."""
+    execution, arguments = kernels(pattern, q, k.shape[1])
+    with device_of(q):
+        return execution.forward(*map(unit_stride, (q, k, v)), *arguments, scale)
+
+
+def backward(grad, grad_lse, q, k, v, out, lse, pattern, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) from the gradients of out and lse, the inputs, and out and lse."""
+    execution, arguments = kernels(pattern, q, k.shape[1])
+    grad, q, k, v, out = map(unit_stride, (grad, q, k, v, out))
+    with device_of(q):  # the kernels read lse as contiguous, and it may be a slice
+        return execution.backward(grad, grad_lse, q, k, v, out, lse.contiguous(), *arguments, scale)
+
+
+attend, attend_backward = operators.define("attend_by_kernels", forward, backward)
+
+
+@torch.library.custom_op("workbench::attend_by_kernels_into", mutates_args=("out", "lse"))
+def attend_into(q: Tensor, k: Tensor, v: Tensor, handle: str, scale: float, out: Tensor, lse: Tensor) -> None:
+    """Merge what `attend` gives into out (B, Nq, H, D) and lse (B, H, Nq) of other keys; no dilated pattern."""
+    if q.numel():
+        execution, pattern = kernels(operators.living(handle), q, k.shape[1])
+        with device_of(q):
+            execution.forward(*map(unit_stride, (q, k, v)), *pattern, scale, (out, lse))
+
+
+@attend_into.register_fake
+def _(q, k, v, handle, scale, out, lse):
+    return None
+
+
+def kernels(pattern, q: Tensor, n: int):
+    """(the module that runs the pattern, what its `forward` takes for the pattern)."""
+    from workbench.engines.triton import block_sparse, dilated
+
+    if isinstance(pattern, Dense):
+        pattern = one_branch(pattern, n)
+    if isinstance(pattern, Dilated):
+        return dilated, (pattern,)
+    return block_sparse, (plan_of(pattern, q, n), pattern.causal)
+
+
+def plan_of(pattern, q: Tensor, n: int):
+    """The pattern's lists of blocks for these sizes, kept with the pattern."""
+    from workbench.engines.triton import block_sparse
+
+    sizes = n, 1 if pattern.same_heads else q.shape[2], q.shape[1]
+
+    def make():
+        found = [one.blocks(*sizes, block_size_of(pattern)) for one in pattern.each()]
+        return block_sparse.make_plan(found, pattern, q.device)
+
+    return pattern.kept("plan", (*sizes, str(q.device)), make)
+
+
+def tile_of(q: Tensor, pattern):
+    """The forward's tile: queries, keys, warps, stages and, where it is limited, registers."""
+    from workbench.engines.triton import tile_sizes
+
+    if isinstance(pattern, (Dense, Dilated)):
+        return tile_sizes.choose("dilated forward", q)
+    return tile_sizes.choose("blocks forward", q, block_size_of(pattern))
+
+
+def by_cudnn(q: Tensor, k: Tensor, v: Tensor, pattern) -> dict[str, list]:
+    """By direction, the branches whose whole segments cuDNN takes (the backward: for gradients laid out as q is)."""
+    from workbench.engines.triton import cudnn_views, dilated
+
+    if isinstance(pattern, Dense):
+        pattern = one_branch(pattern, k.shape[1])
+    if not isinstance(pattern, Dilated):
+        return {}
+    plan = dict.fromkeys(dilated.branches(pattern, k.shape[1], q.shape[2]))  # branches may repeat
+    q, k, v = map(unit_stride, (q, k, v))
+    return {
+        direction: [branch for branch in plan if cudnn_views.segments(direction, branch, pattern.causal, q, k, v)]
+        for direction in ("forward", "backward")
+    }
+
+
+def device_of(q: Tensor):
+    """Triton launches on the current device: that of the tensors."""
+    return torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,206 @@
+"""Will it fit? Ways to run attention on a card that need not be there, by what each needs: a line a way.
+
+Dimensions: N tokens, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+
+import pandas as pd
+
+from workbench.engines import dispatch, torch_rules
+from workbench.fit import cards, estimate, frontier
+from workbench.harness.outcome import attempt
+from workbench.harness.processes import imported
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, from_spec, layouts
+from workbench.patterns.dilated import PAPER, geometric
+from workbench.probes import checks
+from workbench.probes.case import BASELINES, FUSED, Case
+
+Maker = Callable[[int, bool], Pattern]  # of N and causal
+PATTERNS: dict[str, Maker] = {
+    "dense": lambda n, causal: Dense(causal),
+    "longnet": lambda n, causal: Dilated(PAPER, (1, 2, 4, 6, 12), causal),
+    "longnet-pow2": lambda n, causal: Dilated(PAPER, (1, 2, 4, 8, 16), causal),
+    "longnet-geometric": geometric,
+    "window": lambda n, causal: BlockSparse(layouts.local(8), 128, causal),
+    "strided": lambda n, causal: BlockSparse(layouts.local(4) | layouts.strided(64), 128, causal),
+    "random": lambda n, causal: BlockSparse(layouts.random(0.1), 128, causal),
+    "neighborhood": lambda n, causal: Neighborhood((n // 128, 128), 16),
+}
+USUAL = ("dense", "longnet", "window")
+BACKENDS = {"Dense": ("cudnn", "flash", "efficient"), "Dilated": ("triton", "torch")}  # what runs well on a card
+OTHERS = ("triton", "flex")
+LONGEST = {"BlockSparse": 1 << 18, "Neighborhood": 1 << 18}  # the lists of blocks for more take seconds to make
+STEP = 0.05  # half a percent for a prediction, see `frontier.search`
+
+
+def ways(
+    names: Iterable[str], patterns: Mapping[str, Maker] = PATTERNS, causal=False, device="cuda", **sizes
+) -> dict[str, frontier.Lengths]:
+    """{"pattern, backend": the Case of that at N}, for `table`, `frontier.search` and `frontier.sweep`.
+
+    names: such pairs: a name of `patterns`, or a pattern's spec as JSON, and a backend of `Case`'s. sizes: `Case`'s
+    batch, heads, head_dim, dtype and mode. ValueError for a name that is none.
+    """
+    found = {}
+    for name in checks.listed("ways", names):
+        kind, comma, backend = str(name).rpartition(", ")
+        if not (comma and backend):
+            raise ValueError(f"way={name!r}: want 'pattern, backend', the pattern one of {', '.join(patterns)}")
+        make = maker(kind, patterns)
+
+        def at(n: int, make=make, backend=backend) -> Case:
+            return Case(make(n, causal), n, backend=backend, device=device, **sizes)
+
+        found[name] = at
+    return found
+
+
+def executions(
+    names: Iterable[str] = (), backends: Iterable[str] = (), causal=False, card: cards.Card | None = None, **sizes
+) -> dict[str, Callable]:
+    """`ways` for every name with every backend.
+
+    names: of PATTERNS, or a pattern's spec as JSON; default USUAL. backends: as in `Case`; default BACKENDS, and of
+    dense attention those of torch's kernels that take the call on the card (`torch_rules`), "auto" where none does.
+    sizes: as of `ways`. ValueError for a name that is none, and for sizes that no call has.
+    """
+    names, backends = checks.listed("patterns", names), checks.listed("backends", backends)
+    for backend in backends:
+        _check(backend)
+    pairs = []
+    for name in names or USUAL:
+        pattern = maker(name, PATTERNS)(frontier.FIRST, causal)
+        case, family = Case(pattern, frontier.FIRST, device="cuda", **sizes), type(pattern).__name__
+        usual = BACKENDS.get(family, OTHERS) if card is None or family != "Dense" else _fused(case, card)
+        pairs += [f"{name}, {backend}" for backend in backends or usual]
+    return ways(pairs, causal=causal, **sizes)
+
+
+def _fused(case: Case, card: cards.Card) -> tuple[str, ...]:
+    taken = torch_rules.kernels(
+        card.capability, case.dtype, case.head_dim, grouped=case.kv_heads != case.heads, n=case.n, nq=case.nq,
+        causal=case.pattern.causal, gradients=case.mode == "fwdbwd",
+    )  # fmt: skip
+    return tuple(x for x in taken if x in FUSED) or ("auto",)
+
+
+def table(
+    ways: Mapping[str, Callable[[int], Case]], card: str | cards.Card, *, n: int | None = None,
+    budget_bytes: int | None = None, seconds: float = 60.0,
+) -> pd.DataFrame:  # fmt: skip
+    """A line a way (`executions`), all of it predicted: longest_n, longest_ms there (None where no time is known, which
+    then limits nothing), and limiter, what stands in the way of more.
+
+    With n, and ranked by ms there, what fits first: fits, where it is not known to compute wrongly; device_bytes, the
+    context included; ms, None where this is not known; pairs_share, of dense attention's pairs, 1.0 being exact. note:
+    why there is no such number, or what is wrong.
+    budget_bytes, seconds: as `frontier.search`'s. limiter "search": of patterns that are lists of blocks, LONGEST.
+    """
+    card = cards.find(card)
+    n = None if n is None else checks.whole("n", n, 1)
+    lines = []
+    for name, at in checks.named("ways", ways, "a function of N that gives a Case").items():
+        limit_n = LONGEST.get(type(at(frontier.FIRST).pattern).__name__, 1 << 30)
+        row = frontier.search(
+            at, card=card, budget_bytes=budget_bytes, seconds=seconds, limit_n=limit_n, step=STEP, say=None
+        )
+        line = {"way": name, "longest_n": row["n"], "longest_ms": row["predicted_ms"], "limiter": row["limiter"]}
+        line |= {"note": row["error"]}
+        if n is not None:
+            line |= _at(at, n, card, row["budget_bytes"])
+        lines.append(line)
+    frame = pd.DataFrame(lines)
+    if n is not None:
+        frame = frame.sort_values(["fits", "ms"], ascending=[False, True], kind="stable", na_position="last")
+    return frame.reset_index(drop=True)
+
+
+def words(frame: pd.DataFrame, card: cards.Card, sizes: dict, n, budget_bytes, seconds) -> str:
+    """A table of `table`, made with these options, as text."""
+    given = card.total_bytes - card.context_bytes if budget_bytes is None else budget_bytes
+    kv = f" ({sizes['kv_heads']} of keys)" if sizes.get("kv_heads") else ""
+    lines = [
+        f"{card.name}: {given / 2**30:.2f} GiB for tensors, {card.context_bytes / 2**30:.2f} for the CUDA context, of "
+        f"{card.total_bytes / 2**30:.2f}; at most {seconds:g} s a call",
+        f"batch {sizes['batch']}, {sizes['heads']} heads{kv} x {sizes['head_dim']}, {sizes['dtype']}, {sizes['mode']}; "
+        "predicted, nothing is measured",
+    ]
+    searched, longest = frame["limiter"].eq("search"), frame["longest_n"]  # no limit up to the longest N tried
+    if n is not None:
+        longest = longest.mask(searched & frame["fits"], longest.clip(lower=n))
+    shown = pd.DataFrame({"execution": frame["way"], "longest N": longest.map(_number)})
+    shown["longest N"] = shown["longest N"].where(~searched, "at least " + shown["longest N"])
+    shown["limited by"] = frame["limiter"].fillna("").mask(searched, "not looked further")
+    timeless = frame["limiter"].eq("memory") & frame["longest_n"].astype(float).gt(0) & frame["longest_ms"].isna()
+    shown["limited by"] = shown["limited by"].mask(timeless, "memory; time unknown")
+    if n is not None:
+        lines[-1] += f"; the right half is at N = {n:,}"
+        late = frame["fits"] & (frame["ms"].astype(float) > 1000 * seconds)
+        shown["fits"] = frame["fits"].map({True: "yes", False: "no"}).mask(late, "too slow")
+        shown["device GiB"] = frame["device_bytes"].astype(float).map(lambda x: _number(x / 2**30, ".2f"))
+        shown["ms"] = frame["ms"].astype(float).map(lambda x: _number(x, ",.3g" if x < 1000 else ",.0f"))
+        shown["pairs"] = frame["pairs_share"].astype(float).map(lambda x: _number(x, ".3g" if x < 1 else ".0f"))
+    shown["note"] = frame["note"].fillna("").str.slice(0, 100)
+    return "\n".join([*lines, "", aligned(shown, ("execution", "limited by", "note"))])
+
+
+def aligned(shown: pd.DataFrame, left: tuple[str, ...]) -> str:
+    """A table of strings as text, a line a row; the columns named in `left` begin where their header does."""
+    rows = [shown.columns.tolist(), *shown.to_numpy().tolist()]
+    widths = [max(len(row[x]) for row in rows) for x in range(len(rows[0]))]
+    sides = [str.ljust if name in left else str.rjust for name in shown.columns]
+    return "\n".join("  ".join(s(x, w) for s, x, w in zip(sides, row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _number(x, form: str = ",.0f") -> str:
+    return "?" if x is None or x != x else format(x, form)
+
+
+def _at(at: frontier.Lengths, n: int, card: cards.Card, budget_bytes: int) -> dict:
+    """What a way needs at n, and whether the budget has it."""
+    unknown = {"fits": False, "device_bytes": None, "ms": None, "pairs_share": None}
+    made = attempt(lambda: at(n))
+    if made.status != "ok":
+        return unknown | {"note": made.error}
+    case = made.result
+    least = case.dtype.itemsize * case.batch * case.head_dim * n * 2 * (case.heads + case.kv_heads)
+    if n > LONGEST.get(type(case.pattern).__name__, n) and least > budget_bytes:  # its lists may take minutes to make
+        return unknown | {"note": f"q, k, v and out alone are {least / 2**30:,.2f} GiB"}
+    outcome = attempt(lambda: estimate.trace(case, card))
+    if outcome.status != "ok":
+        return unknown | {"note": outcome.error}
+    found = outcome.result
+    reserved = frontier.reserves(found, budget_bytes)
+    device = found.device_bytes if reserved is None else reserved + card.context_bytes
+    return {
+        "fits": reserved is not None and not found.wrong, "device_bytes": device, "ms": found.milliseconds,
+        "pairs_share": case.pattern.pairs(case.n, case.heads) / (case.heads * case.n**2),
+    } | ({"note": found.wrong} if found.wrong else {})  # fmt: skip
+
+
+def _check(backend: str) -> None:
+    known = ("auto", *dispatch.BACKENDS, *BASELINES)
+    if not isinstance(backend, str) or ":" not in backend and backend not in known:
+        raise ValueError(f"backend={backend!r}: want one of {', '.join(known)}, or your own as module:function")
+    if ":" in backend:
+        try:
+            imported(backend)
+        except ValueError as error:
+            raise ValueError(f"backend={error}") from None
+
+
+def maker(name: str, patterns: Mapping[str, Maker] = PATTERNS) -> Maker:
+    """A name of `patterns`, or a pattern's spec as JSON -> the pattern as a function of N and causal."""
+    if isinstance(name, str) and name in patterns:
+        return patterns[name]
+    if not isinstance(name, str) or not name.startswith("{"):
+        raise ValueError(f"pattern={name!r}: want one of {', '.join(patterns)}, or a pattern's spec as JSON")
+    try:
+        pattern = from_spec(json.loads(name))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"pattern={name!r}: not JSON: {error}") from None
+    return lambda n, causal: pattern

@@ -1,0 +1,171 @@
+"""A card that is not there: for a program "cuda" means `meta`, torch.cuda describes the card, and Triton's kernels do
+nothing. An operation whose result depends on data that the card would have raises."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import types
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from workbench.engines import torch_rules
+from workbench.fit.cards import VIRTUAL, Card
+
+CUDA, META = torch.device("cuda", 0), torch.device("meta")
+SHARED_MEMORY = {(7, 0): 98_304, (7, 5): 65_536, (8, 0): 166_912, (8, 6): 101_376, (8, 9): 101_376, (9, 0): 232_448,
+                 (10, 0): 232_448, (12, 0): 101_376}  # bytes a block, CUDA C++ programming guide, table 21  # fmt: skip
+
+ENABLED = {
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled, "flash": torch.backends.cuda.flash_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled, "math": torch.backends.cuda.math_sdp_enabled,
+}  # fmt: skip
+
+
+class CannotTrace(ValueError):
+    """The program looks at data that tensors without data do not have, or takes a way that is not known here."""
+
+
+class OnCard(TorchFunctionMode):
+    """Calls that name a CUDA device get meta tensors; meta tensors say that they are on CUDA."""
+
+    def __init__(self, card: Card):
+        super().__init__()
+        self.card = card
+        self.kernel: str | None = None  # the one behind the last call of torch's attention
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in PLAIN:  # most calls are these
+            return func(*args)
+        kwargs = kwargs or {}
+        if func in _GETTERS:
+            return _GETTERS[func](func(*args, **kwargs))
+        if func is torch.nn.functional.scaled_dot_product_attention and args[0].is_meta:
+            return self.attention(*args, **kwargs)
+        if func is torch.Tensor.cuda:
+            func, args = torch.Tensor.to, (args[0], META)
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs = kwargs | {"device": META}
+        if func is torch.Tensor.to:
+            args = tuple(META if _is_cuda(x) else x for x in args)
+        return func(*args, **kwargs)
+
+    def attention(self, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        """What torch runs there: the first kernel that takes the call (`torch_rules`) and is enabled."""
+        if attn_mask is not None or dropout_p:
+            raise CannotTrace("scaled_dot_product_attention with a mask or dropout is not followed")
+        aten, d, grouped = torch.ops.aten, q.shape[-1], k.shape[1] != q.shape[1]
+        if self.card.key == VIRTUAL:  # which gives its lse also where nobody asks for it
+            return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)[0]
+        lse = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        found = torch_rules.kernels(
+            self.card.capability, q.dtype, d, grouped=grouped, n=k.shape[2], nq=q.shape[2], causal=is_causal,
+            gradients=lse,
+        )  # fmt: skip
+        if grouped and not enable_gqa:
+            found = ("math",)  # which broadcasts a single head
+        self.kernel = next((x for x in found if ENABLED[x]()), None)
+        if self.kernel is None:
+            raise NotImplementedError(f"No available kernel for {q.dtype} and head_dim {d} on {self.card.name}")
+        if self.kernel == "cudnn":
+            return aten._scaled_dot_product_cudnn_attention(q, k, v, None, lse, 0.0, is_causal, False, scale=scale)[0]
+        if self.kernel == "flash":
+            scale = d**-0.5 if scale is None else scale
+            q, k, v = (torch.nn.functional.pad(x, (0, -d % 8)) if d % 8 else x for x in (q, k, v))
+            out = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[0]
+            return out[..., :d] if d % 8 else out
+        if self.kernel == "efficient":
+            return aten._scaled_dot_product_efficient_attention(q, k, v, None, lse, 0.0, is_causal, scale=scale)[0]
+        if enable_gqa and grouped:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        return aten._scaled_dot_product_attention_math(q, k, v, None, 0.0, is_causal, scale=scale)[0]
+
+
+def _is_cuda(x) -> bool:
+    return (isinstance(x, torch.device) and x.type == "cuda") or (isinstance(x, str) and x.startswith("cuda"))
+
+
+PLAIN = {torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.__len__}
+_GETTERS = {
+    torch.Tensor.device.__get__: lambda device: CUDA if device.type == "meta" else device,
+    torch.Tensor.is_cuda.__get__: lambda _: True,
+}
+
+
+class _Flex(torch.autograd.Function):
+    """FlexAttention's results, and what its kernels hold beside them as measured on an H100 with torch 2.11.
+
+    Forward: the largest score of each row too. Backward: delta, a float32 a row and head, then one of dq's copies.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        peaks = torch.empty_like(lse)
+        ctx.save_for_backward(q, k, v, out, lse)
+        del peaks
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad, grad_lse):
+        q, k, v, _, lse = ctx.saved_tensors
+        delta = torch.empty_like(lse)
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        del delta
+        copy = torch.empty_like(dq)
+        del copy
+        return dq, dk, dv
+
+
+def _flex(q, k, v, mask, scale, return_lse, options):
+    return _Flex.apply(q, k, v)
+
+
+@contextlib.contextmanager
+def impersonate(card: Card):
+    """torch.cuda as it is on the card, and kernels of Triton that do nothing."""
+    from workbench.engines import flex
+
+    shared = SHARED_MEMORY.get(card.capability, 101_376)
+    properties = types.SimpleNamespace(
+        name=card.name, total_memory=card.total_bytes, major=card.capability[0], minor=card.capability[1],
+        shared_memory_per_block_optin=shared,
+    )  # fmt: skip
+    found = [
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "device", lambda *_: contextlib.nullcontext()),
+        (torch.cuda, "get_device_capability", lambda *_: card.capability),
+        (torch.cuda, "get_device_properties", lambda *_: properties),
+        (torch.cuda, "get_rng_state", lambda *_: torch.zeros(16, dtype=torch.uint8)),
+        (torch.cuda, "set_rng_state", lambda *_: None),
+        (torch.backends.cudnn, "is_available", lambda: True),
+        (flex, "compiled", lambda: _flex),
+    ]
+    with contextlib.suppress(ImportError):
+        from triton.runtime import interpreter, jit
+
+        found += [(jit.JITFunction, "run", lambda *_, **__: None)]
+        found += [(interpreter.GridExecutor, "__call__", lambda *_, **__: None)]
+    with LOCK, replaced(found):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(what: list[tuple]):
+    """While the block lasts, attributes have other values: what is a list of (object, name, value)."""
+    kept = [(where, name, getattr(where, name, None)) for where, name, _ in what]
+    try:
+        for where, name, new in what:
+            setattr(where, name, new)
+        yield
+    finally:
+        for where, name, old in kept:
+            if old is None:  # it had none: `fused.range`, say, stood in for a builtin
+                delattr(where, name)
+            else:
+                setattr(where, name, old)
+
+
+LOCK = threading.RLock()

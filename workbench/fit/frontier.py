@@ -1,0 +1,430 @@
+"""The frontier: the longest sequence that runs on a budget of memory, predicted for any card, measured on this machine.
+
+A prediction looks for it in traces of the program (`probes.estimate`), a measurement in calls, each in a fresh process
+(`harness.processes`); one way of looking, `largest`, serves both. What stands in the way at the next length has a
+name, the limiter: memory, time, validity (the call runs and computes wrongly), launch (the execution or the device
+refuses such a size) or search (nothing does, up to the longest length asked for).
+
+Dimensions: N keys, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+import pandas as pd
+import psutil
+import torch
+
+from workbench.engines import dispatch
+from workbench.fit import allocator, cards, estimate, fake_ranks
+from workbench.fit.search import Stopped, Tried, largest
+from workbench.fit.tracer import uncollected
+from workbench.harness import records
+from workbench.harness.outcome import Outcome, attempt, sentence, status_of
+from workbench.harness.processes import Server, shared
+from workbench.probes import checks as arguments
+from workbench.probes.case import Case
+
+GRAIN = 128  # lengths are multiples of it
+FIRST = 1024  # the length to begin a measurement with where nothing is known
+FIRST_TRACED = 1 << 16  # the length to begin a prediction with
+LONGEST_WHOLE = 1 << 17  # over several cards, lengths are multiples of the segment lengths below this
+STEP = 0.005  # a search ends when the longest N that works and the shortest that fails are this share of N apart
+TIME_STEP = 0.1  # the same where time is the limit: two runs of one call may differ by so much
+PAIRS = {"cpu": 1 << 26, "cuda": 1 << 32}  # of (query, key), for the check of dk and dv: a second or two
+SLACK_BYTES = 1 << 30  # memory that a process on the CPU may take beside its tensors before it is killed
+COLD_S = 30.0  # seconds that a first call on a card may take beyond the limit, to load or compile its kernels
+SETUP_S = 600.0  # seconds for making the inputs and checking rows
+LAUNCH = ("invalid configuration argument", "invalid argument", "too many resources", "out of resource", "32-bit ind",
+          "32bit ind")  # fmt: skip
+
+Lengths = Callable[[int], Case]
+
+
+def search(
+    case: Case | Lengths, *, card=None, budget_bytes: int | None = None, seconds=60.0, limit_n=1 << 30, measure=False,
+    step=STEP, grain=GRAIN, check=True, recorder=None, server: Server | None = None, say: Callable | None = print,
+    world: int = 1, rank: int | None = None, strategy: str = "auto",
+) -> dict:  # fmt: skip
+    """The largest N, a multiple of grain, whose call fits the budget and takes no more than `seconds`: a record's row.
+
+    case: at any N, or a function of N that gives it, for a pattern that depends on N.
+    card: a key of `cards.CARDS`, or a Card; for a case on CUDA by default the card in this machine. A case on the CPU
+        has none: its card is in software (`VirtualCard`).
+    budget_bytes: what the allocator may reserve, the CUDA context not in it; by default what the card has, less that,
+        and less what a process group takes where there are several cards.
+    world, rank, strategy: N tokens over so many such cards, as `estimate.trace` has it, predicted only, and of memory
+        only; rank None: whichever of the first, the middle, the last and the one that receives most holds most.
+        Lengths are then multiples of which each rank has whole segments.
+    measure: do the calls, each in a fresh process of `server` (default: this process's shared one), until what
+        works and what does not are `step` of N apart, or a tenth where that is time. A prediction is ten times as
+        close.
+    check: compare sampled rows of the results with float64; not for a function that computes something else.
+    recorder: of records.start("frontier", ...); takes a row a probe ("stage": "probe"), as it is done, and the result
+        ("stage": "search"). What it has settled, of an interrupted search too, is not measured again.
+    say: takes the progress, a line a probe; None for silence.
+
+    The row: n, the longest that works, measured or else predicted: 0 where not even a grain does, None where that is
+    not known; predicted_n, measured_n; limiter, which is the measured one if there is one, and predicted_limiter;
+    predicted_bytes (reserved) and predicted_ms at predicted_n; peak_bytes (requested), reserved_bytes and median_ms at
+    n; probes: how many lengths were measured; error: what it is that limits or stopped it.
+    Of several cards also communicator_bytes: what each has for its process group, beside the budget.
+    An execution that cannot be traced is measured only: predicted_n is None, and predicted_error says why.
+    Nothing but a limiter says that a length does not work: a probe that dies or times out is repeated once; where it
+    dies again, or is refused at every length, the search ends with that status.
+    ValueError for arguments that mean nothing, and for a case that a fresh process cannot be given.
+    """
+    at = lengths_of(case, grain, limit_n, step, seconds)
+    fake_ranks.Rank(world, rank or 0, strategy)  # refuses what there is not
+    if measure and world != 1:
+        raise ValueError(f"world={world}: want 1 for a measurement; over several cards a frontier is predicted")
+    example = at(FIRST) if callable(case) else case
+    card, capped = _card(card, example.device), budget_bytes is not None
+    if not capped and card is not None:
+        budget_bytes = card.total_bytes - card.context_bytes - (card.communicator_bytes if world > 1 else 0)
+    if budget_bytes is None:
+        raise ValueError(
+            "card=None, budget_bytes=None: want a card, e.g. card='h100', for a case on device='cuda', or, for one on "
+            "the CPU, the bytes that its tensors may take, e.g. budget_bytes=1 << 30"
+        )
+    budget_bytes = arguments.whole("budget_bytes", budget_bytes, 1)
+    asked = {
+        "asked": example.fields()["backend"],
+        "device": example.device,
+        "card": card.key if card else cards.VIRTUAL,
+    }
+    asked |= {"budget_bytes": budget_bytes, "capped": capped, "seconds": seconds}
+    place = {"world": world, "rank": rank, "strategy": strategy} if world > 1 else {}
+    asked |= place
+    if world > 1:
+        asked["communicator_bytes"] = card and card.communicator_bytes  # None on the CPU
+        grain = _whole(grain, example, world)
+        if limit_n < grain:
+            raise ValueError(f"limit_n={limit_n}: want at least {grain}, whole segments on each of {world} ranks")
+    space = {"limit_n": limit_n // grain * grain, "grain": grain}
+    first = FIRST if example.nq == example.n else max(FIRST, example.nq + grain)
+
+    row = dict.fromkeys(FOUND) | {"measured": measure, "measured_n": None, "probes": 0}
+    predicted = _predicted(at, card, asked, place, space | {"first": max(first, FIRST_TRACED), "step": step / 10})
+    row |= {f"predicted_{x}": predicted.get(y) for x, y in PREDICTED.items()}
+    if measure:
+        guess = {"first": predicted["n"] or first, "near": bool(predicted["n"])}
+        guess |= {"step": step, "time_step": max(step, TIME_STEP)}
+        row |= _measured(at, asked, space | guess, check, recorder, server or shared(), say)
+    else:
+        row |= {x: y for x, y in predicted.items() if x != "milliseconds"}
+    row["backend"] = row["backend"] or asked["asked"]
+    shown = at(row["n"] or first).fields()
+    shown |= {"n": row["n"]} | ({"nq": row["n"]} if shown["nq"] == shown["n"] else {})
+    row = shown | asked | space | {"stage": "search", "step": step, "check": check} | row
+    if say:
+        say(words(row))
+    if recorder is not None and not recorder.done(**row):
+        recorder.row(**row)
+    return {"probe": "frontier"} | row
+
+
+def sweep(
+    cases: Mapping[str, Case | Lengths], cards: Iterable = (None,), budgets: Iterable[int | None] = (None,), *,
+    profile="quick", folder=None, say: Callable | None = print, **options,
+) -> pd.DataFrame:  # fmt: skip
+    """`search` for every case, card and budget: its rows, with `label`, the case's name.
+
+    options: `search`'s. A measurement is recorded (see `records.start` for profile and folder); interrupted and started
+    again it goes on where it was, and gives the same table.
+    """
+    measured = options.get("measure", False)
+    recorder = records.start("frontier", profile, folder) if measured else None
+    cases = arguments.named("cases", cases, "a Case or a function of N that gives one")
+    cards, budgets = arguments.listed("cards", cards), arguments.listed("budgets", budgets)
+    wanted, rows = list(itertools.product(cases.items(), cards, budgets)), []
+    for number, ((label, case), card, budget) in enumerate(wanted, 1):
+        if say:
+            say(f"{number}/{len(wanted)}: {label}")
+        row = search(case, card=card, budget_bytes=budget, recorder=recorder, say=say, **options)
+        rows.append(row | {"label": label})
+    return pd.DataFrame(rows)
+
+
+def lengths_of(case: Case | Lengths, grain: int, limit_n: int, step: float, seconds: float) -> Lengths:
+    """The case at any N; ValueError for what is none, and for lengths to search in that mean nothing."""
+    if not callable(case) and not isinstance(case, Case):
+        raise ValueError(f"case={case!r}: want a Case, or a function of N that gives one")
+    arguments.whole("limit_n", limit_n, arguments.whole("grain", grain, 1))
+    arguments.number("step", step, most=0.99)
+    arguments.number("seconds", seconds)
+    return case if callable(case) else case.at
+
+
+def words(row: dict) -> str:
+    """A search's row in a line."""
+    if row["status"] != "ok":
+        return f"  {row['status']}: {row['error']}"
+    how = f"measured at {row['probes']} lengths" if row["measured"] else "predicted"
+    limit = f"{row['budget_bytes'] / 2**30:.2f} GiB" if row["limiter"] == "memory" else f"{row['seconds']:g} s"
+    because = f"{row['limiter']} ({limit})" if row["limiter"] in ("memory", "time") else row["limiter"]
+    said = f": {row['error']}" if row["limiter"] in ("validity", "launch") else ""
+    alone = "; how long it takes over several cards is not modelled" if row.get("world", 1) > 1 else ""
+    return f"  N = {row['n']:,}, {how}; limited by {because}{said}{alone}"
+
+
+def _card(card, device: str):
+    if card is not None:
+        return cards.find(card)
+    return cards.from_device(device) if device.startswith("cuda") else None
+
+
+# --- predicted -------------------------------------------------------------------------------------------------------
+
+HIDDEN = ("scratch of", "cuBLAS workspace")  # how `probes.trace` names them
+FOUND = ("backend", "peak_bytes", "reserved_bytes", "extra_bytes", "median_ms", "valid")
+PREDICTED = {"n": "n", "limiter": "limiter", "error": "error", "bytes": "reserved_bytes", "ms": "milliseconds"}
+
+
+def _predicted(at: Lengths, card, asked: dict, place: dict, where: dict) -> dict:
+    """A search's fields, from traces."""
+    works = set()
+
+    def tried(n: int) -> Tried:
+        try:
+            case = at(n)
+            each = [(_trace(case, card, **here), here) for here in _places(case, place)]
+            found, here = max(each, key=lambda one: one[0].reserved_bytes)  # the first rank that runs out ends them all
+        except (Exception, SystemExit) as error:
+            outcome = Outcome(status_of(error), sentence(error))
+            if isinstance(error, estimate.CannotTrace) or outcome.status not in ("refused", "unsupported") or not works:
+                raise Stopped(outcome) from None
+            return Tried("launch", None, {"error": outcome.error})
+        reserved = reserves(found, asked["budget_bytes"])
+        lateness = (found.milliseconds or 0) / 1000 / asked["seconds"]
+        slow = "time" if lateness > 1 else None
+        limiter = "memory" if reserved is None else "validity" if found.wrong else slow
+        if limiter is None:
+            works.add(n)
+        return Tried(limiter, max((reserved or found.reserved_bytes) / asked["budget_bytes"], lateness), {
+            "backend": found.backend, "peak_bytes": found.requested_bytes, "reserved_bytes": reserved,
+            "extra_bytes": found.requested_bytes - found.inputs_bytes, "milliseconds": found.milliseconds,
+            "error": found.wrong if limiter == "validity" else None,
+        } | (here and here | {"strategy": found.strategy}))  # fmt: skip
+
+    with uncollected():
+        return largest(tried, time_step=where["step"], **where).fields()
+
+
+def _places(case: Case, place: dict) -> list[dict]:
+    """Which ranks are traced: the one asked for, or those that may have most, at the ends, amid, and the busiest."""
+    if not place or place["rank"] is not None:
+        return [place]
+    world = place["world"]
+    ranks = {0, world // 2, world - 1, fake_ranks.busiest(case, world, place["strategy"])}
+    return [place | {"rank": rank} for rank in sorted(ranks)]
+
+
+def _whole(grain: int, case: Case, world: int) -> int:
+    """Lengths of which each rank has whole segments of a dilated pattern, as far as they are much shorter: rows of a
+    segment that is cut are held twice, and what fits would not grow with what is there."""
+    lengths = [w for w in getattr(case.pattern, "segment_lengths", ()) if w < LONGEST_WHOLE]
+    return math.lcm(grain, *lengths) * world
+
+
+def reserves(found: estimate.Estimate, budget_bytes: int) -> int | None:
+    """Bytes that the allocator comes to reserve within a budget, giving back what it keeps where it must; None where
+    what was traced does not fit."""
+    if found.reserved_bytes <= budget_bytes:
+        return found.reserved_bytes
+    try:
+        return allocator.replay(found.events, limit=budget_bytes).peak_reserved
+    except allocator.OutOfMemory:
+        return None
+
+
+def _trace(case: Case, card, **place) -> estimate.Estimate:
+    """The estimate of a case, or of a rank's share of it.
+
+    On the CPU with the backend that "auto" means there, and of tensors only: what a kernel takes for itself is not on a
+    `VirtualCard`, and how long it takes on a real one says nothing.
+    """
+    if case.device.startswith("cuda"):
+        return estimate.trace(case, card, **place)
+    if case.backend == "auto":
+        q, k = (torch.empty(1, 1, h, case.head_dim, dtype=case.dtype) for h in (case.heads, case.kv_heads))
+        case = replace(case, backend=dispatch.choose("auto", q, k, k, case.pattern)[0])
+    card = replace(cards.find("h100") if card is None else card, key=cards.VIRTUAL)
+    found = estimate.trace(case, card, **place)
+    hidden = {x.id for x in found.events if x.name.startswith(HIDDEN)}
+    events = [x for x in found.events if x.id not in hidden]
+    used = allocator.replay(events)
+    return replace(
+        found, events=events, requested_bytes=used.peak_requested, reserved_bytes=used.peak_reserved, milliseconds=None
+    )
+
+
+# --- measured --------------------------------------------------------------------------------------------------------
+
+
+def _measured(at: Lengths, asked: dict, where: dict, check: bool, recorder, server: Server, say) -> dict:
+    """A search's fields, from probes, each of which is a row of the journal."""
+    works = set()
+
+    def tried(n: int) -> Tried:
+        row = _probed(at(n), asked, check, recorder, server, say)
+        limiter = row["limiter"]
+        if row["status"] in ("refused", "unsupported") and works:
+            limiter = "launch"
+        elif limiter is None and row["status"] != "ok":
+            raise Stopped(Outcome(row["status"], row["error"]))
+        if limiter is None:
+            works.add(n)
+        return Tried(limiter, row["load"], {x: row.get(x) for x in (*FOUND, "error")})
+
+    found = largest(tried, **where)
+    return found.fields() | {"measured_n": found.fields()["n"], "probes": len(found.tried)}
+
+
+def _probed(case: Case, asked: dict, check: bool, recorder, server: Server, say) -> dict:
+    """The row of a length: from the journal if that settles it, else of a probe, or of two where one is not enough.
+
+    A time-out is settled by two, and so is a launch that failed; what dies is asked again by every search.
+    """
+    fields = case.fields() | asked | {"stage": "probe", "check": check}
+    key = {x: y for x, y in fields.items() if x != "backend"}
+    known = recorder.rows(**key) if recorder is not None else []
+    if settled := [row for row in known if row["status"] in records.SETTLED or row["limiter"] == "launch"]:
+        return settled[-1]
+    late = [row for row in known if row["status"] == "timeout"]
+    while len(late) < 2:
+        row = fields | _probe(case, asked, check, server)
+        if recorder is not None:
+            row = recorder.row(**row)
+        if say:
+            say(_probe_words(row))
+        late.append(row)
+        if row["status"] not in ("killed", "timeout") or row["limiter"] == "launch":
+            break
+    return late[-1]
+
+
+def _probe(case: Case, asked: dict, check: bool, server: Server) -> dict:
+    """What a row says about a call in a fresh process."""
+    cuda, seconds = case.device.startswith("cuda"), asked["seconds"]
+    cap = int(0.9 * psutil.virtual_memory().available)  # of this machine, whatever is asked of the card
+    if not cuda:
+        cap = min(cap, 5 * asked["budget_bytes"] // 4 + SLACK_BYTES)
+    budget = asked["budget_bytes"] if asked["capped"] or not cuda else None
+    arguments = (case, budget, seconds, check)
+    outcome = server.run(f"{__name__}:call", arguments, seconds + COLD_S + SETUP_S, cap)
+    if outcome.status == "killed" and "SIGALRM" in outcome.error:
+        outcome = Outcome("timeout", f"the call took more than {seconds:g} s")
+    row = {"status": outcome.status, "error": outcome.error, "limiter": None, "load": None, "valid": None}
+    row |= dict.fromkeys(("median_ms", "samples_ms", "peak_bytes", "reserved_bytes", "extra_bytes"))
+    if outcome.status != "ok":
+        launch = outcome.status == "killed" and any(x in outcome.error.lower() for x in LAUNCH)
+        row["limiter"] = "launch" if launch else {"oom": "memory", "timeout": "time"}.get(outcome.status)
+        return row
+    row |= outcome.result
+    lateness = row["median_ms"] / 1000 / seconds
+    row["load"] = max(row["reserved_bytes"] / asked["budget_bytes"], lateness)
+    row["limiter"] = "validity" if row["valid"] is False else "time" if lateness > 1 else None
+    return row
+
+
+def _probe_words(row: dict) -> str:
+    if row["status"] != "ok":
+        return f"  N = {row['n']:,}: {row['status']}: {row['error'].partition('. ')[0]}"
+    what = f"{row['reserved_bytes'] / 2**30:.2f} GiB reserved, {row['median_ms']:.3g} ms"
+    return f"  N = {row['n']:,}: {row['limiter'] or 'works'}, {what}" + (f": {row['error']}" if row["error"] else "")
+
+
+def call(case: Case, budget_bytes: int | None, seconds: float, check: bool) -> dict:
+    """In a fresh process: the call on a card of so many bytes, and what it took; the process ends if that is too long.
+
+    Memory is read after the first call. On CUDA time is the second call's, which compiles nothing.
+    """
+    cuda, made = case.device.startswith("cuda"), []
+    random = torch.Generator(case.device).manual_seed(case.seed)
+
+    def make(shape):
+        made.append(torch.randn(shape, generator=random, device=case.device, dtype=case.dtype))
+        return made[-1]
+
+    def timed(limit: float):
+        signal.setitimer(signal.ITIMER_REAL, min(limit, 1e6))  # SIGALRM ends the process, also within a kernel
+        begin = time.perf_counter()
+        result = work()
+        if cuda:
+            torch.cuda.synchronize()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return result, 1000 * (time.perf_counter() - begin)
+
+    with card_of(budget_bytes, cuda) as used:
+        work, backend = case.prepare_from(make)
+        inputs = used()["peak_bytes"]
+        result, milliseconds = timed(seconds + cuda * COLD_S)
+        found = used()
+        if cuda:  # a second call for its time alone: the pieces that the first has left must not be what it fails for
+            del result
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(1.0)
+            result, milliseconds = timed(seconds)
+    found |= {"backend": backend, "extra_bytes": found["peak_bytes"] - inputs}
+    found |= {"median_ms": milliseconds, "samples_ms": [milliseconds]}
+    return found | (_valid(case, made, result) if check else {})
+
+
+@contextlib.contextmanager
+def card_of(budget_bytes: int | None, cuda: bool):
+    """A card with so much memory for the allocator, in software on the CPU; yields what reads the peaks."""
+    if cuda:
+        if budget_bytes is not None:
+            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, (budget_bytes + 0.5) / total))  # not a byte less
+
+        def used():
+            stats = torch.cuda.memory_stats()
+            names = {"peak_bytes": "requested_bytes", "reserved_bytes": "reserved_bytes"}
+            return {x: stats[f"{y}.all.peak"] for x, y in names.items()}
+
+        yield used
+        torch.cuda.set_per_process_memory_fraction(1.0)  # the check of the rows is not on the budget
+        return
+    from workbench.fit.virtual_card import VirtualCard
+
+    with VirtualCard(budget_bytes / 2**30) as card:
+        yield lambda: {"peak_bytes": card.peak_requested_bytes, "reserved_bytes": card.peak_reserved_bytes}
+
+
+def _valid(case: Case, made: list, result) -> dict:
+    """valid: whether sampled rows are right, None where there was no memory to tell, or where dk and dv have too many
+    softmaxes behind them to be checked; error: what is wrong, or was not checked.
+
+    Where the call has left no room for that on the card, its tensors move to the host's memory, if they fit there.
+    """
+    outcome = attempt(lambda: _checked(case, made, result))
+    if outcome.status == "oom" and case.device.startswith("cuda"):
+        results = list(result) if case.mode == "fwdbwd" else [result]
+        size = sum(x.numel() * x.element_size() for x in (*made, *results))
+        if size < 0.8 * psutil.virtual_memory().available:
+            del result
+            for tensors in (results, made):
+                for i, x in enumerate(tensors):
+                    tensors[i] = x.detach().cpu()
+            outcome = attempt(lambda: _checked(case, made, results if case.mode == "fwdbwd" else results[0]))
+    if outcome.status == "ok":
+        found = outcome.result
+        return {"valid": False if found.wrong else found.ok or None, "error": None if found.ok else str(found)}
+    return {"valid": None if outcome.status == "oom" else False, "error": f"rows not checked: {outcome.error}"}
+
+
+def _checked(case: Case, made: list, result):
+    from workbench.probes import validity
+
+    q, k, v, *upstream = made
+    given = {"grads": result, "upstream": upstream[0], "pairs": PAIRS.get(q.device.type)} if upstream else {}
+    return validity.check(case, None if upstream else result, q, k, v, **given)

@@ -1,0 +1,192 @@
+"""A layer: projections and attention, one forward and backward pass; patterns and peers against the first of them.
+
+Dimensions: N tokens, E embed_dim, H heads, D = E / H head_dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from workbench.engines import dispatch
+from workbench.engines.layers import MultiheadAttention
+from workbench.fit import estimate
+from workbench.harness import records
+from workbench.harness.outcome import Outcome, attempt
+from workbench.patterns import Dense, Dilated, Pattern
+from workbench.probes import baselines as others
+from workbench.probes import checks, memory, timing
+from workbench.probes.case import FUSED, Case
+
+NOT_MEASURED = dict.fromkeys((
+    "against", "samples_ms", "median_ms", "speedup", "speedup_low", "speedup_high", "pairs", "peak_bytes",
+    "extra_bytes",
+))  # fmt: skip
+
+
+def measure(
+    patterns: Mapping[str, Pattern], *, n: int, embed_dim=768, heads=12, dtype="bfloat16", device="cuda",
+    peers: Iterable[str] = (), samples=9, seconds=60.0, profile="quick", folder=None,
+) -> pd.DataFrame:  # fmt: skip
+    """Time MultiheadAttention(E, H, pattern) of each pattern on one x (1, N, E), with gradients of x and parameters.
+
+    Returns a row each, recorded, and one labelled "A/A", the first layer measured against itself. `speedup` is over the
+    first layer that runs, named in `against`, in the same round (see `timing.compare`). On CUDA Dense is torch's
+    attention by cuDNN; all else is backend "auto". A layer that cannot run is a row with its status.
+    peers: names that `peers.longnet` takes. Each is one more layer for every Dilated pattern with heads="all", of the
+        same branches and the same projections, labelled "<label>, <peer>".
+    given_bytes: x, the upstream gradient and the layer's parameters; extra_bytes: the peak above what was allocated
+        before the pass, each layer alone, gradients included, and peak_bytes the sum of both. None on a CPU.
+    """
+    checks.whole("samples", samples, 1)
+    checks.number("seconds", seconds)
+    device = checks.device(device)
+    cases = _cases(patterns, tuple(checks.listed("peers", peers)), n, embed_dim, heads, dtype, device)
+    recorder, rows, calls, known = records.start("layer", profile, folder), {}, {}, {}
+
+    def record(label: str, of: str, outcome: Outcome, **found) -> None:
+        row = cases[of].fields() | NOT_MEASURED | {"label": label, "embed_dim": embed_dim}
+        rows[label] = recorder.row(**row | {"status": outcome.status, "error": outcome.error} | found)
+
+    inputs = attempt(partial(_inputs, embed_dim, next(iter(cases.values()))))
+    for label, case in cases.items():
+        outcome = inputs if inputs.status != "ok" else attempt(partial(_prepare, case, embed_dim, *inputs.result))
+        if outcome.status == "ok":
+            calls[label], known[label] = outcome.result
+        else:
+            record(label, label, outcome)
+    compared = attempt(lambda: timing.compare(calls, samples=samples, seconds=seconds).to_dict("index"))
+    first = next(iter(calls), None)
+    for label in calls if compared.status != "ok" else compared.result:
+        of = first if label == timing.AA else label
+        found = known[of]
+        if compared.status == "ok":
+            peak = _peak(calls[of], str(device), found["given_bytes"]) if label != timing.AA else {}
+            found = compared.result[label] | found | peak | {"against": first}
+        record(label, of, compared, **found)
+    return pd.DataFrame([rows[label] for label in (*cases, "A/A") if label in rows])
+
+
+def predict(pattern: Pattern, card="h100", *, n: int, embed_dim=768, heads=12, dtype="bfloat16") -> estimate.Estimate:
+    """What `measure` would find on a card that need not be there: bytes of a layer's pass, x and parameters too."""
+    pattern = copy.copy(pattern)  # a pattern keeps its tables, and those of a trace have no data
+    case = _cases({"layer": pattern}, (), n, embed_dim, heads, dtype, "cuda")["layer"]
+
+    def prepare(make):
+        x, upstream = (make((1, n, embed_dim), case.dtype) for _ in range(2))
+        return _pass(case, embed_dim, x.requires_grad_(), upstream)[:2]
+
+    return estimate.program(prepare, card, ("x", "gradient of the output"))
+
+
+class Around(MultiheadAttention):
+    """The projections of MultiheadAttention around a function of q, k and v (B, N, H, D)."""
+
+    def __init__(self, function: Callable, *sizes, **options):
+        super().__init__(*sizes, **options)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)) for f in (self.q, self.k, self.v))  # (B, N, H, D)
+        return self.out(self.function(q, k, v).flatten(-2))
+
+
+def _cases(patterns, peers, n, embed_dim, heads, dtype, device) -> dict[str, Case]:
+    """Label -> what is measured, a peer's name being its backend; ValueError for what cannot be meant."""
+    patterns = checks.named("patterns", patterns, "a pattern")
+    if timing.AA in patterns:
+        raise ValueError(f"patterns={list(patterns)}: want none named 'A/A'")
+    for pattern in patterns.values():
+        MultiheadAttention(embed_dim, heads, pattern, device="meta")  # refuses sizes that do not fit
+    for peer in peers:
+        if peer not in others.LONGNET:
+            raise ValueError(f"peer {peer!r}: want one of {', '.join(map(repr, others.LONGNET))}")
+
+    def case(pattern, backend):
+        return Case(pattern, n, heads, embed_dim // heads, dtype, backend, "fwdbwd", device)
+
+    cases = {}
+    for label, pattern in patterns.items():
+        cases[label] = case(pattern, "cudnn" if isinstance(pattern, Dense) and device.startswith("cuda") else "auto")
+        if isinstance(pattern, Dilated) and pattern.heads == "all":
+            branches = pattern.segment_lengths, pattern.dilation_rates, pattern.causal
+            theirs = Dilated(*branches, offsets="blocked")
+            cases |= {f"{label}, {peer}": case(theirs, peer) for peer in peers}
+    if peers and len(cases) == len(patterns):
+        raise ValueError(f"peers={list(peers)}: want a Dilated pattern with heads='all' to compare them with")
+    return cases
+
+
+def _inputs(embed_dim: int, case: Case) -> tuple[Tensor, Tensor]:
+    """x (1, N, E), which wants its gradient, and the upstream gradient (1, N, E)."""
+    random = torch.Generator(case.device).manual_seed(case.seed)
+    to = {"generator": random, "device": case.device, "dtype": case.dtype}
+    x, upstream = (torch.randn(1, case.n, embed_dim, **to) for _ in range(2))
+    return x.requires_grad_(), upstream
+
+
+def _prepare(case: Case, embed_dim: int, x: Tensor, upstream: Tensor) -> tuple[Callable[[], tuple], dict]:
+    """(one forward and backward pass, its backend, pairs and how many bytes it is given); it ran once."""
+    call, backend, wanted = _pass(case, embed_dim, x, upstream)
+    call()
+    given = sum(t.nbytes for t in (*wanted, upstream))
+    return call, {"backend": backend, "pairs": case.pattern.pairs(case.n, case.heads), "given_bytes": given}
+
+
+def _pass(case: Case, embed_dim: int, x: Tensor, upstream: Tensor) -> tuple[Callable[[], tuple], str, tuple]:
+    """(one forward and backward pass, its backend, the tensors whose gradients it gives)."""
+    pattern, backend = case.pattern, case.backend
+    make, kernel = MultiheadAttention, contextlib.nullcontext
+    if backend in others.LONGNET:
+        if reason := others.available()[backend]:
+            raise NotImplementedError(reason)
+        branches = pattern.segment_lengths, pattern.dilation_rates, pattern.causal
+        make = partial(Around, others.longnet(backend, *branches))
+    elif backend in FUSED:
+        kernel = partial(sdpa_kernel, getattr(SDPBackend, FUSED[backend]))
+    else:
+        q = torch.empty(1, case.n, case.heads, case.head_dim, device=x.device, dtype=x.dtype, requires_grad=True)
+        backend = dispatch.choose(backend, q, q, q, pattern)[0]
+        del q
+    with torch.random.fork_rng([x.device] if x.is_cuda else []):  # the same weights for all
+        torch.manual_seed(case.seed)
+        layer = make(embed_dim, case.heads, pattern, device=x.device, dtype=x.dtype)
+    wanted = (x, *layer.parameters())
+
+    def call() -> tuple[Tensor, ...]:
+        with kernel():
+            y = layer(x)
+        return torch.autograd.grad(y, wanted, upstream)
+
+    return call, backend, wanted
+
+
+def _peak(call: Callable, device: str, given: int) -> dict:
+    """extra_bytes and peak_bytes of one pass; nothing on a CPU."""
+    if not device.startswith("cuda"):
+        return {}
+    outcome = attempt(lambda: memory.measure(call, device).extra_bytes)
+    if outcome.status != "ok":
+        return {}
+    return {"extra_bytes": outcome.result, "peak_bytes": outcome.result + given}
+
+
+def recorded(kind: str = "h100x1") -> pd.DataFrame:
+    """The rows of the newest run committed for a machine kind; empty where there is none."""
+    rows = records.committed(kind, "layer").sort_values("run_utc", kind="stable")
+    return rows[rows["run"] == rows["run"].iloc[-1]] if len(rows) else rows
+
+
+def summary(rows: pd.DataFrame) -> pd.DataFrame:
+    """The table of a layer benchmark: a line a layer, time, speed-up over the first with its interval, memory."""
+    out = rows[rows["label"] != "A/A"].copy()
+    out["n"] = out["n"].astype(int)
+    out["GB extra"] = out["extra_bytes"].astype(float) / 1e9
+    return out[["label", "backend", "n", "status", "median_ms", "speedup", "speedup_low", "speedup_high", "GB extra"]]

@@ -1,0 +1,127 @@
+"""The largest length that works, found in few tries: what is tried may be an estimate or a call that takes minutes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from workbench.harness.outcome import Outcome
+
+OTHER = ("validity", "launch")  # limiters of which the load, bytes and time, tells nothing
+GROWTH = 16  # the next length is at most so many times the last, whose cost may tell little
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A length that was tried. limiter: what stands in its way, None where it works; load: bytes over the budget or
+    milliseconds over the limit, whichever is more, None where neither is known; found: the row's fields about it."""
+
+    limiter: str | None
+    load: float | None
+    found: dict
+
+
+@dataclass(frozen=True)
+class Found:
+    """low: the largest length that works; high: the least that does not, or None; stopped: why the search ended early,
+    or None where it did not."""
+
+    low: int
+    high: int | None
+    tried: dict[int, Tried]
+    stopped: Outcome | None
+
+    def fields(self) -> dict:
+        """n is None where no length is known to work, 0 where it is known that not even the shortest does."""
+        limits = self.tried[self.high].found.get("error") if self.high else None
+        return {
+            "n": self.low or (None if self.stopped else 0),
+            "limiter": None if self.stopped else self.tried[self.high].limiter if self.high else "search",
+            "status": self.stopped.status if self.stopped else "ok",
+            "error": self.stopped.error if self.stopped else limits,
+        } | {x: y for x, y in (self.tried[self.low].found if self.low else {}).items() if x != "error"}  # fmt: skip
+
+
+class Stopped(Exception):
+    """Raised while a length is tried: the search cannot go on, for the reason in `outcome`."""
+
+    def __init__(self, outcome: Outcome):
+        super().__init__(outcome.error)
+        self.outcome = outcome
+
+
+def largest(
+    works: Callable[[int], Tried], first: int, limit_n: int, grain: int, step: float, time_step: float, near=False
+) -> Found:
+    """The largest multiple of grain up to limit_n that works, to the grain or to `step` of it, time_step for time.
+
+    first: where to look first; near: whether that is a good guess, so that two tries may do. `works` may raise Stopped.
+    """
+    low, high, tried, stalled = 0, None, {}, 0
+    n = min(max(grain, first // grain * grain), limit_n)
+    while True:
+        try:
+            tried[n] = works(n)
+        except Stopped as stop:
+            return Found(low, high, tried, stop.outcome)
+        width = math.inf if high is None else high - low
+        low, high = (n, high) if tried[n].limiter is None else (low, n)
+        late = high is not None and tried[high].limiter == "time"
+        apart = max(grain, low * (time_step if late else step))
+        if low == limit_n or high is not None and high - low <= apart:
+            return Found(low, high, tried, None)
+        if high is None:
+            n = _above(tried, low, apart, near)
+        elif low == 0:
+            n = max(grain, min(_below(tried, high, step), high - grain))
+        else:
+            stalled = stalled + 1 if high - low > width / 2 else 0
+            n = (low + high) / 2 if stalled > 1 else _between(tried, low, high, apart)
+        n = min(int(n) // grain * grain, limit_n)
+
+
+def _above(tried: dict[int, Tried], low: int, apart: float, near: bool) -> float:
+    """Where to look next when all that was tried works: where the load is 1, but just behind a good guess."""
+    steps = sum(n > low / 2 for n in tried) - 1  # so many near by; from each, twice as far on at least
+    least = low + apart * 2**steps
+    return least if near and not steps else min(max(_root(tried, low, math.inf) - apart / 2, least), GROWTH * low)
+
+
+def _below(tried: dict[int, Tried], high: int, step: float) -> float:
+    """Where to look next when nothing that was tried works."""
+    if tried[high].limiter in OTHER:
+        return high / 2
+    if tried[high].load:
+        return max(min(_root(tried, high, high), high * (1 - step)), high / GROWTH)
+    if tried[high].limiter == "memory":  # a prediction may have missed by little
+        return high * (1 - step * 2 ** (len(tried) - 1))
+    return high / 2
+
+
+def _between(tried: dict[int, Tried], low: int, high: int, apart: float) -> float:
+    """Where to look next between what works and what does not: where the load is 1, which may be just below `high`."""
+    if tried[high].limiter in OTHER:
+        return (low + high) / 2
+    if not tried[high].load:  # it is the further below, the more such tries have failed
+        apart *= 4 ** (sum(x.limiter is not None and not x.load for x in tried.values()) - 1)
+    if 2 * apart >= high - low:
+        return (low + high) / 2
+    return min(max(_root(tried, low, (low + high) / 2) - apart / 2, low + apart), high - apart)
+
+
+def _root(tried: dict[int, Tried], near: int, unknown: float) -> float:
+    """The length of load 1, seen from the two known loads that are nearest: on a line, or where the load grows faster
+    than N, as time may, on a power of N. unknown: where no load is known."""
+    known = sorted((abs(math.log(n / near)), n, x.load) for n, x in tried.items() if x.load)[:2]
+    if not known:
+        return unknown
+    _, n, a = known[0]
+    if len(known) == 1 or a == known[1][2]:
+        return n / a
+    _, m, b = known[1]
+    power = math.log(a / b) / math.log(n / m)
+    if power > 1.2:
+        return n * (1 / a) ** (1 / power)
+    slope = (a - b) / (n - m)
+    return n + (1 - a) / slope if slope > 0 else n / a  # a load that falls as N grows tells nothing of its slope

@@ -1,0 +1,291 @@
+"""The life of every tensor of a program, from running the program itself on tensors without data.
+
+Tensors of the card are `meta` tensors: they have shapes, strides and storages, and the real code runs on them, its
+Python, its autograd, the bodies of our operators. A function mode tells the program that it is on the card (`absent`);
+a dispatch mode sees each storage come, and a weak reference sees it go. What the program computes on the CPU is
+computed, but of lists of blocks only the lengths, and of equal calls not all are made (`shortcuts`). What depends on
+data that the card would have cannot be traced, and raises.
+
+Below the dispatcher some kernels take scratch of their own: `scratch` has what was measured of it, by operator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from workbench.engines import torch_rules
+from workbench.engines.torch.fused import OFFSETS, span
+from workbench.fit import workspace
+from workbench.fit.cards import Card
+from workbench.fit.fake_cuda import CUDA, CannotTrace, OnCard, impersonate
+from workbench.fit.tracer_shortcuts import Shortcuts
+
+
+class Event(NamedTuple):
+    """The birth of a storage of nbytes, or with nbytes -1 the death of the one with this id."""
+
+    id: int
+    nbytes: int
+    name: str
+
+
+class Traced(NamedTuple):
+    """events; the first `before` of them are the preparation's, which returned `prepared`.
+
+    wrong: what is known to compute wrongly (`WRONG_PAST_2_31`), None where nothing is. kernel: the one that torch's
+    scaled_dot_product_attention took, the last if it was called more than once, None if it was not.
+    """
+
+    events: list[Event]
+    before: int
+    prepared: tuple
+    wrong: str | None
+    kernel: str | None
+
+
+def run(program: Callable[[Callable], tuple], card: Card, names: tuple[str, ...] = ()) -> Traced:
+    """The life of a program's tensors on a card.
+
+    program(make) prepares: it takes its inputs from make(shape, dtype), tensors on the card, and returns (call, ...);
+    then call() is run once, and its result lives on until the last event. names: of the inputs, in order.
+    """
+    _settle()
+    with uncollected(), impersonate(card), Births(card) as births, Shortcuts(births).taken():
+        try:
+            with births.functions:
+                births.words = iter(names)
+                prepared = program(lambda shape, dtype: torch.empty(shape, dtype=dtype, device=CUDA))
+                births.words, before = iter(()), len(births.events)
+                result = prepared[0]()
+        except (NotImplementedError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or not _about_data(error):
+                raise
+            raise CannotTrace(f"it cannot be run without data: {str(error).strip().splitlines()[0]}"[:400]) from None
+        events = list(births.events)
+    del result
+    return Traced(events, before, prepared, "; ".join(sorted(births.wrong)) or None, births.functions.kernel)
+
+
+@contextlib.contextmanager
+def uncollected():
+    """Without the collection of cyclic garbage: there is none here, and looking for it doubles the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@functools.cache
+def _settle() -> None:
+    """Have torch ask this machine, before `impersonate`, what it asks once about its card and then remembers."""
+    from torch.utils._triton import has_triton
+
+    import workbench.engines.flex  # noqa: F401
+
+    has_triton()
+
+
+def _about_data(error: BaseException) -> bool:
+    text = str(error).lower()
+    return any(word in text for word in ("meta", "data-dependent", "fake", "no data", "nonzero"))
+
+
+class Births(TorchDispatchMode):
+    """Follows the storages of meta tensors.
+
+    events: births and deaths, in order. functions: the mode that makes "cuda" mean meta. wrong: what of it is known to
+    compute wrongly.
+    """
+
+    def __init__(self, card: Card):
+        super().__init__()
+        self.card = card
+        self.events: list[Event] = []
+        self.wrong: set[str] = set()
+        self.alive: dict[int, int] = {}  # the address of a storage: its id
+        self.watched: dict[int, weakref.ref] = {}
+        self.place: dict[int, int] = {}  # an id: the place of its birth in `events`
+        self.functions = OnCard(card)
+        self.bodies = _bodies()
+        self.words = iter(())  # names for what comes next
+        self.ids = itertools.count(1)
+        self.workspaces: set[bool] = set()  # of which of the two threads, see `hidden`
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch.compile is not followed, and to forbid it takes time at every call
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        if func in self.bodies:  # an operator of ours: its Python, as it runs on the card
+            with self, self.functions:
+                out = self.bodies[func](*args, **kwargs)
+            for x, word in zip(out, BACKWARD if "backward" in name else FORWARD, strict=False):
+                self.rename(x, word)
+            return out
+        with torch._C.DisableTorchFunction():  # nothing here asks for a device, and the function mode takes time
+            kind = _kind(func)
+            if kind == "view":
+                return func(*args, **kwargs)
+            if kind in ("out", "in place") and args[0].is_meta:  # it makes no storage, and its result is an argument
+                return kwargs["out"] if kind == "out" else args[0]
+            return self.follow(func, name, args, kwargs)
+
+    def follow(self, func, name: str, args, kwargs):
+        out = _run(func, args, kwargs)
+        if isinstance(out, Tensor):
+            self.born(out, name)
+            if out.is_meta or any(isinstance(x, Tensor) and x.is_meta for x in args):
+                self.hidden(name, args)
+            return out
+        results = out if isinstance(out, (tuple, list)) else (out,)
+        words = ATTENTION.get(name, ())
+        if name in WRONG_PAST_2_31 and max(max(span(x), x.numel()) for x in args[:4]) > OFFSETS:
+            self.wrong.add(WRONG_PAST_2_31[name])
+        if name in ASKED_FOR_LSE and not args[4]:
+            results = (results[0], None, *results[2:])  # the card's kernel makes no lse then, meta's does
+        if name == EFFICIENT:
+            results = results[:2]  # its seed and offset are on the CPU where there is no dropout
+        for x, word in itertools.zip_longest(results, words[: len(results)], fillvalue=name):
+            if isinstance(x, Tensor):
+                self.born(x, word)
+        if any(isinstance(x, Tensor) and x.is_meta for x in (*results, *args)):
+            self.hidden(name, args)
+        return out
+
+    def born(self, x: Tensor, name: str) -> None:
+        if not x.is_meta:
+            return
+        storage = x.untyped_storage()
+        address, nbytes = storage._cdata, storage.nbytes()
+        if address in self.alive or nbytes == 0:
+            return
+        self.alive[address] = self.add(nbytes, next(self.words, name))
+        self.watched[address] = weakref.ref(storage, lambda _: self.died(address))
+
+    def died(self, address: int) -> None:
+        self.watched.pop(address, None)
+        gone = self.alive.pop(address, None)
+        if gone is not None:
+            self.events.append(Event(gone, -1, ""))
+
+    def add(self, nbytes: int, name: str) -> int:
+        id = next(self.ids)
+        self.place[id] = len(self.events)
+        self.events.append(Event(id, nbytes, name))
+        return id
+
+    def rename(self, x: Tensor, name: str) -> None:
+        place = self.place.get(self.alive.get(x.untyped_storage()._cdata))
+        if place is not None:
+            self.events[place] = self.events[place]._replace(name=name)
+
+    def hidden(self, name: str, args) -> None:
+        """What the kernel of an operator takes beside its results."""
+        if name in workspace.MATRIX_PRODUCTS and self.card.workspace_bytes:
+            backward = torch._C._current_graph_task_id() != -1  # on a card that has a thread and so a handle of its own
+            if backward not in self.workspaces:
+                self.workspaces.add(backward)  # once a handle and stream, and kept
+                self.add(self.card.workspace_bytes, "cuBLAS workspace")
+        if name in workspace.RULES or name in workspace.table():
+            taken = {}
+            for step in workspace.of(name, args, self.card):
+                if step >= 0:
+                    taken[len(taken)] = self.add(step, f"scratch of {name}")
+                else:
+                    self.events.append(Event(taken[~step], -1, ""))
+                    taken[~step] = None
+            self.events += [Event(id, -1, "") for id in taken.values() if id is not None]
+
+
+FORWARD, BACKWARD = ("out", "lse"), ("dq", "dk", "dv")
+ATTENTION = {
+    f"_scaled_dot_product_{kernel}_attention{direction}": words
+    for kernel in ("cudnn", "flash", "efficient")
+    for direction, words in (("", FORWARD), ("_backward", BACKWARD))
+}  # of each operator, what it returns
+WRONG_PAST_2_31 = {
+    f"_scaled_dot_product_{kernel}_attention_backward": why for kernel, why in torch_rules.WRONG_PAST_2_31.items()
+}  # args[:4] are the upstream gradient, q, k and v
+
+
+EFFICIENT = "_scaled_dot_product_efficient_attention"
+ASKED_FOR_LSE = {"_scaled_dot_product_cudnn_attention", EFFICIENT}
+
+
+def _bodies() -> dict:
+    """Our operators and the Python that they run."""
+    from workbench.engines import operators, torch_backend, triton_backend  # noqa: F401  (they define operators)
+
+    return operators.BODIES
+
+
+# --- results that need not be asked for ------------------------------------------------------------------------------
+
+
+def _run(func, args, kwargs):
+    """func's result. On tensors without data many operators are slow Python: the shape, strides, dtype and device of
+    their results are kept, and used again for arguments that are alike."""
+    kind = _kind(func)
+    if kind != "new" or not (isinstance(args[0], Tensor) and args[0].is_meta):
+        return func(*args, **kwargs)
+    key = func, *map(_like, args), *((name, _like(x)) for name, x in kwargs.items())
+    if key not in _results:
+        if len(_results) >= KEPT:
+            _results.clear()
+        out = func(*args, **kwargs)
+        made = out if isinstance(out, tuple) else (out,)
+        forms = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in made]
+        _results[key] = isinstance(out, tuple), forms
+        return out
+    several, forms = _results[key]
+    made = tuple(torch.empty_strided(*x[:2], dtype=x[2], device=x[3]) if isinstance(x, tuple) else x for x in forms)
+    return made if several else made[0]
+
+
+def _like(x) -> tuple:
+    """What results depend on."""
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype, x.is_meta
+    return x.__class__, x if x.__hash__ else repr(x)  # 1 is not 1.0
+
+
+KEPT = 4096
+_results: dict[tuple, tuple] = {}
+VIEWS = {"select", "slice", "split", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view"}
+SLOW = {
+    "cumsum", "empty_like", "floor_divide", "index_add_", "index_copy_", "index_select", "logsumexp", "masked_fill_",
+    "matmul", "sum", "zeros_like",
+}  # beside what works element by element  # fmt: skip
+
+
+@functools.cache
+def _kind(func) -> str | None:
+    """Of an operator whose result need not be asked for each time: whether it is "new", args[0] or kwargs["out"]."""
+    name, returns = func.overloadpacket.__name__, func._schema.returns
+    if name in VIEWS:
+        return "view"
+    if name in ATTENTION:
+        return "new"
+    if len(returns) != 1 or str(returns[0].type) != "Tensor":
+        return None
+    if torch.Tag.pointwise not in func.tags and name not in SLOW:
+        return None
+    if name.endswith("_"):
+        return "in place"
+    if any(x.name == "out" for x in func._schema.arguments):
+        return "out"
+    return "new" if returns[0].alias_info is None else None

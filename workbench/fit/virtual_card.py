@@ -1,0 +1,204 @@
+"""A card in software: computation on the CPU that runs out of memory where a card of a given size would.
+
+    with wb.VirtualCard(8) as card:
+        out = wb.attention(q, k, v, pattern)  # computed for real, or torch.OutOfMemoryError
+    card.peak_reserved_bytes
+
+Every tensor is allocated on a replica of torch's CUDA allocator (`probes.allocator`) as long as its storage lives. What
+an operator returns is allocated before it computes, so one that does not fit takes no memory and no time here either.
+"""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch._library.custom_ops import _maybe_get_opdef
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from workbench.fit import cards
+from workbench.fit.allocator import MIB, Allocator, OutOfMemory
+from workbench.patterns.checks import real
+
+META = torch.device("meta")
+
+
+class VirtualCard:
+    """A card of `gib` GiB, while the block lasts, for what this thread computes on the CPU (its backward included).
+
+    gib: memory that tensors may take: the whole card's less its CUDA context, which is about half a GiB; or the name of
+        a card (`cards.find`), "rtx4090", for what that one has.
+
+    A tensor made inside counts from its birth to its death, also where it outlives the block; one made before counts
+    from its first use inside, as if it were copied to the card then. Operators defined in Python, as attention's
+    here are, run their Python inside, and its tensors count. What a kernel allocates for itself does not: it is the
+    CPU's. Nor do tensors of threads that the block starts, nor sparse ones. Functions of torch.compile run as they are
+    written, uncompiled; FlexAttention is refused, by torch (NotImplementedError).
+
+    torch.OutOfMemoryError leaves nothing alive that the failing operator made; its operands go with the error.
+
+    requested, allocated and reserved: as of `Allocator`. One card at a time: RuntimeError for a card inside a card.
+    A card can be entered again, with what is still alive on it.
+    """
+
+    def __init__(self, gib: float | str):
+        if isinstance(gib, str):
+            card = cards.find(gib)
+            gib = (card.total_bytes - card.context_bytes) / (1024 * MIB)
+        self.gib = real("gib", gib, "the card's memory in GiB, e.g. 8 or 0.5, or a card's name, 'rtx4090'")
+        self._births = _Births(Allocator(int(self.gib * 1024 * MIB)))
+
+    def __enter__(self) -> VirtualCard:
+        if any(isinstance(mode, _Births) for mode in _get_current_dispatch_mode_stack()):
+            raise RuntimeError("a VirtualCard is in use: a tensor lies on one card, leave that card's block first")
+        self._births.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._births.__exit__(*error)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the blocks in use now; the peaks below are since the card was made."""
+        return self._births.settled().allocated
+
+    @property
+    def peak_requested_bytes(self) -> int:
+        return self._births.allocator.peak_requested
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        return self._births.allocator.peak_allocated
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        return self._births.allocator.peak_reserved
+
+
+class _Births(TorchDispatchMode):
+    """Follows the storages of CPU tensors from operator to operator and keeps them on the allocator."""
+
+    def __init__(self, allocator: Allocator):
+        super().__init__()
+        self.allocator = allocator
+        self.known: dict[int, tuple[int, int]] = {}  # a storage that lives, by its address: its bytes and handle
+        # Storages die at any time, even while the allocator is at work (when cycles are collected), so they queue.
+        self.dead: deque[int] = deque()
+        self.ways: dict[object, Callable] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        try:
+            way = self.ways.get(func) or self.ways.setdefault(func, self.way(func))
+            return way(args, kwargs or {})
+        except OutOfMemory as error:
+            # What ran below this call ends with it, as it would in C++: its frames let go of their tensors.
+            traceback.clear_frames(error.__traceback__)
+            raise
+
+    def way(self, func) -> Callable:
+        """How an operator is run: a function of its args and kwargs."""
+        has, name, schema = torch._C._dispatch_has_kernel_for_dispatch_key, func.name(), func._schema
+        body = _python_body(func)
+        if body is None and has(name, "CompositeImplicitAutograd") and not has(name, "CPU"):
+            body = func.decompose
+        if body is not None:
+            return lambda args, kwargs: self.inside(body, args, kwargs)
+        if schema.is_mutable or any(x.alias_info is not None for x in schema.returns):  # in place, or a view
+            return lambda args, kwargs: self.run(func, args, kwargs)
+        named = {"device": META} if any(x.name == "device" for x in schema.arguments) else {}
+        return lambda args, kwargs: self.run(func, args, kwargs, named)
+
+    def inside(self, body: Callable, args, kwargs):
+        with self:
+            return body(*args, **kwargs)
+
+    def run(self, func, args, kwargs, on_meta: dict | None = None):
+        """Run an operator on the CPU, its results allocated before if running it on_meta tells how large they are."""
+        allocator = self.settled()
+        for x in _tensors((args, kwargs)):
+            self.count(x)
+        places = []
+        try:
+            for nbytes in () if on_meta is None else _sizes(func, args, kwargs, on_meta):
+                places.append((nbytes, allocator.malloc(nbytes)))
+            out = func(*args, **kwargs)
+            self.settled()
+            for x in _tensors(out):
+                self.count(x, places)
+        finally:
+            for _, handle in places:
+                allocator.free(handle)
+        return out
+
+    def count(self, x: Tensor, places: list[tuple[int, int]] | None = None) -> None:
+        """Put the storage of x on the allocator, if it is not there with its size: in the first place, if it fits."""
+        if not (x.is_cpu and x.layout is torch.strided and torch._C._has_storage(x)):
+            return
+        storage = x.untyped_storage()
+        address, nbytes = storage._cdata, storage.nbytes()
+        before = self.known.get(address)
+        if before is not None and before[0] == nbytes:
+            return
+        if before is None and places and places[0][0] == nbytes:
+            self.known[address] = places.pop(0)
+        else:
+            self.known[address] = nbytes, self.allocator.malloc(nbytes)
+        if before is None:
+            weakref.finalize(storage, self.dead.append, address)
+        else:  # resized: its old memory goes once it is copied
+            self.allocator.free(before[1])
+
+    def settled(self) -> Allocator:
+        """The allocator, with the dead taken off it."""
+        while self.dead:
+            self.allocator.free(self.known.pop(self.dead.popleft())[1])
+        return self.allocator
+
+
+def _python_body(func) -> Callable | None:
+    """The Python that an operator runs on a CPU, if that is how it is defined."""
+    from workbench.engines.operators import BODIES
+
+    if func in BODIES:
+        return BODIES[func]
+    definition = _maybe_get_opdef(func)
+    if definition is None:
+        return None
+    return definition._backend_fns.get("cpu") or definition._backend_fns.get(None)
+
+
+def _sizes(func, args, kwargs, on_meta: dict) -> list[int]:
+    """Bytes of each CPU tensor that an operator will return; [] where it cannot tell without data."""
+    elsewhere = torch.device(kwargs.get("device") or "cpu").type != "cpu"
+    if elsewhere or not all(x.is_cpu for x in _tensors((args, kwargs))):
+        return []
+    try:
+        out = func(*_on_meta(args), **(_on_meta(kwargs) | on_meta))
+    except Exception:  # if the call itself is wrong, it will say so when it is run
+        return []
+    return [x.untyped_storage().nbytes() for x in _tensors(out)]
+
+
+def _on_meta(x):
+    if isinstance(x, Tensor):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=META)
+    if isinstance(x, (list, tuple)):
+        return [_on_meta(y) for y in x]
+    if isinstance(x, dict):
+        return {key: _on_meta(y) for key, y in x.items()}
+    return x
+
+
+def _tensors(x) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples and dictionaries."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, (list, tuple)):
+        for y in x:
+            yield from _tensors(y)
+    elif isinstance(x, dict):
+        yield from _tensors(list(x.values()))

@@ -1,0 +1,286 @@
+"""Records: what was measured, one JSON line a row, with where it comes from.
+
+A journal `<date>-<probe>-<commit7>.jsonl` holds `run` lines (the machine, the versions, the commit) and `row` lines
+(one measurement each, naming its run). It is only ever appended to: a line is one write, so that a killed process loses
+at most its last line and several processes can share a journal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+
+SCHEMA = 1
+RENAMED = {"workbench.frontiers:eager": "eager"}  # backends that have had another name: rows are read with today's
+STATUSES = ("ok", "oom", "killed", "timeout", "refused", "unsupported")
+SETTLED = ("ok", "oom", "refused", "unsupported")  # the others may have been bad luck: they are measured again
+FIELDS = (
+    "kind", "run", "probe", "pattern", "backend", "n", "heads", "head_dim", "dtype", "causal", "mode", "world",
+    "strategy", "status", "samples_ms", "median_ms", "pairs", "peak_bytes", "extra_bytes", "measured", "error", "batch",
+    "kv_heads", "nq", "seed", "pattern_spec",
+)  # fmt: skip
+RUN_FIELDS = (
+    "schema", "device", "n_devices", "driver", "cuda", "torch", "triton", "python", "commit", "dirty", "argv",
+    "profile", "utc",
+)  # fmt: skip
+
+
+def start(probe: str, profile: str, folder: str | Path | None = None) -> Recorder:
+    """Begin a run: append its line to the journal of this probe and commit, and return what appends the rows.
+
+    folder: where the journal is; by default <machine kind>/ in the folder that WORKBENCH_RECORDS names, or in
+    outputs/records. A journal that this commit already has for the probe is continued, so that `Recorder.done` finds
+    what an interrupted run measured. ValueError for a folder that was named, here or there, and cannot be written;
+    where outputs/records cannot be, a sentence on stderr says so and rows are kept in memory only.
+    """
+    from workbench.harness import machine
+
+    if not isinstance(probe, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", probe):
+        raise ValueError(f"probe={probe!r}: want a lower-case word, e.g. 'timing': it names the file")
+    if folder is not None and not isinstance(folder, (str, os.PathLike)):
+        raise ValueError(f"folder={folder!r}: want a path")
+    commit, dirty = revision()
+    described = machine.describe()
+    machine_kind = described.pop("kind")  # in a line, `kind` is what the line is
+    named = folder or os.environ.get(FOLDER)
+    folder = Path(folder) if folder else Path(named or default_folder()) / machine_kind
+    now = datetime.now(UTC)
+    ending = f"-{probe}-{commit[:7] if commit else 'nocommit'}.jsonl"
+    earlier = sorted(folder.glob(f"????-??-??{ending}"))
+    argv = [scrub(re.sub(r"[^\s=]*/", "", word)) for word in sys.argv]
+    run = {"kind": "run", "schema": SCHEMA, "run": uuid.uuid4().hex[:12]} | described
+    run |= {"commit": commit, "dirty": dirty, "source": _source(), "argv": argv}
+    run |= {"profile": profile, "utc": now.isoformat(timespec="seconds")}
+    recorder = Recorder(earlier[-1] if earlier else folder / f"{now:%Y-%m-%d}{ending}", probe, run)
+    if recorder.unwritten and named:
+        raise ValueError(f"records in {named}: {recorder.unwritten}; want a folder that can be written")
+    return recorder
+
+
+class Recorder:
+    """Appends rows to a journal. `path` is the journal, `run` the run's line.
+
+    unwritten: why the journal is not written any more (a full disk, say), None while it is; rows then live here only.
+    """
+
+    def __init__(self, path: Path, probe: str, run: dict):
+        self.path, self.probe, self.run, self.unwritten = path, probe, run, None
+        self._read = 0  # bytes of the journal that are in _runs and _rows
+        self._runs: dict[str, dict] = {}
+        self._rows: list[dict] = []
+        self._write(run)
+
+    def row(self, **fields) -> dict:
+        """Append one row, on disk when this returns; returns it as written.
+
+        kind, run and probe are added, and `measured` True unless it is given. Tensors and numpy values become numbers
+        and lists, a torch dtype its name, NaN and infinities null; `error` loses paths and the host's name.
+        """
+        row = {"kind": "row", "run": self.run["run"], "probe": self.probe, "measured": True} | fields
+        if row.get("status", "ok") not in STATUSES:
+            raise ValueError(f"status={row['status']!r}: want one of {', '.join(STATUSES)}")
+        row = plain(row)
+        if isinstance(row.get("error"), str):
+            row["error"] = scrub(row["error"])
+        self._write(row)
+        return row
+
+    def done(self, **key) -> bool:
+        """Whether `rows` has one with a settled status (killed and timeout are tried again)."""
+        return any(row.get("status") in SETTLED for row in self.rows(**key))
+
+    def rows(self, **key) -> list[dict]:
+        """The journal's rows with these fields, in order, of the same code, card or processor, versions and threads
+        (_SAME), whoever wrote them."""
+        self._refresh()
+        same = {name for name, run in self._runs.items() if all(run.get(x) == self.run.get(x) for x in _SAME)}
+        key = plain(key)
+        return [
+            row for row in self._rows
+            if row.get("run") in same and all(x in row and row[x] == value for x, value in key.items())
+        ]  # fmt: skip
+
+    def frame(self, rows: list[dict]):
+        """Rows of this journal as `load` gives them."""
+        self._refresh()
+        return _frame([*self._runs.values(), *rows])
+
+    def _write(self, line: dict) -> None:
+        try:
+            if self.unwritten is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                _append(self.path, line)
+                return
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._refresh()
+            self._take(self.run)
+            self.unwritten = error.strerror or str(error)
+            why = f"{self.path.name} cannot be written ({self.unwritten})"
+            print(f"records: {why}: rows from here on are not; {FOLDER} may name another folder", file=sys.stderr)
+        self._take(line)
+
+    def _take(self, line: dict) -> None:
+        if line.get("kind") == "run":
+            self._runs[line.get("run")] = line
+        elif line.get("kind") == "row":
+            self._rows.append(line)
+
+    def _refresh(self) -> None:
+        if self.unwritten is not None:
+            return
+        with open(self.path, "rb") as journal:
+            journal.seek(self._read)
+            new = journal.read()
+        new = new[: new.rfind(b"\n") + 1]  # what another process is writing right now waits for the next look
+        self._read += len(new)
+        for line in _parse(new):
+            self._take(line)
+
+
+FOLDER = "WORKBENCH_RECORDS"  # the environment variable that names where new records go
+_SAME = ("source", "device", "driver", "cuda", "torch", "triton", "python", "threads")
+
+
+def load(*paths):
+    """Rows as a pandas DataFrame, one line a row, with the fields of its run in columns run_device, run_commit, ...
+
+    paths: journals, or folders whose journals (**/*.jsonl) are all read; by default every record of this checkout and
+    of the folder that WORKBENCH_RECORDS names.
+    Every field that records have by design is a column, empty where no row has it. Lines that are no JSON object (the
+    half-written end of a killed run) are left out. FileNotFoundError for a path that is not there.
+    """
+    return _frame(_lines(_journals(paths)))
+
+
+def committed(kind: str, probe: str | None = None):
+    """`load` of the journals of a machine kind, all rows or those of one probe; no rows where there are none."""
+    frame = _frame(_lines(sorted((default_folder() / str(kind)).glob("*.jsonl"))))
+    return frame if probe is None else frame[frame["probe"] == probe]
+
+
+def _lines(journals: list[Path]):
+    return (line for journal in journals for line in _parse(journal.read_bytes()))
+
+
+def _frame(lines):
+    import pandas as pd
+
+    runs, rows = {}, []
+    for line in lines:
+        if line.get("kind") == "run":
+            runs[line.get("run")] = {f"run_{x}": y for x, y in line.items() if x not in ("kind", "run")}
+        elif line.get("kind") == "row":
+            rows.append(line)
+    frame = pd.DataFrame([row | runs.get(row.get("run"), {}) for row in rows])
+    columns = [*FIELDS, *(f"run_{x}" for x in RUN_FIELDS)]
+    return frame.reindex(columns=[*columns, *(x for x in frame.columns if x not in columns)])
+
+
+def default_folder() -> Path:
+    """outputs/records of the checkout that this package is in, or of the current folder where it is in none."""
+    checkout = Path(__file__).parents[1]
+    return (checkout if (checkout / "pyproject.toml").exists() else Path.cwd()) / "outputs" / "records"
+
+
+def revision() -> tuple[str | None, bool | None]:
+    """(commit, dirty) of the checkout: from git, or from WORKBENCH_COMMIT (a hash; -dirty or + behind it if it is).
+
+    dirty: whether tracked or new files differ from the commit; outputs/ does not count. (None, None) where neither
+    tells.
+    """
+    if given := os.environ.get("WORKBENCH_COMMIT"):
+        commit = given.removesuffix("+").removesuffix("-dirty")
+        return commit, commit != given
+    try:
+        _git("ls-files", "--error-unmatch", Path(__file__).name)  # else it is somebody else's repository around us
+        return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain", "--", ":(top)", ":(top,exclude)outputs"))
+    except (OSError, subprocess.CalledProcessError):
+        return None, None
+
+
+def scrub(text: str) -> str:
+    """`text` with the paths in it cut to their last part and this host's name left out."""
+    text = re.sub(r"(?<![\w/:.~])(?:~|\.{1,2})?(?:/[\w.@+-]+)*/([\w.@+-]+)/?", r"\1", text)
+    host = socket.gethostname()
+    return re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", "host", text) if host not in ("", "localhost") else text
+
+
+def plain(value):
+    """`value` as JSON can hold it: see `Recorder.row`."""
+    if isinstance(value, dict):
+        return {str(x): plain(y) for x, y in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(x) for x in value]
+    if hasattr(value, "tolist"):  # torch and numpy, scalars too
+        return plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    name = str(value).removeprefix("torch.")
+    if type(value).__name__ not in ("dtype", "device"):
+        raise ValueError(f"{type(value).__name__} {name}: a record holds numbers, text, lists and dicts of them")
+    return name
+
+
+def _append(path: Path, line: dict) -> None:
+    data = json.dumps(line, allow_nan=False).encode() + b"\n"
+    journal = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(journal, fcntl.LOCK_EX)  # a write becomes visible page by page: half of another's is no torn line
+        size = os.fstat(journal).st_size
+        if size and os.pread(journal, 1, size - 1) != b"\n":
+            data = b"\n" + data  # a run that was killed in mid-line must not spoil this one
+        if os.write(journal, data) != len(data):
+            raise OSError(f"{path}: the line was not written whole; is the disk full?")
+        os.fsync(journal)
+    finally:
+        os.close(journal)
+
+
+def _parse(data: bytes):
+    for text in data.decode(errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict):
+            yield line | {x: RENAMED[line[x]] for x in ("backend", "asked") if str(line.get(x)) in RENAMED}
+
+
+def _journals(paths) -> list[Path]:
+    found = {}
+    for path in paths:
+        if not isinstance(path, (str, os.PathLike)):
+            raise ValueError(f"path={path!r}: want a journal or a folder of them")
+    for path in map(Path, paths or [default_folder(), *filter(None, [os.environ.get(FOLDER)])]):
+        if not path.exists() and paths:
+            raise FileNotFoundError(f"{path}: no such journal or folder")
+        for journal in sorted(path.rglob("*.jsonl")) if path.is_dir() else [path] if path.exists() else []:
+            found[journal.resolve()] = journal
+    return list(found.values())
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _source() -> str:
+    """A fingerprint of the package's Python files: tells measurements of different code apart, committed or not."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:12]

@@ -1,0 +1,347 @@
+"""Several cards: what each strategy of using them gives, against one card on the same global N.
+
+`sweep` measures strategies (`distributed.strategies`), a row each; `longest` finds how long a sequence can be. Ranks
+run in a `Pool`, on CUDA with a card each, else as processes over gloo. What they run is in `distributed.bench`.
+
+Dimensions: B batch, N keys, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+import pandas as pd
+
+from workbench.fit.executions import aligned
+from workbench.fit.frontier import COLD_S, GRAIN, SETUP_S, TIME_STEP, Lengths, lengths_of
+from workbench.fit.search import Stopped, Tried, largest
+from workbench.harness import records
+from workbench.harness.narrate import beyond_noise
+from workbench.harness.outcome import Outcome, attempt
+from workbench.harness.ranks import JobOutcome, Pool
+from workbench.probes import checks as arguments
+from workbench.probes.case import Case, source_of
+from workbench.probes.timing import AA, speedup
+from workbench.scaling import strategies as ways
+from workbench.scaling.on_ranks import described
+from workbench.scaling.strategies import ONE, STRATEGIES
+
+BENCH = "workbench.scaling.on_ranks"
+MEASURED = (
+    "samples_ms", "median_ms", "speedup", "speedup_low", "speedup_high", "peak_bytes", "extra_bytes", "peak_by_card",
+    "extra_by_card", "sent_bytes", "control_bytes", "planned_bytes", "busy", "valid", "limiter", "max_abs_error",
+    "errors", "compared", "compared_with", "unchecked",
+)  # fmt: skip
+
+
+def sweep(
+    cases: Mapping[str, Case], nproc: int = 2, strategies: Iterable[str] = STRATEGIES, *, samples: int = 9,
+    seconds: float = 20.0, timeout_s: float = 600.0, within_s: float | None = None, profile="quick", folder=None,
+    check=True, say: Callable | None = print,
+) -> pd.DataFrame:  # fmt: skip
+    """Measure every case by every strategy on nproc ranks and, always, on one device: a row each, and one of "A/A".
+
+    cases: {label: case}. samples: rounds of a case; seconds: after about so long no further round is begun.
+    timeout_s: for each job of the ranks. within_s: after so long no case is begun that has anything left to measure;
+    calling again goes on with those. check: compare with the one-device result. profile, folder: as in `records.start`.
+    Rows become records when their case is measured, and settled ones are not measured again, whatever their label. A
+    strategy that fails on any rank is a row with its status. ValueError for an unknown strategy, for cases on both CPU
+    and CUDA, and for more ranks than cards.
+
+    A row has the case's fields, label, nproc, world (1 for one device), strategy, status, error, pairs, and
+    samples_ms: by round, the slowest rank's time; on one device rank 0 computes and the others wait
+    speedup: over one device in the same round, with the 95% interval of its median; "A/A" is one device against itself
+    peak_by_card, extra_by_card: peak bytes with and without the inputs; peak_bytes, extra_bytes: their maxima
+    sent_bytes, control_bytes: by rank, data and agreement, counted at torch.distributed
+    planned_bytes: by rank, data as in the plan; None for strategies without one
+    busy: by card, the share of the time in which it computes
+    from_records: whether an earlier sweep measured it (not a field of the record)
+    valid: whether the compared rows agree with one device's, None if unknown; if not, limiter is "validity" and the row
+        has no time; max_abs_error; errors: by result [absolute, over what is allowed]; compared: how many rows;
+        compared_with: one device or, for a forward that it cannot do, float64; unchecked: why nothing was compared
+    On cards times are taken in a pool of their own, in which no profiler ever ran.
+    """
+    wanted = [ONE, *dict.fromkeys(x for x in arguments.listed("strategies", strategies) if x != ONE)]
+    for name in wanted:
+        _check_strategy(name)
+    samples, seconds = arguments.whole("samples", samples, 1), arguments.number("seconds", seconds)
+    if within_s is not None:
+        arguments.number("within_s", within_s)
+    backend = _backend(arguments.named("cases", cases, "Case").values())
+    recorder = records.start("scaling", profile, folder)
+    rows, begin = [], time.monotonic()
+    with contextlib.ExitStack() as pools:
+        for_facts = for_times = pools.enter_context(Pool(nproc, backend))
+        if backend == "nccl":
+            for_times = pools.enter_context(Pool(nproc, backend))
+        for number, (label, case) in enumerate(cases.items(), 1):
+            fields = {"stage": "sweep", "nproc": nproc, "check": check, "rounds": samples} | case.fields()
+            known = {name: _settled(recorder, fields | _who(name, nproc)) for name in (*wanted, AA)}
+            todo = [name for name in wanted if known[name] is None]
+            if todo and within_s is not None and time.monotonic() - begin > within_s:
+                if say:
+                    say(f"{number}/{len(cases)}: {label}: not begun, time is over; run it again to go on", flush=True)
+                continue
+            if say:
+                say(f"{number}/{len(cases)}: {label}, N = {case.n:,}{'' if todo else ', from the records'}", flush=True)
+            fresh = {}
+            if todo or known[AA] is None and known[ONE]["status"] == "ok":
+                facts = {ONE: known[ONE]} if known[ONE] else {}
+                facts |= {name: _facts(name, case, nproc, for_facts, check, timeout_s) for name in todo}
+                fresh = _times(facts, case, for_times, samples, seconds, timeout_s)
+            for name in (*wanted, AA):
+                row = known[name]
+                if row is None and name in fresh:
+                    told = fields | {"label": label} | _who(name, nproc)
+                    row = recorder.row(**told | dict.fromkeys(MEASURED) | fresh[name])
+                    if say:
+                        say(words(row), flush=True)
+                if row is not None:
+                    rows.append(row | {"label": label, "from_records": known[name] is not None})
+    return pd.DataFrame(rows)
+
+
+def _backend(cases: Iterable[Case]) -> str:
+    cases = list(cases)
+    for case in cases:
+        if not isinstance(case, Case):
+            raise ValueError(f"case={case!r}: want a Case")
+    kinds = {case.device.partition(":")[0] for case in cases}
+    if len(kinds) != 1:
+        raise ValueError(f"devices {sorted(kinds)}: want cases on one kind of device, 'cpu' or 'cuda'")
+    return "nccl" if kinds == {"cuda"} else "gloo"
+
+
+def _check_strategy(name: str) -> None:
+    if name in STRATEGIES:
+        return
+    if not isinstance(name, str) or not all(name.partition(":")):
+        raise ValueError(f"strategy={name!r}: want one of {', '.join(STRATEGIES)}, or your own as module:function")
+
+
+def _who(name: str, nproc: int) -> dict:
+    source = source_of(name)  # a user's strategy is another one once it has been edited
+    return {"strategy": name, "world": 1 if name in (ONE, AA) else nproc, "strategy_source": source}
+
+
+def _settled(recorder, key: dict) -> dict | None:
+    found = [row for row in recorder.rows(**key) if row["status"] in records.SETTLED]
+    return found[-1] if found else None
+
+
+# --- a case -----------------------------------------------------------------------------------------------------------
+
+
+def _facts(name: str, case: Case, nproc: int, pool: Pool, check: bool, timeout_s: float) -> dict:
+    """A row's fields except times: status and error, memory, bytes, busy share, exactness."""
+    refused = attempt(lambda: ways.check(name, case, nproc))
+    pairs = attempt(lambda: case.pattern.pairs(case.n, case.heads, case.nq)).result
+    row = {"status": refused.status, "error": refused.error, "pairs": pairs}
+    if refused.status != "ok":
+        return row
+    plan = ways.plan(name, case, nproc)
+    if plan is not None:
+        sizes = (case.dtype.itemsize, case.head_dim, case.batch)
+        row["planned_bytes"] = plan.bytes(*sizes, mode=case.mode).sum(1).tolist()
+    outcome = _ask(pool, "facts", [described(case), name, check and name != ONE], timeout_s)
+    row |= {"status": outcome.status, "error": outcome.error}
+    return row | _together(name, outcome.result, check) if outcome.status == "ok" else row
+
+
+def _together(name: str, ranks: list[dict], check: bool) -> dict:
+    """The ranks' facts as fields of a row."""
+    by_card = {x: ranks[0][x] if name == "data parallel" else [y for rank in ranks for y in rank[x]]
+               for x in ("peak_bytes", "extra_bytes", "busy")}  # fmt: skip
+    row = {"peak_by_card": by_card["peak_bytes"], "extra_by_card": by_card["extra_bytes"], "busy": by_card["busy"]}
+    row |= {x: max(by_card[x]) for x in ("peak_bytes", "extra_bytes")}
+    row |= {x: [rank[x] for rank in ranks] for x in ("sent_bytes", "control_bytes")}
+    if name == "data parallel":
+        row["sent_bytes"] = None
+    row |= {x: ranks[0][x] for x in ("unchecked", "compared_with")}
+    row["compared"] = sum(rank["compared"] for rank in ranks)
+    if not check or name == ONE or row["unchecked"]:
+        return row
+    results = sorted({x for rank in ranks for x in rank["errors"]})
+    errors = {x: [max(rank["errors"].get(x, [0, 0])[y] for rank in ranks) for y in (0, 1)] for x in results}
+    worst = max(errors, key=lambda x: errors[x][1])
+    row |= {"errors": errors, "max_abs_error": max(x for x, _ in errors.values()), "valid": errors[worst][1] <= 1}
+    if not row["valid"]:
+        off, times = errors[worst]
+        row["limiter"] = "validity"
+        other = "one device's" if row["compared_with"] == "one device" else row["compared_with"]
+        row["error"] = f"wrong: {worst} is off {other} by up to {off:.3g}, {times:.3g} times what is allowed"
+    return row
+
+
+def _times(facts: dict[str, dict], case: Case, pool: Pool, samples: int, seconds: float, timeout_s: float) -> dict:
+    """The rows' fields with times, for strategies that ran and are right; and those of A/A, if one device ran."""
+    able = [name for name, row in facts.items() if row["status"] == "ok" and row.get("valid") is not False]
+    rows = dict(facts)
+    if not able:
+        return rows
+    arguments = [described(case), able, samples, seconds]
+    outcome = _ask(pool, "times", arguments, timeout_s)
+    if outcome.status == "oom":  # each is able, but not beside the inputs of the others
+        outcome = _ask(pool, "times", [*arguments, False], timeout_s)
+    if outcome.status != "ok":
+        return rows | {name: rows[name] | {"status": outcome.status, "error": outcome.error} for name in able}
+    taken = {name: np.max([rank[name] for rank in outcome.result], axis=0).tolist() for name in outcome.result[0]}
+    if ONE in able:
+        rows[AA] = {"status": "ok", "error": None, "pairs": facts[ONE]["pairs"]}
+    else:
+        del taken[AA]
+    for name, mine in taken.items():
+        rows[name] = rows[name] | {"samples_ms": mine, "median_ms": float(np.median(mine))}
+        if ONE in able:
+            rows[name] |= speedup(taken[ONE], mine)
+    return rows
+
+
+def _ask(pool: Pool, function: str, arguments: list, timeout_s: float) -> JobOutcome | Outcome:
+    """A job's outcome; the pool's ValueError, such as for a module that it cannot find, is the outcome "refused"."""
+    try:
+        return pool.attempt(f"{BENCH}:{function}", arguments, timeout_s)
+    except ValueError as error:
+        return Outcome("refused", str(error))
+
+
+def words(row: dict) -> str:
+    """A row in a few words: the strategy with its time and speed-up, or its status; `table` gives the reason."""
+    if row["status"] != "ok":
+        return f"  {row['strategy']}: {'failed' if row['status'] == 'killed' else row['status']}"
+    if row["valid"] is False or row["median_ms"] is None:
+        return f"  {row['strategy']}: {'wrong' if row['valid'] is False else 'not timed'}"
+    faster = "" if row["speedup"] is None else f", {row['speedup']:.2f}x"
+    return f"  {row['strategy']}: {row['median_ms']:.4g} ms{faster}"
+
+
+def table(rows: pd.DataFrame) -> str:
+    """A sweep's rows as text: times; speed-ups with their intervals; MiB at the peak, and sent, of the card or rank
+    that has most; busy shares by card. The note says why a row has no time or was not compared, whether its speed-up is
+    within the noise (see `beyond_noise`), and whether it is from the records."""
+    if rows.empty:
+        return "nothing was measured"
+    lines, beside = [], {x: group.set_index("strategy") for x, group in rows.groupby(["label", "nproc"])}
+    for row in rows.to_dict("records"):
+        timed, sent = row["status"] == "ok" and pd.notna(row["speedup"]), row["sent_bytes"]
+        interval = (row["speedup"], row["speedup_low"], row["speedup_high"])
+        busy = row["busy"] if isinstance(row["busy"], list) else []
+        times = beside[row["label"], row["nproc"]]
+        notes = [row[x] for x in ("error", "unchecked") if isinstance(row[x], str)]
+        if row["strategy"] == AA:
+            notes.append("one device against itself")
+        elif timed and row["strategy"] != ONE and AA in times.index and not beyond_noise(times, row["strategy"]):
+            notes.append("within the noise (A/A)")
+        lines.append({
+            "case": row["label"], "strategy": row["strategy"],
+            "ms": _number(row["median_ms"], ",.4g"),
+            "speed-up": "{:.2f} ({:.2f} to {:.2f})".format(*interval) if timed else "",
+            "peak MiB": _number(row["peak_bytes"], ",.1f", 2**20),
+            "sent MiB": _number(max(sent), ",.2f", 2**20) if isinstance(sent, list) else "",
+            "busy": " ".join(_number(x, ".0%") or "?" for x in busy),
+            "note": "; ".join(notes + ["from the records"] * row["from_records"]),
+        })  # fmt: skip
+    return aligned(pd.DataFrame(lines), ("case", "strategy", "note"))
+
+
+def failed(rows: pd.DataFrame) -> bool:
+    """Whether some strategy gave a wrong result, or failed though it is meant for the case and the machine."""
+    return len(rows) > 0 and bool(
+        (~rows["status"].isin(["ok", "refused", "unsupported"]) | (rows["limiter"] == "validity")).any()
+    )
+
+
+def _number(x, form: str, unit: float = 1) -> str:
+    return "" if x is None or x != x else format(x / unit, form)
+
+
+# --- length -----------------------------------------------------------------------------------------------------------
+
+
+def longest(
+    case: Case | Lengths, nproc: int = 2, strategy: str = "sequence", *, budget_bytes: int | None = None,
+    seconds: float = 60.0, first: int = 1 << 14, limit_n: int = 1 << 30, grain: int = GRAIN, step: float = 0.01,
+    profile="quick", folder=None, say: Callable | None = print,
+) -> pd.DataFrame:  # fmt: skip
+    """The longest N that runs on one device, and on nproc ranks by a strategy: two rows, each with what limits it.
+
+    case: one that is tried at other N (`Case.at`), or a function of N that gives it. budget_bytes: what a card's
+    tensors may take; by default, on CUDA, the card's memory; required on the CPU, which has no such limit. seconds:
+    what a call may take. first: the N per rank with which to begin; grain: what N is a multiple of; limit_n: the
+    largest that is tried; step: the search ends when what works and what does not are apart by this share of N.
+    Each N tried is a record (stage "length") and is not tried again; the results are records (stage "longest").
+    A row: n, limiter (as in `frontier.search`), peak_bytes and reserved_bytes of the card that takes most, median_ms,
+    ratio (n over that of one device).
+    ValueError for arguments that make no sense, and on the CPU without a budget.
+    """
+    at = lengths_of(case, grain, limit_n, step, seconds)
+    _check_strategy(strategy)
+    nproc, first = arguments.whole("nproc", nproc, 1), arguments.whole("first", first, 1)
+    if budget_bytes is not None:
+        budget_bytes = arguments.whole("budget_bytes", budget_bytes, 1)
+    example = at(grain)
+    if budget_bytes is None and _backend([example]) == "gloo":
+        raise ValueError("budget_bytes=None: on the CPU want the bytes of a card in software, e.g. 1 << 28")
+    recorder, rows = records.start("scaling", profile, folder), []
+    asked = {"nproc": nproc, "budget_bytes": budget_bytes, "seconds": seconds}
+    for name, world in ((ONE, 1), (strategy, nproc)):
+        who = _who(name, world) | {"world": world} | asked
+        with Pool(world, _backend([example])) as pool:
+            found = largest(_lengths(at, who, pool, recorder, say), first * world, limit_n, grain, step, TIME_STEP)
+        row = example.fields() | who | {"stage": "longest", "grain": grain, "step": step, "limit_n": limit_n}
+        row |= {"peak_bytes": None, "reserved_bytes": None, "median_ms": None} | found.fields()
+        if row["nq"] == example.n:
+            row["nq"] = row["n"]
+        alone = rows[0]["n"] if rows else row["n"]
+        row["ratio"] = row["n"] / alone if row["n"] and alone else None
+        rows.append(recorder.row(**row))
+        if say:
+            say(f"{name} on {world}: N = {row['n']:,}, limited by {row['limiter']}" if row["status"] == "ok" else
+                f"{name} on {world}: {row['status']}: {row['error']}", flush=True)  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def _lengths(at: Lengths, who: dict, pool: Pool, recorder, say) -> Callable[[int], Tried]:
+    """The function for `largest` that tries a length, unless the journal has its result."""
+    works = set()
+
+    def tried(n: int) -> Tried:
+        case = at(n)
+        key = case.fields() | who | {"stage": "length"}
+        row = next(iter(recorder.rows(**key)[::-1]), None)
+        if row is None or row["status"] not in (*records.SETTLED, "timeout"):
+            row = recorder.row(**key | _length(case, who, pool))
+            if say:
+                say(f"  {who['strategy']}, N = {n:,}: {row['status']}", flush=True)
+        limiter = {"oom": "memory", "timeout": "time"}.get(row["status"])
+        if row["status"] in ("refused", "unsupported") and works:
+            limiter = "launch"
+        elif row["status"] == "ok":
+            limiter = "time" if row["median_ms"] > 1000 * who["seconds"] else None
+        elif limiter is None:
+            raise Stopped(Outcome(row["status"], row["error"]))
+        if limiter is None:
+            works.add(n)
+        return Tried(limiter, row["load"], {x: row[x] for x in ("peak_bytes", "reserved_bytes", "median_ms", "error")})
+
+    return tried
+
+
+def _length(case: Case, who: dict, pool: Pool) -> dict:
+    """A row's fields for one length: status and error, peaks, time and load (see `Tried`)."""
+    row = dict.fromkeys(("peak_bytes", "reserved_bytes", "median_ms", "load"))
+    refused = attempt(lambda: ways.check(who["strategy"], case, who["world"]))
+    if refused.status != "ok":
+        return row | {"status": refused.status, "error": refused.error}
+    arguments = [described(case), who["strategy"], who["budget_bytes"]]
+    outcome = _ask(pool, "fits", arguments, 2 * who["seconds"] + COLD_S + SETUP_S)
+    row |= {"status": outcome.status, "error": outcome.error}
+    if outcome.status == "ok":
+        row |= {x: max(rank[x] for rank in outcome.result) for x in ("peak_bytes", "reserved_bytes")}
+        row["median_ms"] = max(rank["milliseconds"] for rank in outcome.result)
+        budget = who["budget_bytes"] or outcome.result[0]["card_bytes"]
+        row["load"] = max(row["reserved_bytes"] / budget, row["median_ms"] / 1000 / who["seconds"])
+    return row
