@@ -22,7 +22,8 @@ def group_of(nodeid: str) -> str:
     path = nodeid.partition("::")[0]
     if path.endswith("notebooks/test_reports.py"):
         return nodeid
-    ranks = "/distributed/" in path and not path.endswith(("test_plan.py", "test_views.py"))
+    alone = "test_plan.py", "test_views.py", "test_eight.py"
+    ranks = any(x in path for x in ("/distributed/", "/scaling/")) and not path.endswith(alone)
     return "ranks" if ranks or path.endswith("test_ranks.py") else path
 
 
@@ -52,3 +53,14 @@ def folder(request, tmp_path_factory):
             (folder / name).write_text(text)
         patch.syspath_prepend(folder)
         yield folder
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """ranks(world): processes that start with their first function, and again where one has ended."""
+    from tests.distributed.ranks import Ranks
+
+    living: dict[int, Ranks] = {}
+    yield lambda world: living.setdefault(world, Ranks(world))
+    for some in living.values():
+        some.close()

@@ -7,8 +7,7 @@ import pickle
 from workbench.harness.processes import Server
 from workbench.harness.ranks import Pool
 
-IDLE_S = 60.0  # in which no rank uses a CPU: then they wait for each other, however slow the machine
-LONGEST_S = 3600.0  # far above what any test takes on any machine
+LONGEST_S = 3600.0  # far above what any test takes on any machine: it ends what hangs
 
 
 class Ranks:
@@ -20,7 +19,7 @@ class Ranks:
     def run(self, function, *args, **options) -> list:
         """RankError with the stack of the first rank that raised, or of one that waits in vain."""
         work = [function.__module__, function.__name__, args, options]
-        return self.pool.run(f"{__name__}:on_a_rank", [pickle.dumps(work)], LONGEST_S, IDLE_S)
+        return self.pool.run(f"{__name__}:on_a_rank", [pickle.dumps(work)], LONGEST_S)
 
     def close(self) -> None:
         self.pool.close()

@@ -258,9 +258,9 @@ def test_no_case_is_begun_after_the_time_and_what_is_measured_comes_all_the_same
         "dilated": Case(DILATED, dtype="float64", **SIZES),  # settled by `rows`
         "late": Case(Dilated([64], [2]), 4096, 2, 16),
     }
-    found = sweeps.sweep(cases, 2, ["sequence"], within_s=0, folder=folder / "rows")
+    found = sweeps.sweep(cases, 2, ["sequence"], within_s=1e-9, folder=folder / "rows")
     assert found["label"].tolist() == ["dilated"] * 3 and found["from_records"].all()
-    late = sweeps.sweep({"late": cases["late"]}, 2, ["sequence"], within_s=0, folder=folder / "rows")
+    late = sweeps.sweep({"late": cases["late"]}, 2, ["sequence"], within_s=1e-9, folder=folder / "rows")
     assert late.empty and "1/1: late: not begun" in capsys.readouterr().out
     assert sweeps.table(late) == "nothing was measured" and not sweeps.failed(late)
 

@@ -8,7 +8,6 @@ starts torch's threads, which do not survive a fork. `ranks` forks its ranks fro
 
 from __future__ import annotations
 
-import array
 import contextlib
 import ctypes
 import functools
@@ -27,29 +26,29 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
-from workbench.harness.outcome import Outcome, attempt
+from workbench.harness.outcome import Outcome, attempt, sentence
 
 # What children are likely to import. The third is what the first call of an operator of ours imports, in two seconds.
-PRELOAD = (
-    "workbench.engines.dispatch", "workbench.engines.torch_backend", "torch._dynamo", "torch.distributed.device_mesh"
-)  # fmt: skip
+PRELOAD = ("workbench.engines.dispatch", "workbench.engines.torch_backend", "torch._dynamo",
+           "torch.distributed.device_mesh")  # fmt: skip
 PAUSE_S = 0.01  # between two looks at a process with a limit of memory, which grows by 100 MB in that time
-TOLD = 4000  # characters of a dead process's stderr that are reported
 
 
 def imported(name: str) -> Callable:
-    """The function that "module:function" names; ValueError where there is none."""
+    """The function that "module:function" names; ValueError where there is none, or its module cannot be imported."""
     module, _, function = name.partition(":")
     if not module or not function:
         raise ValueError(f"{name!r}: want 'module:function'")
+    importlib.invalidate_caches()  # the module may have been written a moment ago
     try:
         found = getattr(importlib.import_module(module), function, None)
-    except ImportError as error:
-        raise ValueError(f"{name!r}: {error}") from None
+    except Exception as error:  # a module may raise anything
+        raise ValueError(f"{name!r}: cannot import it: {sentence(error)}") from None
     if not callable(found):
         raise ValueError(f"{name!r}: module {module} has no function {function!r}")
     return found
@@ -61,7 +60,7 @@ def shared(**environment: str) -> Server:
     return Server(environment)
 
 
-class Server:
+class Server(contextlib.AbstractContextManager):
     """Starts processes. It starts itself with the first, and again if it has died; `with Server() as server` ends it.
 
     environment: variables that the server and all processes get beside those of this process, so early that the C
@@ -71,9 +70,6 @@ class Server:
     def __init__(self, environment: dict[str, str] | None = None):
         self._environment = environment or {}
         self._process: subprocess.Popen | None = None
-
-    def __enter__(self) -> Server:
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()
@@ -101,18 +97,17 @@ class Server:
     def start(self, main: str, environment: dict[str, str] | None = None) -> Process:
         """Fork a process that calls "module:function"(pipe), pipe being the other end of `Process.pipe`."""
         path = [entry or os.getcwd() for entry in sys.path]
-        environment = dict(os.environ) | self._environment | (environment or {})
         self._open(path)
         ours, theirs = Pipe()
         fate, told = Pipe(duplex=False)
         said = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
+        environment = dict(os.environ) | self._environment | (environment or {})
         request = pickle.dumps((main, path, os.getcwd(), environment))
-        request = len(request).to_bytes(4, "big") + request
-        files = array.array("i", [theirs.fileno(), told.fileno(), said.fileno()])
         with theirs, told, contextlib.suppress(ConnectionError):  # a server that has died is told by `Process`
-            sent = self._socket.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
-            self._socket.sendall(request[sent:])
-        return Process(ours, fate, said, functools.partial(_server_died, self._process, self._said))
+            files = [x.fileno() for x in (theirs, told, said)]
+            socket.send_fds(self._socket, [len(request).to_bytes(4, "big")], files)
+            self._socket.sendall(request)
+        return Process(ours, fate, said, self._process, self._said)
 
     def close(self) -> None:
         """End the server, and the processes that it has started."""
@@ -133,36 +128,26 @@ class Server:
         self._socket, theirs = socket.socketpair()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the server)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=self._said,
-                stderr=self._said,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path)} | self._environment,
-                start_new_session=True,  # Ctrl-C is for the one who asked
-            )
+            command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)} | self._environment
+            self._process = subprocess.Popen(  # in a session of its own: Ctrl-C is for the one who asked
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self._said, stderr=self._said,
+                env=environment, start_new_session=True,
+            )  # fmt: skip
 
 
-def _server_died(process: subprocess.Popen, said) -> Outcome:
-    return Outcome("killed", how_ended(process.wait(), said, "the server of fresh processes "))
-
-
-class Process:
+class Process(contextlib.AbstractContextManager):
     """A process that a `Server` has forked: what it answers, what it says and how it has ended. `with` kills it."""
 
-    def __init__(self, pipe: Connection, fate: Connection, said, server_died: Callable[[], Outcome]):
-        self.pipe, self._fate, self._said, self._server_died = pipe, fate, said, server_died
+    def __init__(self, pipe: Connection, fate: Connection, said, server: subprocess.Popen, server_said):
+        self.pipe, self._fate, self._said, self._server = pipe, fate, said, (server, server_said)
         self._mark, self._kills = 0, kills()  # at the last question: the size of `said`, the system's OOM kills
         self.signs = [pipe, fate]  # of an answer, and of the end: for `multiprocessing.connection.wait`
         self._ended: Outcome | None = None
         try:
             self.pid: int | None = fate.recv()  # waits until the server has loaded torch
         except (EOFError, ConnectionError):
-            self.pid, self._ended = None, server_died()
-
-    def __enter__(self) -> Process:
-        return self
+            self.pid, self._ended = None, self._server_died()
 
     def __exit__(self, *_) -> None:
         self.kill()
@@ -172,12 +157,13 @@ class Process:
         with contextlib.suppress(ConnectionError):  # it has just ended, which `answer` will tell
             self.pipe.send_bytes(work)
 
-    def answer(self) -> bytes | None:
-        """Its answer if it is here, else None."""
+    def answer(self) -> Any:
+        """What it has answered; an `Outcome` where it has ended without an answer; None where it still computes."""
+        ended = self.ended()  # looked at first, so that all it has answered is read here
         with contextlib.suppress(EOFError, ConnectionError):
             if self.pipe.poll():
-                return self.pipe.recv_bytes()
-        return None
+                return pickle.loads(self.pipe.recv_bytes())
+        return ended
 
     def ended(self) -> Outcome | None:
         """How it has ended, None if it has not. What it may have answered before is still to be read."""
@@ -188,43 +174,28 @@ class Process:
                 _kill(self.pid)  # where the system does not end a process with its server
                 self._ended = self._server_died()
             else:
-                status, how = "killed", how_ended(code, self._said)
+                self._ended = Outcome("killed", how_ended(code, self._said))
                 if code == -signal.SIGKILL and kills() > self._kills:
-                    status, how = "oom", "killed by the system, which was out of memory"
-                self._ended = Outcome(status, how)
+                    self._ended = Outcome("oom", "killed by the system, which was out of memory")
         return self._ended
 
     def outcome(self, timeout_s: float, memory_bytes: int | None = None) -> Outcome:
-        """Its answer, a pickled `Outcome`; or what it has ended of, or has to be ended for."""
+        """Its answer, an `Outcome`; or what it has ended of, or has to be ended for."""
         end = time.monotonic() + timeout_s
         most = None if memory_bytes is None else self._resident() + memory_bytes
         while True:
             left = max(0.0, end - time.monotonic())
             wait(self.signs, left if most is None else min(PAUSE_S, left))
-            ended = self.ended()  # looked at first, so that all it has answered is read below
-            answer = self.answer()
-            if answer is not None:
-                return pickle.loads(answer)
-            if ended is not None:
-                return ended
+            if (answer := self.answer()) is not None:
+                return answer
             if not left:
                 return Outcome("timeout", f"no answer within {timeout_s:g} s")
             if most is not None and self._resident() > most:
                 return Outcome("oom", f"killed at its cap: its memory grew by more than {memory_bytes / 2**30:.2f} GiB")
 
-    def computed_s(self) -> float:
-        """Seconds of CPU that it and what it has started have used so far: a sign of life."""
-        total = 0.0
-        with contextlib.suppress(psutil.Error, TypeError):
-            process = psutil.Process(self.pid)
-            for one in (process, *process.children(recursive=True)):
-                with contextlib.suppress(psutil.Error):
-                    total += sum(one.cpu_times()[:4])
-        return total
-
     def said(self) -> str:
         """What it has written since the last question, or since `dump`."""
-        return os.pread(self._said.fileno(), self._size() - self._mark, self._mark).decode(errors="replace").strip()
+        return os.pread(self._said.fileno(), 1 << 20, self._mark).decode(errors="replace").strip()
 
     def dump(self) -> None:
         """Have a rank write its stack to stderr, which `said` returns a moment later."""
@@ -240,6 +211,10 @@ class Process:
             wait([self._fate], 10)
         for file in (self.pipe, self._fate, self._said):
             file.close()
+
+    def _server_died(self) -> Outcome:
+        process, said = self._server
+        return Outcome("killed", f"the server of fresh processes {how_ended(process.wait(), said)}")
 
     def _resident(self) -> int:
         with contextlib.suppress(psutil.Error, TypeError):  # it has just ended, or has never been
@@ -258,22 +233,20 @@ def _kill(pid: int) -> None:
 
 def kills() -> int:
     """How many processes this system has killed for want of memory; 0 where it does not tell."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    with contextlib.suppress(OSError), open("/proc/vmstat") as lines:
+        return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    return 0
 
 
-def how_ended(code: int, said, who: str = "") -> str:
-    """A sentence about a process that has ended; code: negative for a signal; said: the file of its stderr."""
+def how_ended(code: int, said) -> str:
+    """Words about a process that has ended; code: negative for a signal; said: the file of its stderr."""
     if code < 0:
-        return f"{who}ended by signal {-code} ({signal.Signals(-code).name})"
+        return f"ended by signal {-code} ({signal.Signals(-code).name})"
     lines = [] if said.closed else os.pread(said.fileno(), 1 << 20, 0).decode(errors="replace").strip().splitlines()
-    return f"{who}ended with exit code {code}: {(lines or ['no message'])[-1]}"[:400]
+    return f"ended with exit code {code}: {(lines or ['no message'])[-1]}"[:400]
 
 
-# --- the server ---
+# --- the server, and its children ---
 
 
 def main() -> None:
@@ -285,33 +258,25 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # a collection in a child would copy the pages of all that lives here
     warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)  # numpy's threads, which numpy's BLAS takes care of
-    woken, bell = socket.socketpair()
+    woken, bell = socket.socketpair()  # by which a child that ends wakes `wait`
     bell.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
     children: dict[int, Connection] = {}
-    while True:
-        ready = wait([asker, woken])
-        if woken in ready:
-            woken.recv(4096)
-            _bury(children)
-        if asker in ready:
-            request, files = _request(asker)
-            if not request:
-                break
-            _fork(pickle.loads(request), files, children, (asker, woken, bell), threads)
+    with contextlib.suppress(ConnectionError):
+        while True:
+            ready = wait([asker, woken])
+            if woken in ready:
+                woken.recv(4096)
+                _bury(children)
+            if asker in ready:
+                size, files, *_ = socket.recv_fds(asker, 4, 3)
+                if not size:
+                    break  # the one who asks has gone
+                request = asker.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
+                _fork(pickle.loads(request), files, children, (asker, woken, bell), threads)
     for pid in children:
         _kill(pid)
-
-
-def _request(asker: socket.socket) -> tuple[bytes, list[int]]:
-    """(what is asked for, the files that came with it); nothing where the one who asks has gone."""
-    with contextlib.suppress(ConnectionError):
-        size, found, *_ = asker.recvmsg(4, socket.CMSG_SPACE(3 * array.array("i").itemsize))
-        if size:
-            files = array.array("i", found[0][2])
-            return asker.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL), list(files)
-    return b"", []
 
 
 def _bury(children: dict[int, Connection]) -> None:
@@ -343,15 +308,17 @@ def _fork(request: tuple, files: list[int], children: dict[int, Connection], our
         fate.send(child)
 
 
-# --- the child ---
-
-
 def _child(main: str, path, folder, environment, pipe: int, said: int, server: int, threads: int) -> None:
     """Do what is asked, and end this process: it never returns."""
     code = 1
     try:
         os.setpgid(0, 0)  # a group of its own, which is killed with it
-        _die_with(server)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when the server ends, however that is
+            if os.getppid() != server:  # it ended before that
+                return
+        with contextlib.suppress(OSError):  # if memory runs out, this goes before the notebook that asked for it
+            Path("/proc/self/oom_score_adj").write_text("1000")
         os.dup2(said, 1)
         os.dup2(said, 2)
         os.chdir(folder)
@@ -377,18 +344,6 @@ def _call_once(asker: Connection) -> None:
     """`Server.run` in the process: one call, its `Outcome` the answer."""
     function, arguments = pickle.loads(asker.recv_bytes())
     asker.send_bytes(pickle.dumps(attempt(lambda: imported(function)(*arguments))))
-
-
-def _die_with(parent: int) -> None:
-    """Have the system kill this process when its parent ends, however that ends, and, if it runs out of memory, before
-    the notebook that asked for it."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before that
-            os._exit(1)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ stack of an error, under a line with the rank. Exit code: 0 ok, 1 failed, 2 bad 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
-import importlib
 import json
 import os
 import pickle
@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.harness.outcome import Outcome, sentence, status_of
-from workbench.harness.processes import TOLD, Process, Server, imported, shared
+from workbench.harness.processes import Process, Server, imported, shared
 
 BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # gloo too: ranks whose cards are out of memory can agree
 LAUNCHERS = (  # the variable that tells of a launcher; then those of the rank, of how many there are, and on this host
@@ -44,14 +44,13 @@ LAUNCHERS = (  # the variable that tells of a launcher; then those of the rank, 
     ("PMI_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # another MPI, which does not say which card to take
 )
 START_S = 180.0  # for the ranks to form their group
+TOLD = 4000  # characters of a dead rank's stderr that are reported
 GRACE_S = 2.0  # after one rank has failed, for the others to report
 STACK_S = 8.0  # for ranks that do not answer to write their stacks
 PAUSE_S = 0.05  # between two looks at a rank that is to write its stack
-WATCH_S = 1.0  # between two looks at whether ranks compute
 # A rank whose innermost frame is in one of these folders waits for its peers; on a card in torch.cuda.synchronize.
-PACKAGE = Path(__file__).parents[1]
-COMMUNICATION = (*(os.path.dirname(x) for x in (dist.__file__, torch.cuda.__file__, __file__)),
-                 str(PACKAGE / "distributed"))  # fmt: skip
+COMMUNICATION = [str(Path(x).parent) for x in (dist.__file__, torch.cuda.__file__, __file__)]
+COMMUNICATION += [str(Path(__file__).parents[1] / "distributed")]
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class RankError(RuntimeError):
         self.outcome = outcome
 
 
-class Pool:
+class Pool(contextlib.AbstractContextManager):
     """nproc ranks on this host that run functions, one job at a time. They start with the first job, and end with
     `close`, with the block of `with Pool(2) as pool:`, or with this process, however it ends. They are forked from a
     server and not from this process, which may have used CUDA.
@@ -107,24 +106,24 @@ class Pool:
         self._server = server or shared()
         self._ranks: list[Process] = []
 
-    def __enter__(self) -> Pool:
-        return self
-
     def __exit__(self, *_) -> None:
         self.close()
 
-    def run(
-        self, function: str, arguments: dict | list | None = None, timeout_s: float = 600.0, idle_s: float | None = None
-    ) -> list:
+    def run(self, function: str, arguments: dict | list | None = None, timeout_s: float = 600.0) -> list:
         """Call "module:function" on every rank, in the default process group; returns the results by rank.
 
         arguments: by name (dict) or in order (list), the same on every rank; they and the results are pickled.
-        timeout_s: for the call, once the ranks have started; idle_s: for no rank to use a CPU, as when all wait.
+        timeout_s: for the call, once the ranks have started.
         Ranks keep the modules that they have imported: after editing one, `close()` first.
         ValueError if the function cannot be imported or the arguments cannot be sent, before it runs on any rank.
         RankError if a rank raises, runs out of memory, dies, exits, or does not answer in time.
         """
-        _check(function)
+        if not isinstance(function, str) or function.startswith("__main__:"):
+            raise ValueError(
+                f"{function!r}: a rank can call what it can import; write the function into a module of its own and "
+                "name it 'module:function'"
+            )
+        imported(function)
         if not isinstance(arguments, (dict, list, tuple, type(None))):
             raise ValueError(f"arguments={arguments!r}: want a dict or a list")
         path = [entry or os.getcwd() for entry in sys.path]
@@ -134,14 +133,10 @@ class Pool:
             raise ValueError(f"arguments={arguments!r}: {error}; want what can be pickled") from None
         try:
             self._start()
-            reasons = self._ask(pickle.dumps((path, function, None)), timeout_s, idle_s)
-            if not any(reasons):
-                return self._ask(job, timeout_s, idle_s)
+            return self._ask(job, timeout_s)
         except BaseException:  # also an interrupt: the job must stop, and its answers must not pass for the next job's
             self.close()
             raise
-        rank, why = next((rank, why) for rank, why in enumerate(reasons) if why)
-        raise ValueError(f"{function!r}: rank {rank} cannot import it: {why}")
 
     def attempt(self, function: str, arguments: dict | list | None = None, timeout_s: float = 600.0) -> JobOutcome:
         """`run`, but a rank that fails is an outcome and not an exception: for sweeps, which go on."""
@@ -162,46 +157,28 @@ class Pool:
         self.close()
         # As under torchrun, the store where ranks meet lives in this process: port 0 is one that is free.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        common = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "WORLD_SIZE": str(self.nproc),
-            "LOCAL_WORLD_SIZE": str(self.nproc),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // self.nproc))),
-        }
-        for rank in range(self.nproc):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._ranks.append(self._server.start(f"{__name__}:serve", common | own))
+        world, threads = str(self.nproc), str(max(1, torch.get_num_threads() // self.nproc))
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "WORLD_SIZE": world,
+                  "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": world,
+                  "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}  # fmt: skip
+        for rank in map(str, range(self.nproc)):
+            self._ranks.append(self._server.start(f"{__name__}:serve", common | {"RANK": rank, "LOCAL_RANK": rank}))
         self._ask(pickle.dumps(self.backend), START_S)
 
-    def _ask(self, work: bytes, timeout_s: float, idle_s: float | None = None) -> list:
+    def _ask(self, work: bytes, timeout_s: float) -> list:
+        """Every rank's result. RankError if one fails, after GRACE_S for the others to report."""
         for rank in self._ranks:
             rank.ask(work)
-        return self._collect(timeout_s, idle_s)
-
-    def _collect(self, timeout_s: float, idle_s: float | None) -> list:
-        """Every rank's result. RankError if one fails, after GRACE_S for the others to report."""
-        end, late = time.monotonic() + timeout_s, f"no answer within {timeout_s:g} s"
+        end = time.monotonic() + timeout_s
         answers: dict[int, dict] = {}
         pending = range(self.nproc)
-        computed, seen = -1.0, time.monotonic()
         while pending and (now := time.monotonic()) < end:
-            wait([sign for rank in pending for sign in self._ranks[rank].signs], min(WATCH_S, end - now))
-            for rank in pending:
-                answer = _answer(self._ranks[rank])
-                if answer is not None:
-                    answers[rank] = answer
-                    if answer["status"] != "ok":
-                        end = min(end, time.monotonic() + GRACE_S)
+            wait([sign for rank in pending for sign in self._ranks[rank].signs], end - now)
+            found = {rank: x for rank in pending if (x := _answer(self._ranks[rank])) is not None}
+            if any(x["status"] != "ok" for x in found.values()):
+                end = min(end, time.monotonic() + GRACE_S)
+            answers |= found
             pending = [rank for rank in pending if rank not in answers]
-            if idle_s is not None and pending:
-                total = sum(self._ranks[rank].computed_s() for rank in pending)
-                if total != computed:
-                    computed, seen = total, time.monotonic()
-                elif time.monotonic() - seen > idle_s:
-                    late = f"no rank has computed anything for {idle_s:g} s"
-                    break
         failures = {rank: answer for rank, answer in sorted(answers.items()) if answer["status"] != "ok"}
         if not failures and not pending:
             return [answers[rank]["result"] for rank in range(self.nproc)]
@@ -212,7 +189,7 @@ class Pool:
             status, error = failures[first]["status"], failures[first]["error"]
         else:
             first = min(stacks, key=lambda rank: (_waits(stacks[rank]), rank))
-            status, error = "timeout", late
+            status, error = "timeout", f"no answer within {timeout_s:g} s"
             if len(stacks) > 1:
                 error += f", nor from rank {', '.join(map(str, sorted(stacks.keys() - {first})))}"
         raise RankError(JobOutcome(status, f"rank {first} of {self.nproc}: {error}", rank=first, stacks=stacks))
@@ -220,14 +197,11 @@ class Pool:
 
 def _answer(rank: Process) -> dict | None:
     """A rank's answer, or how it has ended; None if neither so far."""
-    ended = rank.ended()  # looked at first, so that all it has answered is read below
     answer = rank.answer()
-    if answer is not None:
-        return pickle.loads(answer)
-    if ended is None:
-        return None
+    if not isinstance(answer, Outcome):
+        return answer
     last = rank.said()[-TOLD:] or "no stack: it died without a word"
-    return {"status": ended.status, "error": ended.error, "stack": last, "lost_peer": False}
+    return {"status": answer.status, "error": answer.error, "stack": last, "lost_peer": False}
 
 
 def _where(ranks: dict[int, Process]) -> dict[int, str]:
@@ -245,15 +219,6 @@ def _waits(stack: str) -> bool:
     """Whether the rank with this stack waits for its peers."""
     inner = next((line for line in stack.splitlines() if line.lstrip().startswith("File")), "")
     return any(folder in inner for folder in COMMUNICATION)
-
-
-def _check(function: str) -> None:
-    """ValueError unless this is what a rank may be able to import."""
-    if not isinstance(function, str) or function.startswith("__main__:") or not all(function.partition(":")):
-        raise ValueError(
-            f"{function!r}: a rank can call what it can import; write the function into a module of its own and name "
-            "it 'module:function'"
-        )
 
 
 # --- on a rank ---
@@ -306,38 +271,20 @@ def call(function: str, arguments: dict | list | None = None, backend: str | Non
     """Join the other ranks and call "module:function" with these arguments, by name (dict) or in order (list)."""
     found = imported(function)  # before joining: nobody should wait for a rank that cannot import it
     join(backend)
-    if isinstance(arguments, dict):
-        return found(**arguments)
-    return found(*(arguments or ()))
+    return found(**arguments) if isinstance(arguments, dict) else found(*(arguments or ()))
 
 
 def serve(asker: Connection) -> None:
-    """A rank of a `Pool`: join, and do jobs until the other end of the pipe is closed.
-
-    A job without arguments asks whether the function can be imported: its result is why not, or None.
-    """
+    """A rank of a `Pool`: join, and do jobs until the other end of the pipe is closed."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # by which a pool has a rank that does not answer write its stack
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
     backend = pickle.loads(asker.recv_bytes())
     _send_or_leave(asker.send_bytes, pickle.dumps, lambda: join(backend))
-    while True:
-        try:
-            path, function, arguments = pickle.loads(asker.recv_bytes())
-        except EOFError:
-            return
-        sys.path[:] = path
-        works = {False: lambda: _why_not(function), True: lambda: call(function, pickle.loads(arguments))}  # noqa: B023
-        _send_or_leave(asker.send_bytes, pickle.dumps, works[arguments is not None])
-
-
-def _why_not(function: str) -> str | None:
-    importlib.invalidate_caches()  # the module may have been written a moment ago
-    try:
-        imported(function)
-    except Exception as error:  # a module may raise anything
-        return sentence(error)
-    return None
+    with contextlib.suppress(EOFError):
+        while True:
+            sys.path[:], *job = pickle.loads(asker.recv_bytes())
+            _send_or_leave(asker.send_bytes, pickle.dumps, lambda: call(job[0], pickle.loads(job[1])))  # noqa: B023
 
 
 def _send_or_leave(send: Callable, encode: Callable, work: Callable) -> None:
@@ -367,7 +314,7 @@ def lost_peer(error: BaseException | None) -> bool:
     return False
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m workbench.harness.ranks",
         description="One rank of a job, as a launcher starts it: prints its outcome as a line of JSON.",
@@ -397,8 +344,7 @@ def main() -> int:
         return result
 
     _send_or_leave(lambda line: print(line, file=out, flush=True), encode, work)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
