@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import tools
 from tests.notebooks.build import code, write
 from workbench import cli, report
 
@@ -49,9 +50,10 @@ def refusal(capsys, *arguments: str) -> str:
     return err
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["report", "--help"], ["list"], ["fit", "--help"], ["scale", "--help"]], ids=" ".join
-)
+QUICKLY = [["--help"], ["report", "--help"], ["list"], ["fit", "--help"], ["scale", "--help"]]
+
+
+@pytest.mark.parametrize("arguments", tools.tiers(QUICKLY, [["list"], ["fit", "--help"]]), ids=" ".join)
 def test_what_computes_nothing_answers_at_once(folder, arguments):
     """In processor time, beside that of a Python that does nothing: neither a load nor a slow machine matters."""
 
@@ -147,9 +149,12 @@ def printed(shell: str, cwd: Path, **variables: str) -> subprocess.CompletedProc
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=cwd, env=environment)
 
 
-@pytest.mark.parametrize("reader", ["| head -1 >first", "| true", ">&-"])
-@pytest.mark.parametrize("command", ["list", "report 02 --profile tiny"])
-def test_who_reads_may_leave_and_the_work_goes_on(folder, command, reader):
+READERS = [(x, y) for x in ("list", "report 02 --profile tiny") for y in ("| head -1 >first", "| true", ">&-")]
+
+
+@pytest.mark.parametrize("of", tools.tiers(READERS, [*READERS[:3], READERS[4]]), ids=" ".join)
+def test_who_reads_may_leave_and_the_work_goes_on(folder, of):
+    command, reader = of
     done = printed(f"workbench {command} {reader}", folder)
     assert (done.returncode, done.stderr) == (0, "")
     assert command == "list" or "complete" in (folder / "outputs/reports/tiny/index.html").read_text()

@@ -104,7 +104,7 @@ def test_agrees_with_the_oracle_on_drawn_cases(case):
     tools.check(case, torch.float64)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize("value", tools.tiers([torch.nan, torch.inf], [torch.nan]), ids=str)
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("pattern", [Dense(True), Dilated([16, 32], [1, 2], True), BlockSparse(layouts.local(1), 16)],
                          ids=["dense", "dilated", "blocks"])  # fmt: skip
@@ -112,11 +112,11 @@ def test_a_value_that_is_not_finite_stays_in_its_sequence_and_with_its_heads(pat
     """It reaches every row that sees it, may reach those that do not, and no other sequence or group of heads."""
     if backend == "triton" and (torch.cuda.is_available() or "workbench.engines.triton.tile_ops" not in sys.modules):
         pytest.skip("the kernels run in Triton's interpreter here")
-    case = tools.Case("", None, 40, heads=4, kv_heads=2, head_dim=16, batch=2)
+    case = tools.Case("", None, 24, heads=4, kv_heads=2, head_dim=16, batch=2)
     inputs = case.inputs(torch.float32)
     run = functools.partial(attention, backend=backend, return_lse=True)
     want = tools.differentiate(run, inputs, pattern)
-    sees = pattern.multiplicity(40, 4)[:2, :, 20] > 0  # (heads of the key head, rows)
+    sees = pattern.multiplicity(24, 4)[:2, :, 20] > 0  # (heads of the key head, rows)
     for which in (1, 2):  # k, v
         bad = [x.clone() for x in inputs]
         bad[which][0, 20, 0, 3] = value

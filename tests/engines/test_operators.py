@@ -28,8 +28,6 @@ PATTERNS = {
     "partition": Dilated([4, 8], [1, 2], heads="partition"), "blocks": BlockSparse(layouts.local(1), 4),
     "layouts": BlockSparse(tools.batch_layout(2, 2, 3, 3), 4), "predicate": Predicate(tools.some_rows_only),
 }  # fmt: skip
-every_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=list(PATTERNS))
-either = pytest.mark.parametrize("lse", [False, True], ids=["out", "lse"])
 
 
 def call(pattern, lse, run=attention, **options):
@@ -82,20 +80,25 @@ def of_dual(f, q, k, v, t):
         return forward_ad.unpack_dual(f(q, forward_ad.make_dual(k, t), v)).tangent
 
 
-@either
-@every_pattern
-@pytest.mark.parametrize("transform", REVERSE.values(), ids=list(REVERSE))
-def test_reverse_mode_and_vmap_go_through(transform, pattern, lse):
+def in_turn(transforms):
+    """Each transform of each pattern, of out and of lse in turn; `make test-all` has both of each."""
+    every = [(x, y, lse) for x in transforms for y in PATTERNS for lse in (False, True)]
+    places = {x: place for place, x in enumerate((*transforms, *PATTERNS))}
+    return tools.tiers(every, [x for x in every if (places[x[0]] + places[x[1]] + x[2]) % 2])
+
+
+@pytest.mark.parametrize("of", in_turn(REVERSE), ids=str)
+def test_reverse_mode_and_vmap_go_through(of):
+    transform, pattern, lse = REVERSE[of[0]], PATTERNS[of[1]], of[2]
     q, k, v, t, _ = some()
     want = transform(call(pattern, lse, reference), q, k, v, t)
     assert bool(want.any())
     torch.testing.assert_close(transform(call(pattern, lse), q, k, v, t), want, rtol=1e-9, atol=1e-9)
 
 
-@either
-@every_pattern
-@pytest.mark.parametrize("name", OTHER)
-def test_other_derivatives_are_refused_in_a_sentence_and_right_by_the_reference(name, pattern, lse):
+@pytest.mark.parametrize("of", in_turn(OTHER), ids=str)
+def test_other_derivatives_are_refused_in_a_sentence_and_right_by_the_reference(of):
+    name, pattern, lse = of[0], PATTERNS[of[1]], of[2]
     q, k, v, t, _ = some()
     want = OTHER[name](call(pattern, lse, reference), q, k, v, t)
     assert bool(want.any())
@@ -116,8 +119,9 @@ def test_flex_refuses_what_it_would_detach():
 
 
 @pytest.mark.skipif("workbench.engines.triton.tile_ops" not in sys.modules, reason="the kernels need Triton")
-@pytest.mark.parametrize("pattern", [Dilated([16], [1]), BlockSparse(layouts.local(1), 16)], ids=["dilated", "blocks"])
-def test_the_kernels_too(pattern):
+@pytest.mark.parametrize("name", tools.tiers(["dilated", "blocks"], ["dilated"]))
+def test_the_kernels_too(name):
+    pattern = {"dilated": Dilated([16], [1]), "blocks": BlockSparse(layouts.local(1), 16)}[name]
     q, k, v, t, _ = torch.randn(5, 1, 20, 2, 16).unbind()
     for name in ("grad", "vmap-of-grad"):
         want = REVERSE[name](call(pattern, True, reference), q, k, v, t).float()
