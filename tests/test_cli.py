@@ -317,25 +317,21 @@ def test_fit_takes_a_function_and_a_spec(folder, capsys):
     assert looks["longest_n"] is None and "CannotTrace" in looks["note"]
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--card", "h101"], "card='h101': want one of 'gtx1080'"),
-        (["--card", "a100"], "card='a100': want 'a100-40gb' or 'a100-80gb'"),
-        (["--kv-heads", "5"], "5 key heads do not divide 12 query heads"),
-        (["--pattern", "longnets"], "pattern='longnets': want one of dense, longnet"),
-        (["--pattern", "{"], "pattern='{': not JSON"),
-        (["--pattern", '{"pattern": "Sparse"}'], "pattern='Sparse': want one of Dense"),
-        (["--backend", "cuda"], "backend='cuda': want one of auto, reference"),
-        (["--backend", "no_such:thing"], "backend='no_such:thing': No module named 'no_such'"),
-        (["--backend", "json:no_such"], "backend='json:no_such': module json has no function 'no_such'"),
-        (["--heads", "0"], "--heads 0: want at least 1"),
-        (["--n", "0"], "--n 0: want at least 1"),
-        (["--budget-gib", "0"], "--budget-gib 0.0: want at least 0.001"),
-        (["--budget-gib", "nan"], "--budget-gib nan: want at least 0.001"),
-        (["--budget-gib", "inf"], "--budget-gib inf: want a number of GiB"),
-    ],
-)
+@pytest.mark.parametrize("arguments, message", [
+    (["--card", "h101"], "card='h101': want one of 'gtx1080'"),
+    (["--card", "a100"], "card='a100': want 'a100-40gb' or 'a100-80gb'"),
+    (["--kv-heads", "5"], "5 key heads do not divide 12 query heads"),
+    (["--pattern", "longnets"], "pattern='longnets': want one of dense, longnet"),
+    (["--pattern", "{"], "pattern='{': not JSON"),
+    (["--pattern", '{"pattern": "Sparse"}'], "pattern='Sparse': want one of Dense"),
+    (["--backend", "cuda"], "backend='cuda': want one of auto, reference"),
+    (["--backend", "no_such:thing"], "backend='no_such:thing': No module named 'no_such'"),
+    (["--backend", "json:no_such"], "backend='json:no_such': module json has no function 'no_such'"),
+    (["--heads", "0"], "--heads 0: want at least 1"), (["--n", "0"], "--n 0: want at least 1"),
+    (["--budget-gib", "0"], "--budget-gib 0.0: want at least 0.001"),
+    (["--budget-gib", "nan"], "--budget-gib nan: want at least 0.001"),
+    (["--budget-gib", "inf"], "--budget-gib inf: want a number of GiB"),
+])  # fmt: skip
 def test_fit_refuses_what_it_does_not_know(capsys, arguments, message):
     assert message in refusal(capsys, "fit", *arguments)
 
@@ -370,18 +366,14 @@ def test_a_strategy_that_is_wrong_is_the_exit_code_of_scale(recorded, capsys):
     assert "wrong: out is off one device's by up to" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--nproc", "0"], "--nproc 0: want at least 1"),
-        (["--n", "0"], "--n 0: want at least 1"),
-        (["--strategies", "ring"], "strategy='ring': want one of one device, data parallel"),
-        (["--pattern", "longnets"], "pattern='longnets': want one of dense, longnet"),
-        (["--groups", "dense"], "--groups dense: their lengths are for cards; here want --pattern"),
-        (["--groups", "all", "--n", "512"], "--groups and --n 512: want one of them"),
-        (["--groups", "all", "--pattern", "dense"], "--groups and --pattern: want one of them"),
-    ],
-)
+@pytest.mark.parametrize("arguments, message", [
+    (["--nproc", "0"], "--nproc 0: want at least 1"), (["--n", "0"], "--n 0: want at least 1"),
+    (["--strategies", "ring"], "strategy='ring': want one of one device, data parallel"),
+    (["--pattern", "longnets"], "pattern='longnets': want one of dense, longnet"),
+    (["--groups", "dense"], "--groups dense: their lengths are for cards; here want --pattern"),
+    (["--groups", "all", "--n", "512"], "--groups and --n 512: want one of them"),
+    (["--groups", "all", "--pattern", "dense"], "--groups and --pattern: want one of them"),
+])  # fmt: skip
 def test_scale_refuses_what_it_does_not_know(recorded, capsys, arguments, message):
     assert message in refusal(capsys, "scale", *arguments)
     assert not (recorded / "records").exists()

@@ -178,14 +178,11 @@ LONGNET = TABLE["dilated-longnet-64-grouped"]
 MANY_BLOCKS = Case("many-key-blocks", lambda: BlockSparse(layouts.strided(1), 4), n=512, nq=8, head_dim=16)
 MUTANTS = [
     (detached_weights, TABLE["dilated-longnet-1-head"], torch.float64),
-    (detached_weights, TABLE["dilated-longnet-1-head"], torch.bfloat16),
-    (a_branch_dropped, LONGNET, torch.bfloat16),
+    (detached_weights, TABLE["dilated-longnet-1-head"], torch.bfloat16), (a_branch_dropped, LONGNET, torch.bfloat16),
     (union_not_multiset, LONGNET, torch.bfloat16),
     (next_offset, TABLE["dilated-12-heads-5-branches"], torch.float32),
-    (zero_keys_as_padding, TABLE["dilated-29-tokens"], torch.bfloat16),
-    (rounded_sums, MANY_BLOCKS, torch.bfloat16),
-    (rounded_gradient_sums, MANY_BLOCKS, torch.bfloat16),
-    (a_softmax_a_block, MANY_BLOCKS, torch.bfloat16),
+    (zero_keys_as_padding, TABLE["dilated-29-tokens"], torch.bfloat16), (rounded_sums, MANY_BLOCKS, torch.bfloat16),
+    (rounded_gradient_sums, MANY_BLOCKS, torch.bfloat16), (a_softmax_a_block, MANY_BLOCKS, torch.bfloat16),
     (partial_blocks_unmasked, TABLE["local-ragged"], torch.bfloat16),
     (layout_ignored, TABLE["only-key-block-0"], torch.bfloat16),
     (second_sequence_zero, TABLE["local-ragged"], torch.bfloat16),
@@ -196,7 +193,7 @@ MUTANTS = [
     (key_heads_in_the_wrong_order, TABLE["random-by-head-grouped"], torch.bfloat16),
     (causal_from_the_first_query, TABLE["dense-last-9-queries-causal"], torch.bfloat16),
     (last_row_not_written, TABLE["local-ragged"], torch.float64),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -143,16 +143,10 @@ def test_neighbours_equals_looking_at_every_token(offsets):
                 assert rows[name].iloc[i] == pytest.approx(float(want), abs=1e-6), (order.name, name, i)
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        wb.Dilated([4, 12], [1, 3]),
-        wb.Dilated([5, 16], [2, 4], causal=True),
-        wb.Dilated([6, 18], [2, 9], offsets="blocked"),
-        wb.Dilated([6, 18], [1, 2], heads="partition"),
-    ],
-    ids=lambda p: p.name + "-causal" * p.causal,
-)
+@pytest.mark.parametrize("pattern", [
+    wb.Dilated([4, 12], [1, 3]), wb.Dilated([5, 16], [2, 4], causal=True),
+    wb.Dilated([6, 18], [2, 9], offsets="blocked"), wb.Dilated([6, 18], [1, 2], heads="partition"),
+], ids=lambda p: p.name + "-causal" * p.causal)  # fmt: skip
 def test_receptive_field_equals_powers_of_the_mask(pattern):
     n, heads = 37, 3
     step = (pattern.multiplicity(n, heads) > 0).any(0) | torch.eye(n, dtype=torch.bool)
@@ -197,16 +191,12 @@ def test_region_has_the_share_asked_for_and_is_seeded(share):
     assert share == 1 or not torch.equal(one, other)
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: locality.region((8, 8), share=0), "share=0"),
-        (lambda: locality.blocks_touched([(8, 8, "sliding", 4)], 2), "sliding.*side 4.*odd"),
-        (lambda: locality.blocks_touched([(8, 8, "round", 3)], 2), "'round'.*want 'aligned'"),
-        (lambda: locality.neighbours(some_orders(), wb.Dilated([4], [1], causal=True), 1), "not causal"),
-    ],
-    ids=["share", "even side", "kind", "causal"],
-)
+@pytest.mark.parametrize("call, message", [
+    (lambda: locality.region((8, 8), share=0), "share=0"),
+    (lambda: locality.blocks_touched([(8, 8, "sliding", 4)], 2), "sliding.*side 4.*odd"),
+    (lambda: locality.blocks_touched([(8, 8, "round", 3)], 2), "'round'.*want 'aligned'"),
+    (lambda: locality.neighbours(some_orders(), wb.Dilated([4], [1], causal=True), 1), "not causal"),
+], ids=["share", "even side", "kind", "causal"])  # fmt: skip
 def test_bad_input_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()

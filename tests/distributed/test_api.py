@@ -13,26 +13,17 @@ from tests.distributed import work
 from workbench.distributed import call
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("pattern", "pattern of rank 1 is not that of rank 0"),
-        ("ordering", "pattern of rank 1"),
-        ("dtype", "dtype of rank 1"),
-        ("shape", "shape of rank 1"),
-        ("device", "device of rank 1"),
-        ("layout", "q has layout torch.sparse_coo: want a dense tensor"),
-        ("scale", "scale of rank 1"),
-        ("requires_grad", "requires_grad of rank 1"),
-        ("queries", "rank 0 has 32 queries on 32 keys: the last 63 of 64 positions"),
-        ("v", "k (1, 32, 4, 8), v (1, 31, 4, 8)"),
-        ("strategy", "strategy='ring': want one of"),
-        ("backend", "backend='flex': want one of"),
-        ("heads", "3 heads on 3 key heads, want multiples of 2"),
-        ("predicate", "want Dense, Dilated, BlockSparse or Neighborhood"),
-        ("tokens", "n=64 on a neighborhood of shape (9, 9)"),
-    ],
-)
+@pytest.mark.parametrize("what, words", [
+    ("pattern", "pattern of rank 1 is not that of rank 0"), ("ordering", "pattern of rank 1"),
+    ("dtype", "dtype of rank 1"), ("shape", "shape of rank 1"), ("device", "device of rank 1"),
+    ("layout", "q has layout torch.sparse_coo: want a dense tensor"), ("scale", "scale of rank 1"),
+    ("requires_grad", "requires_grad of rank 1"),
+    ("queries", "rank 0 has 32 queries on 32 keys: the last 63 of 64 positions"),
+    ("v", "k (1, 32, 4, 8), v (1, 31, 4, 8)"), ("strategy", "strategy='ring': want one of"),
+    ("backend", "backend='flex': want one of"), ("heads", "3 heads on 3 key heads, want multiples of 2"),
+    ("predicate", "want Dense, Dilated, BlockSparse or Neighborhood"),
+    ("tokens", "n=64 on a neighborhood of shape (9, 9)"),
+])  # fmt: skip
 def test_refused_on_every_rank_before_data_moves(ranks, what, words):
     for kind, text in ranks(2).run(work.refused, what):
         assert kind == "ValueError" and words in text

@@ -184,15 +184,12 @@ def test_plans_are_told_apart():
     assert plan(wb.Dilated([64], [2]), even, 2).digest == found[2].digest
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((wb.Predicate(lambda h, i, j: i == j), Shards((4, 4)), 2), "want Dense, Dilated"),
-        ((wb.Dense(), Shards((4, 4)), 4, 3), "kv_heads=3 on heads=4"),
-        ((wb.Dense(), Shards((4, 4)), 4, 4, 9), "nq=9 queries on n=8 keys"),
-        ((wb.Neighborhood((3, 3), 1), Shards((4, 4)), 4), "n=8 on a neighborhood"),
-    ],
-)
+@pytest.mark.parametrize("arguments, words", [
+    ((wb.Predicate(lambda h, i, j: i == j), Shards((4, 4)), 2), "want Dense, Dilated"),
+    ((wb.Dense(), Shards((4, 4)), 4, 3), "kv_heads=3 on heads=4"),
+    ((wb.Dense(), Shards((4, 4)), 4, 4, 9), "nq=9 queries on n=8 keys"),
+    ((wb.Neighborhood((3, 3), 1), Shards((4, 4)), 4), "n=8 on a neighborhood"),
+])  # fmt: skip
 def test_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         plan(*arguments)

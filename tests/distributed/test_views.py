@@ -19,21 +19,18 @@ from workbench.patterns import orderings
 
 EDGE = layouts.local(1) | layouts.global_(1)
 PATTERNS = {
-    "blocks": lambda: wb.BlockSparse(EDGE, 16),
-    "blocks-causal": lambda: wb.BlockSparse(EDGE, 16, True),
+    "blocks": lambda: wb.BlockSparse(EDGE, 16), "blocks-causal": lambda: wb.BlockSparse(EDGE, 16, True),
     "blocks-both-ends": lambda: wb.BlockSparse(layouts.local(1), 16),
     "blocks-wide": lambda: wb.BlockSparse(EDGE, (16, 32)),
     "blocks-tall-causal": lambda: wb.BlockSparse(EDGE, (32, 16), True),
     "blocks-by-head": lambda: wb.BlockSparse(layouts.random(0.3, 2, per_head=True), 16),
     "grid": lambda: wb.Neighborhood((10, 15), 2, orderings.hilbert((10, 15))),
-    "line": lambda: wb.Neighborhood((150,), 9),
-    "near-grid": lambda: wb.Neighborhood((30, 5), 1),
+    "line": lambda: wb.Neighborhood((150,), 9), "near-grid": lambda: wb.Neighborhood((30, 5), 1),
     "near-hilbert": lambda: wb.Neighborhood((3, 50), 1, orderings.hilbert((3, 50))),
-    "near-line": lambda: wb.Neighborhood((150,), 4),
-    "dilated": lambda: wb.Dilated([150, 60, 20], [3, 2, 1]),
+    "near-line": lambda: wb.Neighborhood((150,), 4), "dilated": lambda: wb.Dilated([150, 60, 20], [3, 2, 1]),
     "dilated-causal": lambda: wb.Dilated([150, 60, 20], [3, 2, 1], True),
     "dilated-partition": lambda: wb.Dilated([20, 30, 50], [1, 2, 3], heads="partition"),
-}
+}  # fmt: skip
 
 
 CUT, WHOLE = (43, 64, 43), (64, 96, 32)  # lengths of shards; the second are whole blocks
@@ -89,15 +86,11 @@ def test_heads_inside_a_run_of_one_offset_are_no_pattern():
         views.some_heads(whole, 2, 2, 8)
 
 
-@pytest.mark.parametrize(
-    "whole",
-    [
-        wb.BlockSparse(layouts.random(0.4, 1, per_head=True), 8),
-        wb.BlockSparse(layouts.local(1), 8, predicate=tools.some_rows_only),
-        wb.BlockSparse(layouts.local(1), 8, True),
-        wb.Dense(True),
-    ],
-)
+@pytest.mark.parametrize("whole", [
+    wb.BlockSparse(layouts.random(0.4, 1, per_head=True), 8),
+    wb.BlockSparse(layouts.local(1), 8, predicate=tools.some_rows_only), wb.BlockSparse(layouts.local(1), 8, True),
+    wb.Dense(True),
+])  # fmt: skip
 def test_some_heads_of_other_patterns(whole):
     part = views.some_heads(whole, 2, 2, 6)
     assert torch.equal(part.multiplicity(40, 2), whole.multiplicity(40, 6)[2:4])

@@ -184,15 +184,11 @@ def _border_twice(patch_):
 
 
 MUTANTS = {
-    "dk-and-dv-swapped": _swapped,
-    "a-hop-dropped": _hop_dropped,
-    "a-returned-gradient-dropped": _return_dropped,
-    "gradients-added-to-what-was-there": _stale_buffer,
-    "keys-and-values-swapped": _keys_and_values_swapped,
-    "what-was-there-overwritten": _overwritten,
-    "results-at-the-border-not-replaced": _border_kept,
+    "dk-and-dv-swapped": _swapped, "a-hop-dropped": _hop_dropped, "a-returned-gradient-dropped": _return_dropped,
+    "gradients-added-to-what-was-there": _stale_buffer, "keys-and-values-swapped": _keys_and_values_swapped,
+    "what-was-there-overwritten": _overwritten, "results-at-the-border-not-replaced": _border_kept,
     "gradients-at-the-border-given-twice": _border_twice,
-}
+}  # fmt: skip
 
 
 def mutated(rank, world, name, id):

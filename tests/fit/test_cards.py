@@ -81,16 +81,10 @@ def test_a_card_is_found_by_its_key_and_by_its_device(card):
         assert cards.find(name) is card
 
 
-@pytest.mark.parametrize(
-    "name, key",
-    [
-        ("RTX 4090", "rtx4090"),
-        ("GeForce GTX 1080", "gtx1080"),
-        ("NVIDIA T4", "t4"),
-        ("a100 80GB", "a100-80gb"),
-        ("H100 PCIe", "h100-pcie"),
-    ],
-)
+@pytest.mark.parametrize("name, key", [
+    ("RTX 4090", "rtx4090"), ("GeForce GTX 1080", "gtx1080"), ("NVIDIA T4", "t4"), ("a100 80GB", "a100-80gb"),
+    ("H100 PCIe", "h100-pcie"),
+])  # fmt: skip
 def test_a_card_is_found_by_how_it_is_written(name, key):
     assert cards.find(name).key == key
 

@@ -16,14 +16,11 @@ from workbench.probes.case import Case
 
 layouts = wb.layouts
 PATTERNS = {
-    "dense": wb.Dense(),
-    "causal": wb.Dense(True),
-    "dilated": wb.Dilated([64, 512, 1024], [1, 2, 3]),
+    "dense": wb.Dense(), "causal": wb.Dense(True), "dilated": wb.Dilated([64, 512, 1024], [1, 2, 3]),
     "dilated-causal": wb.Dilated([100, 700], [1, 3], True),
     "blocks": wb.BlockSparse(layouts.local(1) | layouts.global_(1), 64),
-    "blocks-causal": wb.BlockSparse(layouts.local(2), 64, True),
-    "grid": wb.Neighborhood((32, 32), 2),
-}
+    "blocks-causal": wb.BlockSparse(layouts.local(2), 64, True), "grid": wb.Neighborhood((32, 32), 2),
+}  # fmt: skip
 
 
 SIZES = {"n": 1024, "heads": 4, "head_dim": 16, "dtype": "float32", "backend": "torch"}

@@ -165,14 +165,11 @@ def test_memory_that_is_given_back_counts_as_free(monkeypatch):
     assert BUDGET / 600 * 0.995 < search()["n"] <= BUDGET / 600
 
 
-@pytest.mark.parametrize(
-    "error, status, said",
-    [
-        (estimate.CannotTrace("it looks at data"), "refused", "CannotTrace: it looks at data"),
-        (ValueError("not with 3 heads"), "refused", "not with 3 heads"),
-        (RuntimeError("a bug"), "killed", "RuntimeError: a bug"),
-    ],
-)
+@pytest.mark.parametrize("error, status, said", [
+    (estimate.CannotTrace("it looks at data"), "refused", "CannotTrace: it looks at data"),
+    (ValueError("not with 3 heads"), "refused", "not with 3 heads"),
+    (RuntimeError("a bug"), "killed", "RuntimeError: a bug"),
+])  # fmt: skip
 def test_what_cannot_be_predicted_says_why_and_is_measured_only(monkeypatch, error, status, said):
     def fails(n):
         raise error
@@ -350,18 +347,12 @@ def test_gradients_that_were_not_checked_do_not_count_as_valid(monkeypatch):
 # --- for real --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "how, status, limiter, said",
-    [
-        ("attention", "ok", "search", None),
-        ("wrong", "ok", "validity", "wrong: out of sequence 0"),
-        ("endless", "ok", "memory", "its cap"),
-        ("asleep", "ok", "time", "more than "),
-        ("killed", "killed", None, "SIGKILL"),
-        ("launch", "ok", "launch", "invalid configuration"),
-        ("refused", "ok", "launch", "want at most 1536"),
-    ],
-)
+@pytest.mark.parametrize("how, status, limiter, said", [
+    ("attention", "ok", "search", None), ("wrong", "ok", "validity", "wrong: out of sequence 0"),
+    ("endless", "ok", "memory", "its cap"), ("asleep", "ok", "time", "more than "),
+    ("killed", "killed", None, "SIGKILL"), ("launch", "ok", "launch", "invalid configuration"),
+    ("refused", "ok", "launch", "want at most 1536"),
+])  # fmt: skip
 def test_a_fault_is_what_it_is(monkeypatch, mine, server, how, status, limiter, said):
     monkeypatch.setattr(frontier, "SLACK_BYTES", 64 * MIB)
     monkeypatch.setattr(frontier, "FIRST", 1024)
@@ -375,16 +366,11 @@ def test_a_fault_is_what_it_is(monkeypatch, mine, server, how, status, limiter, 
     assert said is None and row["error"] is None or said in row["error"]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(wb.Dense(), 1024, 16, 128, backend="sdpa"),
-        Case(wb.Dilated([128, 256], [1, 2]), 1024, 4, 32),
-        Case(wb.Dilated([128, 256], [1, 2]), 1024, 4, 32, "bfloat16", mode="fwdbwd"),
-        Case(wb.Dense(), 1024, 4, 32, mode="fwdbwd"),
-    ],
-    ids=["dense by torch", "dilated", "dilated bfloat16 fwdbwd", "dense fwdbwd"],
-)
+@pytest.mark.parametrize("case", [
+    Case(wb.Dense(), 1024, 16, 128, backend="sdpa"), Case(wb.Dilated([128, 256], [1, 2]), 1024, 4, 32),
+    Case(wb.Dilated([128, 256], [1, 2]), 1024, 4, 32, "bfloat16", mode="fwdbwd"),
+    Case(wb.Dense(), 1024, 4, 32, mode="fwdbwd"),
+], ids=["dense by torch", "dilated", "dilated bfloat16 fwdbwd", "dense fwdbwd"])  # fmt: skip
 def test_a_card_in_software_holds_what_was_predicted(server, case):
     row = search(case, card=None, budget_bytes=22 * MIB, measure=True, server=server, seconds=120)
     assert row["limiter"] == row["predicted_limiter"] == "memory" and row["valid"]

@@ -79,15 +79,10 @@ def test_a_function_has_the_projections_of_the_layer():
     assert torch.equal(ours(x), theirs(x))
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"embed_dim": 30}, "num_heads must divide"),
-        ({"dtype": "float31"}, "want one of float64"),
-        ({"peers": ["natten"]}, "peer 'natten'"),
-        ({"samples": 0}, "samples=0"),
-    ],
-)
+@pytest.mark.parametrize("change, said", [
+    ({"embed_dim": 30}, "num_heads must divide"), ({"dtype": "float31"}, "want one of float64"),
+    ({"peers": ["natten"]}, "peer 'natten'"), ({"samples": 0}, "samples=0"),
+])  # fmt: skip
 def test_what_cannot_be_meant_is_refused_before_any_work(tmp_path, change, said):
     with pytest.raises(ValueError, match=said):
         layer.measure({"longnet": LONGNET}, **TINY | change, folder=tmp_path)

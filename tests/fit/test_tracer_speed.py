@@ -114,18 +114,15 @@ def test_few_calls_take_what_all_of_them_do(monkeypatch, number):
     assert peaks(case, card) == found
 
 
-@pytest.mark.parametrize(
-    "backend, make",
-    [
-        ("torch", lambda n: wb.Dilated(PAPER, (1, 2, 4, 6, 12))),
-        ("triton", lambda n: wb.Dilated(PAPER, (1, 2, 4, 6, 12))),
-        ("torch", lambda n: wb.BlockSparse(layouts.local(8), 128)),
-        ("torch", lambda n: wb.BlockSparse(layouts.local(1) | layouts.global_(1), 512)),
-        ("triton", lambda n: wb.BlockSparse(layouts.local(8) | layouts.global_(1), 64, True)),
-        ("triton", lambda n: wb.BlockSparse(layouts.random(0.1), 128)),
-        ("triton", lambda n: wb.Neighborhood((n // 128, 128), 16)),
-    ],
-)
+@pytest.mark.parametrize("backend, make", [
+    ("torch", lambda n: wb.Dilated(PAPER, (1, 2, 4, 6, 12))),
+    ("triton", lambda n: wb.Dilated(PAPER, (1, 2, 4, 6, 12))),
+    ("torch", lambda n: wb.BlockSparse(layouts.local(8), 128)),
+    ("torch", lambda n: wb.BlockSparse(layouts.local(1) | layouts.global_(1), 512)),
+    ("triton", lambda n: wb.BlockSparse(layouts.local(8) | layouts.global_(1), 64, True)),
+    ("triton", lambda n: wb.BlockSparse(layouts.random(0.1), 128)),
+    ("triton", lambda n: wb.Neighborhood((n // 128, 128), 16)),
+])  # fmt: skip
 def test_a_trace_takes_hardly_longer_for_long_sequences(monkeypatch, backend, make):
     if backend == "triton":
         pytest.importorskip("triton")

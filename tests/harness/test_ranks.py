@@ -188,17 +188,11 @@ def test_the_system_killing_for_memory_is_out_of_memory(pair, monkeypatch):
     assert (told.value.outcome.status, told.value.outcome.rank) == ("oom", 1)
 
 
-@pytest.mark.parametrize(
-    "function, reason",
-    [
-        (lambda: 0, "module of its own"),
-        ("__main__:cell", "module of its own"),
-        ("whoami", "want 'module:function'"),
-        ("nowhere.to_be_found:fn", "cannot import it: .*No module named 'nowhere'"),
-        ("faults:nothing", "has no function 'nothing'"),
-        ("broken:fn", "cannot import it: ZeroDivisionError"),
-    ],
-)
+@pytest.mark.parametrize("function, reason", [
+    (lambda: 0, "module of its own"), ("__main__:cell", "module of its own"), ("whoami", "want 'module:function'"),
+    ("nowhere.to_be_found:fn", "cannot import it: .*No module named 'nowhere'"),
+    ("faults:nothing", "has no function 'nothing'"), ("broken:fn", "cannot import it: ZeroDivisionError"),
+])  # fmt: skip
 def test_a_function_that_cannot_be_imported_is_refused_and_the_ranks_live(pair, folder, function, reason):
     before = pair.run("faults:whoami")
     (folder / "broken.py").write_text("1 / 0\n")

@@ -208,19 +208,11 @@ def test_revision(tmp_path, monkeypatch):
     assert records.revision() == ("abc", True)
 
 
-@pytest.mark.parametrize(
-    "device, name",
-    [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA GeForce GTX 1080", "gtx1080"),
-        ("NVIDIA GeForce GTX 1080 Ti", "gtx1080ti"),
-        ("NVIDIA GeForce RTX 4070 SUPER", "rtx4070super"),
-        ("Tesla V100-SXM2-16GB", "v100"),
-        ("Tesla T4", "t4"),
-    ],
-)
+@pytest.mark.parametrize("device, name", [
+    ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"),
+    ("NVIDIA GeForce GTX 1080", "gtx1080"), ("NVIDIA GeForce GTX 1080 Ti", "gtx1080ti"),
+    ("NVIDIA GeForce RTX 4070 SUPER", "rtx4070super"), ("Tesla V100-SXM2-16GB", "v100"), ("Tesla T4", "t4"),
+])  # fmt: skip
 def test_machine_kind(device, name, monkeypatch):
     assert machine.short_name(device) == name
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

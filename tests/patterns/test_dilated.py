@@ -189,24 +189,21 @@ def test_no_overflow_at_2_to_the_27():
     assert huge.distinct(n, 1) == 13  # the pair (0, 0) is common to the four
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(segment_lengths=[]), r"segment_lengths=\[\]: want a non-empty list of ints >= 1"),
-        (dict(dilation_rates=[]), r"dilation_rates=\[\]: want a non-empty list"),
-        (dict(segment_lengths=[4, 8]), r"segment_lengths=\(4, 8\).*one rate for each segment length, got 3 for 2"),
-        (dict(segment_lengths=[4, 0, 8]), r"segment_lengths\[1\]=0: want an int >= 1"),
-        (dict(segment_lengths=[4, 8.0, 8]), r"segment_lengths\[1\]=8.0: want an int >= 1"),
-        (dict(segment_lengths=[4, True, 8]), r"segment_lengths\[1\]=True: want an int >= 1"),
-        (dict(segment_lengths="4,8"), r"segment_lengths='4,8': want a non-empty list"),
-        (dict(segment_lengths=4), r"segment_lengths=4: want a non-empty list"),
-        (dict(dilation_rates=[1, 2, -4]), r"dilation_rates\[2\]=-4: want an int >= 1"),
-        (dict(causal="no"), r"causal='no': want True or False"),
-        (dict(heads="some"), r"heads='some': want one of 'all', 'partition'"),
-        (dict(offsets=0), r"offsets=0: want one of 'interleaved', 'blocked'"),
-        (dict(heads="partition", offsets="blocked"), r"offsets='blocked'.*want offsets='interleaved'"),
-    ],
-)
+@pytest.mark.parametrize("change, message", [
+    (dict(segment_lengths=[]), r"segment_lengths=\[\]: want a non-empty list of ints >= 1"),
+    (dict(dilation_rates=[]), r"dilation_rates=\[\]: want a non-empty list"),
+    (dict(segment_lengths=[4, 8]), r"segment_lengths=\(4, 8\).*one rate for each segment length, got 3 for 2"),
+    (dict(segment_lengths=[4, 0, 8]), r"segment_lengths\[1\]=0: want an int >= 1"),
+    (dict(segment_lengths=[4, 8.0, 8]), r"segment_lengths\[1\]=8.0: want an int >= 1"),
+    (dict(segment_lengths=[4, True, 8]), r"segment_lengths\[1\]=True: want an int >= 1"),
+    (dict(segment_lengths="4,8"), r"segment_lengths='4,8': want a non-empty list"),
+    (dict(segment_lengths=4), r"segment_lengths=4: want a non-empty list"),
+    (dict(dilation_rates=[1, 2, -4]), r"dilation_rates\[2\]=-4: want an int >= 1"),
+    (dict(causal="no"), r"causal='no': want True or False"),
+    (dict(heads="some"), r"heads='some': want one of 'all', 'partition'"),
+    (dict(offsets=0), r"offsets=0: want one of 'interleaved', 'blocked'"),
+    (dict(heads="partition", offsets="blocked"), r"offsets='blocked'.*want offsets='interleaved'"),
+])  # fmt: skip
 def test_bad_input_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         Dilated(**(TINY | change))

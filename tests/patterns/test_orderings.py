@@ -9,12 +9,9 @@ from workbench.patterns.neighborhood import Neighborhood
 
 SHAPES = [(1,), (7,), (1, 1), (1, 9), (9, 1), (8, 8), (5, 12), (13, 6), (97, 131), (1, 1, 5), (2, 3, 4), (5, 7, 3)]
 MAKERS = {
-    "row_major": orderings.row_major,
-    "tiles": lambda shape: orderings.tiles(shape, 3),
-    "morton": orderings.morton,
-    "hilbert": orderings.hilbert,
-    "random": lambda shape: orderings.random(shape, seed=3),
-}
+    "row_major": orderings.row_major, "tiles": lambda shape: orderings.tiles(shape, 3), "morton": orderings.morton,
+    "hilbert": orderings.hilbert, "random": lambda shape: orderings.random(shape, seed=3),
+}  # fmt: skip
 
 
 def classic(side, d):
@@ -118,15 +115,10 @@ def test_random_is_seeded():
 ORDERS = [orderings.row_major, orderings.hilbert, orderings.morton, lambda shape: orderings.tiles(shape, (8, 16))]
 
 
-@pytest.mark.parametrize(
-    "shape, radius, percents",
-    [
-        ((128, 128), 8, [12.84, 5.90, 6.18, 6.18]),
-        ((128, 128), 16, [24.12, 10.93, 9.94, 9.94]),
-        ((97, 131), 8, [18.10, 10.86, 8.48, 12.36]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("shape, radius, percents", [
+    ((128, 128), 8, [12.84, 5.90, 6.18, 6.18]), ((128, 128), 16, [24.12, 10.93, 9.94, 9.94]),
+    ((97, 131), 8, [18.10, 10.86, 8.48, 12.36]),
+], ids=str)  # fmt: skip
 def test_blocks_touched_by_a_sliding_window(shape, radius, percents):
     got = [Neighborhood(shape, radius, order(shape)).block_density(math.prod(shape), 1) for order in ORDERS]
     assert [round(100 * density, 2) for density in got] == percents

@@ -15,13 +15,10 @@ def count(fn, n, heads, causal):
 
 
 FUNCTIONS = {
-    "window": lambda h, i, j: (i - j).abs() < 4,
-    "per-head": lambda h, i, j: (i - j).abs() <= 3 * h,
-    "keys-only": lambda h, i, j: j < 3,
-    "queries-only": lambda h, i, j: i % 2 == 0,
-    "heads-only": lambda h, i, j: h > 0,
-    "everything": lambda h, i, j: True,
-}
+    "window": lambda h, i, j: (i - j).abs() < 4, "per-head": lambda h, i, j: (i - j).abs() <= 3 * h,
+    "keys-only": lambda h, i, j: j < 3, "queries-only": lambda h, i, j: i % 2 == 0,
+    "heads-only": lambda h, i, j: h > 0, "everything": lambda h, i, j: True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])

@@ -18,12 +18,9 @@ from workbench.plots import patterns as draw
 
 N = 16
 PATTERNS = {
-    "dense": wb.Dense(),
-    "dilated": wb.Dilated([4, 16], [1, 4]),
-    "blocks": wb.BlockSparse(layouts.local(1), 4),
-    "near": wb.Neighborhood((4, 4), 1),
-    "mine": wb.Predicate(lambda h, i, j: i == j),
-}
+    "dense": wb.Dense(), "dilated": wb.Dilated([4, 16], [1, 4]), "blocks": wb.BlockSparse(layouts.local(1), 4),
+    "near": wb.Neighborhood((4, 4), 1), "mine": wb.Predicate(lambda h, i, j: i == j),
+}  # fmt: skip
 
 
 def images(fig):

@@ -13,12 +13,9 @@ from workbench.probes import error
 
 N = 24
 PATTERNS = [
-    wb.Dense(causal=True),
-    wb.Dilated([4, 8], [1, 2]),
-    wb.BlockSparse(layouts.local(1), 8),
-    wb.Neighborhood((4, 6), 1),
-    wb.Predicate(lambda h, i, j: (i - j).abs() < 3),
-]
+    wb.Dense(causal=True), wb.Dilated([4, 8], [1, 2]), wb.BlockSparse(layouts.local(1), 8),
+    wb.Neighborhood((4, 6), 1), wb.Predicate(lambda h, i, j: (i - j).abs() < 3),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.name)

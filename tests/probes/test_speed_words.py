@@ -20,16 +20,13 @@ def table(mode="fwd", n=1024, dtype="float32", **took):
     return pd.DataFrame(lines)
 
 
-@pytest.mark.parametrize(
-    ("took", "want"),
-    [
-        ({"dense": 8.0, "dilated": 2.0}, "**dilated** is the fastest here, 4.00 times as fast as dense (3.62 to 4.42"),
-        ({"dense": 2.0, "dilated": 8.0}, "**dense** attention is the fastest; dilated, the next, takes 4.00 times as"),
-        ({"dense": 2.1, "dilated": 2.0}, "**dilated** is not ahead of dense beyond the noise (0.95 to 1.16 between"),
-        ({"dense": 2.0}, "only **dense** ran: there is nothing to compare."),
-        ({"dilated": 2.0}, "only **dilated** ran: there is nothing to compare."),
-    ],
-)
+@pytest.mark.parametrize("took, want", [
+    ({"dense": 8.0, "dilated": 2.0}, "**dilated** is the fastest here, 4.00 times as fast as dense (3.62 to 4.42"),
+    ({"dense": 2.0, "dilated": 8.0}, "**dense** attention is the fastest; dilated, the next, takes 4.00 times as"),
+    ({"dense": 2.1, "dilated": 2.0}, "**dilated** is not ahead of dense beyond the noise (0.95 to 1.16 between"),
+    ({"dense": 2.0}, "only **dense** ran: there is nothing to compare."),
+    ({"dilated": 2.0}, "only **dilated** ran: there is nothing to compare."),
+])  # fmt: skip
 def test_the_fastest_is_told_against_dense(took, want):
     assert speed.gain(table(**took), 1024).startswith(f"At N = 1,024, forward, {want}")
 

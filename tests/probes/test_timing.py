@@ -238,18 +238,15 @@ def test_sdpa_is_the_dense_attention():
     torch.testing.assert_close(got, wb.reference(q, k, v, wb.Dense(causal=True))[0])
 
 
-@pytest.mark.parametrize(
-    "pattern, options, status, error",
-    [
-        (wb.Dilated([8], [1]), {"backend": "sdpa"}, "refused", "Dense only"),
-        (wb.Dense(causal=True), {"backend": "sdpa", "nq": 8}, "refused", "nq=8"),
-        (wb.Dense(), {"backend": "flash"}, "unsupported", "CUDA only"),
-        (wb.Dense(), {"backend": "nonsense"}, "refused", "nonsense"),
-        (wb.Dense(), {"backend": lambda q, k, v: torch.empty(1 << 60)}, "oom", "memory"),
-        (wb.Dense(), {"backend": lambda q, k, v: q.no_such_thing}, "killed", "AttributeError"),
-        (wb.Dense(), {"backend": lambda q, k, v: sys.exit(4)}, "killed", "SystemExit: 4"),
-    ],
-)
+@pytest.mark.parametrize("pattern, options, status, error", [
+    (wb.Dilated([8], [1]), {"backend": "sdpa"}, "refused", "Dense only"),
+    (wb.Dense(causal=True), {"backend": "sdpa", "nq": 8}, "refused", "nq=8"),
+    (wb.Dense(), {"backend": "flash"}, "unsupported", "CUDA only"),
+    (wb.Dense(), {"backend": "nonsense"}, "refused", "nonsense"),
+    (wb.Dense(), {"backend": lambda q, k, v: torch.empty(1 << 60)}, "oom", "memory"),
+    (wb.Dense(), {"backend": lambda q, k, v: q.no_such_thing}, "killed", "AttributeError"),
+    (wb.Dense(), {"backend": lambda q, k, v: sys.exit(4)}, "killed", "SystemExit: 4"),
+])  # fmt: skip
 def test_what_does_not_run_is_data(pattern, options, status, error):
     row = timing.time_attention(pattern, **SMALL, **options)
     assert row["status"] == status and error in row["error"]

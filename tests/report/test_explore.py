@@ -76,14 +76,10 @@ def test_a_figure_becomes_an_image_of_one_size_and_is_closed(batch):
     assert pyplot.get_fignums() == before
 
 
-@pytest.mark.parametrize(
-    "alt, first",
-    [
-        (None, "a bar of 1"),
-        ("a bar", "a bar"),
-        (lambda width: f'width "{width}" & more', "width &quot;1&quot; &amp; more"),
-    ],
-)
+@pytest.mark.parametrize("alt, first", [
+    (None, "a bar of 1"), ("a bar", "a bar"),
+    (lambda width: f'width "{width}" & more', "width &quot;1&quot; &amp; more"),
+])  # fmt: skip
 def test_a_frame_has_alternative_text(batch, alt, first):
     assert f'<img alt="{first}"' in explore(bar, alt=alt, width=[1, 2])._repr_html_()
 
@@ -147,17 +143,12 @@ def test_more_frames_than_a_page_can_hold_are_refused_with_the_product(request, 
         explore(lambda **_: pytest.fail("it ran"), a=range(13), b=range(5))
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({}, "no choices"),
-        ({"n": []}, r"n=\[\]: a list of the values"),
-        ({"n": 5}, "n=5: a list of the values"),
-        ({"n": "abc"}, "n='abc': a list of the values"),
-        ({"n": [1, 2], "start": {"n": 3}}, r"start n=3: one of \[1, 2\]"),
-        ({"n": [1, 2], "start": {"m": 1}}, "start m=1: no such choice; there are n"),
-    ],
-)
+@pytest.mark.parametrize("arguments, message", [
+    ({}, "no choices"), ({"n": []}, r"n=\[\]: a list of the values"), ({"n": 5}, "n=5: a list of the values"),
+    ({"n": "abc"}, "n='abc': a list of the values"),
+    ({"n": [1, 2], "start": {"n": 3}}, r"start n=3: one of \[1, 2\]"),
+    ({"n": [1, 2], "start": {"m": 1}}, "start m=1: no such choice; there are n"),
+])  # fmt: skip
 def test_choices_that_do_not_fit_are_refused(batch, arguments, message):
     with pytest.raises(ValueError, match=message):
         explore(square, **arguments)

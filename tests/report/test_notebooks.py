@@ -45,47 +45,21 @@ def test_a_parameters_cell_that_computes_is_refused_with_its_name(notebook, stat
         parameters.declared(notebook(statement), "one")
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("n", 4096),
-        ("lengths", [16]),
-        ("rates", [1, 2]),
-        ("scale", 2),
-        ("scale", 0.5),
-        ("causal", True),
-        ("pattern", "dense"),
-        ("seed", 7),
-        ("seed", "any"),
-    ],
-)
+@pytest.mark.parametrize("name, value", [
+    ("n", 4096), ("lengths", [16]), ("rates", [1, 2]), ("scale", 2), ("scale", 0.5), ("causal", True),
+    ("pattern", "dense"), ("seed", 7), ("seed", "any"),
+])  # fmt: skip
 def test_a_value_of_the_declared_kind_is_passed_on_as_it_is(notebook, name, value):
     settled = parameters.settle({"one": notebook()}, "quick", {name: value})
     assert settled == {"one": {"profile": "quick", name: value}}
     assert type(settled["one"][name]) is type(value)
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("n", "4096"),
-        ("n", 4096.0),
-        ("n", True),
-        ("n", None),
-        ("n", [4096]),
-        ("lengths", 16),
-        ("lengths", []),
-        ("lengths", "16,32"),
-        ("lengths", [16, "32"]),
-        ("lengths", [True]),
-        ("lengths", [0.5]),
-        ("rates", ["1"]),
-        ("scale", "1"),
-        ("scale", False),
-        ("causal", 1),
-        ("pattern", 5),
-    ],
-)
+@pytest.mark.parametrize("name, value", [
+    ("n", "4096"), ("n", 4096.0), ("n", True), ("n", None), ("n", [4096]), ("lengths", 16), ("lengths", []),
+    ("lengths", "16,32"), ("lengths", [16, "32"]), ("lengths", [True]), ("lengths", [0.5]), ("rates", ["1"]),
+    ("scale", "1"), ("scale", False), ("causal", 1), ("pattern", 5),
+])  # fmt: skip
 def test_a_value_of_another_kind_is_refused_with_the_name_the_value_and_what_is_accepted(notebook, name, value):
     with pytest.raises(ValueError) as refused:
         parameters.settle({"one": notebook()}, "quick", {name: value})
@@ -148,17 +122,11 @@ def test_notebooks_are_found_by_path_by_name_and_by_how_a_name_begins(tmp_path, 
         nbs.find(["02", "02_b"])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{}",
-        "[1]",
-        '{"nbformat": 4, "metadata": {}}',
-        '{"nbformat": 4, "cells": []}',
-        '{"nbformat": 4, "metadata": {}, "cells": [{"cell_type": "code", "source": "1"}]}',
-        '{"nbformat": 4, "metadata": {}, "cells": [{"cell_type": "code", "metadata": {}}]}',
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "{}", "[1]", '{"nbformat": 4, "metadata": {}}', '{"nbformat": 4, "cells": []}',
+    '{"nbformat": 4, "metadata": {}, "cells": [{"cell_type": "code", "source": "1"}]}',
+    '{"nbformat": 4, "metadata": {}, "cells": [{"cell_type": "code", "metadata": {}}]}',
+])  # fmt: skip
 def test_what_is_no_notebook_is_refused_with_its_path(tmp_path, text):
     path = tmp_path / "x.ipynb"
     path.write_text(text)
@@ -190,14 +158,11 @@ none = []
 flag = False
 """
 RULES = {
-    "n": {"least": 16, "multiple": 8},
-    "rates": {"least": 1, "most": 64},
-    "segments": {"as_long_as": "rates"},
-    "pair": {"length": 2, "least": 2},
-    "rows": {"least": 1, "choices": ["sliding", "aligned"]},
+    "n": {"least": 16, "multiple": 8}, "rates": {"least": 1, "most": 64}, "segments": {"as_long_as": "rates"},
+    "pair": {"length": 2, "least": 2}, "rows": {"least": 1, "choices": ["sliding", "aligned"]},
     "mode": {"choices": ["fwd", "fwdbwd"]},
     "sizes": {"keys": {"heads": {"least": 1}, "dtype": {"choices": ["float32"]}, "batch": {"least": 1}}},
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -213,45 +178,28 @@ def ruled(tmp_path, monkeypatch):
     return path
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"n": 24},
-        {"rates": [64]} | {"segments": [9]},
-        {"pair": [2, 9]},
-        {"rows": [[1, 2, "aligned", 3], [9, 9, "sliding", 1]]},
-        {"mode": "fwdbwd"},
-        {"sizes": {"heads": 1, "dtype": "float32", "batch": 3}},
-        {"none": []},
-        {"none": ["any", 1]},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("asked", [
+    {"n": 24}, {"rates": [64]} | {"segments": [9]}, {"pair": [2, 9]},
+    {"rows": [[1, 2, "aligned", 3], [9, 9, "sliding", 1]]}, {"mode": "fwdbwd"},
+    {"sizes": {"heads": 1, "dtype": "float32", "batch": 3}}, {"none": []}, {"none": ["any", 1]},
+], ids=str)  # fmt: skip
 def test_what_a_rule_takes_is_taken(ruled, asked):
     assert parameters.settle({"01": nbs.read(ruled)}, "quick", asked)["01"] == {"profile": "quick"} | asked
 
 
-@pytest.mark.parametrize(
-    "asked, wanted",
-    [
-        ({"n": 20}, "n=20 of 01: should be int, at least 16, a multiple of 8, such as 64"),
-        ({"n": 8}, "at least 16"),
-        ({"rates": [0, 1]}, "list of int, not empty, each from 1 to 64"),
-        ({"rates": [10**400, 1]}, "each from 1 to 64"),
-        ({"rates": []}, "not empty"),
-        ({"rates": [1]}, r"segments=\[8, 16\], rates=\[1\] of 01: want lists of one length"),
-        ({"pair": [2]}, "list of int, 2 of them, each at least 2"),
-        ({"rows": [[1, 2, "round", 3]]}, 'each one of "sliding", "aligned"'),
-        ({"rows": [[1, 2, 3, "sliding"]]}, "list of list"),
-        ({"rows": [[1, 2, "sliding"]]}, "list of list"),
-        ({"mode": "bwd"}, 'mode=\'bwd\' of 01: should be str, one of "fwd", "fwdbwd"'),
-        ({"sizes": {"heads": 1}}, 'dict of heads: int, at least 1; dtype: str, one of "float32"; batch: int'),
-        ({"sizes": {"heads": 0, "dtype": "float32"}}, "heads: int, at least 1"),
-        ({"sizes": {"heads": 1, "dtype": "float32", "head": 1}}, "dict of heads"),
-        ({"sizes": [1]}, "dict of heads"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("asked, wanted", [
+    ({"n": 20}, "n=20 of 01: should be int, at least 16, a multiple of 8, such as 64"), ({"n": 8}, "at least 16"),
+    ({"rates": [0, 1]}, "list of int, not empty, each from 1 to 64"), ({"rates": [10**400, 1]}, "each from 1 to 64"),
+    ({"rates": []}, "not empty"),
+    ({"rates": [1]}, r"segments=\[8, 16\], rates=\[1\] of 01: want lists of one length"),
+    ({"pair": [2]}, "list of int, 2 of them, each at least 2"),
+    ({"rows": [[1, 2, "round", 3]]}, 'each one of "sliding", "aligned"'),
+    ({"rows": [[1, 2, 3, "sliding"]]}, "list of list"), ({"rows": [[1, 2, "sliding"]]}, "list of list"),
+    ({"mode": "bwd"}, 'mode=\'bwd\' of 01: should be str, one of "fwd", "fwdbwd"'),
+    ({"sizes": {"heads": 1}}, 'dict of heads: int, at least 1; dtype: str, one of "float32"; batch: int'),
+    ({"sizes": {"heads": 0, "dtype": "float32"}}, "heads: int, at least 1"),
+    ({"sizes": {"heads": 1, "dtype": "float32", "head": 1}}, "dict of heads"), ({"sizes": [1]}, "dict of heads"),
+], ids=str)  # fmt: skip
 def test_what_a_rule_does_not_take_is_refused_with_what_it_takes(ruled, asked, wanted):
     with pytest.raises(ValueError, match=wanted):
         parameters.settle({"01": nbs.read(ruled)}, "quick", asked)
@@ -296,16 +244,11 @@ def test_a_string_that_papermill_made_of_a_list_is_read(ruled):
     assert (values["rates"], values["flag"]) == ([1, 3], True)
 
 
-@pytest.mark.parametrize(
-    "changed, message",
-    [
-        ({"profile": "huge"}, "profile='huge': one of tiny, quick, gpu"),
-        ({"rates": "1, 3"}, "rates='1, 3' of 01_ruled: should be list of int"),
-        ({"n": 64.0}, "n=64.0 of 01_ruled: should be int"),
-        ({"n": 20}, "n=20 of 01_ruled: should be int, at least 16"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changed, message", [
+    ({"profile": "huge"}, "profile='huge': one of tiny, quick, gpu"),
+    ({"rates": "1, 3"}, "rates='1, 3' of 01_ruled: should be list of int"),
+    ({"n": 64.0}, "n=64.0 of 01_ruled: should be int"), ({"n": 20}, "n=20 of 01_ruled: should be int, at least 16"),
+], ids=str)  # fmt: skip
 def test_a_running_notebook_refuses_what_it_does_not_take(ruled, changed, message):
     with pytest.raises(ValueError, match=message):
         parameters.apply("01_ruled", running(**changed))

@@ -47,17 +47,10 @@ def main(html: str) -> str:
     return html[html.index("<main>") : html.index("</main>")]
 
 
-@pytest.mark.parametrize(
-    "tex",
-    [
-        r"a $x^2$ b",
-        "$$x^2$$",
-        "$$\nx^2\n$$",
-        r"\begin{equation}x^2\end{equation}",
-        r"\begin{align}y &= x^2\end{align}",
-        "| a |\n|---|\n| $x^2$ |",
-    ],
-)
+@pytest.mark.parametrize("tex", [
+    r"a $x^2$ b", "$$x^2$$", "$$\nx^2\n$$", r"\begin{equation}x^2\end{equation}",
+    r"\begin{align}y &= x^2\end{align}", "| a |\n|---|\n| $x^2$ |",
+])  # fmt: skip
 def test_tex_becomes_mathml(render, tex):
     body = main(render(tex))
     assert re.search(r"<msup>\s*<mi>x</mi>\s*<mn>2</mn>\s*</msup>", body)
@@ -136,14 +129,10 @@ def test_nothing_of_jupyters_own_page_is_left(render):
 PIXELS = np.random.default_rng(0).integers(0, 2, (8, 8, 1)) * 255 * np.ones((1, 1, 3))
 
 
-@pytest.mark.parametrize(
-    "metadata, alt",
-    [
-        ({"image/png": {"alt": "a 'curve' & <more>"}}, "a 'curve' &amp; &lt;more&gt;"),
-        ({"alt": "a curve"}, "a curve"),
-        ({}, "Figure: The curve of N"),
-    ],
-)
+@pytest.mark.parametrize("metadata, alt", [
+    ({"image/png": {"alt": "a 'curve' & <more>"}}, "a 'curve' &amp; &lt;more&gt;"), ({"alt": "a curve"}, "a curve"),
+    ({}, "Figure: The curve of N"),
+])  # fmt: skip
 def test_a_figure_has_alternative_text_its_own_or_its_headings(render, metadata, alt):
     body = main(render("## The `curve` of $N$", shown({"image/png": png(PIXELS)}, metadata)))
     assert f'alt="{alt}"' in body
@@ -174,16 +163,11 @@ TREE = {
 }
 
 
-@pytest.mark.parametrize(
-    "model, parts",
-    [
-        ("box", ["measuring: ", "<progress max=", "3/4 &lt;done&gt;"]),
-        ("pick", ["n <b>1024</b>"]),
-        ("out", ["<pre>kept</pre>", "<b>bold</b>"]),
-        ("play", ["(Play: shown only in Jupyter)"]),
-        ("gone", ["(Widget: shown only in Jupyter)"]),
-    ],
-)
+@pytest.mark.parametrize("model, parts", [
+    ("box", ["measuring: ", "<progress max=", "3/4 &lt;done&gt;"]), ("pick", ["n <b>1024</b>"]),
+    ("out", ["<pre>kept</pre>", "<b>bold</b>"]), ("play", ["(Play: shown only in Jupyter)"]),
+    ("gone", ["(Widget: shown only in Jupyter)"]),
+])  # fmt: skip
 def test_a_widget_keeps_what_it_showed_last(render, model, parts):
     html = render(shown({VIEW: {"model_id": model}, "text/plain": "Widget()"}), state=TREE)
     for part in parts:
@@ -261,19 +245,12 @@ def test_templates_are_part_of_the_package():
 DOT = base64.b64encode(png(np.zeros((2, 2, 3)))).decode()
 
 
-@pytest.mark.parametrize(
-    "name, source",
-    [
-        ("a.png", "![A](attachment:a.png)"),
-        ("ü.png", "![A](attachment:%C3%BC.png)"),
-        ("ü.png", "![A](attachment:ü.png)"),
-        ("my picture.png", "![A](attachment:my%20picture.png)"),
-        ("my picture.png", "![A](<attachment:my picture.png>)"),
-        ("a&b's.png", "![A](attachment:a&b's.png)"),
-        ("50%25.png", "![A](attachment:50%25.png)"),
-        ("a.png", '<img alt="A" src="attachment:a.png">'),
-    ],
-)
+@pytest.mark.parametrize("name, source", [
+    ("a.png", "![A](attachment:a.png)"), ("ü.png", "![A](attachment:%C3%BC.png)"),
+    ("ü.png", "![A](attachment:ü.png)"), ("my picture.png", "![A](attachment:my%20picture.png)"),
+    ("my picture.png", "![A](<attachment:my picture.png>)"), ("a&b's.png", "![A](attachment:a&b's.png)"),
+    ("50%25.png", "![A](attachment:50%25.png)"), ("a.png", '<img alt="A" src="attachment:a.png">'),
+])  # fmt: skip
 def test_a_pasted_picture_is_inside_whatever_its_name(render, name, source):
     cell = text(source)
     cell.attachments = {name: {"image/png": DOT}}

@@ -81,15 +81,11 @@ def test_parameters_asked_for_arrive_as_the_values_they_are(run):
     assert "&lt;class 'list'&gt; [3, 4] 6" in done.path.read_text()
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"parameters": {"N": 1}}, "parameter N=1: no notebook here declares it. Declared: a: n, lengths"),
-        ({"parameters": {"n": "1"}}, "parameter n='1' of a: should be int"),
-        ({"profile": "huge"}, "profile='huge': one of tiny, quick, gpu"),
-        ({"timeout": 0}, "timeout=0"),
-    ],
-)
+@pytest.mark.parametrize("options, message", [
+    ({"parameters": {"N": 1}}, "parameter N=1: no notebook here declares it. Declared: a: n, lengths"),
+    ({"parameters": {"n": "1"}}, "parameter n='1' of a: should be int"),
+    ({"profile": "huge"}, "profile='huge': one of tiny, quick, gpu"), ({"timeout": 0}, "timeout=0"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_before_anything_runs(run, tmp_path, options, message):
     with pytest.raises(ValueError) as refused:
         run({"a": [PARAMETERS, f"open({str(tmp_path / 'ran')!r}, 'w')"]}, **options)
@@ -110,14 +106,11 @@ def test_a_cell_that_raises_is_reported_and_the_next_notebook_runs(run):
     assert bad.failure in (out / "index.html").read_text()
 
 
-@pytest.mark.parametrize(
-    "death, told",
-    [
-        ("os.kill(os.getpid(), 9)", "killed by signal 9, SIGKILL"),
-        pytest.param("os.kill(os.getpid(), 11)", "killed by signal 11, SIGSEGV", marks=pytest.mark.slow),
-        pytest.param("os._exit(3)", "it exited with code 3", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("death, told", [
+    ("os.kill(os.getpid(), 9)", "killed by signal 9, SIGKILL"),
+    pytest.param("os.kill(os.getpid(), 11)", "killed by signal 11, SIGSEGV", marks=pytest.mark.slow),
+    pytest.param("os._exit(3)", "it exited with code 3", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_kernel_that_dies_leaves_a_report_that_says_so(run, death, told):
     last = f"import os, signal, time\nprint('al' + 'ive', flush=True)\ntime.sleep(0.3)\n{death}"
     (done,), said, out = run({"a": ["print('be' + 'fore')", "## Speed", last, "print('un' + 'seen')"]})
@@ -375,19 +368,14 @@ explore(draw, start={"colour": "blue"}, width=[1, 2, 3], colour=["red", "blue"])
 """
 SQUARES = "explore(lambda n: f'<p id=square>{n} x {n} = {n * n} &lt; <b>100</b></p>', n=range(1, 6))"
 FULL = [
-    "# Everything\n\nWith $x^2$ and\n\n$$\\frac{a}{b}$$\n\n| a | b |\n|---|---|\n| 1 | $2$ |",
-    PARAMETERS,
-    "## Players",
-    PLAYERS,
-    SQUARES,
-    "## Tables and bars",
+    "# Everything\n\nWith $x^2$ and\n\n$$\\frac{a}{b}$$\n\n| a | b |\n|---|---|\n| 1 | $2$ |", PARAMETERS,
+    "## Players", PLAYERS, SQUARES, "## Tables and bars",
     "import pandas as pd\npd.DataFrame({f'column {k}': range(3) for k in range(30)})",
     "from tqdm.auto import tqdm\nfor _ in tqdm(range(3), desc='measuring'): pass",
     "import ipywidgets\nipywidgets.VBox([ipywidgets.IntSlider(5, description='n')])",
     "from IPython.display import HTML\nHTML('<script src=https://there.example/x.js></script>')",
-    "HTML('<img src=//there.example/y.png>')",
-    f"x = '{300 * 'long '}'",
-]
+    "HTML('<img src=//there.example/y.png>')", f"x = '{300 * 'long '}'",
+]  # fmt: skip
 needs_browser = pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING)
 
 

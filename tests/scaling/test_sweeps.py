@@ -382,13 +382,10 @@ def test_geometric_segments_grow_by_four_until_one_is_all(n, lengths):
 # --- what one device cannot do ----------------------------------------------------------------------------------------
 
 LONG = {
-    "dense": Dense(),
-    "causal": Dense(causal=True),
-    "longnet": Dilated([16, 64, 256], [1, 2, 4]),
+    "dense": Dense(), "causal": Dense(causal=True), "longnet": Dilated([16, 64, 256], [1, 2, 4]),
     "longnet-causal": Dilated([16, 64, 256], [1, 2, 4], causal=True),
-    "blocks": BlockSparse(layouts.local(2) | layouts.strided(4), 16),
-    "grid": Neighborhood((16, 16), 2),
-}
+    "blocks": BlockSparse(layouts.local(2) | layouts.strided(4), 16), "grid": Neighborhood((16, 16), 2),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LONG)
