@@ -123,6 +123,11 @@ def in_one_stage(rank, world, id):
         return exact(rank, world, id)
 
 
+def plans_of(pattern) -> dict:
+    """The plans that are kept with a pattern."""
+    return call._kept_with(pattern)["plans"]
+
+
 def plan_of(case, lengths, strategy="sequence") -> Plan:
     sizes = (case.pattern(), Shards(tuple(lengths)), case.heads, case.kv_heads or case.heads)
     nq = case.n if case.nq is None else case.nq
@@ -222,7 +227,7 @@ def on_streams(rank, world, id, forgets=None, hastens=None, by_host=False):
             stack.enter_context(patch.object(*mutants[hastens], lambda *_: None))
         for time in range(3):
             if time == 2 and rank == forgets:
-                del pattern._shared
+                plans_of(pattern).clear()
             got = tools.differentiate(run(pattern, group=found.ranks), mine, pattern)
             errors += [float((x - part(name, want[name], rows)).abs().max()) for name, x in got.items()]
             del got
@@ -472,7 +477,7 @@ def out_of_memory_beside(rank, world, backward, forgets=()):
         call = run(pattern, group=races_found.ranks)
         tools.differentiate(call, mine, pattern)  # from now on the plan is there
         if rank in forgets:
-            del pattern._shared
+            plans_of(pattern).clear()
         leaves = [x.clone().requires_grad_() for x in mine[:3]]
         out = call(*leaves, pattern)[0] if backward else None
         where = patch.object(partial, "backward" if backward else "forward", side_effect=error)
@@ -603,7 +608,7 @@ def alternating(rank, world):
     for n in range(64, 64 + 2 * call.PLANS, 2):
         q = torch.ones(1, n // world, 2, 8)
         api.attention(q, q, q, pattern)
-    return counts, worst, len(pattern._shared["plans"])
+    return counts, worst, len(plans_of(pattern))
 
 
 def autocast(rank, world):
@@ -655,8 +660,7 @@ def peak(rank, world, case, strategy) -> int:
 
 def on_card(pattern):
     """The index tensors that a plan made ready keeps on the card."""
-    kept = pattern.__dict__.get("_shared", {"plans": {}})["plans"]
-    for executor in (x.executor for x in kept.values() if isinstance(x.executor, Executor)):
+    for executor in (x.executor for x in plans_of(pattern).values() if isinstance(x.executor, Executor)):
         every = executor.every
         copied = [x for placed in every for part in placed.parts for x in (part.to, part.rows)]
         queries = [x for placed in every for x in (placed.border_rows, placed.overwritten)]
