@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from tests import tools
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_exact import check
 from tests.distributed.work import exact
@@ -38,9 +35,7 @@ def test_one_of_eight_that_is_killed_or_sleeps_is_named_and_the_next_job_runs(fo
             ("sleeps", 2, "timeout", "rank 5 of 8: no answer within 2 s"),
         ):
             before = [x["pid"] for x in pool.run("faults:whoami")]
-            begin = time.monotonic()
             outcome = pool.attempt("faults:fails", {"culprit": 5, "how": how}, timeout_s=seconds)
-            assert time.monotonic() - begin < test_ranks.TOLD_S * tools.slowness()
             assert (outcome.status, outcome.rank) == (status, 5) and outcome.error.startswith(reason)
             assert test_ranks.gone(before)
         assert [x["sum"] for x in pool.run("faults:whoami")] == [36.0] * WORLD

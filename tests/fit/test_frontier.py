@@ -358,7 +358,7 @@ def test_a_fault_is_what_it_is(monkeypatch, mine, server, how, status, limiter, 
     monkeypatch.setattr(frontier, "FIRST", 1024)
     toy(monkeypatch, fails=lambda n: (_ for _ in ()).throw(estimate.CannotTrace("it sleeps")))
     case = Case(wb.Dense(), 1024, 1, 8, backend=f"mine:{how}")
-    seconds = 1.5 * tools.slowness() if how == "asleep" else 3600
+    seconds = 4 * tools.slowness() if how == "asleep" else 3600
     options = {"budget_bytes": 16 * MIB, "limit_n": 2048, "grain": 512, "seconds": seconds}
     row = search(case, card=None, measure=True, server=server, **options)
     assert (row["status"], row["limiter"]) == (status, limiter), row

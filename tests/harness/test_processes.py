@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import workbench as wb
+from tests import tools
 from workbench.harness import processes
 from workbench.harness.processes import Process, Server, shared
 from workbench.probes.case import Case
@@ -113,7 +114,8 @@ def test_jobs_compute_with_all_threads_and_with_gradients(running):
 
 def test_a_job_computes_little_beside_what_it_is_given(running):
     """A Python that loads torch computes for a second or more; here it is what the process has used when it begins."""
-    assert min(running.run("time:process_time", ()).result for _ in range(5)) < 0.2
+    used = min(running.run("time:process_time", ()).result for _ in range(5))
+    assert used < 0.2 * tools.slowness(time.process_time)
 
 
 def test_what_cannot_be_found_or_sent_is_said(running):

@@ -21,7 +21,6 @@ from workbench.harness import ranks as worker
 from workbench.harness.ranks import Pool, RankError
 
 ROOT = Path(wb.__file__).parents[1]
-TOLD_S = 15.0  # within which the caller is told
 LONGEST_S = 3600.0  # far above what any machine takes: it ends what hangs
 WORKER = "workbench.harness.ranks"
 HERE = """
@@ -166,9 +165,7 @@ def test_a_rank_that_fails_is_named_with_the_reason_and_the_stack_and_nothing_is
     status, reason, stack = FAULTS[how]
     before = [x["pid"] for x in pair.run("faults:whoami")]  # the next job after the fault before
     children = pair.run("faults:leaves_a_child")
-    begin = time.monotonic()
     outcome = pair.attempt("faults:fails", {"culprit": 1, "how": how}, timeout_s=1 if how == "sleeps" else LONGEST_S)
-    assert time.monotonic() - begin < TOLD_S * tools.slowness()
     assert (outcome.status, outcome.rank, outcome.result) == (status, 1, None), outcome
     assert outcome.error.startswith("rank 1 of 2: ") and reason in outcome.error
     assert stack in outcome.stacks[1], outcome.stacks
@@ -196,10 +193,8 @@ def test_the_system_killing_for_memory_is_out_of_memory(pair, monkeypatch):
 def test_a_function_that_cannot_be_imported_is_refused_and_the_ranks_live(pair, folder, function, reason):
     before = pair.run("faults:whoami")
     (folder / "broken.py").write_text("1 / 0\n")
-    begin = time.monotonic()
     with pytest.raises(ValueError, match=reason):
         pair.run(function)
-    assert time.monotonic() - begin < TOLD_S * tools.slowness()
     assert [x["pid"] for x in pair.run("faults:whoami")] == [x["pid"] for x in before]
 
 
