@@ -1,7 +1,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from tests.test_multicard import rows  # noqa: F401 (a fixture)
+from tests.analysis.test_multicard import rows  # noqa: F401 (a fixture)
 
 from workbench.analysis import multicard
 from workbench.patterns import orderings
