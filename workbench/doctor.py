@@ -14,6 +14,7 @@ from workbench.engines.dispatch import BACKENDS, DTYPES
 from workbench.harness import machine
 from workbench.patterns import BlockSparse, Dilated, Neighborhood, layouts, orderings
 from workbench.probes import error
+from workbench.probes.case import Case
 
 CASES = {
     "dilated": (Dilated([64, 256], [1, 2], causal=True), 300),
@@ -76,7 +77,7 @@ def verdict(pattern, n: int, dtype: torch.dtype, backend: str, mode: str, device
     """In a few words, how a backend did on `n` tokens: exact, no (and why not), WRONG or FAILED."""
     progress(f"{backend} {MODES[mode]} {dtype} ...")
     try:
-        row = error.measure(pattern, n=n, dtype=dtype, backend=backend, mode=mode, device=device)
+        row = error.of(Case(pattern, n, 2, 32, dtype, backend, mode, device))
     except Exception as e:  # whatever it is, it is this machine's answer
         return f"FAILED: {type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
     finally:

@@ -7,14 +7,19 @@ from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, atte
 from workbench.fit import layer
 from workbench.harness import records
 from workbench.probes import baselines
+from workbench.probes.case import Case
 
-TINY = {"n": 256, "embed_dim": 32, "heads": 4, "dtype": "float32", "device": "cpu", "samples": 3, "seconds": 2.0}
+TINY = {"samples": 3, "seconds": 2.0}
 LONGNET = Dilated([64, 128], [1, 2])
+
+
+def cases(patterns, device="cpu"):
+    return {label: Case(pattern, 256, 4, 8, device=device) for label, pattern in patterns.items()}
 
 
 def test_layers_are_rows_beside_the_first_and_its_noise(tmp_path):
     patterns = {"dense": Dense(), "longnet": LONGNET, "random": BlockSparse(layouts.random(0.25), 32)}
-    rows = layer.measure(patterns, **TINY, folder=tmp_path)
+    rows = layer.measure(cases(patterns), **TINY, folder=tmp_path)
     assert rows["label"].tolist() == ["dense", "longnet", "random", "A/A"]
     assert set(rows["status"]) == {"ok"} and set(rows["against"]) == {"dense"}
     assert rows["pattern"].tolist() == ["dense", LONGNET.name, "random-0.75-blocks-32", "dense"]
@@ -32,7 +37,7 @@ def test_layers_are_rows_beside_the_first_and_its_noise(tmp_path):
 
 def test_a_layer_that_cannot_run_is_a_row(tmp_path):
     patterns = {"grid": Neighborhood((5, 5), 1), "dense": Dense(), "longnet": LONGNET}
-    rows = layer.measure(patterns, **TINY, folder=tmp_path).set_index("label")
+    rows = layer.measure(cases(patterns), **TINY, folder=tmp_path).set_index("label")
     assert rows.loc["grid", "status"] == "refused" and "n=25" in rows.loc["grid", "error"]
     assert rows.loc[["dense", "longnet", "A/A"], "status"].tolist() == ["ok"] * 3
     assert set(rows["against"].dropna()) == {"dense"}  # the first that runs
@@ -49,7 +54,7 @@ def test_where_one_fails_while_they_are_timed_all_rows_say_so(tmp_path, monkeypa
         return attention(q, k, v, pattern, **options)
 
     monkeypatch.setattr("workbench.engines.layers.attention", grows)
-    rows = layer.measure({"longnet": LONGNET, "dense": Dense()}, **TINY, folder=tmp_path).set_index("label")
+    rows = layer.measure(cases({"longnet": LONGNET, "dense": Dense()}), **TINY, folder=tmp_path).set_index("label")
     assert set(rows["status"]) == {"oom"} and list(rows.index) == ["longnet", "dense"]
     assert rows["median_ms"].isna().all()
 
@@ -57,13 +62,13 @@ def test_where_one_fails_while_they_are_timed_all_rows_say_so(tmp_path, monkeypa
 def test_a_machine_that_runs_none_gives_rows_too(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this one has CUDA")
-    rows = layer.measure({"dense": Dense(), "longnet": LONGNET}, **TINY | {"device": "cuda"}, folder=tmp_path)
+    rows = layer.measure(cases({"dense": Dense(), "longnet": LONGNET}, "cuda"), **TINY, folder=tmp_path)
     assert rows["status"].tolist() == ["unsupported"] * 2 and rows["backend"].tolist() == ["cudnn", "auto"]
 
 
 def test_a_peer_is_a_layer_of_the_same_branches(tmp_path):
     patterns = {"dense": Dense(), "longnet": LONGNET}
-    rows = layer.measure(patterns, **TINY, peers=["torchscale"], folder=tmp_path).set_index("label")
+    rows = layer.measure(cases(patterns), **TINY, peers=["torchscale"], folder=tmp_path).set_index("label")
     row = rows.loc["longnet, torchscale"]
     assert row["backend"] == "torchscale" and row["pattern_spec"]["offsets"] == "blocked"
     reason = baselines.available()["torchscale"]
@@ -79,25 +84,26 @@ def test_a_function_has_the_projections_of_the_layer():
     assert torch.equal(ours(x), theirs(x))
 
 
-@pytest.mark.parametrize("change, said", [
-    ({"embed_dim": 30}, "num_heads must divide"), ({"dtype": "float31"}, "want one of float64"),
-    ({"peers": ["natten"]}, "peer 'natten'"), ({"samples": 0}, "samples=0"),
-])  # fmt: skip
+@pytest.mark.parametrize("change, said", [({"peers": ["natten"]}, "peer 'natten'"), ({"samples": 0}, "samples=0")])
 def test_what_cannot_be_meant_is_refused_before_any_work(tmp_path, change, said):
     with pytest.raises(ValueError, match=said):
-        layer.measure({"longnet": LONGNET}, **TINY | change, folder=tmp_path)
+        layer.measure(cases({"longnet": LONGNET}), **TINY | change, folder=tmp_path)
     with pytest.raises(ValueError, match="want a Dilated pattern"):
-        layer.measure({"dense": Dense()}, **TINY, peers=["torchscale"], folder=tmp_path)
+        layer.measure(cases({"dense": Dense()}), **TINY, peers=["torchscale"], folder=tmp_path)
     with pytest.raises(ValueError, match="at least one"):
         layer.measure({}, **TINY, folder=tmp_path)
+    with pytest.raises(ValueError, match="want all of the same n"):
+        layer.measure(cases({"a": Dense()}) | {"b": Case(Dense(), 128, 4, 8)}, **TINY, folder=tmp_path)
+    with pytest.raises(ValueError, match="want one sequence"):
+        layer.measure({"a": Case(Dense(), 256, 4, 8, batch=2)}, **TINY, folder=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 def test_a_card_says_how_much_memory_a_layer_takes(tmp_path):
-    sizes = {"n": 8192, "embed_dim": 768, "heads": 12, "samples": 3, "seconds": 5.0}
-    rows = layer.measure({"dense": Dense(), "longnet": LONGNET}, **sizes, folder=tmp_path).set_index("label")
+    large = {x: Case(p, 8192, 12, 64, "bfloat16", device="cuda") for x, p in (("dense", Dense()), ("longnet", LONGNET))}
+    rows = layer.measure(large, samples=3, seconds=5.0, folder=tmp_path).set_index("label")
     assert set(rows["status"]) == {"ok"} and rows.loc["dense", "backend"] == "cudnn"
     given = 2 * (2 * 8192 * 768 + 4 * (768 * 768 + 768))  # x, upstream gradient and parameters, of 2 bytes each
     ran = rows.drop("A/A")
@@ -109,7 +115,7 @@ def test_a_prediction_leaves_nothing_on_the_pattern(make):
     """Flex tables without data, kept under the key of a real card, would be taken by a call on that card."""
     pattern = make()
     before = dict(pattern.__dict__)
-    layer.predict(pattern, n=256, embed_dim=64, heads=2)
+    layer.predict(Case(pattern, 256, 2, 32, "bfloat16"))
     assert pattern.__dict__ == before
 
 
@@ -119,6 +125,6 @@ def test_a_layers_peak_is_predicted_as_it_was_measured():
     rows = rows[rows["backend"].isin(["cudnn", "triton"]) & (rows["label"] != "A/A")]
     assert set(rows["backend"]) == {"cudnn", "triton"}
     for _, row in rows.iterrows():
-        found = layer.predict(patterns.from_spec(row["pattern_spec"]), "h100", n=int(row["n"]))
+        found = layer.predict(Case(patterns.from_spec(row["pattern_spec"]), int(row["n"]), 12, 64, "bfloat16"), "h100")
         workspaces = sum(nbytes for name, nbytes in found.at_peak if name == "cuBLAS workspace")
         assert found.requested_bytes - workspaces == pytest.approx(row["peak_bytes"], rel=1e-5)

@@ -5,6 +5,7 @@ import torch
 
 import workbench as wb
 from workbench.probes import memory, roofline, timing
+from workbench.probes.case import Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here")]
 MB = 1 << 20
@@ -40,16 +41,16 @@ def test_four_numbers():
 @pytest.mark.parametrize("backend", ["sdpa", "cudnn", "flash", "efficient"])
 @pytest.mark.parametrize("mode", ["fwd", "fwdbwd"])
 def test_fused_baselines(backend, mode):
-    options = {"n": 1024, "heads": 4, "head_dim": 64, "backend": backend, "mode": mode, "device": "cuda"}
-    row = timing.time_attention(wb.Dense(causal=True), dtype=torch.bfloat16, samples=3, **options)
+    case = Case(wb.Dense(causal=True), 1024, 4, 64, torch.bfloat16, backend, mode, "cuda")
+    row = timing.time(case, samples=3)
     assert (row["status"], row["error"]) == ("ok", None)
-    row = memory.measure_attention(wb.Dense(causal=True), dtype=torch.bfloat16, **options)
+    row = memory.peak(case)
     assert (row["status"], row["error"]) == ("ok", None)
     assert row["allocated_before_bytes"] >= 3 * 1024 * 4 * 64 * 2
 
 
 def test_a_kernel_that_does_not_take_the_input_is_unsupported():
-    row = timing.time_attention(wb.Dense(), n=64, heads=2, head_dim=64, backend="flash", device="cuda")
+    row = timing.time(Case(wb.Dense(), 64, 2, 64, backend="flash", device="cuda"))
     assert row["status"] == "unsupported", row["error"]  # float32
 
 
@@ -57,7 +58,7 @@ def test_out_of_memory_is_data_and_leaves_nothing():
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     hungry = lambda q, k, v: [q @ torch.empty(1 << 50, device="cuda")]  # noqa: E731
-    row = timing.time_attention(wb.Dense(), n=1 << 14, heads=8, head_dim=64, backend=hungry, device="cuda")
+    row = timing.time(Case(wb.Dense(), 1 << 14, 8, 64, backend=hungry, device="cuda"))
     assert row["status"] == "oom" and torch.cuda.memory_allocated() == before
 
 

@@ -10,6 +10,7 @@ from workbench.engines import flex
 from workbench.patterns import layouts
 from workbench.plots import exactness
 from workbench.probes import error
+from workbench.probes.case import Case
 
 N = 24
 PATTERNS = [
@@ -26,6 +27,10 @@ def test_every_error_is_within_its_budget(pattern, dtype):
     for name in ("out", "lse", "dq", "dk", "dv"):
         assert (rows[f"error_{name}"] <= rows[f"budget_{name}"]).all(), name
     assert (rows.worst <= 1).all()
+
+
+def case(pattern, dtype, backend):
+    return Case(pattern, N, 2, 32, dtype, backend, "fwdbwd")
 
 
 def spoiled(how):
@@ -49,13 +54,13 @@ def spoiled(how):
 )
 def test_a_degraded_backend_misses_its_budget(monkeypatch, dtype, how, name):
     monkeypatch.setattr(error, "attention", spoiled(how))
-    row = error.measure(PATTERNS[1], n=N, dtype=dtype)
+    row = error.of(case(PATTERNS[1], dtype, "torch"))
     assert row[f"error_{name}"] > row[f"budget_{name}"] and row["worst"] > 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_budget_of_16_bits_is_twice_torchs_own_error_and_a_rounding(dtype):
-    row = error.measure(wb.Dense(), n=N, dtype=dtype, backend="reference")
+    row = error.of(case(wb.Dense(), dtype, "reference"))
     rounding = row["error_out"]  # the oracle, rounded once
     assert rounding > 0 and row["budget_out"] > 2 * 1.5 * rounding
     assert row["error_dq"] > 0  # its gradients are rounded once, too, and compared with those of float64
@@ -85,10 +90,19 @@ def test_where_values_are_refused_too_the_reason_is_theirs(monkeypatch):
 
 
 def test_one_token_whose_gradients_are_exactly_zero_has_no_division_by_zero():
-    row = error.measure(wb.Dense(), n=1, dtype=torch.bfloat16, backend="reference")
+    row = error.of(Case(wb.Dense(), 1, 2, 32, torch.bfloat16, "reference", "fwdbwd"))
     assert row["status"] == "ok" and row["worst"] <= 1
 
 
-def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match="mode='both': want one of 'fwd', 'fwdbwd'"):
-        error.measure(wb.Dense(), n=4, mode="both")
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "auto", "workbench.probes.case:eager"])
+def test_any_backend_of_a_case_is_measured_by_the_same_budgets(backend):
+    row = error.of(case(wb.Dense(), torch.float64, backend))
+    assert row["status"] == "ok" and row["worst"] <= 1 and row["backend"] != "auto" and row["error_dv"] > 0
+    off = error.of(case(wb.Dense(), torch.float64, lambda q, k, v: 1.01 * wb.attention(q, k, v, wb.Dense())))
+    assert off["worst"] > 1 and "error_lse" not in off
+
+
+def test_what_is_no_case_is_refused_and_what_cannot_run_is_a_row():
+    with pytest.raises(ValueError, match="case='dense': want a Case"):
+        error.of("dense")
+    assert error.of(case(wb.Dilated([4], [1]), torch.float64, "sdpa"))["status"] == "refused"

@@ -5,9 +5,12 @@ import torch
 
 import workbench as wb
 from workbench.probes import memory
+from workbench.probes.case import Case
 
 MB = 1 << 20
 ROOT = Path(wb.__file__).parents[1]
+
+
 def test_allocations_are_counted_exactly():
     def fn():
         a = torch.zeros(2 * MB, dtype=torch.uint8)
@@ -35,9 +38,8 @@ def test_profiler_says_nothing(capfd):
 
 
 def test_fresh_and_here_agree_on_what_is_allocated():
-    options = {"n": 512, "heads": 4, "head_dim": 32, "backend": "reference", "dtype": torch.float64}
-    here = memory.measure_attention(wb.Dense(), in_process=True, **options)
-    there = memory.measure_attention(wb.Dense(), **options)
+    case = Case(wb.Dense(), 512, 4, 32, torch.float64, "reference")
+    here, there = memory.peak(case, in_process=True), memory.peak(case)
     assert here["status"] == there["status"] == "ok"
     inputs = 3 * 512 * 4 * 32 * 8
     for row in (here, there):
@@ -50,10 +52,10 @@ def test_fresh_and_here_agree_on_what_is_allocated():
 
 
 def test_refusals():
-    row = memory.measure_attention(wb.Dense(), n=64, heads=2, head_dim=8, backend="nonsense", in_process=True)
+    row = memory.peak(Case(wb.Dense(), 64, 2, 8, backend="nonsense"), in_process=True)
     assert row["status"] == "refused" and "nonsense" in row["error"] and row["peak_bytes"] is None
     with pytest.raises(ValueError, match="module:function"):
-        memory.measure_attention(wb.Predicate(lambda h, i, j: i == j), n=8, heads=1, head_dim=8)
+        memory.peak(Case(wb.Predicate(lambda h, i, j: i == j), 8, 1, 8))
     for fn, device, want in ((lambda: 1, "mps", "device='mps': want 'cpu'"), (lambda: 1, None, "device='None'"),
                              ("module:function", "cpu", "fn='module:function': want a function")):  # fmt: skip
         with pytest.raises(ValueError, match=want):

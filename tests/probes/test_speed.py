@@ -4,49 +4,52 @@ import torch
 
 from workbench.harness import records
 from workbench.patterns import BlockSparse, Dense, Neighborhood, layouts
-from workbench.probes import roofline, speed
+from workbench.probes import roofline, speed, timing
+from workbench.probes.case import Case
 
-SMALL = {"heads": 2, "head_dim": 16, "samples": 2, "seconds": 0.2, "say": None}
+SIZES = {"heads": 2, "head_dim": 16}
+SMALL = {"samples": 2, "seconds": 0.2, "say": None}
 
 
 @pytest.fixture(scope="module")
-def makers():
-    return speed.lineup([32, 64], [1, 2], sparsity=0.75, radius=2, block_size=16)
+def lineup():
+    return speed.lineup([32, 64], [1, 2], sparsity=0.75, radius=2, block_size=16, **SIZES)
 
 
-def test_a_lineup_has_each_kind_of_pattern_at_any_length(makers):
+def test_a_lineup_has_each_kind_of_pattern_at_any_length(lineup):
     for n in (97, 128):
-        kinds = [type(make(n)).__name__ for make in makers.values()]
+        kinds = [type(at(n).pattern).__name__ for at in lineup.values()]
         assert kinds == ["Dense", "Dilated", "BlockSparse", "Neighborhood"]
-    assert makers["neighborhood"](128).shape == (8, 16)
-    assert makers["neighborhood"](97).pairs(97, 1) == Neighborhood((1, 97), 2).pairs(97, 1)
+    assert lineup["neighborhood"](128).pattern.shape == (8, 16)
+    assert lineup["neighborhood"](97).pattern.pairs(97, 1) == Neighborhood((1, 97), 2).pairs(97, 1)
 
 
-def test_a_sweep_records_a_row_for_each_pattern_length_and_mode(makers, tmp_path):
-    rows = speed.sweep(makers, [64, 128], modes=("fwd", "fwdbwd"), folder=tmp_path, **SMALL)
+def test_a_sweep_records_a_row_for_each_pattern_length_and_mode(lineup, tmp_path):
+    rows = speed.sweep(lineup, [64, 128], modes=("fwd", "fwdbwd"), folder=tmp_path, **SMALL)
     assert len(rows) == 4 * 2 * 2 and set(rows["status"]) == {"ok"}
-    assert set(rows["backend"]) == {"sdpa", "torch"} and set(rows["label"]) == set(makers)
+    assert set(rows["backend"]) == {"sdpa", "torch"} and set(rows["label"]) == set(lineup)
     assert len(records.load(tmp_path)) == len(rows)
     row = rows[(rows["label"] == "dense") & (rows["n"] == 128) & (rows["mode"] == "fwdbwd")].iloc[0]
     assert row["tflops"] == pytest.approx(14 * 2 * 128**2 * 16 / row["median_ms"] / 1e9)
 
 
-def test_a_resumed_sweep_measures_only_what_is_missing(makers, tmp_path, monkeypatch):
-    first = speed.sweep(makers, [64], folder=tmp_path, **SMALL)
+def test_a_resumed_sweep_measures_only_what_is_missing(lineup, tmp_path, monkeypatch):
+    first = speed.sweep(lineup, [64], folder=tmp_path, **SMALL)
     asked = []
-    real = speed.time_attention
-    monkeypatch.setattr(speed, "time_attention", lambda p, **kw: asked.append(kw["n"]) or real(p, **kw))
-    both = speed.sweep(makers, [64, 96], folder=tmp_path, resume=True, **SMALL)
+    real = timing.time
+    monkeypatch.setattr(timing, "time", lambda case, **kw: asked.append(case.n) or real(case, **kw))
+    both = speed.sweep(lineup, [64, 96], folder=tmp_path, resume=True, **SMALL)
     assert asked == [96] * 4 and len(both) == 8
     kept = both[both["n"] == 64]["median_ms"].tolist()
     assert sorted(kept) == sorted(first["median_ms"])
-    speed.sweep(makers, [64], folder=tmp_path, **SMALL)
+    speed.sweep(lineup, [64], folder=tmp_path, **SMALL)
     assert asked.count(64) == 4  # without resume it is measured again
 
 
 def test_a_refusal_is_a_row_and_not_the_end_of_the_sweep(tmp_path):
-    makers = {"slide": lambda n: Neighborhood((5, 5), 1), "dense": lambda n: Dense()}
-    rows = speed.sweep(makers, [24], folder=tmp_path, **SMALL).set_index("label")
+    patterns = {"slide": Neighborhood((5, 5), 1), "dense": Dense()}
+    cases = {name: lambda n, p=p: Case(p, n, **SIZES) for name, p in patterns.items()}
+    rows = speed.sweep(cases, [24], folder=tmp_path, **SMALL).set_index("label")
     assert rows.loc["slide", "status"] == "refused" and "n=25" in rows.loc["slide", "error"]
     assert rows.loc["dense", "status"] == "ok"
 
@@ -64,7 +67,7 @@ def test_against_the_ceiling_is_a_share_of_what_was_measured():
 
 
 def test_break_even_is_measured_against_dense_in_one_run(tmp_path):
-    even = speed.break_even([0.0, 0.75], n=128, heads=2, head_dim=16, samples=3, block_size=16, folder=tmp_path)
+    even = speed.break_even(Case(Dense(), 128, **SIZES), [0.0, 0.75], samples=3, block_size=16, folder=tmp_path)
     assert even["name"].tolist() == ["dense", "random-0.00-blocks-16", "random-0.75-blocks-16", "A/A"]
     assert even["ideal"].tolist() == [1, 1, 4, 1] and even["sparsity"].tolist() == [0, 0, 0.75, 0]
     assert even.loc[0, "speedup"] == 1
@@ -81,9 +84,9 @@ def test_it_pays_from_where_every_sparser_layout_wins(lows, since):
 
 
 def test_the_fastest_dense_backend_needs_one_that_runs():
-    assert speed.fastest_dense(n=32, heads=1, head_dim=8, dtype="float32", device="cpu") == "sdpa"
+    assert speed.fastest_dense(Case(Dense(), 32, 1, 8)) == "sdpa"
     with pytest.raises(ValueError, match="no dense backend"):
-        speed.fastest_dense(n=32, heads=1, head_dim=8, dtype="float32", device="cuda:99")
+        speed.fastest_dense(Case(Dense(), 32, 1, 8, device="cuda:99"))
 
 
 def test_a_machine_kind_without_records_has_none():
@@ -121,8 +124,8 @@ def test_the_gain_is_of_medians_between_what_the_samples_allow():
     assert "**dilated** is the fastest here, 5.00 times as fast as dense (2.00 to 12.00" in speed.gain(rows, 8)
 
 
-def test_settings_say_in_words_what_was_timed(makers, tmp_path):
-    rows = speed.sweep(makers, [128], folder=tmp_path, **SMALL)
+def test_settings_say_in_words_what_was_timed(lineup, tmp_path):
+    rows = speed.sweep(lineup, [128], folder=tmp_path, **SMALL)
     said = speed.settings(rows, None).iloc[:, 0]
     assert said["inputs"] == "float32, 2 heads x 16"
     assert said["dense"] == "every pair (sdpa)"
@@ -142,16 +145,16 @@ def test_the_better_of_two_ceilings_counts(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "change",
-    [{"block": 8}, {"makers": "seed"}, {"head_dim": 8}, {"samples": 3}, {"modes": ("fwdbwd",)}, {"dtype": "float64"}],
+    [{"block": 8}, {"seed": 1}, {"head_dim": 8}, {"samples": 3}, {"modes": ("fwdbwd",)}, {"dtype": "float64"}],
     ids=str,
 )
 def test_a_resumed_row_is_found_only_for_the_same_measurement(change, tmp_path):
     """Names say little: blocks of 16 and of 8, two seeds, have one name."""
 
-    def rows(block=16, makers="", **changed):
-        layout = layouts.random(0.5, seed=int(makers == "seed"))
-        options = SMALL | {"folder": tmp_path, "resume": True} | changed
-        return speed.sweep({"mine": lambda n: BlockSparse(layout, block)}, [64], **options)
+    def rows(block=16, seed=0, samples=2, modes=("fwd",), **changed):
+        pattern = BlockSparse(layouts.random(0.5, seed=seed), block)
+        options = SMALL | {"folder": tmp_path, "resume": True, "samples": samples}
+        return speed.sweep({"mine": lambda n: Case(pattern, n, **SIZES | changed)}, [64], modes, **options)
 
     first = rows()
     assert rows()["run"].tolist() == first["run"].tolist()

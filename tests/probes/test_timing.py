@@ -1,7 +1,6 @@
 import gc
 import math
 import sys
-import time
 import weakref
 from types import SimpleNamespace
 
@@ -13,15 +12,19 @@ import workbench as wb
 from workbench.harness import records
 from workbench.harness.outcome import attempt
 from workbench.probes import timing
+from workbench.probes.case import Case
 
-SMALL = {"n": 40, "heads": 4, "head_dim": 8, "samples": 2, "warmup": 1}
+
+def timed(pattern, **options):
+    case = Case(pattern, **{"n": 40, "heads": 4, "head_dim": 8} | {x: y for x, y in options.items() if x != "seconds"})
+    return timing.time(case, samples=2, **{x: y for x, y in options.items() if x == "seconds"})
 
 
 @pytest.fixture
 def sleep(monkeypatch):
     """A clock that only this function moves on, in place of the machine's."""
     now = [0.0]
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing, "perf_counter", lambda: now[0])
     return lambda seconds: now.append(now.pop() + seconds)
 
 
@@ -112,7 +115,7 @@ class Card:
         event = SimpleNamespace(synchronize=lambda: self.log.append("wait"))
 
         def record():
-            event.at = time.perf_counter()
+            event.at = timing.perf_counter()
             self.log.append("event")
 
         event.record, event.elapsed_time = record, lambda end: 1000 * (end.at - event.at)
@@ -184,7 +187,7 @@ def test_without_nvml_there_are_no_clocks(card, monkeypatch):
 def test_a_cpu_has_no_clocks(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", Card([900], [4]))
     assert timing.measure(int, samples=1) == timing.Timing([pytest.approx(0, abs=100)], None, None)
-    row = timing.time_attention(wb.Dense(), **SMALL)
+    row = timed(wb.Dense())
     assert row["sm_clock_mhz"] is None and row["throttle"] is None
 
 
@@ -197,7 +200,7 @@ def test_nvml_names_every_reason_that_it_has():
 @pytest.mark.parametrize("mode", ["fwd", "fwdbwd"])
 @pytest.mark.parametrize("backend", ["torch", "reference", "sdpa"])
 def test_row_is_a_whole_record(backend, mode, tmp_path):
-    row = timing.time_attention(wb.Dense(causal=True), backend=backend, mode=mode, dtype=torch.float64, **SMALL)
+    row = timed(wb.Dense(causal=True), backend=backend, mode=mode, dtype=torch.float64)
     assert (row["status"], row["error"]) == ("ok", None)
     assert (row["pattern"], row["backend"], row["mode"], row["dtype"]) == ("dense", backend, mode, "float64")
     assert row["pairs"] == 4 * 40 * 41 // 2
@@ -209,7 +212,7 @@ def test_row_is_a_whole_record(backend, mode, tmp_path):
 
 
 def test_auto_is_recorded_as_what_it_took():
-    row = timing.time_attention(wb.Dilated([8, 16], [1, 2]), **SMALL)
+    row = timed(wb.Dilated([8, 16], [1, 2]))
     assert row["backend"] == "torch" and row["pattern_spec"]["segment_lengths"] == [8, 16]
 
 
@@ -221,20 +224,18 @@ def test_any_callable_is_timed_with_gradients_where_asked():
         return q + k.mean(1, keepdim=True).repeat_interleave(2, 2) + v.mean(1, keepdim=True).repeat_interleave(2, 2)
 
     for mode in ("fwd", "fwdbwd"):
-        row = timing.time_attention(wb.Dense(), backend=mine, mode=mode, kv_heads=2, nq=7, batch=3, **SMALL)
+        row = timed(wb.Dense(), backend=mine, mode=mode, kv_heads=2, nq=7, batch=3)
         assert (row["status"], row["backend"], row["kv_heads"], row["nq"]) == ("ok", "mine", 2, 7)
         assert set(seen) == {((3, 7, 4, 8), (3, 40, 2, 8), mode == "fwdbwd", mode == "fwdbwd")}
         seen.clear()
-    assert timing.time_attention(wb.Dense(), backend="operator:matmul", **SMALL)["status"] == "killed"  # three inputs
+    assert timed(wb.Dense(), backend="operator:matmul")["status"] == "killed"  # three inputs
 
 
 def test_sdpa_is_the_dense_attention():
-    from workbench.probes.case import Case
-
     case = Case(wb.Dense(causal=True), 24, 4, 8, torch.float64, "sdpa", kv_heads=2)
     q, k, v = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 8)
     q, k, v = (x[None].double() for x in (q, k, v))
-    got = case._function(q, k, v)[0](q, k, v)
+    got = case.function(q, k, v)[0](q, k, v)
     torch.testing.assert_close(got, wb.reference(q, k, v, wb.Dense(causal=True))[0])
 
 
@@ -248,14 +249,14 @@ def test_sdpa_is_the_dense_attention():
     (wb.Dense(), {"backend": lambda q, k, v: sys.exit(4)}, "killed", "SystemExit: 4"),
 ])  # fmt: skip
 def test_what_does_not_run_is_data(pattern, options, status, error):
-    row = timing.time_attention(pattern, **SMALL, **options)
+    row = timed(pattern, **options)
     assert row["status"] == status and error in row["error"]
     assert row["median_ms"] is None and row["n"] == 40
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a card")
 def test_a_card_that_is_not_there_is_unsupported():
-    assert timing.time_attention(wb.Dense(), **SMALL, device="cuda")["status"] == "unsupported"
+    assert timed(wb.Dense(), device="cuda")["status"] == "unsupported"
 
 
 def test_bad_arguments_are_refused():
@@ -268,7 +269,7 @@ def test_bad_arguments_are_refused():
                        ({"device": "gpu"}, "device='gpu': want 'cpu'"), ({"seconds": None}, "seconds=None"),
                        ({"batch": -1}, "batch=-1"), ({"backend": None}, "backend=None")):  # fmt: skip
         with pytest.raises(ValueError, match=want):
-            timing.time_attention(wb.Dense(), **SMALL | more)
+            timed(wb.Dense(), **more)
     for alternatives in ([int], {}, {"a": 3}, {"A/A": int}, None):
         with pytest.raises(ValueError, match="alternatives"):
             timing.compare(alternatives)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import pandas as pd
@@ -20,7 +21,7 @@ from workbench.engines.layers import MultiheadAttention
 from workbench.fit import estimate
 from workbench.harness import records
 from workbench.harness.outcome import Outcome, attempt
-from workbench.patterns import Dense, Dilated, Pattern
+from workbench.patterns import Dense, Dilated
 from workbench.probes import baselines as others
 from workbench.probes import checks, memory, timing
 from workbench.probes.case import FUSED, Case
@@ -32,32 +33,33 @@ NOT_MEASURED = dict.fromkeys((
 
 
 def measure(
-    patterns: Mapping[str, Pattern], *, n: int, embed_dim=768, heads=12, dtype="bfloat16", device="cuda",
-    peers: Iterable[str] = (), samples=9, seconds=60.0, profile="quick", folder=None,
-) -> pd.DataFrame:  # fmt: skip
-    """Time MultiheadAttention(E, H, pattern) of each pattern on one x (1, N, E), with gradients of x and parameters.
+    cases: Mapping[str, Case], *, peers: Iterable[str] = (), samples=9, seconds=60.0, profile="quick", folder=None
+) -> pd.DataFrame:
+    """Time MultiheadAttention(E, H, pattern) of each case on one x (1, N, E), with gradients of x and parameters.
+
+    cases: {label: case}, all of one N, heads, head_dim, dtype and device; E = H x D. On CUDA Dense by "auto" is torch's
+        attention by cuDNN.
+    peers: names that `baselines.longnet` takes. Each is one more layer for every Dilated pattern with heads="all", of
+        the same branches and the same projections, labelled "<label>, <peer>".
 
     Returns a row each, recorded, and one labelled "A/A", the first layer measured against itself. `speedup` is over the
-    first layer that runs, named in `against`, in the same round (see `timing.compare`). On CUDA Dense is torch's
-    attention by cuDNN; all else is backend "auto". A layer that cannot run is a row with its status.
-    peers: names that `peers.longnet` takes. Each is one more layer for every Dilated pattern with heads="all", of the
-        same branches and the same projections, labelled "<label>, <peer>".
+    first layer that runs, named in `against`, in the same round (see `timing.compare`). A layer that cannot run is a
+    row with its status.
     given_bytes: x, the upstream gradient and the layer's parameters; extra_bytes: the peak above what was allocated
         before the pass, each layer alone, gradients included, and peak_bytes the sum of both. None on a CPU.
     """
     checks.whole("samples", samples, 1)
     checks.number("seconds", seconds)
-    device = checks.device(device)
-    cases = _cases(patterns, tuple(checks.listed("peers", peers)), n, embed_dim, heads, dtype, device)
+    cases = _cases(cases, tuple(checks.listed("peers", peers)))
     recorder, rows, calls, known = records.start("layer", profile, folder), {}, {}, {}
 
     def record(label: str, of: str, outcome: Outcome, **found) -> None:
-        row = cases[of].fields() | NOT_MEASURED | {"label": label, "embed_dim": embed_dim}
+        row = cases[of].fields() | NOT_MEASURED | {"label": label, "embed_dim": _width(cases[of])}
         rows[label] = recorder.row(**row | {"status": outcome.status, "error": outcome.error} | found)
 
-    inputs = attempt(partial(_inputs, embed_dim, next(iter(cases.values()))))
+    inputs = attempt(partial(_inputs, next(iter(cases.values()))))
     for label, case in cases.items():
-        outcome = inputs if inputs.status != "ok" else attempt(partial(_prepare, case, embed_dim, *inputs.result))
+        outcome = inputs if inputs.status != "ok" else attempt(partial(_prepare, case, *inputs.result))
         if outcome.status == "ok":
             calls[label], known[label] = outcome.result
         else:
@@ -68,22 +70,27 @@ def measure(
         of = first if label == timing.AA else label
         found = known[of]
         if compared.status == "ok":
-            peak = _peak(calls[of], str(device), found["given_bytes"]) if label != timing.AA else {}
+            peak = _peak(calls[of], cases[of].device, found["given_bytes"]) if label != timing.AA else {}
             found = compared.result[label] | found | peak | {"against": first}
         record(label, of, compared, **found)
-    return pd.DataFrame([rows[label] for label in (*cases, "A/A") if label in rows])
+    return pd.DataFrame([rows[label] for label in (*cases, timing.AA) if label in rows])
 
 
-def predict(pattern: Pattern, card="h100", *, n: int, embed_dim=768, heads=12, dtype="bfloat16") -> estimate.Estimate:
+def predict(case: Case, card="h100") -> estimate.Estimate:
     """What `measure` would find on a card that need not be there: bytes of a layer's pass, x and parameters too."""
-    pattern = copy.copy(pattern)  # a pattern keeps its tables, and those of a trace have no data
-    case = _cases({"layer": pattern}, (), n, embed_dim, heads, dtype, "cuda")["layer"]
+    # a pattern keeps its tables, and those of a trace have no data
+    case = replace(case, pattern=copy.copy(case.pattern), device="cuda")
+    case = _cases({"layer": case}, ())["layer"]
 
     def prepare(make):
-        x, upstream = (make((1, n, embed_dim), case.dtype) for _ in range(2))
-        return _pass(case, embed_dim, x.requires_grad_(), upstream)[:2]
+        x, upstream = (make((1, case.n, _width(case)), case.dtype) for _ in range(2))
+        return _pass(case, x.requires_grad_(), upstream)[:2]
 
     return estimate.program(prepare, card, ("x", "gradient of the output"))
+
+
+def _width(case: Case) -> int:
+    return case.heads * case.head_dim
 
 
 class Around(MultiheadAttention):
@@ -98,49 +105,48 @@ class Around(MultiheadAttention):
         return self.out(self.function(q, k, v).flatten(-2))
 
 
-def _cases(patterns, peers, n, embed_dim, heads, dtype, device) -> dict[str, Case]:
+def _cases(given: Mapping[str, Case], peers: tuple[str, ...]) -> dict[str, Case]:
     """Label -> what is measured, a peer's name being its backend; ValueError for what cannot be meant."""
-    patterns = checks.named("patterns", patterns, "a pattern")
-    if timing.AA in patterns:
-        raise ValueError(f"patterns={list(patterns)}: want none named 'A/A'")
-    for pattern in patterns.values():
-        MultiheadAttention(embed_dim, heads, pattern, device="meta")  # refuses sizes that do not fit
+    given = checks.named("cases", given, "a Case")
+    if timing.AA in given:
+        raise ValueError(f"cases={list(given)}: want none named 'A/A'")
     for peer in peers:
         if peer not in others.LONGNET:
             raise ValueError(f"peer {peer!r}: want one of {', '.join(map(repr, others.LONGNET))}")
-
-    def case(pattern, backend):
-        return Case(pattern, n, heads, embed_dim // heads, dtype, backend, "fwdbwd", device)
-
+    if len({(x.n, x.heads, x.head_dim, x.dtype, x.device) for x in map(checks.case, given.values())}) > 1:
+        raise ValueError(f"cases={given}: want all of the same n, heads, head_dim, dtype and device")
     cases = {}
-    for label, pattern in patterns.items():
-        cases[label] = case(pattern, "cudnn" if isinstance(pattern, Dense) and device.startswith("cuda") else "auto")
-        if isinstance(pattern, Dilated) and pattern.heads == "all":
-            branches = pattern.segment_lengths, pattern.dilation_rates, pattern.causal
-            theirs = Dilated(*branches, offsets="blocked")
-            cases |= {f"{label}, {peer}": case(theirs, peer) for peer in peers}
-    if peers and len(cases) == len(patterns):
+    for label, case in given.items():
+        if (case.batch, case.kv_heads, case.nq) != (1, case.heads, case.n):
+            raise ValueError(f"case={case}: want one sequence, as many key heads as heads, and as many queries as keys")
+        fused = isinstance(case.pattern, Dense) and case.backend == "auto" and case.device.startswith("cuda")
+        cases[label] = replace(case, mode="fwdbwd", backend="cudnn" if fused else case.backend)
+        if isinstance(case.pattern, Dilated) and case.pattern.heads == "all":
+            branches = case.pattern.segment_lengths, case.pattern.dilation_rates, case.pattern.causal
+            theirs = replace(cases[label], pattern=Dilated(*branches, offsets="blocked"))
+            cases |= {f"{label}, {peer}": replace(theirs, backend=peer) for peer in peers}
+    if peers and len(cases) == len(given):
         raise ValueError(f"peers={list(peers)}: want a Dilated pattern with heads='all' to compare them with")
     return cases
 
 
-def _inputs(embed_dim: int, case: Case) -> tuple[Tensor, Tensor]:
+def _inputs(case: Case) -> tuple[Tensor, Tensor]:
     """x (1, N, E), which wants its gradient, and the upstream gradient (1, N, E)."""
     random = torch.Generator(case.device).manual_seed(case.seed)
     to = {"generator": random, "device": case.device, "dtype": case.dtype}
-    x, upstream = (torch.randn(1, case.n, embed_dim, **to) for _ in range(2))
+    x, upstream = (torch.randn(1, case.n, _width(case), **to) for _ in range(2))
     return x.requires_grad_(), upstream
 
 
-def _prepare(case: Case, embed_dim: int, x: Tensor, upstream: Tensor) -> tuple[Callable[[], tuple], dict]:
+def _prepare(case: Case, x: Tensor, upstream: Tensor) -> tuple[Callable[[], tuple], dict]:
     """(one forward and backward pass, its backend, pairs and how many bytes it is given); it ran once."""
-    call, backend, wanted = _pass(case, embed_dim, x, upstream)
+    call, backend, wanted = _pass(case, x, upstream)
     call()
     given = sum(t.nbytes for t in (*wanted, upstream))
     return call, {"backend": backend, "pairs": case.pattern.pairs(case.n, case.heads), "given_bytes": given}
 
 
-def _pass(case: Case, embed_dim: int, x: Tensor, upstream: Tensor) -> tuple[Callable[[], tuple], str, tuple]:
+def _pass(case: Case, x: Tensor, upstream: Tensor) -> tuple[Callable[[], tuple], str, tuple]:
     """(one forward and backward pass, its backend, the tensors whose gradients it gives)."""
     pattern, backend = case.pattern, case.backend
     make, kernel = MultiheadAttention, contextlib.nullcontext
@@ -157,7 +163,7 @@ def _pass(case: Case, embed_dim: int, x: Tensor, upstream: Tensor) -> tuple[Call
         del q
     with torch.random.fork_rng([x.device] if x.is_cuda else []):  # the same weights for all
         torch.manual_seed(case.seed)
-        layer = make(embed_dim, case.heads, pattern, device=x.device, dtype=x.dtype)
+        layer = make(_width(case), case.heads, pattern, device=x.device, dtype=x.dtype)
     wanted = (x, *layer.parameters())
 
     def call() -> tuple[Tensor, ...]:

@@ -110,7 +110,7 @@ class Case:
             make((self.batch, n, heads, self.head_dim)).requires_grad_(backward)
             for n, heads in ((self.nq, self.heads), (self.n, self.kv_heads), (self.n, self.kv_heads))
         )
-        function, name = self._function(q, k, v)
+        function, name = self.function(q, k, v)
         if not backward:
 
             def forward():
@@ -126,7 +126,7 @@ class Case:
 
         return forward_and_backward, name
 
-    def _function(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable, str]:
+    def function(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable, str]:
         """(the function of q, k and v that `backend` names, its name)."""
         if not isinstance(self.backend, str):
             return self.backend, self.fields()["backend"]

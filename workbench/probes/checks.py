@@ -39,6 +39,13 @@ def callable_(name: str, value) -> Callable:
     return value
 
 
+def case(value):
+    """A `Case`, known by its fields: its module imports this one."""
+    if callable(getattr(value, "prepare_from", None)):
+        return value
+    raise ValueError(f"case={describe(value)}: want a Case, e.g. Case(Dense(), n=4096, heads=8, head_dim=64)")
+
+
 def device(value, here: bool = False) -> str:
     """'cpu', 'cuda' or 'cuda:1', given as such or as a torch.device; here: this machine must have it."""
     name = str(value)
@@ -50,4 +57,4 @@ def device(value, here: bool = False) -> str:
     return name
 
 
-__all__ = ["callable_", "choice", "device", "listed", "named", "number", "whole", "wholes"]
+__all__ = ["callable_", "case", "choice", "device", "listed", "named", "number", "whole", "wholes"]

@@ -8,14 +8,17 @@ Dimensions: B batch, N keys, Nq queries, H query heads, Hkv key heads, D head_di
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from workbench.engines.dispatch import BACKENDS, DTYPES, attention, why_not
+from workbench.engines.dispatch import BACKENDS, DTYPES, attention, choose, why_not
 from workbench.engines.reference import reference
+from workbench.harness.outcome import attempt
 from workbench.probes import checks
 from workbench.probes.case import Case
 
@@ -24,68 +27,71 @@ LSE = {torch.float64: 1e-10, torch.float32: 1e-6, torch.bfloat16: 1e-4, torch.fl
 GRADIENTS = ("dq", "dk", "dv")
 
 
-def table(patterns: Iterable, *, n: int, backends=BACKENDS, dtypes=DTYPES, **sizes) -> pd.DataFrame:
-    """Every backend x pattern x dtype against the oracle: the rows of `measure`, values and gradients.
+def table(patterns: Iterable, *, n: int, backends=BACKENDS, dtypes=DTYPES, heads=2, head_dim=32, **sizes):
+    """Every backend x pattern x dtype against the oracle, values and gradients: a DataFrame of the rows of `of`.
 
     Where a backend refuses the gradients, the refusal is one row and the values alone (mode "fwd"), if it takes those,
     the next. Where it refuses those too, the one row has their reason: it holds whatever is asked for.
-    dtypes: torch's, or their names. sizes: what else `measure` takes (heads, head_dim, device, batch, kv_heads, nq,
-    seed).
+    dtypes: torch's, or their names. sizes: what else a `Case` takes (device, batch, kv_heads, nq, seed).
     """
     backends, dtypes = checks.listed("backends", backends), checks.listed("dtypes", dtypes)
     rows = []
-    for pattern in checks.listed("patterns", patterns):
-        for backend in backends:
-            for dtype in dtypes:
-                rows.append(measure(pattern, n=n, backend=backend, dtype=dtype, **sizes))
-                if rows[-1]["status"] == "refused":
-                    values = measure(pattern, n=n, backend=backend, dtype=dtype, mode="fwd", **sizes)
-                    if values["status"] == "ok":
-                        rows.append(values)
-                    else:
-                        rows[-1]["error"] = values["error"]
+    for pattern, backend, dtype in itertools.product(checks.listed("patterns", patterns), backends, dtypes):
+        case = Case(pattern, n, heads, head_dim, dtype, backend, "fwdbwd", **sizes)
+        rows.append(of(case))
+        if rows[-1]["status"] == "refused":
+            values = of(replace(case, mode="fwd"))
+            if values["status"] == "ok":
+                rows.append(values)
+            else:
+                rows[-1]["error"] = values["error"]
     return pd.DataFrame(rows)
 
 
-def measure(
-    pattern, *, n, heads=2, head_dim=32, dtype=torch.float32, backend="torch", mode="fwdbwd", device="cpu", batch=1,
-    kv_heads=None, nq=None, seed=0,
-) -> dict:  # fmt: skip
-    """One flat row: error_X and budget_X for X in out, lse and, in mode "fwdbwd", dq, dk, dv; and `worst`.
+def of(case: Case) -> dict:
+    """The errors of one call on random inputs, a record's row: error_X and budget_X for X in out, lse and, in mode
+    "fwdbwd", dq, dk, dv; and `worst`, the largest error / budget.
 
-    `worst` is the largest error / budget.
     Errors are ||got - want|| / ||want||, for gradients with the norm of the upstream gradient where that is larger, and
     for lse the largest |got - want| / max(1, |want|). A quantity that the backend does not return is left out. The
-    status is "ok" or "refused", then with the reason in `error`.
+    status is "ok", or another with the reason in `error`. The inputs are drawn on the CPU.
     """
-    case = Case(pattern, n, heads, head_dim, dtype, backend, mode, device, batch, kv_heads, nq, seed)
+    row = {"probe": "error"} | checks.case(case).fields()
     checks.device(case.device, here=True)
-    dtype, nq, kv_heads = case.dtype, case.nq, case.kv_heads
-    random = torch.Generator().manual_seed(seed)
-    shapes = [(batch, nq, heads, head_dim), *[(batch, n, kv_heads, head_dim)] * 2, (batch, nq, heads, head_dim)]
-    q, k, v, upstream = (torch.randn(s, generator=random).to(device, dtype) for s in shapes)
-    backward = mode == "fwdbwd"
+    random = torch.Generator().manual_seed(case.seed)
+    pattern, backward = case.pattern, case.mode == "fwdbwd"
+    many = ((case.nq, case.heads), (case.n, case.kv_heads), (case.n, case.kv_heads), (case.nq, case.heads))
+    q, k, v, upstream = (
+        torch.randn(case.batch, *x, case.head_dim, generator=random).to(case.device, case.dtype) for x in many
+    )
     leaves = [x.requires_grad_(backward) for x in (q, k, v)]
-    row = {
-        "probe": "error", "pattern": pattern.name, "backend": backend, "n": n, "nq": nq, "batch": batch, "heads": heads,
-        "kv_heads": kv_heads, "head_dim": head_dim, "dtype": str(dtype).removeprefix("torch."), "mode": mode,
-        "causal": pattern.causal, "seed": seed,
-    }  # fmt: skip
     with torch.set_grad_enabled(backward):
-        reason = why_not(backend, *leaves, pattern)
-        if reason:
-            return row | {"status": "refused", "error": reason}
+        outcome = attempt(lambda: _run(case, leaves))
+        if outcome.status != "ok":
+            return row | {"status": outcome.status, "error": outcome.error}
+        run, row["backend"] = outcome.result
         exact = [x.detach().double().requires_grad_(backward) for x in leaves]
         want = _quantities(lambda *x: reference(*x, pattern), exact, upstream, backward)
-        if why_not(backend, *leaves, pattern, return_lse=True):
-            got = _quantities(lambda *x: (attention(*x, pattern, backend=backend), None), leaves, upstream, backward)
-        else:
-            run = lambda *x: attention(*x, pattern, backend=backend, return_lse=True)  # noqa: E731
-            got = _quantities(run, leaves, upstream, backward)
+        got = _quantities(run, leaves, upstream, backward)
         budget = _budgets(want, leaves, upstream, pattern, backward)
     errors = {name: _error(name, got[name], want[name], upstream) for name in got}
     row |= {f"error_{name}": e for name, e in errors.items()} | {f"budget_{name}": budget[name] for name in errors}
     return row | {"status": "ok", "worst": max(_share(e, budget[name]) for name, e in errors.items())}
+
+
+def _run(case: Case, leaves) -> tuple[Callable, str]:
+    """(the call, q, k, v -> (out, lse or None); its backend); ValueError or NotImplementedError where it cannot run."""
+    pattern, backend = case.pattern, case.backend
+    if backend == "auto":
+        backend = choose("auto", *leaves, pattern)[0]
+    if backend not in BACKENDS:
+        function, name = case.function(*leaves)
+        return lambda *x: (function(*x), None), name
+    if reason := why_not(backend, *leaves, pattern):
+        raise ValueError(reason)
+    if why_not(backend, *leaves, pattern, return_lse=True):
+        return lambda *x: (attention(*x, pattern, backend=backend), None), backend
+    return lambda *x: attention(*x, pattern, backend=backend, return_lse=True), backend
 
 
 def _quantities(run, leaves, upstream: Tensor, backward: bool) -> dict[str, Tensor]:

@@ -62,23 +62,20 @@ def measure(fn: Callable[[], object], device: str = "cpu") -> Memory:
     return _on_cpu(fn) if device == "cpu" else _on_cuda(fn, torch.device(device))
 
 
-def measure_attention(
-    pattern, *, n, heads, head_dim, dtype=torch.float32, backend="auto", mode="fwd", device="cpu", batch=1,
-    kv_heads=None, nq=None, seed=0, in_process=False, timeout_s=600.0,
-) -> dict:  # fmt: skip
+def peak(case: Case, *, in_process: bool = False, timeout_s: float = 600.0) -> dict:
     """The memory of one attention call on random inputs: a record's row, whatever becomes of it (see `Case`).
 
     Runs in a fresh process, as it must be for a number to be published, under a time limit; or in this one, which is
     quick and the same but for device used. peak_bytes is the peak allocated, inputs included, extra_bytes what is above
-    them. ValueError for what no call can be.
+    them. ValueError for what no process can be given.
     """
-    case = Case(pattern, n, heads, head_dim, dtype, backend, mode, device, batch, kv_heads, nq, seed)
+    fields = checks.case(case).fields()
     if in_process:
         outcome = attempt(lambda: _of_case(case))
     else:
         timeout_s = checks.number("timeout_s", timeout_s)
         outcome = shared().run(f"{__name__}:_of_case", (case,), timeout_s)
-    row = {"probe": "memory"} | case.fields() | {"status": outcome.status, "error": outcome.error, "measured": True}
+    row = {"probe": "memory"} | fields | {"status": outcome.status, "error": outcome.error, "measured": True}
     row |= {"pairs": None, "peak_bytes": None, "extra_bytes": None}
     if outcome.status == "ok":
         row["pairs"], row["backend"], memory = outcome.result
@@ -121,6 +118,7 @@ def _on_cuda(fn, device: torch.device) -> Memory:
 
 
 # --- CPU -------------------------------------------------------------------------------------------------------------
+
 
 def _on_cpu(fn, before: int = 0) -> Memory:
     _, after, peak = _allocations(fn)

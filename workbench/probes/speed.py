@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import pandas as pd
 import torch
@@ -15,18 +16,18 @@ import torch
 from workbench.harness import records
 from workbench.harness.narrate import MODES, listed, number, spread
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, from_spec, layouts
-from workbench.probes import checks, roofline
+from workbench.probes import checks, roofline, timing
 from workbench.probes.case import Case
-from workbench.probes.timing import compare, time_attention
 
-Maker = Callable[[int], Pattern]
+Lengths = Callable[[int], Case]
 KEY = ("pattern", "n", "heads", "head_dim", "dtype", "causal", "mode", "batch", "kv_heads", "nq")
 
 
-def lineup(segments, rates, sparsity: float, radius: int, block_size: int = 128) -> dict[str, Maker]:
-    """Name -> a function of N, for the four kinds of pattern that are timed against each other.
+def lineup(segments, rates, sparsity: float, radius: int, block_size: int = 128, **sizes) -> dict[str, Lengths]:
+    """Name -> the `Case` at N, for the four kinds of pattern that are timed against each other.
 
-    The neighborhood is on the squarest grid of N = rows x cols, its tokens along a Hilbert curve.
+    The neighborhood is on the squarest grid of N = rows x cols, its tokens along a Hilbert curve. sizes: what else a
+    `Case` takes (heads, head_dim, dtype, device).
     """
     from workbench.patterns import orderings
 
@@ -34,52 +35,46 @@ def lineup(segments, rates, sparsity: float, radius: int, block_size: int = 128)
         rows = next(r for r in range(int(n**0.5), 0, -1) if n % r == 0)
         return Neighborhood((rows, n // rows), radius, orderings.hilbert((rows, n // rows)))
 
-    return {
+    makers = {
         "dense": lambda n: Dense(),
         "dilated": lambda n: Dilated(segments, rates),
         "block-sparse": lambda n: BlockSparse(layouts.random(1 - sparsity), block_size),
         "neighborhood": neighborhood,
     }
+    return {name: lambda n, make=make: Case(make(n), n, **sizes) for name, make in makers.items()}
 
 
 def sweep(
-    makers: Mapping[str, Maker], lengths: Iterable[int], *, heads: int, head_dim: int, dtype="float32", device="cpu",
-    modes=("fwd",), samples=9, seconds=10.0, profile="quick", resume=False, folder=None, say=print,
+    cases: Mapping[str, Lengths], lengths: Iterable[int], modes=("fwd",), *, samples=9, seconds=10.0, profile="quick",
+    resume=False, folder=None, say=print,
 ) -> pd.DataFrame:  # fmt: skip
-    """Time every pattern at every length, forward ("fwd") and with gradients ("fwdbwd"); see `table` for the columns.
+    """Time every case at every length, forward ("fwd") and with gradients ("fwdbwd"); see `table` for the columns.
 
-    Dense attention runs as torch's own, by each fused kernel that the device has; the others by backend "auto". Each
-    row is in the journal when it is measured; with resume, what the journal already has is not measured again: the same
-    pattern, inputs, samples and seconds, on the same device, by the same code and versions. seconds: about what a row
-    may take. say: takes the progress, a line a length; None for silence. ValueError for what cannot be timed.
+    cases: {label: a function of N that gives the case}. Where its backend is "auto", dense attention runs as torch's
+    own, by each fused kernel that the device has. Each row is in the journal when it is measured; with resume, what the
+    journal already has is not measured again: the same pattern, inputs, samples and seconds, on the same device, by the
+    same code and versions. seconds: about what a row may take. say: takes the progress, a line a length; None for
+    silence. ValueError for what cannot be timed.
     """
-    makers = checks.named("makers", makers, "a function of N")
+    cases = checks.named("cases", cases, "a function of N that gives a Case")
     lengths = [checks.whole("length", n, 1) for n in checks.listed("lengths", lengths)]
-    wanted, chosen = {}, {}
-    for n in lengths:
-        for label, maker in makers.items():
-            pattern = checks.callable_(f"makers[{label!r}]", maker)(n)
-            for mode in checks.listed("modes", modes):
-                for backend in dense_backends(device) if isinstance(pattern, Dense) else ("auto",):
-                    case = Case(pattern, n, heads, head_dim, dtype, backend, mode, device)
-                    wanted[label, n, mode, backend] = case
     rounds = {"samples": checks.whole("samples", samples, 1), "seconds": checks.number("seconds", seconds)}
-    recorder, before = records.start("timing", profile, folder), None
-    for (label, n, mode, backend), case in wanted.items():
+    wanted = []
+    for n, (label, at) in itertools.product(lengths, cases.items()):
+        case = checks.case(checks.callable_(f"cases[{label!r}]", at)(n))
+        usual = isinstance(case.pattern, Dense) and case.backend == "auto"
+        for mode in checks.listed("modes", modes):
+            for backend in dense_backends(case.device) if usual else (case.backend,):
+                wanted.append((n, label, replace(case, mode=mode, backend=backend)))
+    recorder, rows, before = records.start("timing", profile, folder), [], None
+    for n, label, case in wanted:
         if say and n != before:
             say(f"{lengths.index(n) + 1}/{len(lengths)}: N = {n:,}")
-        before = n
-        asked = {"asked": backend, "label": label} | rounds
-        key = {x: y for x, y in case.fields().items() if x != "backend"} | asked
-        known = [row for row in recorder.rows(**key) if row["status"] in records.SETTLED] if resume else []
-        if not known:
-            row = time_attention(
-                case.pattern, n=n, heads=heads, head_dim=head_dim, dtype=dtype, backend=backend, mode=mode,
-                device=device, warmup=1, **rounds,
-            )  # fmt: skip
-            known = [recorder.row(**row | asked)]
-        chosen[label, n, mode, backend] = known[-1]
-    return table(recorder.frame(list(chosen.values())))
+        before, fields = n, case.fields()
+        asked = {"asked": fields.pop("backend"), "label": label} | rounds
+        known = [x for x in recorder.rows(**fields, **asked) if x["status"] in records.SETTLED] if resume else []
+        rows.append(known[-1] if known else recorder.row(**timing.time(case, warmup=1, **rounds) | asked))
+    return table(recorder.frame(rows))
 
 
 def dense_backends(device: str) -> tuple[str, ...]:
@@ -191,32 +186,30 @@ def against_ceiling(rows: pd.DataFrame, ceilings: dict) -> pd.DataFrame:
 
 
 def break_even(
-    sparsities: Iterable[float], *, n: int, heads: int, head_dim: int, dtype="float32", device="cpu", mode="fwd",
-    samples=5, seconds=60.0, block_size=128, profile="quick", folder=None,
-) -> pd.DataFrame:  # fmt: skip
-    """Random block layouts against the fastest dense kernel, interleaved in one run: a row a sparsity, and "A/A".
+    dense: Case, sparsities: Iterable[float], *, block_size=128, samples=5, seconds=60.0, profile="quick", folder=None
+) -> pd.DataFrame:
+    """Random block layouts against dense attention of the same sizes, interleaved in one run: a row a sparsity, and
+    "A/A".
 
-    Columns: sparsity (achieved), speedup with its 95% interval (speedup_low, speedup_high), ideal (dense pairs over
-    attended pairs), median_ms. The row "A/A" is dense measured against itself: what noise alone does. All are recorded.
+    dense: a case of `Dense`; by backend "auto" it is the fastest kernel. Columns: sparsity (achieved), speedup with its
+    95% interval (speedup_low, speedup_high), ideal (dense pairs over attended pairs), median_ms. The row "A/A" is dense
+    measured against itself: what noise alone does. All are recorded.
     """
-    sparsities = checks.listed("sparsities", sparsities)
+    sparsities, n = checks.listed("sparsities", sparsities), checks.case(dense).n
     for sparsity in sparsities:
         checks.number("1 - sparsity", 1 - sparsity if isinstance(sparsity, (int, float)) else sparsity, most=1)
-    dense = fastest_dense(n=n, heads=heads, head_dim=head_dim, dtype=dtype, device=device, mode=mode)
-    sizes = (n, heads, head_dim, dtype)
-    cases = {"dense": Case(Dense(), *sizes, dense, mode, device)}
+    cases = {"dense": replace(dense, backend=fastest_dense(dense)) if dense.backend == "auto" else dense}
     for sparsity in sparsities:
         pattern = BlockSparse(layouts.random(1 - sparsity), block_size)
-        cases[pattern.name] = Case(pattern, *sizes, "auto", mode, device)
+        cases[pattern.name] = replace(dense, pattern=pattern, backend="auto")
     calls = {name: case.prepare() for name, case in cases.items()}
-    frame = compare({name: call for name, (call, _) in calls.items()}, warmup=1, samples=samples, seconds=seconds)
-    recorder = records.start("break_even", profile, folder)
-    total = n * n * heads
-    rows = []
+    alone = {name: call for name, (call, _) in calls.items()}
+    frame = timing.compare(alone, warmup=1, samples=samples, seconds=seconds)
+    recorder, rows, total = records.start("break_even", profile, folder), [], n * n * dense.heads
     for name, line in frame.iterrows():
-        case = cases["dense" if name == "A/A" else name]
-        pairs = case.pattern.pairs(n, heads)
-        row = case.fields() | {"backend": calls["dense" if name == "A/A" else name][1]} | line.to_dict()
+        of = "dense" if name == timing.AA else name
+        pairs = cases[of].pattern.pairs(n, dense.heads)
+        row = cases[of].fields() | {"backend": calls[of][1]} | line.to_dict()
         row |= {"name": name, "pairs": pairs, "sparsity": 1 - pairs / total, "ideal": total / pairs, "status": "ok"}
         rows.append(recorder.row(**row))
     return pd.DataFrame(rows)
@@ -270,18 +263,12 @@ def pays_from(rows: pd.DataFrame) -> float | None:
     return won
 
 
-def fastest_dense(*, n, heads, head_dim, dtype, device, mode="fwd") -> str:
+def fastest_dense(case: Case) -> str:
     """The dense backend that is fastest at this size on this device."""
-    took = {}
-    for backend in dense_backends(device):
-        row = time_attention(
-            Dense(), n=n, heads=heads, head_dim=head_dim, dtype=dtype, device=device, backend=backend, mode=mode,
-            warmup=1, samples=3, seconds=5,
-        )  # fmt: skip
-        if row["status"] == "ok":
-            took[backend] = row["median_ms"]
+    rows = [timing.time(replace(case, backend=x), warmup=1, samples=3, seconds=5) for x in dense_backends(case.device)]
+    took = {row["backend"]: row["median_ms"] for row in rows if row["status"] == "ok"}
     if not took:
-        raise ValueError(f"n={n}, {heads} x {head_dim}, {dtype} on {device}: no dense backend runs this")
+        raise ValueError(f"{case}: no dense backend runs this")
     return min(took, key=took.get)
 
 

@@ -10,15 +10,15 @@ import functools
 import operator
 import random
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 import torch
 
 from workbench.harness.outcome import attempt
-from workbench.probes import checks as arguments
+from workbench.probes import checks
 from workbench.probes.case import Case
 
 AA = "A/A"  # the first alternative measured against itself: what noise alone does
@@ -71,16 +71,16 @@ def measure(fn: Callable[[], object], *, warmup: int = 2, samples: int = 9, seco
     work on a GPU the samples are taken by CUDA events, queued without waiting in between, so that the time to launch
     kernels shows only where the GPU waits for it.
     """
-    arguments.callable_("fn", fn)
+    checks.callable_("fn", fn)
     _check(samples, warmup, seconds)
     clocks = _Clocks()
     seconds -= _warm(fn, warmup, seconds)
     clocks.sample()
-    reads, begin = [], time.perf_counter()
+    reads, begin = [], perf_counter()
     lasts = _lasts(fn) if _on_gpu() else None  # of events, known only when it is too late
     while len(reads) < samples:
         reads.append(_sample(fn))
-        spent = time.perf_counter() - begin if lasts is None else len(reads) * lasts
+        spent = perf_counter() - begin if lasts is None else len(reads) * lasts
         if len(reads) >= 3 and spent + spent / len(reads) > seconds:  # fewer would show no spread
             break
     taken = []
@@ -104,21 +104,21 @@ def compare(
     """
     import pandas as pd
 
-    alternatives = arguments.named("alternatives", alternatives, "a function without arguments")
+    alternatives = checks.named("alternatives", alternatives, "a function without arguments")
     if AA in alternatives:
         raise ValueError(f"alternatives={list(alternatives)}: want none named 'A/A'")
     for name, fn in alternatives.items():
-        arguments.callable_(f"alternatives[{name!r}]", fn)
+        checks.callable_(f"alternatives[{name!r}]", fn)
     _check(samples, warmup, seconds)
     first = next(iter(alternatives))
     runs = {**alternatives, AA: alternatives[first]}
-    clocks, begin = _Clocks(), time.perf_counter()
+    clocks, begin = _Clocks(), perf_counter()
     for fn in alternatives.values():
         _warm(fn, warmup, seconds / len(alternatives))
     clocks.sample()
     shuffled, reads, places = random.Random(seed), {name: [] for name in runs}, {name: [] for name in runs}
     for done in range(samples):
-        if done >= 3 and time.perf_counter() - begin > seconds:
+        if done >= 3 and perf_counter() - begin > seconds:
             break
         for place, name in enumerate(shuffled.sample(list(runs), len(runs))):
             reads[name].append(_sample(runs[name]))
@@ -137,20 +137,16 @@ def compare(
     return pd.DataFrame(rows, index=pd.Index(timings, name="name"))
 
 
-def time_attention(
-    pattern, *, n, heads, head_dim, dtype=torch.float32, backend="auto", mode="fwd", device="cpu", batch=1,
-    kv_heads=None, nq=None, seed=0, warmup=2, samples=9, seconds=10.0,
-) -> dict:  # fmt: skip
+def time(case: Case, *, warmup: int = 2, samples: int = 9, seconds: float = 10.0) -> dict:
     """Time one attention call on random inputs: a record's row, whatever becomes of it (see `Case` and `Outcome`).
 
-    `backend` becomes the one that 'auto' stands for; `pairs` are those of one batch entry.
+    `backend` becomes the one that 'auto' stands for; `pairs` are those of one batch entry. The rest as in `measure`.
     """
-    case = Case(pattern, n, heads, head_dim, dtype, backend, mode, device, batch, kv_heads, nq, seed)
     _check(samples, warmup, seconds)
-    row = {"probe": "timing"} | case.fields()
+    row = {"probe": "timing"} | checks.case(case).fields()
 
     def work():
-        pairs = pattern.pairs(n, heads, case.nq)
+        pairs = case.pattern.pairs(case.n, case.heads, case.nq)
         call, name = case.prepare()
         return pairs, name, measure(call, warmup=warmup, samples=samples, seconds=seconds)
 
@@ -165,18 +161,18 @@ def time_attention(
 
 
 def _check(samples: int, warmup: int, seconds: float) -> None:
-    arguments.whole("samples", samples, 1)
-    arguments.whole("warmup", warmup, 0)
+    checks.whole("samples", samples, 1)
+    checks.whole("warmup", warmup, 0)
     if seconds != 0:
-        arguments.number("seconds", seconds)
+        checks.number("seconds", seconds)
 
 
 def _sample(fn) -> Callable[[], float]:
     """Run fn once; what is returned reads how many milliseconds it took, once the GPU is done."""
     if not _on_gpu():
-        begin = time.perf_counter()
+        begin = perf_counter()
         fn()
-        taken = 1000 * (time.perf_counter() - begin)
+        taken = 1000 * (perf_counter() - begin)
         return lambda: taken
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
@@ -192,21 +188,21 @@ def _sample(fn) -> Callable[[], float]:
 
 def _warm(fn, calls: int, seconds: float) -> float:
     """Call fn until warm; returns the seconds that took."""
-    begin = time.perf_counter()
+    begin = perf_counter()
     for _ in range(calls):
         _lasts(fn)
-        if time.perf_counter() - begin > seconds:
+        if perf_counter() - begin > seconds:
             break
-    return time.perf_counter() - begin
+    return perf_counter() - begin
 
 
 def _lasts(fn) -> float:
     """Seconds that a call takes, waiting for the GPU if there is one."""
-    begin = time.perf_counter()
+    begin = perf_counter()
     fn()
     if _on_gpu():
         torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    return perf_counter() - begin
 
 
 def _on_gpu() -> bool:
