@@ -19,6 +19,8 @@ from tests.distributed.work import plan_of
 from workbench import layouts
 from workbench.analysis.multicard import one_thread
 from workbench.distributed import Plan, Shards, fills, partials, plan
+from workbench.distributed.copies import Block
+from workbench.distributed.exchange import Slot
 from workbench.distributed.halo import Residues
 from workbench.distributed.plans import Stage
 from workbench.distributed.shards import Rows, clip
@@ -146,8 +148,9 @@ def test_what_a_partial_gathers_is_found_once_a_rank(monkeypatch):
     found, looked, real = plan(wb.Dense(), Shards.even(1 << 14, 2048), 2), [], fills.clip
     (partial,) = partials.stage_partials(found, 2047, found.stages[0])
     monkeypatch.setattr(fills, "clip", lambda *x: looked.append(x) or real(*x))
-    filled = fills.fills(found, 2047, found.stages[0], partial)
-    assert len(filled) == 2047 and [x.to.start for x in filled] == list(range(0, 2047 * 8, 8))
+    slots = [[Slot(Block(8 * source, 8, 2), 0, (0, 1), None)] for source in range(2047)] + [[]]
+    filled = fills.fills(found, 2047, found.stages[0], partial, slots)
+    assert len(filled) == 2047 and [x.target.rows.start for x in filled] == list(range(0, 2047 * 8, 8))
     assert len(looked) <= 2048
 
 
@@ -197,7 +200,7 @@ def test_refused(arguments, words):
 
 @pytest.mark.parametrize("lengths", [(), (1, -1), (1.0,), (True, 2)])
 def test_lengths_are_ints(lengths):
-    with pytest.raises(ValueError, match="want an int"):
+    with pytest.raises(ValueError, match="want an int|list of ints"):
         Shards(lengths)
 
 

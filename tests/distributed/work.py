@@ -150,7 +150,7 @@ def _hop_dropped(patch_):
         pending.wait()
         neighbour = self.slots[stage][1][(self.ranks.rank - 1) % self.plan.world]
         for slot in neighbour:
-            self.parcels(received, slot, 1).zero_()
+            self.rows(received, slot.block).zero_()
         return pending
 
     patch_(exchange.Exchange, "group_cast", group_cast)
@@ -161,7 +161,7 @@ def _return_dropped(patch_):
 
     def add(self, stage, arrived, dk, dv):
         for slot in self.slots[stage][0][(self.ranks.rank + 1) % self.plan.world]:
-            self.parcels(arrived, slot, 1).zero_()
+            self.rows(arrived, slot.block).zero_()
         real(self, stage, arrived, dk, dv)
 
     patch_(exchange.Exchange, "add", add)
@@ -662,7 +662,7 @@ def on_card(pattern):
     """The index tensors that a plan made ready keeps on the card."""
     for executor in (x.executor for x in plans_of(pattern).values() if isinstance(x.executor, Executor)):
         every = executor.every
-        copied = [x for placed in every for part in placed.parts for x in (part.to, part.rows)]
+        copies = [*(placed.copies for placed in every), *executor.exchange.copies.values()]
+        copied = [view.rows for some in copies for copy in some for view in (copy.source, copy.target)]
         queries = [x for placed in every for x in (placed.border_rows, placed.overwritten)]
-        packed = [put.index for puts in executor.exchange.puts.values() for put in puts]
-        yield from (x for x in (*copied, *queries, *packed) if isinstance(x, torch.Tensor))
+        yield from (x for x in (*copied, *queries) if isinstance(x, torch.Tensor))

@@ -12,34 +12,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn.functional import pad
 
-from workbench.distributed.exchange import Exchange, Slot, StridedView, length, strided_views
-from workbench.distributed.fills import Fill
+from workbench.distributed.copies import Block, Copy, StridedView, length, strided_views
+from workbench.distributed.exchange import Exchange
 from workbench.distributed.partials import Partial
 from workbench.distributed.plans import Stage
-
-
-class Part(NamedTuple):
-    """Rows of a partial's keys that one copy fills, and whose gradients one addition returns.
-
-    to, heads: where among the keys and key heads of the partial, `count` runs of heads side by side
-    slot: the first of as many parcels (None: the rank's own rows); rows, its_heads: which of each parcel's
-    own: which of the rank's own rows and heads
-    first: whether it is the first to write gradients there (see `FirstWrites`)
-    """
-
-    to: slice | Tensor
-    heads: slice
-    count: int
-    slot: Slot | None
-    rows: slice | Tensor
-    its_heads: slice
-    own: StridedView
-    first: bool = False
 
 
 class Placed:
@@ -47,115 +27,63 @@ class Placed:
 
     work: the queries that the rank computes, in one range or two, which lie one after the other in its q
     keys, key_heads: how many the partial has
-    own: its keys as rows of the rank's own k and v, if one indexing gives them
+    copies: which bring its keys together, and whose gradients go back the same way
+    all_own: whether its keys are rows of the rank's own k and v, which one indexing gives
     in_buffer: its keys as rows of the stage's receive buffer, if they lie there one after the other, but for the
         `trailing` ones at the end: the rank's own rows, which are copied there, or padding that no query sees
-    full: whether `parts` fill all keys
+    full: whether the copies fill all keys
     border_rows: the partial's queries, int64, as rows of q, if they are no range; its results overwrite what is there
     overwritten: the queries, int64, as rows of q, whose results another partial overwrites; or None
     first: whether the partial is the first to write where its results go (see `FirstWrites`)
     """
 
-    def __init__(self, partial: Partial, fills: list[Fill], stage: Stage | None, exchange: Exchange, work: list[range]):
-        self.partial, self.fills, self.exchange, self.stage = partial, fills, exchange, stage
+    def __init__(
+        self, partial: Partial, copies: list[Copy], stage: Stage | None, exchange: Exchange, work: list[range]
+    ):
+        self.partial, self.copies, self.exchange, self.stage = partial, copies, exchange, stage
         self.batch = slice(None) if partial.batch is None else slice(partial.batch, partial.batch + 1)
         self.border_rows, self.overwritten = (
             x - work[0].start if isinstance(x, Tensor) else None
             for x in (partial.groups[0].queries, partial.overwritten)
         )
         ranges = partial.groups if self.border_rows is None else ()
-        self.queries = strided_views([(_rows(s.queries, work), s.heads) for s in ranges])
+        self.queries = strided_views(StridedView(_rows(s.queries, work), s.heads) for s in ranges)
         self.heads = list(itertools.accumulate((x.count * length(x.heads) for x in self.queries), initial=0))
         self.first = False  # until `FirstWrites` says so
         self.keys = len(partial.groups[0].keys)
         self.key_heads = sum(len(range(exchange.plan.kv_heads)[s.key_heads]) for s in partial.groups)
-        self.slots = [None if x.parcel is None else exchange.slots[stage][1][x.source][x.parcel] for x in self.fills]
-        self.parts = self._parts()
-        own = [x for x in self.fills if x.parcel is None]
-        self.own = own[0] if own == self.fills and len(own) == 1 and _length(own[0].to) == self.keys else None
-        self.in_buffer, self.trailing = self._in_buffer(stage)
-        self.full = sum(_length(x.to) * _length(x.to_heads) for x in self.fills) == self.keys * self.key_heads
+        self.full = sum(x.target.size for x in copies) == self.keys * self.key_heads
+        self.all_own = len(copies) == 1 and self.full and copies[0].block is None and copies[0].source.count == 1
+        self.in_buffer, self.trailing = self._in_buffer()
 
     def to(self, device) -> None:
         """Move the indices that copies need to the device."""
-        self.border_rows, self.overwritten = (_on(x, device) for x in (self.border_rows, self.overwritten))
-        for x, part in enumerate(self.parts):
-            if isinstance(part.rows, Tensor):
-                rows = part.rows.to(device)
-                part = part._replace(rows=rows, own=part.own._replace(rows=rows))
-            self.parts[x] = part._replace(to=_on(part.to, device))
-        if self.own is not None:
-            self.own = self.own._replace(rows=self.parts[0].rows)
+        self.copies = [x.to(device) for x in self.copies]
+        self.border_rows, self.overwritten = (
+            x if x is None else x.to(device) for x in (self.border_rows, self.overwritten)
+        )
 
-    def _in_buffer(self, stage: Stage | None) -> tuple[Slot | None, int]:
+    def _in_buffer(self) -> tuple[Block | None, int]:
         """(where in the stage's receive buffer the partial's keys lie in order, how many at the end are not received).
 
-        (None, 0) if they do not lie there.
+        (None, 0) if they do not lie there. They do if, by where each copy has its rows, the partial's first key would
+        begin at one and the same element.
         """
-        found, rows, no = None, 0, (None, 0)
-        received = [x for x in self.parts if x.slot is not None]
-        for _, of_source in itertools.groupby(received, lambda part: part.slot.start):
-            for x in (parts := list(of_source)):
-                if isinstance(x.rows, Tensor) or isinstance(x.to, Tensor) or (x.rows.step or 1) != 1:
-                    return no
-                its_heads = slice(x.slot.at, x.slot.at + x.count * len(x.slot.heads))
-                if _plain(x.heads) != its_heads or x.its_heads.indices(len(x.slot.heads)) != (0, len(x.slot.heads), 1):
-                    return no
-            first = parts[0]
-            if any((x.to, x.rows) != (first.to, first.rows) for x in parts) or first.to.start != rows:
-                return no
-            if first.slot.width != self.key_heads or sum(length(x.heads) for x in parts) != self.key_heads:
-                return no
-            start = first.slot.start + first.rows.start * self.exchange.row(first.slot)
-            if found is not None and found.start + rows * self.exchange.row(found) != start:
-                return no
-            found = found or first.slot._replace(start=start, at=0, heads=tuple(range(self.key_heads)))
-            rows += length(first.rows)
-        if found is None:
-            return no
-        trailing, own = self.keys - rows, [x for x in self.parts if x.slot is None]
-        if trailing and found.start + rows * self.exchange.row(found) != sum(self.exchange.splits[stage][1]):
-            return no  # something else arrives there
-        if own and (
-            any(x.to != slice(rows, self.keys) for x in own) or sum(length(x.heads) for x in own) != self.key_heads
-        ):
-            return no
-        return found._replace(rows=self.keys), trailing
-
-    def _parts(self) -> list[Part]:
-        """The fills as few copies: of own rows those that are one view, of received rows parcels side by side."""
-        found: list[Part] = []
-        together = sorted(
-            zip(self.fills, self.slots, strict=True), key=lambda pair: (pair[1] is not None, pair[0].source)
-        )
-        for x, slot in together:
-            longer = self._with(found[-1], x, slot) if found else None
-            if longer:
-                found[-1] = longer
-            else:
-                found.append(Part(x.to, x.to_heads, 1, slot, x.rows, x.heads, StridedView(x.rows, x.heads)))
-        return found
-
-    def _with(self, last: Part, x: Fill, slot: Slot | None) -> Part | None:
-        """The part extended by a fill, if the two are one copy, else None."""
-        many = length(x.to_heads)
-        if any(isinstance(y, Tensor) for y in (last.to, last.rows, x.to, x.rows)) or last.to != x.to:
-            return None
-        if (
-            (x.to_heads.step or 1) != 1
-            or many * last.count != length(last.heads)
-            or x.to_heads.start != last.heads.stop
-        ):
-            return None
-        longer = last._replace(heads=slice(last.heads.start, x.to_heads.stop), count=last.count + 1)
-        if slot is None:
-            own = last.own.extended(x.rows, x.heads) if last.slot is None else None
-            return own and longer._replace(own=own)
-        if last.slot is None or (last.rows, last.its_heads) != (x.rows, x.heads):
-            return None
-        many = len(slot.heads)
-        same = (last.slot.start, len(last.slot.heads)) == (slot.start, many)
-        return longer if same and slot.at == last.slot.at + last.count * many else None
+        received, starts = [x for x in self.copies if x.block is not None], set()
+        for x in received:
+            for (rows, heads), (to, to_heads) in zip(x.source.each(), x.target.each(), strict=True):
+                even = not any(isinstance(y, Tensor) or (y.step or 1) > 1 for y in (rows, heads, to, to_heads))
+                there = even and heads == to_heads and x.block.width == self.key_heads
+                starts.add(x.block.start + (rows.start - to.start) * self.exchange.row(x.block) if there else None)
+        if len(starts) != 1 or None in starts:
+            return None, 0
+        block = Block(starts.pop(), self.keys, self.key_heads)
+        keys, more = divmod(sum(x.target.size for x in received), self.key_heads)
+        last = max(to.stop for x in received for to, _ in x.target.each())
+        trailing, behind = self.keys - keys, block.start + keys * self.exchange.row(block)
+        if more or last != keys or trailing and behind != sum(self.exchange.splits[self.stage][1]):
+            return None, 0  # there are gaps, or something else arrives behind
+        return (block, trailing) if self.full or len(received) == len(self.copies) else (None, 0)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -194,54 +122,38 @@ class Placed:
 
     def gather(self, k: Tensor, v: Tensor, received: Tensor) -> list[Tensor]:
         """The partial's keys and values, (B, M, its key heads, D) each: views if they can be, else copies."""
-        if self.own is not None:
-            return [x[self.batch, self.own.rows, self.own.heads] for x in (k, v)]
         k, v = k[self.batch], v[self.batch]
+        if self.all_own:
+            return [self.copies[0].source.of(x).squeeze(2) for x in (k, v)]
         if self.in_buffer is not None:
-            gathered = self.exchange.parcels(received, self.in_buffer, 1)[:, :, self.batch, 0]
+            gathered = self.exchange.rows(received, self.in_buffer, self.batch)
         else:
             make = k.new_empty if self.full else k.new_zeros  # keys that no query sees have to be finite
-            gathered = make(self.keys, 2, k.shape[0], self.key_heads, k.shape[3])
-        for part in self.parts:
-            to = gathered[:, :, :, part.heads].unflatten(3, (part.count, -1))
-            if part.slot is None:
-                for y, mine in enumerate((k, v)):
-                    to[part.to, y] = part.own.of(mine).transpose(0, 1)
+            gathered = make(self.keys, 2, k.shape[0], self.key_heads, k.shape[3]).permute(1, 2, 0, 3, 4).flatten(0, 1)
+        for copy in self.copies:
+            if copy.block is None:
+                for to, own in zip(gathered.chunk(2), (k, v), strict=True):
+                    copy.target.put(to, copy.source.of(own))
             elif self.in_buffer is None:
-                to[part.to] = self._parcels(received, part)[part.rows]
-        return list(gathered.permute(1, 2, 0, 3, 4).unbind(0))
+                copy.target.put(gathered, copy.source.of(self.exchange.rows(received, copy.block, self.batch)))
+        return list(gathered.chunk(2))
 
     def scatter(self, dk: Tensor, dv: Tensor, totals: tuple[Tensor, Tensor], returned: Tensor) -> None:
         """Add the gradients of the partial's keys and values to `totals`, those of the rank's own rows (B, L, G, D
         each), and to `returned`, those of received rows, laid out as these were received."""
-        for part in self.parts:
-            for y, (some, total) in enumerate(zip((dk, dv), totals, strict=True)):
-                some = some[:, part.to, part.heads].unflatten(2, (part.count, -1))
-                if part.slot is None and isinstance(part.own.rows, Tensor):
-                    total[self.batch, :, part.own.heads].index_add_(1, part.own.rows, some.squeeze(2).to(total.dtype))
-                    continue
-                if part.slot is None:
-                    to = part.own.of(total[self.batch])
-                else:
-                    to, some = self._parcels(returned, part)[:, y], some.transpose(0, 1)
-                    if isinstance(part.rows, Tensor):
-                        (to.index_copy_ if part.first else to.index_add_)(0, part.rows, some.to(to.dtype))
-                        continue
-                    to = to[part.rows]
-                if part.first:
-                    to.copy_(some)
-                else:
-                    to += some
-
-    def _parcels(self, buffer: Tensor, part: Part) -> Tensor:
-        """(rows of the parcels, 2, B, C, h, D)"""
-        return self.exchange.parcels(buffer, part.slot, part.count)[:, :, self.batch, :, part.its_heads]
+        for block, source, target, first in self.copies:
+            if block is None:
+                to = [x[self.batch] for x in totals]
+            else:
+                to = self.exchange.rows(returned, block, self.batch).chunk(2)
+            for total, part in zip(to, (dk, dv), strict=True):
+                (source.put if first else source.add)(total, target.of(part))
 
 
 class FirstWrites:
     """Which partials are the first to write where their results go: these copy, later ones add or merge.
 
-    placed: in the order in which they run; sets `first` of each, and of its parts.
+    placed: in the order in which they run; sets `first` of each, and of its copies.
     rows, own: how many (row, head) of out, and of the gradients of the rank's keys, are first written by a copy
     received: by stage, how many elements of the buffer of returned gradients are
     A buffer of which more is used has to be initialized. Strided rows count as all rows between the first and the last.
@@ -256,23 +168,20 @@ class FirstWrites:
             boxes = [x for view in one.queries for x in view.each()]
             one.first = bool(boxes) and self._first(("rows", one.partial.batch), boxes)
             if one.first:
-                self.rows += many * sum(map(_size, boxes))
-            for x, part in enumerate(one.parts):
-                if part.slot is None and isinstance(part.own.rows, Tensor):
-                    first = False  # behind the partial on all own rows
-                elif part.slot is None:
-                    boxes = list(part.own.each())
-                    first = self._first(("own", one.partial.batch), boxes)
-                    self.own += first * many * sum(map(_size, boxes))
+                self.rows += many * sum(x.size for x in one.queries)
+            for x, copy in enumerate(one.copies):
+                of_block, rows = copy.block is not None, copy.source.rows
+                boxes = list(copy.source.each())
+                if isinstance(rows, Tensor):
+                    boxes = [(slice(0, copy.block.rows), copy.source.heads)] if of_block else []
+                where = (one.stage, copy.block.start) if of_block else ("own", 0)
+                # an index of own rows is behind the partial on all own rows
+                first = bool(boxes) and self._first((*where, one.partial.batch), boxes)
+                if of_block:
+                    self.received[one.stage] += first * many * copy.source.size * one.exchange.shape[2] * 2
                 else:
-                    slot, row = part.slot, one.exchange.row(part.slot)
-                    heads = slice(slot.at, slot.at + part.count * len(slot.heads))
-                    place = slice(slot.start, slot.start + slot.rows * row)
-                    first = self._first((one.stage, one.partial.batch), [(place, heads)])
-                    whole = _length(part.rows) == slot.rows and length(part.its_heads) == len(slot.heads)
-                    size = slot.rows * row // slot.width * length(heads)
-                    self.received[one.stage] += first * (whole and one.partial.batch is None) * size
-                one.parts[x] = part._replace(first=first)
+                    self.own += first * many * copy.source.size
+                one.copies[x] = copy._replace(first=first)
 
     def _first(self, where: tuple, boxes: list[tuple[slice, slice]]) -> bool:
         """Whether none of these (rows, heads) has been written in `where`; from now on they have been."""
@@ -285,10 +194,6 @@ class FirstWrites:
         return first
 
 
-def _size(box: tuple[slice, slice]) -> int:
-    return length(box[0]) * length(box[1])
-
-
 def _rows(queries: range, work: list[range]) -> slice:
     """The rows of a head group's queries among those that the rank computes."""
     start = 0
@@ -298,15 +203,3 @@ def _rows(queries: range, work: list[range]) -> slice:
             return slice(queries[0] + by, queries[-1] + 1 + by, queries.step)
         start += len(part)
     raise AssertionError(f"{queries} is not among {work}")
-
-
-def _plain(x: slice) -> slice | None:
-    return slice(x.start, x.stop) if (x.step or 1) == 1 else None
-
-
-def _length(x: slice | Tensor) -> int:
-    return len(x) if isinstance(x, Tensor) else length(x)
-
-
-def _on(index, device):
-    return index.to(device) if isinstance(index, Tensor) else index

@@ -7,7 +7,7 @@ values. Rows come first, so that what each rank sends is contiguous where it arr
 
 `QueryExchange` moves queries, results and their gradients, where a rank computes queries that another one holds.
 
-Dimensions: B batch, L rows of a rank, G key heads, D head_dim; of a strided view, C steps of R rows and h heads each.
+Dimensions: B batch, L rows of a rank, G key heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -15,114 +15,35 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from workbench.distributed.copies import Block, Copy, StridedView, joined
 from workbench.distributed.group import OneStream, Ranks
 from workbench.distributed.plans import Plan, Stage
 from workbench.distributed.shards import Rows, as_index, clip
 
 
-class StridedView(NamedTuple):
-    """Rows that shift with the head, as one view of a tensor: what several heads of a dilated branch keep.
-
-    It has `count` steps. The first has these rows and heads; each further one has equally many, `row_shift` rows and
-    `head_shift` heads further on. From one step to the next is then one stride in memory.
-    """
-
-    rows: slice
-    heads: slice
-    count: int = 1
-    row_shift: int = 0
-    head_shift: int = 0
-
-    def of(self, x: Tensor) -> Tensor:
-        """A view (B, R, C, h, ...) of x (B, L, heads, ...)."""
-        first = x[:, self.rows, self.heads]
-        if self.count == 1:
-            return first.unsqueeze(2)
-        (b, r, h, *rest), (of_b, of_r, of_h, *strides) = first.shape, first.stride()
-        shift = self.row_shift * x.stride(1) + self.head_shift * x.stride(2)
-        return first.as_strided((b, r, self.count, h, *rest), (of_b, of_r, shift, of_h, *strides))
-
-    def each(self) -> Iterator[tuple[slice, slice]]:
-        """The rows and heads of each step."""
-        for x in range(self.count):
-            shifts = x * self.row_shift, x * self.head_shift
-            yield tuple(
-                slice(y.start + by, y.stop + by, y.step) for y, by in zip((self.rows, self.heads), shifts, strict=True)
-            )
-
-    def extended(self, rows: slice, heads: slice) -> StridedView | None:
-        """This view with one more step of these rows and heads, or None if they do not lie where a next step has to."""
-        if not (_alike(self.rows, rows) and _alike(self.heads, heads)):
-            return None
-        ahead = rows.start - self.rows.start, heads.start - self.heads.start
-        shifts = ahead if self.count == 1 else (self.row_shift, self.head_shift)
-        if min(shifts) < 0 or ahead != (self.count * shifts[0], self.count * shifts[1]):
-            return None  # a stride cannot be negative
-        return StridedView(self.rows, self.heads, self.count + 1, *shifts)
-
-
-def strided_views(pairs: Iterable[tuple[slice, slice]]) -> list[StridedView]:
-    """(rows, heads) pairs, in their order, as few views as possible. The slices have to have starts and stops."""
-    found: list[StridedView] = []
-    for rows, heads in pairs:
-        longer = found[-1].extended(rows, heads) if found else None
-        if longer:
-            found[-1] = longer
-        else:
-            found.append(StridedView(rows, heads))
-    return found
-
-
-def _alike(x: slice, y: slice) -> bool:
-    many = length(x)
-    return many == length(y) and (many < 2 or (x.step or 1) == (y.step or 1))
-
-
-def length(x: slice) -> int:
-    return len(range(x.start, x.stop, x.step or 1))
-
-
 class Slot(NamedTuple):
     """A parcel's place in a buffer.
 
-    start, rows, width: of its block, where the block begins and how many rows and heads it has
-    at: the parcel's first head in the block; heads: the key heads that the parcel is for
-    own: the parcel's rows among this rank's own, if the rank sends it
+    block: that it is in; at: its first head there; heads: the key heads that the parcel is for
+    own: its rows among this rank's own, if the rank sends it
     """
 
-    start: int
-    rows: int
-    width: int
+    block: Block
     at: int
     heads: tuple[int, ...]
     own: slice | Tensor | None
-
-
-class Put(NamedTuple):
-    """One copy, into `count` parcels side by side of which `slot` is the first, or into some heads of one parcel.
-
-    to: which heads of each parcel; own: the rank's rows and heads that go there; index: rows instead of those of `own`,
-    int64, where they are not evenly spaced
-    """
-
-    slot: Slot
-    count: int
-    to: slice
-    index: Tensor | None
-    own: StridedView
 
 
 class Exchange:
     """The exchanges of a plan from one rank's side: what it sends and receives in each stage, and where in buffers.
 
     Of each stage: slots: where parcels lie, by rank, in (what is sent, what is received); splits: how many elements go
-    to, and come from, each rank; puts: the copies that fill what is sent
+    to, and come from, each rank; copies: of blocks that are sent (`source`) and the own rows that fill them (`target`)
     room: the most elements that a stage sends, and that it receives; moves: whether any row moves at all
     """
 
@@ -132,13 +53,15 @@ class Exchange:
         self.moves = bool(plan.units.any())
         self.slots: dict[Stage, tuple[list[list[Slot]], list[list[Slot]]]] = {}
         self.splits: dict[Stage, tuple[list[int], list[int]]] = {}
-        self.puts: dict[Stage, list[Put]] = {}
+        self.copies: dict[Stage, list[Copy]] = {}
         for stage in plan.stages:
             sides = [self._slots([plan.parcels(rank, x, stage) for x in range(plan.world)], mine=True),
                      self._slots([plan.parcels(x, rank, stage) for x in range(plan.world)], mine=False)]  # fmt: skip
             self.slots[stage] = tuple(slots for slots, _ in sides)
             self.splits[stage] = tuple(splits for _, splits in sides)
-            self.puts[stage] = [put for line in self.slots[stage][0] for put in _puts(line)]
+            self.copies[stage] = joined(
+                copy for line in self.slots[stage][0] for slot in line for copy in _copies(slot)
+            )
         self.room = [max((sum(x[side]) for x in self.splits.values()), default=0) for side in (0, 1)]
 
     def _slots(self, parcels, mine: bool):
@@ -151,7 +74,7 @@ class Exchange:
                 width, at = sum(len(heads) for heads, _ in block), 0
                 for heads, its_rows in block:
                     own = _index(its_rows, self.plan.shards[self.ranks.rank].start) if mine else None
-                    line.append(Slot(start, rows, width, at, heads, own))
+                    line.append(Slot(Block(start, rows, width), at, heads, own))
                     at += len(heads)
                 start += rows * width * each
             slots.append(line)
@@ -160,33 +83,26 @@ class Exchange:
 
     def to(self, device) -> None:
         """Move the indices that copies need to the device."""
-        for stage, puts in self.puts.items():
-            self.puts[stage] = [x if x.index is None else x._replace(index=x.index.to(device)) for x in puts]
+        self.copies = {stage: [x.to(device) for x in copies] for stage, copies in self.copies.items()}
 
-    def row(self, slot: Slot) -> int:
-        """How many elements a row of the slot's block has."""
-        return slot.width * math.prod(self.shape)
+    def row(self, block: Block) -> int:
+        """How many elements a row of the block has."""
+        return block.width * math.prod(self.shape)
 
-    def parcels(self, buffer: Tensor, slot: Slot, count: int) -> Tensor:
-        """`count` parcels of equal shape side by side, the first in `slot`: a view (rows, 2, B, count, heads, D)."""
-        two, batch, d = self.shape
+    def rows(self, buffer: Tensor, block: Block, batch: slice = slice(None)) -> Tensor:
+        """A block as a view (2 B, its rows, its heads, D), first the keys of these batch entries, then the values."""
+        two, b, d = self.shape
         with self.ranks.unfollowed():
-            block = buffer[slot.start : slot.start + slot.rows * self.row(slot)]
-            heads = slice(slot.at, slot.at + count * len(slot.heads))
-            return block.view(slot.rows, two, batch, slot.width, d)[:, :, :, heads].unflatten(3, (count, -1))
+            flat = buffer[block.start : block.start + block.rows * self.row(block)]
+            return flat.view(block.rows, two, b, block.width, d)[:, :, batch].permute(1, 2, 0, 3, 4).flatten(0, 1)
 
     def pack(self, stage: Stage, k: Tensor, v: Tensor, sent: Tensor) -> None:
         """Copy what this rank sends in a stage, from k and v (B, L, G, D), into `sent`."""
-        for put in self.puts[stage]:
+        for copy in self.copies[stage]:
             # only rows that are gathered first take memory
-            with self.ranks.unfollowed() if put.index is None else contextlib.nullcontext():
-                parcels = self.parcels(sent, put.slot, put.count)[..., put.to, :]
-                for x, source in enumerate((k, v)):
-                    if put.index is None:
-                        rows = put.own.of(source)
-                    else:
-                        rows = source[:, :, put.own.heads].index_select(1, put.index).unsqueeze(2)
-                    parcels[:, x] = rows.transpose(0, 1)
+            with contextlib.nullcontext() if isinstance(copy.target.rows, Tensor) else self.ranks.unfollowed():
+                for to, own in zip(self.rows(sent, copy.block).chunk(2), (k, v), strict=True):
+                    copy.source.put(to, copy.target.of(own))
 
     def group_cast(self, stage: Stage, sent: Tensor, received: Tensor):
         """Start to send what ranks have packed into `sent`; it arrives in `received`. Returns a handle to wait on."""
@@ -198,14 +114,9 @@ class Exchange:
 
     def add(self, stage: Stage, arrived: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Add what `group_reduce` brought, laid out as `sent`, to dk and dv (B, L, G, D) of this rank's rows."""
-        for put in self.puts[stage]:
-            parcels = self.parcels(arrived, put.slot, put.count)[..., put.to, :]
-            for x, total in enumerate((dk, dv)):
-                part = parcels[:, x].transpose(0, 1)
-                if put.index is None:
-                    put.own.of(total).add_(part)
-                else:
-                    total[:, :, put.own.heads].index_add_(1, put.index, part.squeeze(2).to(total.dtype))
+        for copy in self.copies[stage]:
+            for total, part in zip((dk, dv), self.rows(arrived, copy.block).chunk(2), strict=True):
+                copy.target.add(total, copy.source.of(part))
 
     def _start(self, source: Tensor, target: Tensor, out: list[int], into: list[int]):
         if not self.moves:
@@ -213,21 +124,13 @@ class Exchange:
         return self.ranks.all_to_all(target[: sum(into)], source[: sum(out)], into, out, wait=False)
 
 
-def _puts(line: list[Slot]) -> list[Put]:
-    """The copies that fill the parcels for one rank, as few as possible."""
-    found = []
-    for slot in line:
-        for to, heads in _heads(slot.heads):
-            index = None if isinstance(slot.own, slice) else slot.own
-            rows = slot.own if index is None else slice(0, slot.rows)
-            found.append(Put(slot, 1, to, index, StridedView(rows, heads)))
-    if len(found) > len(line) or any(put.index is not None for put in found):
-        return found
-    together, first = [], 0
-    for own in strided_views([put.own[:2] for put in found]):
-        together.append(found[first]._replace(count=own.count, own=own))
-        first += own.count
-    return together
+def _copies(slot: Slot) -> list[Copy]:
+    """Of a parcel that is sent: one, or one for each head if its heads are not evenly spaced."""
+    every = slice(0, slot.block.rows)
+    return [
+        Copy(slot.block, StridedView(every, slice(slot.at + to.start, slot.at + to.stop)), StridedView(slot.own, heads))
+        for to, heads in _heads(slot.heads)
+    ]
 
 
 def _heads(heads: tuple[int, ...]) -> list[tuple[slice, slice]]:

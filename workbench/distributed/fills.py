@@ -4,56 +4,49 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from workbench.distributed.copies import Copy, StridedView, joined
+from workbench.distributed.exchange import Slot
 from workbench.distributed.partials import Partial
 from workbench.distributed.plans import Plan, Stage
 from workbench.distributed.shards import Rows, as_index, clip
 
 
-class Fill(NamedTuple):
-    """Rows of a partial's keys, for some of its key heads, and where they come from.
+def fills(plan: Plan, rank: int, stage: Stage | None, partial: Partial, slots: list[list[Slot]]) -> list[Copy]:
+    """The copies that bring all of a partial's keys but padding; with stage None, from the rank's own rows alone.
 
-    to, to_heads: where among the partial's keys; source, parcel: the rank that holds them, and the index of its parcel
-    (None: this rank's own rows); rows, heads: where in the parcel, or among the own rows
+    Of each, `source` are own rows or rows of a block that the stage brings, `target` keys and key heads of the partial,
+    which its head groups have side by side. slots: by rank, where the stage's parcels arrive.
     """
-
-    to: slice | Tensor
-    to_heads: slice
-    source: int
-    parcel: int | None
-    rows: slice | Tensor
-    heads: slice
-
-
-def fills(plan: Plan, rank: int, stage: Stage | None, partial: Partial) -> list[Fill]:
-    """The fills of all of the partial's keys but padding; with stage None, from the rank's own rows alone."""
-    found, first = [], 0
+    found, first, own = [], 0, plan.shards[rank]
     for group in partial.groups:
         heads = range(plan.kv_heads)[group.key_heads]
         at = {h: first + x for x, h in enumerate(heads)}
         place = _places(group.keys)
-        own = plan.shards[rank]
         to, rows = place(own.start, own.stop)
         if len(rows):
-            if isinstance(rows, range):
-                ours = slice(rows[0] - own.start, rows[-1] - own.start + 1, rows.step)
-            else:
-                ours = as_index(rows - own.start)
-            found.append(Fill(to, slice(first, first + len(heads)), rank, None, ours, group.key_heads))
+            ours = StridedView(_index(rows, own.start), group.key_heads)
+            found.append(Copy(None, ours, StridedView(to, slice(first, first + len(heads)))))
         for source in range(plan.world) if stage is not None else ():
-            for x, parcel in enumerate(plan.parcels(source, rank, stage)):
-                pairs = [(at[h], y) for y, h in enumerate(parcel.heads) if h in at]
+            for slot, parcel in zip(slots[source], plan.parcels(source, rank, stage), strict=True):
+                pairs = [(at[h], slot.at + y) for y, h in enumerate(parcel.heads) if h in at]
                 to, rows = place(plan.shards[source].start, plan.shards[source].stop, parcel)
                 if pairs and len(rows):
                     where = parcel.rows.find(rows) if isinstance(rows, range) else slice(0, len(rows))
-                    for to_heads, from_heads in _even(pairs):
-                        found.append(Fill(to, to_heads, source, x, where, from_heads))
+                    for its_heads, from_heads in _even(pairs):
+                        found.append(Copy(slot.block, StridedView(where, from_heads), StridedView(to, its_heads)))
         first += len(heads)
-    return found
+    return joined(sorted(found, key=lambda copy: -1 if copy.block is None else copy.block.start))
+
+
+def _index(rows: range | Tensor, start: int) -> slice | Tensor:
+    """Positions as rows of a shard that begins at `start`."""
+    if isinstance(rows, range):
+        return slice(rows[0] - start, rows[-1] - start + 1, rows.step)
+    return as_index(rows - start)
 
 
 def _places(keys: range | Rows | Tensor):

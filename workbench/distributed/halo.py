@@ -53,7 +53,6 @@ def _head_rows(heads, rows) -> list[HeadRows]:
 PERIOD = 1 << 22  # up to which one period is tabulated; beyond it all positions are listed to be counted
 
 
-
 class Residues:
     """The positions t with t mod r = o for at least one (o, r) of `classes`, 0 <= o < r; counted in closed form.
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.distributed import halo, pairs
+from workbench.distributed import halo
 from workbench.distributed.halo import HeadRows, queries_of
 from workbench.distributed.shards import Shards, clip
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
@@ -244,7 +244,14 @@ class Plan:
     @cached_property
     def pairs(self) -> np.ndarray:
         """(world,) Python ints: (head, query, key) that each rank computes; for block-sparse, all of visible blocks."""
-        return pairs.of_ranks(self)
+        pattern, ranks = self.pattern, range(self.world)
+        if isinstance(pattern, BlockSparse):
+            return np.array([int(self.finder.visible(self.shards[rank])[1]) for rank in ranks], dtype=object)
+        if isinstance(pattern, Dense):  # the queries see what the last ones of a sequence that ends with them do
+            each = [[(x.stop if pattern.causal else self.n, len(x)) for x in self.work(rank)] for rank in ranks]
+            return np.array([sum(pattern.pairs(n, self.heads, nq) for n, nq in x) for x in each], dtype=object)
+        bounds = [min(max(x, self.n - self.nq), self.n) for x in self.shards.starts]
+        return np.diff(pattern.pairs_before(np.array(bounds, dtype=object), self.n, self.heads))
 
     @property
     def balance(self) -> float:

@@ -71,7 +71,8 @@ class Executor:
         work, rank = plan.work(ranks.rank), ranks.rank
 
         def placed(stage: Stage | None, found: list[Partial]) -> list[Placed]:
-            return [Placed(x, fills.fills(plan, rank, stage, x), stage, self.exchange, work) for x in found]
+            slots = [] if stage is None else self.exchange.slots[stage][1]
+            return [Placed(x, fills.fills(plan, rank, stage, x, slots), stage, self.exchange, work) for x in found]
 
         own = partials.own_partials(plan, rank)
         self.first, self.second = placed(None, own.first), placed(None, own.second)

@@ -18,9 +18,9 @@ CHUNK = 1 << 18  # cells held at once, over all offsets: a few MB
 INT64 = 1 << 31  # positions up to which no product of two of them overflows; beyond, arrays hold Python ints
 
 
-def subsets(size: int, deepest: int):
-    """The non-empty subsets of range(size) with at most `deepest` members."""
-    for members in range(1, deepest + 1):
+def subsets(size: int):
+    """The non-empty subsets of range(size)."""
+    for members in range(1, size + 1):
         yield from itertools.combinations(range(size), members)
 
 

@@ -7,6 +7,7 @@ by their softmax denominators: one softmax over the multiset of visible keys, so
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -101,8 +102,25 @@ class Dilated(Pattern):
             total = total + ((i // w == j // w) & (i % w % r == o) & (j % w % r == o))
         return torch.where(j <= i, total, 0) if self.causal else total
 
+    def pairs_before(self, x: np.ndarray, n: int, heads: int) -> np.ndarray:
+        """How many (head, query, key) have a query before each of the positions x: Python ints, like x."""
+        total = x * 0
+        for branch, (w, r) in enumerate(zip(self.segment_lengths, self.dilation_rates, strict=True)):
+            offsets = [self.offset(branch, h, heads) for h in self.head_range(branch, heads)]
+            segments, inside = x // w, x % w
+            length = np.minimum(w, n - segments * w)  # of the segment that x is in
+            for o in set(offsets):
+                whole, part, last = (np.maximum(0, -((o - y) // r)) for y in (w, inside, length))  # kept positions
+                if self.causal:
+                    pairs = segments * (whole * (whole + 1) // 2) + part * (part + 1) // 2
+                else:
+                    pairs = segments * whole * whole + part * last
+                total = total + pairs * offsets.count(o)
+        return total
+
     def _pairs(self, n, heads, nq):
-        return sum(self._weigh(n, heads, nq, lambda seen: seen.pairs, deepest=1))
+        before, every = self.pairs_before(np.array([n - nq, n], dtype=object), n, heads)
+        return int(every - before)
 
     def _distinct(self, n, heads, nq):
         return sum(self._weigh(n, heads, nq, lambda seen: seen.pairs))
@@ -111,14 +129,14 @@ class Dilated(Pattern):
         covered = self._weigh(n, heads, nq, lambda seen: seen.rows)  # a kept query sees itself
         return nq - torch.tensor(covered, dtype=torch.int64)
 
-    def _weigh(self, n, heads, nq, what, deepest=None) -> list[int]:
-        """Per head, the inclusion-exclusion sum over subsets of branches, or (deepest=1) the sum over branches."""
+    def _weigh(self, n, heads, nq, what) -> list[int]:
+        """Per head, the inclusion-exclusion sum over subsets of branches."""
         if not heads or not nq:
             return [0] * heads
         distinct, which = self._offsets(heads).unique(dim=0, return_inverse=True)  # heads with equal offsets: once
         branches = list(zip(self.segment_lengths, self.dilation_rates, strict=True))
         totals = [0] * len(distinct)
-        for subset in cells.subsets(len(branches), deepest or len(branches)):
+        for subset in cells.subsets(len(branches)):
             inside = (distinct[:, list(subset)] >= 0).all(1)
             if not inside.any():
                 continue

@@ -75,6 +75,11 @@ class Neighborhood(Pattern):
             return heads * math.prod(side * (2 * r + 1) - r * (r + 1) for side, r in reaches)
         return heads * int(self.keys()[n - nq :].sum())
 
+    def pairs_before(self, x, n: int, heads: int):
+        """How many (head, query, key) have a query before each of the positions x, an array of Python ints."""
+        total = torch.cat([torch.zeros(1, dtype=torch.int64), self.keys().cumsum(0)])
+        return heads * total[x.tolist()].numpy().astype(object)
+
     def keys(self) -> Tensor:
         """int64 (N,): how many keys each token sees."""
         window = (self.rank >= 0).long().view(self.shape)  # becomes: how many tokens are in each cell's window
