@@ -26,11 +26,14 @@ def test_eager_is_dense_attention(causal):
 
 
 def test_a_way_is_a_case_at_any_length():
-    ways = frontiers.ways(["dense, eager", "window, triton", "dense, mine:attention"], **SHAPE, **SIZES)
+    ways = frontiers.ways(["dense, eager", "window, triton", "dense, workbench:attention"], **SHAPE, **SIZES)
     assert ways["dense, eager"](100).backend == "eager"
-    assert ways["dense, mine:attention"](100).backend == "mine:attention"
+    assert ways["dense, workbench:attention"](100).backend == "workbench:attention"
     assert ways["window, triton"](640).pattern.shape == (640,) and ways["window, triton"](640).n == 640
-    for name, want in (("dense", "'pattern, backend', the pattern one of dense"), ("sparse, triton", "one of dense,")):
+    for name, want in (
+        ("dense", "'pattern, backend', the pattern one of dense"), ("sparse, triton", "one of dense,"),
+        ("dense, efficent", "one of auto,"),
+    ):
         with pytest.raises(ValueError, match=f"want {want}"):
             frontiers.ways([name], **SHAPE, **SIZES)
 
