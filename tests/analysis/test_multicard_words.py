@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
-from tests.test_multicard import row
 
+from tests.analysis.test_multicard import row
 from workbench.analysis import multicard
 from workbench.analysis import multicard_words as words
 from workbench.probes.timing import AA

@@ -1,8 +1,8 @@
 import numpy as np
 import pandas as pd
 import pytest
-from tests.test_multicard import rows  # noqa: F401 (a fixture)
 
+from tests.analysis.test_multicard import rows  # noqa: F401 (a fixture)
 from workbench.analysis import multicard
 from workbench.patterns import orderings
 from workbench.plots import distributed as draw_plans
