@@ -149,6 +149,7 @@ class Recorder:
             self._take(line)
 
 
+PACKAGE = Path(__file__).parents[1]  # workbench/
 FOLDER = "WORKBENCH_RECORDS"  # the environment variable that names where new records go
 _SAME = ("source", "device", "driver", "cuda", "torch", "triton", "python", "threads")
 
@@ -190,7 +191,7 @@ def _frame(lines):
 
 def default_folder() -> Path:
     """outputs/records of the checkout that this package is in, or of the current folder where it is in none."""
-    checkout = Path(__file__).parents[1]
+    checkout = PACKAGE.parent
     return (checkout if (checkout / "pyproject.toml").exists() else Path.cwd()) / "outputs" / "records"
 
 
@@ -281,6 +282,6 @@ def _git(*words: str) -> str:
 def _source() -> str:
     """A fingerprint of the package's Python files: tells measurements of different code apart, committed or not."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:12]
