@@ -1,10 +1,8 @@
 import json
-import re
 
 import pytest
 import torch
 
-from tests import browser
 from workbench import Dense, Dilated, reference
 from workbench.analysis import frontiers
 from workbench.fit import cards, estimate, executions, frontier
@@ -26,11 +24,14 @@ def test_eager_is_dense_attention(causal):
 
 
 def test_a_way_is_a_case_at_any_length():
-    ways = frontiers.ways(["dense, eager", "window, triton", "dense, mine:attention"], **SHAPE, **SIZES)
+    ways = frontiers.ways(["dense, eager", "window, triton", "dense, workbench:attention"], **SHAPE, **SIZES)
     assert ways["dense, eager"](100).backend == "eager"
-    assert ways["dense, mine:attention"](100).backend == "mine:attention"
+    assert ways["dense, workbench:attention"](100).backend == "workbench:attention"
     assert ways["window, triton"](640).pattern.shape == (640,) and ways["window, triton"](640).n == 640
-    for name, want in (("dense", "'pattern, backend', the pattern one of dense"), ("sparse, triton", "one of dense,")):
+    for name, want in (
+        ("dense", "'pattern, backend', the pattern one of dense"), ("sparse, triton", "one of dense,"),
+        ("dense, efficent", "one of auto,"),
+    ):
         with pytest.raises(ValueError, match=f"want {want}"):
             frontiers.ways([name], **SHAPE, **SIZES)
 
@@ -92,71 +93,6 @@ def test_calls_that_computed_something_else_are_found_or_none_are(kind):
     there_are = any(row["stage"] == "probe" and row["limiter"] == "validity" for row in rows)
     assert bool(len(found)) == there_are and list(found)[-1] == "said"
     assert all(words.startswith("wrong: ") for words in found["said"])
-
-
-CHOICES = {"card": ["gtx1080", "h100"], "heads": [8], "head_dim": [64], "dtype": ["float16"], "mode": ["fwd"],
-           "way": ["dense, auto", "dilated, triton"]}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def chooser():
-    return frontiers.Chooser(10**6, **SHAPE, **CHOICES)
-
-
-def test_the_chooser_answers_as_a_search_does(chooser):
-    way = frontiers.ways(["dilated, triton"], **SHAPE, **SIZES)["dilated, triton"]
-    most = frontier.search(way, card="h100", step=frontiers.STEP, say=None)["n"]
-    chosen = ("h100", 8, 64, "float16", "fwd", "dilated, triton")
-    assert chooser.answer(most, *chosen).startswith(f"N = {most:,} fits")
-    assert "does not fit" in chooser.answer(most + 1, *chosen)
-    assert "takes too long" in chooser.answer(10**8, "h100", 8, 64, "float16", "fwd", "dense, auto")
-    assert chooser.answer(1, "gtx1080", *chosen[1:]).startswith("Does not run there: the kernels need")
-
-
-def test_the_choosers_page_holds_every_answer_in_the_order_of_its_menus(chooser):
-    page = chooser._repr_html_()
-    data = json.loads(re.search(r'<script type="application/json">(.*?)</script>', page)[1])
-    assert data["sizes"] == [2, 1, 1, 1, 1, 2] and len(data["found"]) == 4
-    assert data["found"][3][0] == chooser.rows["n"].iloc[3] and data["found"][1][0] is None
-    assert "@" not in page and "http" not in page and page.count("<select>") == 6
-
-
-def test_a_chooser_does_not_say_of_wrong_results_that_they_do_not_fit():
-    sizes = {"card": ["b200"], "heads": [64], "head_dim": [128], "mode": ["fwdbwd"], "way": ["dense, flash"]}
-    found = frontiers.Chooser(400_000, **SHAPE, **CHOICES | sizes, seconds=1e6)
-    assert "is computed wrongly: the longest is 261," in found.answer(400_000, *found.rows.iloc[0][list(found.NAMES)])
-    assert 'validity: " is computed wrongly"' in found._repr_html_()
-
-
-@pytest.mark.browser
-@pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING)
-def test_the_choosers_page_answers_in_a_browser(chooser, tmp_path):
-    """As `answer` does, with no network; and no answer for what is no length."""
-    (tmp_path / "page.html").write_text(f"<!DOCTYPE html><meta charset=utf-8>{chooser._repr_html_()}")
-    with browser.tab(tmp_path / "page.html") as tab:
-
-        def shown(n, card, way):
-            for menu, x in ((0, card), (5, way)):
-                tab.run(f"document.querySelectorAll('select')[{menu}].value = {x!r}")
-            tab.run(
-                f"(x => {{ x.value = '{n}'; x.dispatchEvent(new Event('input')) }})(document.querySelector('input'))"
-            )
-            return tab.run("document.querySelector('.answer').textContent")
-
-        for n, card, way in (
-            (5000, "h100", "dense, auto"),
-            (10**8, "h100", "dense, auto"),
-            (1, "gtx1080", "dilated, triton"),
-        ):
-            said = chooser.answer(n, card, 8, 64, "float16", "fwd", way)
-            assert shown(n, card, way).startswith(said.rstrip("."))
-        assert {shown(n, "h100", "dense, auto") for n in ("", "-5", "0")} == {"N: want at least 1."}
-        assert not tab.requests[1:] and not tab.errors
-
-
-def test_a_chooser_wants_every_choice():
-    with pytest.raises(ValueError, match="want card, heads"):
-        frontiers.Chooser(1, **SHAPE, **{**CHOICES, "mode": []})
 
 
 def test_what_fitted_and_was_wrong_is_shown():

@@ -61,15 +61,6 @@ def test_surroundings_name_ties_and_one_branch_is_told_once():
     assert "segments alone" not in words.surroundings(seen[1:].set_index(pd.Index(["64 / 1", "any"])))
 
 
-def test_the_same_area_in_another_shape():
-    wide, square = np.full((8, 8), np.nan), np.full((8, 8), np.nan)
-    wide[:2], square[:4, :4] = 1, 1
-    assert words.spans({"row_major": wide, "hilbert": square}).endswith(
-        "row-major 2 x 8, Hilbert 4 x 4 cells; 16 cells in every order, in another shape."
-    )
-    assert words.spans({"row_major": wide, "hilbert": wide[:4]}).endswith("in another shape.")
-
-
 def test_the_verdict_names_all_that_are_compact():
     frame = percents(row_major=[10.0, 20.0], tiles=[5.0, 8.0], morton=[5.0, 5.0], hilbert=[6.0, 6.0])
     said = words.verdict(frame, times(tiles=2.0, morton=2.2, hilbert=1.6), 3.0)

@@ -16,7 +16,16 @@ import torch
 from workbench.harness import machine, records
 
 COMMITTED = sorted(records.default_folder().rglob("*.jsonl"))
-ROOT = Path(records.__file__).parents[2]
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_journals_and_the_code_are_the_checkouts(monkeypatch):
+    """Not those of the folder that the module happens to be in: no row would be found, and other code would be new."""
+    assert records.default_folder() == ROOT / "outputs" / "records" and COMMITTED
+    read = []
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or b"")
+    records._source()
+    assert set(read) == {*(ROOT / "workbench").rglob("*.py")}
 
 
 @pytest.fixture

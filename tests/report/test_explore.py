@@ -76,12 +76,13 @@ def test_a_figure_becomes_an_image_of_one_size_and_is_closed(batch):
     assert pyplot.get_fignums() == before
 
 
-@pytest.mark.parametrize("alt, first", [
-    (None, "a bar of 1"), ("a bar", "a bar"),
-    (lambda width: f'width "{width}" & more', "width &quot;1&quot; &amp; more"),
-])  # fmt: skip
-def test_a_frame_has_alternative_text(batch, alt, first):
-    assert f'<img alt="{first}"' in explore(bar, alt=alt, width=[1, 2])._repr_html_()
+def test_a_frame_has_alternative_text(batch):
+    def labelled(width):
+        bar(width).set_label(f'width "{width}" & more')
+        return pyplot.gcf()
+
+    assert '<img alt="a bar of 1"' in explore(bar, width=[1, 2])._repr_html_()
+    assert '<img alt="width &quot;1&quot; &amp; more"' in explore(labelled, width=[1, 2])._repr_html_()
 
 
 def test_html_that_could_end_the_script_does_not(batch):

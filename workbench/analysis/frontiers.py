@@ -1,17 +1,13 @@
-"""What the notebook on frontiers asks: ways to run attention by name, the worked examples, a chooser for any page.
+"""What the notebook on frontiers asks: ways to run attention by name, worked examples, and their sentences.
 
 Dimensions: B batch, N tokens, H heads, D head_dim.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
-from importlib.resources import files
 
 import pandas as pd
 
@@ -181,66 +177,7 @@ def alive(events: Sequence[Event]) -> pd.DataFrame:
     return pd.DataFrame(lines).fillna(0).astype("int64")
 
 
-# --- a chooser that needs no kernel ----------------------------------------------------------------------------------
-
-
-class Chooser:
-    """Menus for card, heads, head_dim, dtype, mode and way, and a length: does it fit? Shown as HTML, here or exported.
-
-    Every combination is searched now. rows: what was found, a line each.
-    """
-
-    NAMES = ("card", "heads", "head_dim", "dtype", "mode", "way")
-
-    def __init__(self, n: int, *, segments, rates, block_size: int, seconds: float = 60.0, **choices: list):
-        if set(choices) != set(self.NAMES) or not all(choices.values()):
-            raise ValueError(f"choices {', '.join(choices)}: want {', '.join(self.NAMES)}, each with a value or more")
-        self.n, self.seconds = n, seconds
-        self.choices = {name: list(choices[name]) for name in self.NAMES}
-        shape = {"segments": segments, "rates": rates, "block_size": block_size}
-        lines = []
-        for card, heads, head_dim, dtype, mode, way in itertools.product(*self.choices.values()):
-            sizes = {"heads": heads, "head_dim": head_dim, "dtype": dtype, "mode": mode}
-            row = frontier.search(ways([way], **shape, **sizes)[way], card=card, seconds=seconds, step=STEP, say=None)
-            found = {"n": row["n"], "limiter": row["limiter"], "by": row["backend"].split(":")[-1]}
-            found |= {"bytes": row["predicted_bytes"], "ms": row["predicted_ms"], "why": row["error"]}
-            lines.append({"card": card, **sizes, "way": way} | found)
-        self.rows = pd.DataFrame(lines)
-
-    def __repr__(self) -> str:
-        return f"a chooser of {len(self.rows)} combinations of {', '.join(self.NAMES)}"
-
-    def _repr_html_(self) -> str:
-        kept = ("n", "limiter", "by", "bytes", "ms", "why")
-        found = [[records.plain(row[x]) for x in kept] for row in self.rows.astype(object).to_dict("records")]
-        data = {"sizes": [len(x) for x in self.choices.values()], "found": found, "seconds": self.seconds}
-        data |= {"room": [cards.find(x).total_bytes - cards.find(x).context_bytes for x in self.choices["card"]]}
-        menus = "".join(
-            f"<label><span>{escape(name.replace('_', ' '))}</span><select>"
-            + "".join(f"<option>{escape(str(x))}</option>" for x in options)
-            + "</select></label>"
-            for name, options in self.choices.items()
-        )
-        length = f'<label><span>N</span><input type="number" min="1" step="1" value="{self.n}"></label>'
-        page = files("workbench").joinpath("report", "templates", "chooser.html").read_text(encoding="utf-8")
-        page = page.replace("@MENUS@", menus + length)
-        page = page.replace("@NOW@", escape(self.answer(self.n, *(x[0] for x in self.choices.values()))))
-        return page.replace("@DATA@", json.dumps(data, ensure_ascii=False).replace("<", "\\u003c"))
-
-    def answer(self, n: int, *chosen) -> str:
-        """The sentence that the page shows for a length and a value of each choice, in order."""
-        row = self.rows.set_index(list(self.NAMES)).loc[chosen]
-        if pd.isna(row["n"]):
-            return f"Does not run there: {row['why']}."
-        return f"N = {n:,} {verdict(n, row)}: the longest is {int(row['n']):,}, limited by {row['limiter']}."
-
-
 # --- in words ---------------------------------------------------------------------------------------------------------
-
-
-def verdict(n: int, row) -> str:
-    beyond = {"time": "takes too long", "validity": "is computed wrongly"}
-    return "fits" if n <= row["n"] else beyond.get(row["limiter"], "does not fit")
 
 
 def most(lines: pd.DataFrame, card: str) -> str:

@@ -237,11 +237,6 @@ def field_on_grid(order: Ordering, pattern: Dilated, heads: int, cell, layers: i
     return order.restore(known, dim=0, fill=math.nan).view(order.shape).numpy()
 
 
-def span(grid: np.ndarray) -> tuple[int, ...]:
-    """The sides of the box around the cells that a `field_on_grid` knows of."""
-    return tuple(int(np.ptp(axis)) + 1 for axis in np.nonzero(grid >= 0))
-
-
 def typical_cell(mask: Tensor) -> tuple[int, ...]:
     """The occupied cell nearest to two fifths along every axis: off the middle, where a Hilbert curve has its seams."""
     cells = mask.nonzero()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pandas as pd
 
-from workbench.analysis.locality import span
-from workbench.harness.narrate import beyond_noise, listed, number, spread
+from workbench.harness.narrate import beyond_noise, listed, spread
 
 
 def label(order: str) -> str:
@@ -100,14 +98,6 @@ def surroundings(seen: pd.DataFrame) -> str:
     for which, line in (("shortest", branches.iloc[0]), ("longest", branches.iloc[-1])) if len(branches) > 1 else ():
         said += f" By the {which} segments alone {line['hilbert']:.0%} against {line['row_major']:.0%}."
     return said
-
-
-def spans(known: dict[str, np.ndarray]) -> str:
-    """The box of what a token knows of under each order, and how many cells that are."""
-    boxes = ", ".join(f"{label(x)} {' x '.join(map(str, span(grid)))}" for x, grid in known.items())
-    many = {int((grid >= 0).sum()) for grid in known.values()}
-    area = f"{number(many.pop())} cells in every order, in another shape" if len(many) == 1 else "not as many in each"
-    return f"Known after two layers, the box around it: {boxes} cells; {area}."
 
 
 def verdict(percents: pd.DataFrame, times: pd.DataFrame, line: float) -> str:

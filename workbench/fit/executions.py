@@ -51,6 +51,7 @@ def ways(
         if not (comma and backend):
             raise ValueError(f"way={name!r}: want 'pattern, backend', the pattern one of {', '.join(patterns)}")
         make = maker(kind, patterns)
+        _check(backend)
 
         def at(n: int, make=make, backend=backend) -> Case:
             return Case(make(n, causal), n, backend=backend, device=device, **sizes)
@@ -69,8 +70,6 @@ def executions(
     sizes: as of `ways`. ValueError for a name that is none, and for sizes that no call has.
     """
     names, backends = checks.listed("patterns", names), checks.listed("backends", backends)
-    for backend in backends:
-        _check(backend)
     pairs = []
     for name in names or USUAL:
         pattern = maker(name, PATTERNS)(frontier.FIRST, causal)

@@ -22,7 +22,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 SCHEMA = 1
-PACKAGE = Path(__file__).parents[1]
 RENAMED = {"workbench.frontiers:eager": "eager"}  # backends that have had another name: rows are read with today's
 STATUSES = ("ok", "oom", "killed", "timeout", "refused", "unsupported")
 SETTLED = ("ok", "oom", "refused", "unsupported")  # the others may have been bad luck: they are measured again
@@ -150,6 +149,7 @@ class Recorder:
             self._take(line)
 
 
+PACKAGE = Path(__file__).parents[1]  # workbench/
 FOLDER = "WORKBENCH_RECORDS"  # the environment variable that names where new records go
 _SAME = ("source", "device", "driver", "cuda", "torch", "triton", "python", "threads")
 

@@ -12,13 +12,13 @@ import numpy as np
 import pandas as pd
 from matplotlib.colors import LogNorm, to_rgb
 from matplotlib.patches import Patch
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
 
 from workbench.distributed import Plan, Shards
 from workbench.patterns import Neighborhood
 from workbench.plots import orderings, style
 from workbench.plots.patterns import family_color
-from workbench.plots.scaling import apart, rank_ticks
+from workbench.plots.scaling import rank_ticks
 
 CELLS = 128  # ranks that are drawn one by one: of more, neighbours are summed
 
@@ -32,11 +32,11 @@ def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64, 
     if not plans:
         return style.blank("No forward ran whose plan could be drawn.")
     style.use()
-    many = len(plans)
+    many, size = len(plans), EngFormatter("B", places=1)
     fig, axes = plt.subplots(
         2,
         many,
-        figsize=(3.1 * many + 1, 5.2),
+        figsize=(2.2 * many + 1, 4.8),
         height_ratios=(3, 1),
         squeeze=False,
         sharey="row" if many == 1 else False,
@@ -53,7 +53,7 @@ def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64, 
             shown, norm=norm, cmap=style.SEQUENTIAL, extent=(*ends, *ends[::-1]), interpolation="nearest"
         )
         above.set(
-            title=f"{name}\nN = {plan.n:,}, {plan.world} ranks\n{EngFormatter('B', places=1)(total)} in all",
+            title="\n".join([*name.split(", "), f"N = {plan.n:,}, {plan.world} ranks", f"{size(total)} in all"]),
             xlabel="to rank",
             ylabel="from rank",
         )
@@ -70,7 +70,7 @@ def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64, 
         told.append(f"{name} on {plan.world} ranks moves {total:,} bytes, balance {plan.balance:.2f}")
     if norm is not None:
         room = max(1.1, (norm.vmax / norm.vmin) ** 0.12)
-        ticks = {"ticks": apart(np.unique(seen), room), "format": EngFormatter("B", places=1)}
+        ticks = {"ticks": style.apart(np.unique(seen), room), "format": size}
         bar = fig.colorbar(image, ax=list(axes[0]), label="from one rank to another", shrink=0.8, **ticks)
         bar.ax.minorticks_off()
     return style.finish(fig, f"Bytes between ranks and pairs a rank. {'; '.join(told)}.")
@@ -95,13 +95,11 @@ def borders(rows: pd.DataFrame):
         ax.set(xscale="log", yscale="log", xlabel="ranks")
         rank_ticks(ax, rows["world"])
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=15))
-        ax.yaxis.set_minor_formatter(NullFormatter())
-        ax.tick_params(axis="y", which="minor", left=False)
+        style.log_ticks(ax.yaxis, "{:g}".format)
     axes[0].set_title("moved, all ranks together")
     axes[0].yaxis.set_major_formatter(EngFormatter("B"))
     axes[1].axhline(1, color="#666666", lw=0.8)
     axes[1].set_title("rows that a rank gets, over those it holds")
-    axes[1].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     axes[0].legend(loc="best")
     last = rows[rows["world"] == rows["world"].max()]
     words = "; ".join(f"{orderings.label(r.order)} {r.bytes:,} bytes, {r.halo:.2f} times what is held"
@@ -122,7 +120,7 @@ def shards(orders, world: int, radius: int, rank: int | None = None):
         place = order.rank.reshape(order.shape).numpy()
         parts = Shards.even(place.size, world)
         owner = np.searchsorted(parts.bounds.numpy(), place, "right") - 1
-        need = Plan(Neighborhood(order.shape, radius, order), parts, 1, 1, place.size).needs(rank)
+        need = Plan(Neighborhood(order.shape, radius, order), parts, 1, 1, place.size).halo(rank)
         got = np.isin(place, np.concatenate([np.zeros(0, int), *(x.rows.positions.numpy() for x in need)]))
         shown = np.where(owner % 2, 0.93, 0.98)[..., None] * np.ones(3)
         shown[got], shown[owner == rank] = to_rgb(style.COLORS["accent"]), to_rgb(orderings.color(order.name))

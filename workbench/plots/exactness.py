@@ -8,7 +8,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullFormatter
 
 from workbench.plots import style
 
@@ -32,9 +31,7 @@ def figure(rows: pd.DataFrame):
             ax.plot(max(error, EXACT), y, "o", ms=6, color=color if error <= budget else "red")
             ax.plot(budget, y, "|", ms=11, mew=2, color=color)
         ax.set(xscale="log", xlabel="relative error against the float64 oracle", title=title, xlim=(EXACT / 3, 1))
-        ticks = [EXACT, 1e-13, 1e-10, 1e-7, 1e-4, 1e-1]
-        ax.set_xticks(ticks, ["0", *(f"$10^{{{round(math.log10(x))}}}$" for x in ticks[1:])])
-        ax.xaxis.set_minor_formatter(NullFormatter())
+        style.log_ticks(ax.xaxis, _power, [EXACT, 1e-13, 1e-10, 1e-7, 1e-4, 1e-1])
     axes[0].set_yticks(range(len(lines)), [f"{pattern}  ·  {backend}" for pattern, backend in lines], fontsize=8)
     axes[0].set_ylim(len(lines) - 0.4, -0.6)
     dots = [Line2D([], [], color=DTYPES[d], marker="o", ls="", label=d) for d in DTYPES if d in set(ran.dtype)]
@@ -43,6 +40,10 @@ def figure(rows: pd.DataFrame):
     over = int((ran.worst > 1).sum())
     alt = f"Errors of {len(ran)} runs against the float64 oracle beside their budgets; {over} are over budget."
     return style.finish(fig, alt)
+
+
+def _power(x: float) -> str:
+    return "0" if x == EXACT else f"$10^{{{round(math.log10(x))}}}$"
 
 
 def table(rows: pd.DataFrame):

@@ -15,7 +15,7 @@ import seaborn as sns
 import torch
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import LogLocator, PercentFormatter
 
 from workbench.plots import style
 from workbench.plots.patterns import family_color
@@ -58,9 +58,7 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
             scale = 1 if ax is left else _bytes_a_token(late) / late["budget_bytes"]
             ax.plot(late["budget_bytes"], late["predicted_n"] * scale, "x", color="black", markersize=8)
         ax.set(xscale="log", xlabel="budget: what the allocator may reserve")
-        ax.xaxis.set_major_formatter(FuncFormatter(_budget))
-        ax.xaxis.set_minor_formatter(NullFormatter())
-        ax.set_xticks(_apart(budgets), minor=False)
+        style.log_ticks(ax.xaxis, _budget, style.apart(sorted(budgets), (max(budgets) / min(budgets)) ** 0.15))
         ax.tick_params(axis="x", labelsize=9)
     if len(late):
         handles[f"limited by time ({late['seconds'].iloc[0]:g} s)"] = Line2D([], [], marker="x", color="black",
@@ -69,8 +67,7 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
         handles["line: predicted, filled marker: measured here"] = Line2D([], [], color="#777777", marker="o")
     left.set(yscale="log", title="longest N (tokens)")
     left.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=12))
-    left.yaxis.set_major_formatter(FuncFormatter(tokens))
-    left.yaxis.set_minor_formatter(NullFormatter())
+    style.log_ticks(left.yaxis, tokens)
     right.set(title="of what inputs and results\nalone would allow", ylim=(0, 1.05))
     right.yaxis.set_major_formatter(PercentFormatter(1))
     fig.legend(handles.values(), handles, loc="outside lower center", ncols=min(3, len(handles)), fontsize=9)
@@ -163,8 +160,7 @@ def claims(rows: pd.DataFrame):
                     va="center", fontsize=9)  # fmt: skip
     ax.set(xscale="log", yticks=y, yticklabels=names, ylim=(len(rows) - 0.5, -0.5), xlabel="longest N (tokens)")
     ax.set_xlim(rows["theirs"].min() / 1.5, best.max() * 4)
-    ax.xaxis.set_major_formatter(FuncFormatter(tokens))
-    ax.xaxis.set_minor_formatter(NullFormatter())
+    style.log_ticks(ax.xaxis, tokens)
     ax.tick_params(axis="y", labelsize=9)
     fig.legend(loc="outside lower center", ncols=3, fontsize=9)
     words = "; ".join(f"{name}: {r.theirs:,} in the report, {high:,.0f} predicted".replace("\n", ", ")
@@ -188,7 +184,7 @@ def four_numbers(rows: pd.DataFrame, n: int):
     return style.finish(fig, f"Bytes at the peak in GiB, N = {n:,}: {words}.")
 
 
-def tokens(n: float, _=None) -> str:
+def tokens(n: float) -> str:
     """A length in three digits: 131072 -> 131K, 14200000 -> 14.2M."""
     for size, unit in ((1e6, "M"), (1e3, "K")):
         if n >= size:
@@ -217,17 +213,8 @@ def _bytes_a_token(rows: pd.DataFrame) -> pd.Series:
     return once * rows["mode"].map({"fwd": 1, "fwdbwd": 2})
 
 
-def _budget(nbytes: float, _=None) -> str:
+def _budget(nbytes: float) -> str:
     return f"{nbytes / GIB:.3g} GiB" if nbytes >= GIB else f"{nbytes * 1024 / GIB:.3g} MiB"
-
-
-def _apart(budgets: set[int]) -> list[int]:
-    """Those of the budgets that leave room for a label each on a logarithmic axis."""
-    kept = []
-    for x in sorted(budgets):
-        if not kept or x >= kept[-1] * (max(budgets) / min(budgets)) ** 0.15:
-            kept.append(x)
-    return kept
 
 
 def _short(name: str) -> str:

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, NullFormatter, PercentFormatter
+from matplotlib.ticker import EngFormatter, PercentFormatter
 from torch import Tensor
 
 from workbench.analysis.reach import reach as reached
@@ -162,8 +162,7 @@ def cost(table: pd.DataFrame):
     right.set(title="memory of a fused forward (modelled)", ylabel="predicted bytes")
     for ax in (left, right):
         ax.set(xscale="log", yscale="log", xlabel="tokens N")
-        ax.set_xticks(sorted(table.n.unique()), [style.length(n) for n in sorted(table.n.unique())])
-        ax.xaxis.set_minor_formatter(NullFormatter())
+        style.log_ticks(ax.xaxis, style.length, sorted(table.n.unique()))
         ax.yaxis.set_major_formatter(EngFormatter(sep=" "))
     right.yaxis.set_major_formatter(EngFormatter(unit="B", sep=" "))
     fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)

@@ -14,7 +14,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from workbench.harness.machine import short_name
 from workbench.plots import style
@@ -134,19 +134,7 @@ def _lengths(ax, lengths: list[int]) -> None:
     low, high = min(lengths), max(lengths)
     edge = max(1.4, (high / low) ** 0.12)
     ax.set_xlim(low / edge, high * edge)
-    ax.set_xticks(apart(lengths, max(1.25, (high / low) ** 0.2)), minor=False)
-    ax.xaxis.set_major_formatter(FuncFormatter(style.length))
-    ax.xaxis.set_minor_formatter(NullFormatter())
-    ax.tick_params(axis="x", which="minor", bottom=False)
-
-
-def apart(values, room: float) -> list:
-    """Those of ascending values that are at least `room` times the one kept before."""
-    kept = []
-    for x in values:
-        if not kept or x >= kept[-1] * room:
-            kept.append(x)
-    return kept
+    style.log_ticks(ax.xaxis, style.length, style.apart(lengths, max(1.25, (high / low) ** 0.2)))
 
 
 def cards(rows: pd.DataFrame, what: str = "card"):
@@ -241,10 +229,7 @@ def _kind_color(rows: pd.DataFrame) -> str:
 def rank_ticks(ax, worlds) -> None:
     """Ticks at powers of two, as many as there is room for."""
     powers = [1 << x for x in range(int(max(worlds)).bit_length()) if min(worlds) <= 1 << x]
-    ax.set_xticks(powers[:: -(-len(powers) // 7)], minor=False)
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    ax.xaxis.set_minor_formatter(NullFormatter())
-    ax.tick_params(axis="x", which="minor", bottom=False)
+    style.log_ticks(ax.xaxis, "{:,.0f}".format, powers[:: -(-len(powers) // 7)])
 
 
 def _told(x: float, column: str) -> str:

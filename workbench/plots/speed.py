@@ -9,7 +9,7 @@ from __future__ import annotations
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 from workbench.plots import style
 from workbench.plots.patterns import family_color
@@ -78,8 +78,7 @@ def break_even(rows: pd.DataFrame):
     ax.errorbar(x, sparse["speedup"], yerr=ends, color=color, marker="^", capsize=3, label="measured, 95% interval")
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(base=10, subs=(0.5, 1, 2, 5)))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    style.log_ticks(ax.yaxis, "{:g}x".format)
     ax.set(xlabel="sparsity (% of block pairs left out)", ylabel="speed relative to dense")
     ax.set_title(f"N = {rows['n'].iloc[0]:,}: when leaving blocks out pays")
     ax.legend(loc="upper left")
@@ -205,8 +204,7 @@ def _panels(rows, recorded, draw, ylabel):
                 draw(ax, line.sort_values("n"), pale)
         ax.set(xscale="log", yscale="log", xlabel="N (tokens)", title=MODES[mode])
         ax.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
-        ax.xaxis.set_major_formatter(FuncFormatter(style.length))
-        ax.xaxis.set_minor_formatter(NullFormatter())
+        style.log_ticks(ax.xaxis, style.length)
         ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
     axes[0, 0].set_ylabel(ylabel)
     handles = {}

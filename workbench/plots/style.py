@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import matplotlib.pyplot as plt
 import seaborn as sns
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 from workbench.harness.narrate import MODES as MODES
 from workbench.harness.narrate import number as number
@@ -43,12 +44,29 @@ def use() -> None:
     )
 
 
-def length(n: float, _=None) -> str:
-    """A length, most of which are powers of two: 131072 is 128K, and 1000 is 1000. Also a formatter of ticks."""
+def length(n: float) -> str:
+    """A length, most of which are powers of two: 131072 is 128K, and 1000 is 1000."""
     for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
         if n >= size and n % size == 0:
             return f"{n / size:g}{unit}"
     return f"{n:g}"
+
+
+def log_ticks(axis, form, at=None) -> None:
+    """Label a logarithmic axis by form(value), at these places if there are any, without minor ticks."""
+    if at is not None:
+        axis.set_ticks(at)
+    axis.set_major_formatter(FuncFormatter(lambda x, _: form(x)))
+    axis.set_minor_locator(NullLocator())
+
+
+def apart(values, room: float) -> list:
+    """Those of ascending values that are at least `room` times the one kept before: the ticks that have room."""
+    kept = []
+    for x in values:
+        if not kept or x >= kept[-1] * room:
+            kept.append(x)
+    return kept
 
 
 def device(rows) -> str:

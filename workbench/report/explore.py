@@ -16,13 +16,11 @@ MOST_FRAMES = 64
 FRAME_DPI = 110
 
 
-def explore(fn: Callable, start: dict | None = None, alt: str | Callable | None = None, **choices: Iterable):
+def explore(fn: Callable, start: dict | None = None, **choices: Iterable):
     """Show fn(**chosen), a slider for each choice. Let the call be the last line of a cell: what it returns is shown.
 
     fn: returns a matplotlib figure or a string of HTML.
     start: the values shown first, by name; the first of each choice where it is not named.
-    alt: the alternative text of the frames, or a function of the chosen values that returns it; by default the figure's
-        label or titles.
     choices: name -> the values it takes, in order; all combinations together at most 64, for each becomes a frame.
 
     In a live kernel this is an ipywidgets box that runs fn anew. Where WORKBENCH_BATCH is set, or without a kernel, it
@@ -44,7 +42,7 @@ def explore(fn: Callable, start: dict | None = None, alt: str | Callable | None 
         first[name] = value
 
     def frame(**chosen) -> str:
-        return _frame(fn(**chosen), alt(**chosen) if callable(alt) else alt)
+        return _frame(fn(**chosen))
 
     return _live(frame, values, first) if _is_live() else Player(frame, values, first)
 
@@ -113,10 +111,10 @@ def _live(frame: Callable[..., str], values: dict[str, list], first: dict):
     return widgets.VBox([*sliders.values(), view])
 
 
-def _frame(result, alt: str | None) -> str:
-    """A figure as an <img> with its PNG inside; HTML as it is."""
+def _frame(result) -> str:
+    """A figure as an <img> with its PNG inside, and its label or titles for those who do not see it; HTML as it is."""
     if isinstance(result, str):
-        return result if alt is None else f'<div role="group" aria-label="{escape(alt)}">{result}</div>'
+        return result
     if not hasattr(result, "savefig"):
         kind = type(result).__name__
         raise ValueError(f"explore: its function returned {kind}; should be a matplotlib figure or a string of HTML")
@@ -128,7 +126,7 @@ def _frame(result, alt: str | None) -> str:
     result.savefig(out, format="png", dpi=FRAME_DPI)  # not bbox="tight": frames keep one size
     pyplot.close(result)
     encoded = base64.b64encode(shrink(out.getvalue())).decode()
-    return f'<img alt="{escape(alt or describe(result) or "figure")}" src="data:image/png;base64,{encoded}">'
+    return f'<img alt="{escape(describe(result) or "figure")}" src="data:image/png;base64,{encoded}">'
 
 
 def _values(name: str, options) -> list:
