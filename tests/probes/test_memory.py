@@ -8,6 +8,8 @@ from workbench.probes import memory
 
 MB = 1 << 20
 ROOT = Path(wb.__file__).parents[1]
+
+
 def test_allocations_are_counted_exactly():
     def fn():
         a = torch.zeros(2 * MB, dtype=torch.uint8)
