@@ -122,7 +122,7 @@ def shards(orders, world: int, radius: int, rank: int | None = None):
         place = order.rank.reshape(order.shape).numpy()
         parts = Shards.even(place.size, world)
         owner = np.searchsorted(parts.bounds.numpy(), place, "right") - 1
-        need = Plan(Neighborhood(order.shape, radius, order), parts, 1, 1, place.size).needs(rank)
+        need = Plan(Neighborhood(order.shape, radius, order), parts, 1, 1, place.size).halo(rank)
         got = np.isin(place, np.concatenate([np.zeros(0, int), *(x.rows.positions.numpy() for x in need)]))
         shown = np.where(owner % 2, 0.93, 0.98)[..., None] * np.ones(3)
         shown[got], shown[owner == rank] = to_rgb(style.COLORS["accent"]), to_rgb(orderings.color(order.name))
