@@ -52,6 +52,7 @@ def folder(request, tmp_path_factory):
         for name, text in request.module.MODULES.items():
             (folder / name).write_text(text)
         patch.syspath_prepend(folder)
+        patch.setenv("WORKBENCH_COMMIT", "0123456789abcdef")  # what is recorded is of one commit, whatever git does
         yield folder
 
 

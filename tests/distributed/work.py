@@ -237,23 +237,6 @@ def on_streams(rank, world, id, forgets=None, hastens=None, by_host=False):
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def loud_keys(rank, world):
-    """The largest absolute error, if rank 1's keys are ten times larger and only rank 0 has an upstream gradient."""
-    worst = 0.0
-    for pattern in (Dilated([64, 16], [2, 1]), Dense(), Dense(True), BlockSparse(layouts.strided(2), 8)):
-        case = Case("", lambda p=pattern: p, 64, heads=2)
-        q, k, v, g, gl = case.inputs(torch.float64)
-        own = 64 // world
-        k[:, own : 2 * own] *= 10
-        g[:, own:], gl[:] = 0, 0
-        want = tools.oracle((q, k, v, g, gl), pattern)
-        rows = rows_of(case, [own] * world, rank)
-        for _ in range(2):
-            got = tools.differentiate(run(pattern), shard((q, k, v, g, gl), rows), pattern)
-            worst = max(worst, *(float((x - part(name, want[name], rows)).abs().max()) for name, x in got.items()))
-    return worst
-
-
 def blind_to_the_future(rank, world):
     """Asserts that keys from t0 on change no bit of the rows before t0, and some rows after."""
     for pattern in (Dilated([64, 24, 8], [3, 2, 1], True), Dense(True), BlockSparse(layouts.local(2), 8, True)):

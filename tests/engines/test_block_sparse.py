@@ -87,57 +87,7 @@ def test_all_blocks_visible_is_dense_attention_not_a_sum_of_softmaxes(monkeypatc
     torch.testing.assert_close(out, dense(q, k, v), rtol=1e-12, atol=1e-12)
 
 
-def test_a_layout_of_key_block_0_alone_sees_the_first_128_keys():
-    q, k, v = inputs(300, d=16)
-    out, lse = run(q, k, v, BlockSparse(tools.only_block_0(3)))
-    torch.testing.assert_close(out, dense(q, k[:, :128], v[:, :128]), rtol=1e-12, atol=1e-12)
-    scores = torch.einsum("bthd,bjhd->bhtj", q, k[:, :128]) / 4
-    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("n", [128, 256])
-def test_the_second_sequence_is_its_own(n):
-    q, k, v = inputs(n, nq=2, batch=2)
-    pattern = BlockSparse(layouts.global_(1) | layouts.local(0), 128)
-    out, lse = run(q, k, v, pattern)
-    assert (out[1].abs().amax(-1) > 0).all()
-    for x in range(2):
-        alone, alone_lse = run(*(t[x : x + 1] for t in (q, k, v)), pattern)
-        assert torch.equal(out[x : x + 1], alone) and torch.equal(lse[x : x + 1], alone_lse)
-
-
-def test_each_sequence_of_a_batch_has_its_own_layout():
-    layout = tools.batch_layout(3, 2, 5, 5)
-    q, k, v = inputs(37, batch=3)
-    out = run(q, k, v, BlockSparse(layout, 8))[0]
-    for x in range(3):
-        alone = run(*(t[x : x + 1] for t in (q, k, v)), BlockSparse(layout.for_batch(x), 8))[0]
-        assert torch.equal(out[x : x + 1], alone)
-
-
 # --- masks -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("block_size", [(64, 128), (128, 64)], ids=str)
-@pytest.mark.parametrize("nq", [300, 171, 1])
-def test_blocks_that_are_not_square_show_what_the_layout_says(block_size, nq):
-    """With v the identity, out is the softmax itself: it is positive exactly where the definition says."""
-    n, (bq, bk) = 300, block_size
-    q, k, _ = inputs(n, heads=1, nq=nq, d=n)
-    v = torch.eye(n, dtype=torch.float64).view(1, n, 1, n)
-    out = run(q, k, v, BlockSparse(layouts.local(1), block_size))[0]
-    i, j = torch.arange(n - nq, n)[:, None], torch.arange(n)
-    assert torch.equal(out[0, :, 0] > 0, (i // bq - j // bk).abs() <= 1)
-
-
-def test_one_dark_row_has_finite_gradients_and_zero_of_its_own():
-    q, k, v = (x.requires_grad_() for x in inputs(40, batch=2))
-    pattern = BlockSparse(layouts.strided(1), 8, predicate=lambda h, i, j: i != 5)
-    out, lse = run(q, k, v, pattern)
-    assert (lse[..., 5] == -torch.inf).all() and not out[:, 5].any()
-    dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (torch.randn_like(out), torch.randn_like(lse)))
-    assert not dq[:, 5].any() and all(x.isfinite().all() for x in (dq, dk, dv))
-    assert (dq.abs().amax((2, 3)) > 0).sum() == 2 * 39
 
 
 def test_a_predicate_is_never_asked_about_positions_that_do_not_exist():
@@ -182,12 +132,3 @@ def test_a_permuted_neighborhood_un_permuted_is_the_natural_one(ordering):
     out, lse = run(*(x[:, ordering.curve] for x in (q, k, v)), Neighborhood((9, 7), 2, ordering))
     torch.testing.assert_close(out[:, ordering.rank], want, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse[..., ordering.rank], want_lse, rtol=1e-12, atol=1e-12)
-
-
-def test_permuting_queries_keys_and_mask_permutes_the_result():
-    q, k, v = inputs(50)
-    p = torch.randperm(50, generator=torch.Generator().manual_seed(0))
-    natural = Predicate(lambda h, i, j: tools.some_rows_only(h, i, j) & (j <= i))
-    permuted = Predicate(lambda h, i, j: tools.some_rows_only(h, p[i], p[j]) & (p[j] <= p[i]))
-    out = run(q[:, p], k[:, p], v[:, p], permuted)[0]
-    torch.testing.assert_close(out[:, p.argsort()], run(q, k, v, natural)[0], rtol=1e-12, atol=1e-12)

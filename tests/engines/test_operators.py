@@ -149,7 +149,6 @@ def test_the_gradient_of_each_sample_of_a_layer():
 SAVED = {
     "dilated": lambda: Dilated([8], [1]),
     "layout": lambda: BlockSparse(layouts.explicit(torch.eye(4) > 0) | layouts.global_(1), 8, causal=True),
-    "order": lambda: BlockSparse(layouts.local(1), 8, causal=True, causal_rank=torch.arange(32).flip(0)),
     "neighborhood": lambda: Neighborhood((4, 8), 1, orderings.hilbert((4, 8))),
     "predicate": lambda: Predicate(tools.every_third),
 }

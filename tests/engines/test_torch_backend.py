@@ -57,19 +57,6 @@ def test_gradcheck(pattern):
     assert torch.autograd.gradcheck(finite, inputs(n=9, nq=7, heads=2, kv_heads=1, d=2))
 
 
-@every_pattern
-def test_gradients_of_out_alone_and_of_lse_alone_add_up(pattern):
-    q, k, v = inputs()
-    out, lse = run(q, k, v, pattern)
-    g, gl = torch.randn_like(out), torch.randn_like(lse)
-    both = torch.autograd.grad((out, lse), (q, k, v), (g, gl), retain_graph=True)
-    of_out = torch.autograd.grad(out, (q, k, v), g, retain_graph=True)
-    of_lse = torch.autograd.grad(lse, (q, k, v), gl)
-    assert any(x.any() for x in of_lse) and not of_lse[2].any()  # lse does not depend on v
-    for x, y, z in zip(both, of_out, of_lse, strict=True):
-        torch.testing.assert_close(x, y + z, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("which", range(3), ids="qkv")
 def test_a_gradient_of_one_input_only(which):
     leaves = inputs()
@@ -79,23 +66,6 @@ def test_a_gradient_of_one_input_only(which):
     run(*alone, pattern)[0].sum().backward()
     assert torch.equal(alone[which].grad, want)
     assert all(x.grad is None for y, x in enumerate(alone) if y != which)
-
-
-@every_pattern
-def test_an_upstream_gradient_of_stride_zero(pattern):
-    q, k, v = inputs()
-    out, lse = run(q, k, v, pattern)
-    one = torch.ones((), dtype=torch.float64)
-    wide = torch.autograd.grad((out, lse), (q, k, v), (one.expand_as(out), one.expand_as(lse)), retain_graph=True)
-    full = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
-    assert same(wide, full)
-
-
-def test_a_second_derivative_is_refused():
-    q, k, v = inputs()
-    grad = torch.autograd.grad(run(q, k, v, PATTERNS["dilated"]())[0].sum(), q, create_graph=True)[0]
-    with pytest.raises(ValueError, match="second derivatives .* backend='reference' only"):
-        torch.autograd.grad(grad.sum(), q)
 
 
 def test_rows_with_an_lse_of_infinity_have_exactly_no_gradient():
@@ -143,7 +113,7 @@ def test_the_operators_pass_opcheck(name):
     torch.library.opcheck(torch_backend.attend_backward, arguments)
 
 
-@pytest.mark.parametrize("dtype", tools.DTYPES, ids=tools.name_of)
+@pytest.mark.parametrize("dtype", tools.tiers(tools.DTYPES, [torch.bfloat16]), ids=tools.name_of)
 @every_pattern
 def test_meta_and_fake_tensors_have_the_shapes_of_real_ones(pattern, dtype):
     q, k, v = inputs(nq=7, heads=4, kv_heads=2, batch=3, dtype=dtype)
@@ -222,15 +192,13 @@ def test_inductor():
 # --- copies ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))],
-                         ids=["copy", "deepcopy", "pickle"])  # fmt: skip
 @every_pattern
-def test_a_copy_of_a_pattern_is_a_pattern_of_its_own(pattern, duplicate):
+def test_a_copy_of_a_pattern_is_a_pattern_of_its_own(pattern):
     q, k, v = inputs()
     want = run(q, k, v, pattern)  # blocks are kept with the pattern; they are not copied
-    twin = duplicate(pattern)
-    assert handle_of(twin) != handle_of(pattern) and repr(twin) == repr(pattern)
-    assert same(run(q, k, v, twin), want)
+    for twin in (copy.copy(pattern), copy.deepcopy(pattern), pickle.loads(pickle.dumps(pattern))):
+        assert handle_of(twin) != handle_of(pattern) and repr(twin) == repr(pattern)
+        assert same(run(q, k, v, twin), want)
 
 
 def test_a_pattern_serves_sizes_in_turn():

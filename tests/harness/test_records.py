@@ -237,18 +237,6 @@ def test_machine_says_no_host_and_no_path():
         assert records.scrub(str(value)) == str(value)
 
 
-@pytest.mark.parametrize("journal", COMMITTED, ids=lambda path: path.name)
-def test_records_of_this_checkout_load(journal):
-    text = journal.read_text()
-    rows = [line for line in map(json.loads, text.splitlines()) if line["kind"] == "row"]
-    frame = records.load(journal)
-    assert len(frame) == len(rows)
-    assert set(frame.status) <= set(records.STATUSES)
-    assert frame.run_device.notna().all()
-    assert (frame[(frame.probe == "timing") & (frame.status == "ok")].median_ms > 0).all()
-    assert records.scrub(text) == text
-
-
 # --- where records cannot be written ---------------------------------------------------------------------------------
 
 
@@ -300,8 +288,10 @@ def test_every_committed_row_is_read_under_todays_names(path):
     from workbench.engines.dispatch import BACKENDS
     from workbench.probes.case import BASELINES
 
-    frame = records.load(path)
-    assert len(frame) == sum(line.get("kind") == "row" for line in lines(path))
+    frame, text = records.load(path), path.read_text()
+    assert len(frame) == sum(line["kind"] == "row" for line in lines(path)) and records.scrub(text) == text
+    assert set(frame.status) <= set(records.STATUSES) and frame.run_device.notna().all()
+    assert (frame[(frame.probe == "timing") & (frame.status == "ok")].median_ms > 0).all()
     known = {*BACKENDS, *BASELINES, "auto", "nccl", "gloo", "torchscale"}
     assert set(frame["backend"].dropna()) <= known
     if "asked" in frame:

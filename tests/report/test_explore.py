@@ -90,10 +90,6 @@ def test_html_that_could_end_the_script_does_not(batch):
     assert data(player)["frames"] == ["<b>1</b></script><!--", "<b>2</b></script><!--"]
 
 
-def test_a_template_word_in_a_frame_stays(batch):
-    assert data(explore(lambda n: f"@DATA@ {n}", n=[1]))["frames"] == ["@DATA@ 1"]
-
-
 def test_a_live_kernel_gets_sliders_that_run_the_function(live):
     box = explore(square, start={"sign": -1}, n=[1, 2, 3], sign=[1, -1])
     n, sign, view = box.children
@@ -109,12 +105,6 @@ def test_a_live_figure_is_replaced_with_its_alternative_text(live):
     before = view.value
     width.index = 1
     assert 'alt="a bar of 2"' in view.value and view.value != before
-
-
-def test_live_choices_may_be_lists_and_alike_in_words(live):
-    rates, view = explore(lambda rates: f"{rates!r}", rates=[[1, 2], "1, 2"]).children
-    rates.index = 1
-    assert view.value == "'1, 2'"
 
 
 def test_an_error_after_a_slider_moved_is_shown_and_goes_away(live):

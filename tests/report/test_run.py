@@ -216,9 +216,11 @@ def test_what_is_no_report_in_the_folder_does_not_matter(run, tmp_path):
     assert "1 report, complete" in (out / "index.html").read_text()
 
 
-def test_an_error_without_a_message_ends_in_one_full_stop(run):
-    (done,), _, _ = run({"a": ["## Here", "raise KeyError"]})
-    assert done.failure == "Failed in cell 1 (“Here”): KeyError."
+def test_how_a_notebook_failed_is_a_sentence_that_ends_in_one_full_stop(run):
+    found, _, _ = run({"a": ["## Here", "raise KeyError"], "b": ["import sys\nsys.exit(3)"]})
+    assert [done.status for done in found] == ["error", "error"]
+    assert found[0].failure == "Failed in cell 1 (“Here”): KeyError."
+    assert found[1].failure == "Failed in cell 1 (import sys): SystemExit: 3."
 
 
 ENDS = ["sys.exit()", "sys.exit(0)", "raise SystemExit(None)"]
@@ -230,11 +232,6 @@ def test_a_notebook_may_end_itself(run, end):
     assert (done.status, done.failure) == ("ok", "")
     html = done.path.read_text()
     assert "before" in html and "unseen" not in html and 'role="alert"' not in html
-
-
-def test_a_notebook_that_exits_with_a_code_has_failed(run):
-    (done,), _, _ = run({"a": ["import sys\nsys.exit(3)"]})
-    assert (done.status, done.failure) == ("error", "Failed in cell 1 (import sys): SystemExit: 3.")
 
 
 def test_a_page_that_cannot_be_made_is_a_banner_and_the_next_notebook_runs(run, monkeypatch):

@@ -158,7 +158,8 @@ def test_progress_is_short_and_silent_about_what_is_recorded(own, folder):
     assert [sweeps.words(x) for x in (wrong, failed)] == ["  mine_on_ranks:late: wrong", "  mine_on_ranks:fails: oom"]
     assert sweeps.words(right) == "  mine_on_ranks:mine: 12.35 ms, 1.23x"
     said, case = [], {"x": Case(Dense(), dtype="float32", **SIZES)}
-    sweeps.sweep(case, 2, ["mine_on_ranks:mine"], folder=folder / "own", say=lambda x, **_: said.append(x))
+    say = lambda x, **_: said.append(x)  # noqa: E731
+    sweeps.sweep(case, 2, ["mine_on_ranks:mine"], samples=3, folder=folder / "own", say=say)
     assert said == ["1/1: x, N = 192, from the records"]
 
 
@@ -258,9 +259,9 @@ def test_no_case_is_begun_after_the_time_and_what_is_measured_comes_all_the_same
         "dilated": Case(DILATED, dtype="float64", **SIZES),  # settled by `rows`
         "late": Case(Dilated([64], [2]), 4096, 2, 16),
     }
-    found = sweeps.sweep(cases, 2, ["sequence"], within_s=1e-9, folder=folder / "rows")
+    found = sweeps.sweep(cases, 2, ["sequence"], samples=3, within_s=1e-9, folder=folder / "rows")
     assert found["label"].tolist() == ["dilated"] * 3 and found["from_records"].all()
-    late = sweeps.sweep({"late": cases["late"]}, 2, ["sequence"], within_s=1e-9, folder=folder / "rows")
+    late = sweeps.sweep({"late": cases["late"]}, 2, ["sequence"], samples=3, within_s=1e-9, folder=folder / "rows")
     assert late.empty and "1/1: late: not begun" in capsys.readouterr().out
     assert sweeps.table(late) == "nothing was measured" and not sweeps.failed(late)
 
@@ -270,8 +271,8 @@ def test_the_link_is_measured_by_message(folder):
     assert found["message_bytes"].tolist() == [1 << 16, 1 << 20] and (found["status"] == "ok").all()
     assert (found["bytes_per_second"] == 1000 * found["message_bytes"] / found["median_ms"]).all()
     for options, message in (
-        ({"nproc": 1}, "want two ranks"),
-        ({"nproc": 3, "sizes": [1]}, "a byte for each other one"),
+        ({"nproc": 1}, "nproc=1: want an int >= 2"),
+        ({"nproc": 3, "sizes": [1]}, r"sizes.*want .*>= 2"),
         ({"device": "cuda:1"}, "device='cuda:1': want 'cpu' or 'cuda'"),
     ):
         with pytest.raises(ValueError, match=message):
