@@ -226,7 +226,7 @@ def on_streams(rank, world, id, forgets=None, hastens=None, by_host=False):
             stack.enter_context(patch.object(*mutants[hastens], lambda *_: None))
         for time in range(3):
             if time == 2 and rank == forgets:
-                del pattern._shared
+                del pattern._kept["shared"]
             got = tools.differentiate(run(pattern, group=found.ranks), mine, pattern)
             errors += [float((x - part(name, want[name], rows)).abs().max()) for name, x in got.items()]
             del got
@@ -476,7 +476,7 @@ def out_of_memory_beside(rank, world, backward, forgets=()):
         call = run(pattern, group=races_found.ranks)
         tools.differentiate(call, mine, pattern)  # from now on the plan is there
         if rank in forgets:
-            del pattern._shared
+            del pattern._kept["shared"]
         leaves = [x.clone().requires_grad_() for x in mine[:3]]
         out = call(*leaves, pattern)[0] if backward else None
         where = patch.object(partial, "backward" if backward else "forward", side_effect=error)
@@ -659,7 +659,7 @@ def peak(rank, world, case, strategy) -> int:
 
 def on_card(pattern):
     """The index tensors that a plan made ready keeps on the card."""
-    kept = pattern.__dict__.get("_shared", {"plans": {}})["plans"]
+    kept = call._kept_with(pattern)["plans"]
     for executor in (x.executor for x in kept.values() if isinstance(x.executor, Executor)):
         every = executor.every
         copies = [*(placed.copies for placed in every), *executor.exchange.copies.values()]
