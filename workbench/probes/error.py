@@ -14,7 +14,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from workbench.engines.dispatch import BACKENDS, DTYPES, attention, why_not
+from workbench.engines.check import DTYPES
+from workbench.engines.dispatch import BACKENDS, attention, why_not
 from workbench.engines.reference import reference
 from workbench.probes import checks
 from workbench.probes.case import Case
