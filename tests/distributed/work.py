@@ -607,7 +607,7 @@ def alternating(rank, world):
     for n in range(64, 64 + 2 * call.PLANS, 2):
         q = torch.ones(1, n // world, 2, 8)
         api.attention(q, q, q, pattern)
-    return counts, worst, len(pattern._shared["plans"])
+    return counts, worst, len(call._kept_with(pattern)["plans"])
 
 
 def autocast(rank, world):

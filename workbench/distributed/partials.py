@@ -1,11 +1,12 @@
-"""A rank's share of the attention as calls of single-device attention: partial ones, each over some of the keys.
+"""Which calls of single-device attention a rank makes: partial ones, each of some queries to some of their keys.
 
-A partial's queries are rows that the rank computes. Its keys are the rank's own rows, or own and received rows side by
-side. The results of partials on the same queries are merged by their log-sum-exp, so that together they are one
-softmax; or those of one partial overwrite those of another (`Partial.overwritten`).
+Example: dense attention on 2 ranks is two partials on each: its queries to its own keys, and its queries to the keys
+that arrive. Each gives out (B, Q, H, D) and lse (B, H, Q). Merged by lse (`engines.merge`) they are one softmax over
+all keys. At the border of a neighborhood results are not merged: a later partial, with all keys of the border's
+queries, overwrites what an earlier one gave for them (`Partial.overwritten`).
 
-`own_partials` and `stage_partials` say which calls there are; `fills` finds where the keys of one come from. It is all
-arithmetic on positions: no tensor of the call is needed.
+`own_partials` gives the calls that need the rank's own rows only, `stage_partials` those that need received ones too.
+All of it is arithmetic on positions: no tensor of the call is needed. Where the keys lie is found by `fills`.
 """
 
 from __future__ import annotations

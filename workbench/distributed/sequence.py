@@ -55,13 +55,16 @@ class Buffers(NamedTuple):
 
 
 class Executor:
-    """A plan made ready for one rank: its partials, in the order in which they run, and where their rows lie.
+    """A plan made ready to run on one rank: the partials in their order, where their rows lie, and what is exchanged.
 
-    first, second, stages: the partials that run before the ranks have agreed, while the first rows travel, and when the
-        rows of each stage are there
+    It holds no tensor of a call, and is kept with the pattern for later calls of the same shapes.
+    first: partials that run before the ranks have agreed; second: while the first rows travel; stages: (stage, partials
+        that run when its rows have arrived)
     rows: how many queries the rank computes
-    all_queries, all_keys: whether the first partial gives every row of out and dq; and of dk and dv
-    only_one: whether its gradients are the result; few_sources: see `plans.Layout.sources`
+    all_queries: whether the first partial gives every row of out (B, Q, H, D) and dq, so that its result becomes them
+    all_keys: the same of dk and dv (B, L, G, D)
+    only_one: whether there is one partial and nothing to add to its gradients
+    few_sources: whether gradients of own keys come from few enough ranks to be added in 16 bits (`plans.Layout`)
     """
 
     def __init__(self, plan: Plan, ranks: Ranks, batch: int, head_dim: int):
