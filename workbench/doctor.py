@@ -10,7 +10,8 @@ import sys
 import torch
 
 from workbench import requirements
-from workbench.engines.dispatch import BACKENDS, DTYPES
+from workbench.engines.check import DTYPES
+from workbench.engines.dispatch import BACKENDS
 from workbench.harness import machine
 from workbench.patterns import BlockSparse, Dilated, Neighborhood, layouts, orderings
 from workbench.probes import error

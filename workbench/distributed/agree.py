@@ -1,17 +1,17 @@
-"""Agreement: before any row is sent every rank says what it is about to do, and an error of one is raised on all.
+"""Agreement: before any row is sent, all ranks exchange a few numbers that say what each is about to do.
+
+If one rank has failed by then, it says so instead, and the same error is raised on all ranks: none waits in vain.
 
     with Agreement(ranks, ("rows", "plan")) as agreement:
         ...                              # an error here, on any rank, is raised on all of them
-        agreement.propose([64, digest])  # a small all-gather begins; what follows runs meanwhile
-        ...
-        told = agreement.settle()        # int64 (world, 2): what each rank proposed, in the order of ranks
-    same(told, ("rows", "plan"))         # ValueError on all ranks where they differ
+        agreement.propose([64, digest])  # starts a small all-gather and returns at once
+        ...                              # an error here stays on this rank: the others already count on it
+        told = agreement.settle()        # waits; int64 (world, 2): row p is what rank p proposed
+    same(told, ("rows", "plan"))         # ValueError on all ranks if a column differs between ranks
 
-An error after `propose` is the rank's own: the others already count on it, and wait for its rows.
-
-A call agrees while the attention to the rank's own rows runs. To agree first, and to begin then, would be simpler, but
-on two H200s (bfloat16, 12 heads x 64, forward, one call from a barrier on) a call takes longer so: dense attention
-1.18 times as long at 32,768 tokens and 1.02 times at 131,072, LongNet 1.16 times at 131,072.
+Ranks agree while each attends to its own rows. It would be simpler to agree first, but slower: on two H200s (bfloat16,
+12 heads x 64, forward, one call from a barrier on) dense attention takes 1.18 times as long at 32,768 tokens and 1.02
+times at 131,072, LongNet 1.16 times at 131,072.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS = (ValueError, torch.OutOfMemoryError, RuntimeError)
 
 
 class Agreement:
-    """One question to all ranks. names: of the numbers that each proposes."""
+    """One exchange of numbers between all ranks. names: what the numbers mean, one name for each."""
 
     def __init__(self, ranks: Ranks, names: tuple[str, ...]):
         self.ranks, self.names = ranks, names
@@ -80,7 +80,7 @@ def _kind(error: Exception) -> int:
 
 
 def same(told: Tensor, names: tuple[str, ...]) -> None:
-    """ValueError, the same on all ranks, where ranks differ in a column of told (world, len(names)); it names it."""
+    """ValueError that names the first column of told, int64 (world, len(names)), in which ranks differ."""
     for x, name in enumerate(names) if bool((told != told[0]).any()) else ():
         other = (told[:, x] != told[0, x]).nonzero().flatten().tolist()
         if other:

@@ -1,8 +1,11 @@
-"""Where the rows of a partial lie: among the rank's own, in buffers of received rows, in those of returned gradients.
+"""Where the rows of a partial lie, and how they come together for its call and go back.
 
-A partial (`partials.Partial`) says which positions attend to which; `Placed` finds, once, which rows of which tensors
-these are. A run then only copies: `take` and `gather` bring a partial's queries and keys together, as views where they
-lie together already; `each` and `scatter` put its results where they belong.
+A partial (`partials.Partial`) names positions of the sequence. `Placed` finds, once a plan, which rows of which tensors
+these are: own rows of k and v (B, L, G, D), or rows of a flat buffer that an exchange has filled. For each call then
+    take     gives the partial's queries (B, its queries, its heads, D),
+    gather   gives its keys and values (B, M, its key heads, D): a view if they lie together, else a copy,
+    each     cuts its results so that they can be merged into out,
+    scatter  adds the gradients of its keys to those of own rows, or puts them into the buffer that returns them.
 
 Dimensions: B batch, L rows of this rank, Q queries that it computes, H query heads, G key heads, D head_dim, M keys of
 the partial; of a strided view, C steps of R rows and h heads each.
@@ -66,24 +69,28 @@ class Placed:
     def _in_buffer(self) -> tuple[Block | None, int]:
         """(where in the stage's receive buffer the partial's keys lie in order, how many at the end are not received).
 
-        (None, 0) if they do not lie there. They do if, by where each copy has its rows, the partial's first key would
-        begin at one and the same element.
+        (None, 0) if they do not lie there. They do if, by each of the copies, the first key would begin at one element.
         """
-        received, starts = [x for x in self.copies if x.block is not None], set()
-        for x in received:
-            for (rows, heads), (to, to_heads) in zip(x.source.each(), x.target.each(), strict=True):
-                even = not any(isinstance(y, Tensor) or (y.step or 1) > 1 for y in (rows, heads, to, to_heads))
-                there = even and heads == to_heads and x.block.width == self.key_heads
-                starts.add(x.block.start + (rows.start - to.start) * self.exchange.row(x.block) if there else None)
+        received = [x for x in self.copies if x.block is not None]
+        steps = [(x.block, *step) for x in received for step in zip(x.source.each(), x.target.each(), strict=True)]
+        starts = {self._start(*step) for step in steps}
         if len(starts) != 1 or None in starts:
             return None, 0
         block = Block(starts.pop(), self.keys, self.key_heads)
         keys, more = divmod(sum(x.target.size for x in received), self.key_heads)
-        last = max(to.stop for x in received for to, _ in x.target.each())
+        last = max(to.stop for *_, (to, _) in steps)
         trailing, behind = self.keys - keys, block.start + keys * self.exchange.row(block)
         if more or last != keys or trailing and behind != sum(self.exchange.splits[self.stage][1]):
             return None, 0  # there are gaps, or something else arrives behind
         return (block, trailing) if self.full or len(received) == len(self.copies) else (None, 0)
+
+    def _start(self, block: Block, source: tuple, target: tuple) -> int | None:
+        """Where the first key would begin in the buffer, if all keys lay as those of one step of a copy do, or None."""
+        (rows, heads), (to, to_heads) = source, target
+        if any(isinstance(x, Tensor) or (x.step or 1) > 1 for x in (rows, heads, to, to_heads)):
+            return None
+        there = heads == to_heads and block.width == self.key_heads
+        return block.start + (rows.start - to.start) * self.exchange.row(block) if there else None
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -151,12 +158,13 @@ class Placed:
 
 
 class FirstWrites:
-    """Which partials are the first to write where their results go: these copy, later ones add or merge.
+    """Which partials are the first to write to their rows of out or of gradients: these copy, later ones add or merge.
 
-    placed: in the order in which they run; sets `first` of each, and of its copies.
+    So a buffer of which all is first written by a copy needs no zeros to begin with.
+    placed: in the order in which they run; sets `first` of each, and of its copies
     rows, own: how many (row, head) of out, and of the gradients of the rank's keys, are first written by a copy
     received: by stage, how many elements of the buffer of returned gradients are
-    A buffer of which more is used has to be initialized. Strided rows count as all rows between the first and the last.
+    Strided rows are taken for all rows between the first and the last.
     """
 
     def __init__(self, placed: list[Placed], batch: int):

@@ -124,6 +124,15 @@ def strided_views(views: Iterable[StridedView]) -> list[StridedView]:
     return found
 
 
+def evenly(pairs: list[tuple[int, int]]) -> list[tuple[slice, slice]]:
+    """Pairs of heads as pairs of slices: one pair if both sides are evenly spaced, else one for each pair."""
+    sides = list(zip(*pairs, strict=True))
+    steps = [{b - a for a, b in zip(x, x[1:], strict=False)} or {1} for x in sides]
+    if all(len(x) == 1 and min(x) > 0 for x in steps):
+        return [tuple(slice(x[0], x[-1] + 1, min(step)) for x, step in zip(sides, steps, strict=True))]
+    return [(slice(a, a + 1), slice(b, b + 1)) for a, b in pairs]
+
+
 def length(x: slice | Tensor) -> int:
     return len(x) if isinstance(x, Tensor) else len(range(x.start, x.stop, x.step or 1))
 

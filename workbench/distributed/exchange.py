@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workbench.distributed.copies import Block, Copy, StridedView, joined
+from workbench.distributed.copies import Block, Copy, StridedView, evenly, joined
 from workbench.distributed.group import OneStream, Ranks
 from workbench.distributed.plans import Plan, Stage
-from workbench.distributed.shards import Rows, as_index, clip
+from workbench.distributed.shards import as_index, clip
 
 
 class Slot(NamedTuple):
@@ -73,7 +73,8 @@ class Exchange:
                 block = list(block)
                 width, at = sum(len(heads) for heads, _ in block), 0
                 for heads, its_rows in block:
-                    own = _index(its_rows, self.plan.shards[self.ranks.rank].start) if mine else None
+                    pieces = its_rows.pieces if len(its_rows.pieces) == 1 else (its_rows.positions,)
+                    own = as_index(pieces[0], self.plan.shards[self.ranks.rank].start) if mine else None
                     line.append(Slot(Block(start, rows, width), at, heads, own))
                     at += len(heads)
                 start += rows * width * each
@@ -126,26 +127,8 @@ class Exchange:
 
 def _copies(slot: Slot) -> list[Copy]:
     """Of a parcel that is sent: one, or one for each head if its heads are not evenly spaced."""
-    every = slice(0, slot.block.rows)
-    return [
-        Copy(slot.block, StridedView(every, slice(slot.at + to.start, slot.at + to.stop)), StridedView(slot.own, heads))
-        for to, heads in _heads(slot.heads)
-    ]
-
-
-def _heads(heads: tuple[int, ...]) -> list[tuple[slice, slice]]:
-    """(place in the parcel, heads): one pair of slices if the heads are evenly spaced, else a pair for each head."""
-    steps = {b - a for a, b in zip(heads, heads[1:], strict=False)} or {1}
-    if len(steps) == 1:
-        return [(slice(0, len(heads)), slice(heads[0], heads[-1] + 1, min(steps)))]
-    return [(slice(x, x + 1), slice(h, h + 1)) for x, h in enumerate(heads)]
-
-
-def _index(rows: Rows, start: int) -> slice | Tensor:
-    """Positions as an index into the rows of a shard that begins at `start`."""
-    if len(rows.pieces) == 1 and isinstance(x := rows.pieces[0], range):
-        return slice(x[0] - start, x[-1] - start + 1, x.step)
-    return as_index(rows.positions - start)
+    every, pairs = slice(0, slot.block.rows), [(slot.at + x, h) for x, h in enumerate(slot.heads)]
+    return [Copy(slot.block, StridedView(every, to), StridedView(slot.own, heads)) for to, heads in evenly(pairs)]
 
 
 class QueryExchange:

@@ -8,7 +8,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from workbench.distributed.copies import Copy, StridedView, joined
+from workbench.distributed.copies import Copy, StridedView, evenly, joined
 from workbench.distributed.exchange import Slot
 from workbench.distributed.partials import Partial
 from workbench.distributed.plans import Plan, Stage
@@ -28,7 +28,7 @@ def fills(plan: Plan, rank: int, stage: Stage | None, partial: Partial, slots: l
         place = _places(group.keys)
         to, rows = place(own.start, own.stop)
         if len(rows):
-            ours = StridedView(_index(rows, own.start), group.key_heads)
+            ours = StridedView(as_index(rows, own.start), group.key_heads)
             found.append(Copy(None, ours, StridedView(to, slice(first, first + len(heads)))))
         for source in range(plan.world) if stage is not None else ():
             for slot, parcel in zip(slots[source], plan.parcels(source, rank, stage), strict=True):
@@ -36,17 +36,10 @@ def fills(plan: Plan, rank: int, stage: Stage | None, partial: Partial, slots: l
                 to, rows = place(plan.shards[source].start, plan.shards[source].stop, parcel)
                 if pairs and len(rows):
                     where = parcel.rows.find(rows) if isinstance(rows, range) else slice(0, len(rows))
-                    for its_heads, from_heads in _even(pairs):
+                    for its_heads, from_heads in evenly(pairs):
                         found.append(Copy(slot.block, StridedView(where, from_heads), StridedView(to, its_heads)))
         first += len(heads)
     return joined(sorted(found, key=lambda copy: -1 if copy.block is None else copy.block.start))
-
-
-def _index(rows: range | Tensor, start: int) -> slice | Tensor:
-    """Positions as rows of a shard that begins at `start`."""
-    if isinstance(rows, range):
-        return slice(rows[0] - start, rows[-1] - start + 1, rows.step)
-    return as_index(rows - start)
 
 
 def _places(keys: range | Rows | Tensor):
@@ -80,12 +73,3 @@ def _places(keys: range | Rows | Tensor):
         return (as_index(at), keys[at]) if len(at) else (slice(0, 0), range(0))
 
     return place
-
-
-def _even(pairs: list[tuple[int, int]]) -> list[tuple[slice, slice]]:
-    """Pairs of heads as pairs of slices: one pair if both sides are evenly spaced, else one for each pair."""
-    sides = list(zip(*pairs, strict=True))
-    steps = [{b - a for a, b in zip(x, x[1:], strict=False)} or {1} for x in sides]
-    if all(len(x) == 1 and min(x) > 0 for x in steps):
-        return [tuple(slice(x[0], x[-1] + 1, min(step)) for x, step in zip(sides, steps, strict=True))]
-    return [(slice(a, a + 1), slice(b, b + 1)) for a, b in pairs]

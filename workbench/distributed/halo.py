@@ -1,8 +1,11 @@
-"""The halo of a rank: the key rows of other ranks that its queries see, found by arithmetic, without communication.
+"""The halo of a rank: which keys of other ranks its queries see. Found by arithmetic, without communication.
 
-A rank needs a position for a key head if one of its queries sees it in one of the query heads that share the key head.
-A rank's queries are those of its positions that are among the last Nq of the sequence. There is one rule for each kind
-of pattern: `dense`, `DilatedHalo`, `BlockHalo`, `NeighborhoodHalo`.
+Example: causal dense attention, 8 positions on 2 ranks. Rank 1 holds 4 to 7 and its halo is 0 to 3; that of rank 0 is
+empty. A halo is a list of `HeadRows`: positions in the whole sequence, and the key heads for which they are needed. A
+key head needs a position if one of the query heads that share it has a query on this rank that sees the position.
+
+A rank's queries are those of its positions that are among the last Nq of the sequence. Each kind of pattern has its
+rule: `dense`, `DilatedHalo`, `BlockHalo`, `NeighborhoodHalo`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor
 
 from workbench.distributed.shards import Rows, Shards, as_tensor, clip
 from workbench.patterns import BlockSparse, Dilated, Neighborhood
+from workbench.patterns.neighborhood import box_sums
 
 
 class HeadRows(NamedTuple):
@@ -298,10 +302,7 @@ class NeighborhoodHalo:
         return _head_rows([tuple(range(self.key_heads))], [Rows.of([token]).without(own)])
 
     def near(self, tokens: Tensor) -> Tensor:
-        """The tokens that these see, and that see these, int64, ascending: within the radius of one of their cells.
-
-        A mask of the cells is dilated one axis after another.
-        """
+        """The tokens that these see, and that see these, int64, ascending: within the radius of one of their cells."""
         if not len(tokens):
             return tokens
         shape, radius = self.pattern.shape, self.pattern.radius
@@ -310,13 +311,7 @@ class NeighborhoodHalo:
         high = [min(side, int(x.max()) + r + 1) for x, r, side in zip(cells, radius, shape, strict=True)]
         near = torch.zeros([h - x for x, h in zip(low, high, strict=True)], dtype=torch.int32)
         near[tuple(x - o for x, o in zip(cells, low, strict=True))] = 1
-        for axis, r in enumerate(radius):
-            side = near.shape[axis]
-            below = torch.cat([torch.zeros_like(near.narrow(axis, 0, 1)), near.cumsum(axis, dtype=torch.int32)], axis)
-            x = torch.arange(side)
-            upto, since = (x + min(r, side) + 1).clamp(max=side), (x - min(r, side)).clamp(min=0)
-            near = (below.index_select(axis, upto) > below.index_select(axis, since)).int()
-        spot = near.nonzero(as_tuple=True)
+        spot = box_sums(near, radius).nonzero(as_tuple=True)
         cell = torch.zeros_like(spot[0])
         for x, o, side in zip(spot, low, shape, strict=True):
             cell = cell * side + x + o

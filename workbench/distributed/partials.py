@@ -1,11 +1,12 @@
-"""A rank's share of the attention as calls of single-device attention: partial ones, each over some of the keys.
+"""Which calls of single-device attention a rank makes: partial ones, each of some queries to some of their keys.
 
-A partial's queries are rows that the rank computes. Its keys are the rank's own rows, or own and received rows side by
-side. The results of partials on the same queries are merged by their log-sum-exp, so that together they are one
-softmax; or those of one partial overwrite those of another (`Partial.overwritten`).
+Example: dense attention on 2 ranks is two partials on each: its queries to its own keys, and its queries to the keys
+that arrive. Each gives out (B, Q, H, D) and lse (B, H, Q). Merged by lse (`engines.merge`) they are one softmax over
+all keys. At the border of a neighborhood results are not merged: a later partial, with all keys of the border's
+queries, overwrites what an earlier one gave for them (`Partial.overwritten`).
 
-`own_partials` and `stage_partials` say which calls there are; `fills` finds where the keys of one come from. It is all
-arithmetic on positions: no tensor of the call is needed.
+`own_partials` gives the calls that need the rank's own rows only, `stage_partials` those that need received ones too.
+All of it is arithmetic on positions: no tensor of the call is needed. Where the keys lie is found by `fills`.
 """
 
 from __future__ import annotations
@@ -71,26 +72,53 @@ class Own(NamedTuple):
 
 
 def own_partials(plan: Plan, rank: int) -> Own:
-    """Attention to a rank's own rows: dense, whole segments of dilated branches, or what `Layout.apart` is about.
-
-    A kernel that fills the card leaves no room for an exchange until it ends. So dense attention begins with only as
-    many heads as take the time of agreeing, and the first rows travel while the other heads are computed. These are cut
-    as the stages are, since the result of a call needs memory beside out. Where queries move too, those that stay on
-    their rank come first.
-    """
-    own, every = plan.shards[rank], range(plan.kv_heads)
+    """Attention to a rank's own rows: dense, whole segments of dilated branches, or what `Layout.apart` is about."""
     if not any(plan.work(rank)) or not plan.heads:
         return Own([], [], {})
-    if plan.layout.apart:
-        cells = isinstance(plan.pattern, Neighborhood)
-        return Own([_own_cells(plan, rank)] if cells else _own_blocks(plan, rank), [], {})
-    if not isinstance(plan.pattern, Dense):
-        return Own(_whole_segments(plan, rank) if isinstance(plan.pattern, Dilated) else [], [], {})
-    here, moved = plan.work(rank), []
-    if plan.zigzag:
-        held = plan.queries(rank)
-        stay = [held.start <= x.start and x.stop <= held.stop for x in plan.work(rank)]
-        here, moved = ([x for x, its in zip(plan.work(rank), stay, strict=True) if its == y] for y in (True, False))
+    return _own_dense(plan, rank) if isinstance(plan.pattern, Dense) else Own(_rules(plan)[0](plan, rank), [], {})
+
+
+def stage_partials(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
+    """The partials that need the rows which a stage of the exchange brings."""
+    if not any(plan.work(rank)) or not plan.heads:
+        return []
+    if isinstance(plan.pattern, Dense):
+        others = [stage.of(plan.shards[x]) for x in range(plan.world) if x != rank]
+        return _dense(plan, stage.heads, others, plan.work(rank))
+    return _rules(plan)[1](plan, rank, stage)
+
+
+def _rules(plan: Plan):
+    """What finds the partials of own rows, (plan, rank), and those of a stage, (plan, rank, stage)."""
+    if isinstance(plan.pattern, Dilated):
+        return _whole_segments, _dilated
+    if not plan.layout.apart:
+        return lambda *_: [], _gathered
+    return (_own_cells, _border_cells) if isinstance(plan.pattern, Neighborhood) else (_own_blocks, _other_blocks)
+
+
+def _heads_of(plan: Plan, key_heads: range) -> range:
+    group = plan.heads // plan.kv_heads
+    return range(key_heads.start * group, key_heads.stop * group)
+
+
+def head_group(plan: Plan, key_heads: range, queries: range | Tensor, keys: range | Rows | Tensor) -> HeadGroup:
+    """These key heads, with all query heads that share them."""
+    heads = _heads_of(plan, key_heads)
+    return HeadGroup(queries, slice(heads.start, heads.stop), keys, slice(key_heads.start, key_heads.stop))
+
+
+# --- dense ------------------------------------------------------------------------------------------------------------
+
+
+def _own_dense(plan: Plan, rank: int) -> Own:
+    """A kernel that fills the card leaves no room for an exchange until it ends. So attention begins with only as many
+    heads as take the time of agreeing, and the first rows travel while the other heads are computed. These are cut as
+    the stages are, since the result of a call needs memory beside out. Queries that stay on their rank come first.
+    """
+    own, held, work, every = plan.shards[rank], plan.queries(rank), plan.work(rank), range(plan.kv_heads)
+    here = [x for x in work if held.start <= x.start and x.stop <= held.stop]
+    moved = [x for x in work if x not in here]
     pairs = sum(_pairs(x, own, plan.pattern.causal) for x in here) * plan.heads // plan.kv_heads  # for each key head
     few = next((x for x in every if x * pairs >= FIRST), plan.kv_heads)
     rest = [range(max(few, x.heads.start), x.heads.stop) for x in plan.stages if x.piece == 0 and x.heads.stop > few]
@@ -108,37 +136,12 @@ def _pairs(queries: range, keys: range, causal: bool) -> int:
     return len(queries) * (queries.start + queries.stop + 1 - 2 * keys.start) // 2
 
 
-def stage_partials(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
-    """The partials that need the rows which a stage of the exchange brings."""
-    if not any(plan.work(rank)) or not plan.heads:
-        return []
-    if isinstance(plan.pattern, Dense):
-        others = [stage.of(plan.shards[x]) for x in range(plan.world) if x != rank]
-        return _dense(plan, stage.heads, others, plan.work(rank))
-    if isinstance(plan.pattern, Dilated):
-        return _dilated(plan, rank, stage)
-    if plan.layout.apart:
-        cells = isinstance(plan.pattern, Neighborhood)
-        return _border_cells(plan, rank, stage) if cells else _other_blocks(plan, rank, stage)
-    return _gathered(plan, rank, stage)
-
-
-def _heads_of(plan: Plan, key_heads: range) -> range:
-    group = plan.heads // plan.kv_heads
-    return range(key_heads.start * group, key_heads.stop * group)
-
-
-# --- dense ------------------------------------------------------------------------------------------------------------
-
-
 def _dense(plan: Plan, key_heads: range, pieces: list[range], queries: list[range]) -> list[Partial]:
     """Attention to pieces of the sequence, in ascending order: one call to all pieces that the queries see whole."""
-    heads, causal = _heads_of(plan, key_heads), plan.pattern.causal
-    places = slice(heads.start, heads.stop), slice(key_heads.start, key_heads.stop)
     return [
-        Partial(Dense(triangle), (HeadGroup(some, places[0], keys, places[1]),))
+        Partial(Dense(triangle), (head_group(plan, key_heads, some, keys),))
         for part in queries
-        for some, keys, triangle in _calls(part, [x for x in pieces if x], causal)
+        for some, keys, triangle in _calls(part, [x for x in pieces if x], plan.pattern.causal)
     ]
 
 
@@ -171,7 +174,7 @@ def _whole_segments(plan: Plan, rank: int) -> list[Partial]:
     alone = len(runs) == 1 and next(iter(runs))[0] == queries  # its result becomes out, into which others are merged
     parts = [range(plan.kv_heads)] if alone else _parts(plan, len(queries))
     return [
-        Partial(part, (HeadGroup(some, slice(heads.start, heads.stop), run, slice(keys.start, keys.stop)),))
+        Partial(part, (head_group(plan, keys, some, run),))
         for keys in parts
         for heads in [_heads_of(plan, keys)]
         for (some, run), which in runs.items()
@@ -259,7 +262,7 @@ def _by_batch(pattern: Pattern) -> list[tuple[int | None, Pattern]]:
 
 def _own_blocks(plan: Plan, rank: int) -> list[Partial]:
     own = plan.shards[rank]
-    group = HeadGroup(plan.queries(rank), slice(0, plan.heads), own, slice(0, plan.kv_heads))
+    group = head_group(plan, range(plan.kv_heads), plan.queries(rank), own)
     return [Partial(views.own_blocks(one, own, plan.n), (group,), batch=b) for b, one in _by_batch(plan.pattern)]
 
 
@@ -267,15 +270,15 @@ def _other_blocks(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
     """Attention to the key blocks that a stage brings, for the queries that see some of them."""
     columns = (_needed(plan, rank, stage) // plan.pattern.block_size[1]).unique()
     queries, heads, kept = plan.queries(rank), _heads_of(plan, stage.heads), _kept(plan, rank, stage)
-    spot = slice(heads.start, heads.stop), slice(stage.heads.start, stage.heads.stop)
-    sizes = columns, plan.n, heads.start, len(heads), plan.heads
     found = []
     for batch, one in _by_batch(plan.pattern) if len(columns) else ():
         if batch not in kept:
-            runs = _runs(views.other_blocks(one, queries, *sizes), queries, len(heads))
-            kept[batch] = [(run, views.other_blocks(one, run, *sizes)) for run in runs]
+            one = views.some_heads(one, heads.start, len(heads), plan.heads)
+            runs = _runs(views.other_blocks(one, queries, columns, plan.n), queries, len(heads))
+            kept[batch] = [(run, views.other_blocks(one, run, columns, plan.n)) for run in runs]
         for run, view in kept[batch]:
-            found.append(Partial(view.pattern, (HeadGroup(run, spot[0], view.position, spot[1]),), batch=batch))
+            group = head_group(plan, stage.heads, run, view.position)
+            found.append(Partial(view.pattern, (group,), batch=batch))
     return found
 
 
@@ -310,36 +313,35 @@ def _border(plan: Plan, rank: int) -> views.Gathered:
     return kept[None]
 
 
-def _own_cells(plan: Plan, rank: int) -> Partial:
+def _own_cells(plan: Plan, rank: int) -> list[Partial]:
     own, border = plan.shards[rank], _border(plan, rank)
-    group = HeadGroup(plan.queries(rank), slice(0, plan.heads), own, slice(0, plan.kv_heads))
+    group = head_group(plan, range(plan.kv_heads), plan.queries(rank), own)
     overwritten = border.position[len(border.position) - border.queries :]
-    return Partial(views.own_cells(plan.pattern, own), (group,), overwritten=overwritten if len(overwritten) else None)
+    return [
+        Partial(views.own_cells(plan.pattern, own), (group,), overwritten=overwritten if len(overwritten) else None)
+    ]
 
 
 def _border_cells(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
     """Attention of the queries that see what arrives: to that, and to what they see of the rank's own rows."""
-    heads, border = _heads_of(plan, stage.heads), _border(plan, rank)
-    spot = slice(heads.start, heads.stop), slice(stage.heads.start, stage.heads.stop)
+    border = _border(plan, rank)
     queries = border.position[len(border.position) - border.queries :]
-    return [Partial(border.pattern, (HeadGroup(queries, spot[0], border.position, spot[1]),))] if len(queries) else []
+    group = head_group(plan, stage.heads, queries, border.position)
+    return [Partial(border.pattern, (group,))] if len(queries) else []
 
 
 def _gathered(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
     own, queries, pattern = plan.shards[rank], plan.queries(rank), plan.pattern
     heads, needed, kept = _heads_of(plan, stage.heads), _needed(plan, rank, stage), _kept(plan, rank, stage)
-    spot = slice(heads.start, heads.stop), slice(stage.heads.start, stage.heads.stop)
-
-    def partial(batch: int | None, one: Pattern) -> Partial:
-        if batch not in kept:
-            if isinstance(pattern, Neighborhood):
-                position = torch.cat([needed, torch.arange(own.start, own.stop)])
-                kept[batch] = views.neighborhood(one, position, len(queries))
-            else:
-                sizes = (plan.n, heads.start, len(heads), plan.heads)
-                kept[batch] = views.block_sparse(one, queries, own, needed, *sizes)
-        gathered = kept[batch]
-        group = HeadGroup(queries, spot[0], gathered.position, spot[1])
-        return Partial(gathered.pattern, (group,), gathered.spare, batch)
-
-    return [partial(b, one) for b, one in _by_batch(pattern)]
+    found = []
+    for batch, one in _by_batch(pattern):
+        if batch not in kept and isinstance(pattern, Neighborhood):
+            position = torch.cat([needed, torch.arange(own.start, own.stop)])
+            kept[batch] = views.neighborhood(one, position, len(queries))
+        elif batch not in kept:
+            kept[batch] = views.block_sparse(
+                views.some_heads(one, heads.start, len(heads), plan.heads), queries, own, needed, plan.n
+            )
+        view = kept[batch]
+        found.append(Partial(view.pattern, (head_group(plan, stage.heads, queries, view.position),), view.spare, batch))
+    return found

@@ -193,7 +193,7 @@ class Plan:
             for target in range(self.world):
                 for part in self.work(target):
                     for source in self.shards.owners(part.start, part.stop):
-                        total[source, target] += len(clip(part, *_ends(self.queries(source))))
+                        total[source, target] += len(clip(part, (held := self.queries(source)).start, held.stop))
             total.fill_diagonal_(0)
         return total
 
@@ -221,23 +221,12 @@ class Plan:
             float64); or "fwdbwd". For causal dense attention, queries, outputs and their gradients travel too.
         lse: whether lse is returned, and has a gradient.
         """
-        unit, query, wide = batch * head_dim, batch * self.heads, max(4, itemsize)
-
-        def forward() -> Tensor:
-            fetched = self.units * (2 * unit * itemsize)
-            if not self.zigzag:
-                return fetched
-            there, back = self.moved * query, self.moved.T * query
-            return fetched + (there + back) * head_dim * itemsize + back * wide * lse
-
-        def backward() -> Tensor:
-            both = self.units * (2 * unit * itemsize) + self.units.T * (2 * unit * wide)
-            if not self.zigzag:
-                return both
-            there, back = self.moved * query, self.moved.T * query
-            return both + (there + back) * head_dim * itemsize + there * wide * lse
-
-        return of_mode(mode, forward, backward)
+        wide = max(4, itemsize)
+        rows = batch * head_dim * 2  # numbers of a row of keys and values
+        there, back = self.moved * batch * self.heads, self.moved.T * batch * self.heads  # all 0 but for zigzag
+        both = self.units * (rows * itemsize) + (there + back) * (head_dim * itemsize)
+        returned = self.units.T * (rows * wide)
+        return of_mode(mode, lambda: both + back * (wide * lse), lambda: both + returned + there * (wide * lse))
 
     # --- what is computed ---------------------------------------------------------------------------------------------
 
@@ -329,7 +318,3 @@ def describe(pattern: Pattern) -> str:
     if isinstance(pattern, Neighborhood):
         spec += hashlib.sha256(pattern.curve.numpy().tobytes()).hexdigest()
     return spec
-
-
-def _ends(x: range) -> tuple[int, int]:
-    return x.start, x.stop

@@ -29,7 +29,7 @@ from workbench.distributed import fills, partials
 from workbench.distributed.buffers import FirstWrites, Placed
 from workbench.distributed.exchange import Exchange, QueryExchange
 from workbench.distributed.group import Ranks
-from workbench.distributed.partials import HeadGroup, Partial
+from workbench.distributed.partials import Partial, head_group
 from workbench.distributed.plans import Plan, Stage
 from workbench.engines import partial
 
@@ -55,13 +55,16 @@ class Buffers(NamedTuple):
 
 
 class Executor:
-    """A plan made ready for one rank: its partials, in the order in which they run, and where their rows lie.
+    """A plan made ready to run on one rank: the partials in their order, where their rows lie, and what is exchanged.
 
-    first, second, stages: the partials that run before the ranks have agreed, while the first rows travel, and when the
-        rows of each stage are there
+    It holds no tensor of a call, and is kept with the pattern for later calls of the same shapes.
+    first: partials that run before the ranks have agreed; second: while the first rows travel; stages: (stage, partials
+        that run when its rows have arrived)
     rows: how many queries the rank computes
-    all_queries, all_keys: whether the first partial gives every row of out and dq; and of dk and dv
-    only_one: whether its gradients are the result; few_sources: see `plans.Layout.sources`
+    all_queries: whether the first partial gives every row of out (B, Q, H, D) and dq, so that its result becomes them
+    all_keys: the same of dk and dv (B, L, G, D)
+    only_one: whether there is one partial and nothing to add to its gradients
+    few_sources: whether gradients of own keys come from few enough ranks to be added in 16 bits (`plans.Layout`)
     """
 
     def __init__(self, plan: Plan, ranks: Ranks, batch: int, head_dim: int):
@@ -86,7 +89,7 @@ class Executor:
         self.written = FirstWrites(every, batch)
         self.only_one = len(every) == 1 and not self.exchange.moves
         self.few_sources = self.layout.few and int((plan.units[rank] > 0).sum()) <= self.layout.sources
-        whole = HeadGroup(work[0], slice(0, plan.heads), plan.shards[rank], slice(0, plan.kv_heads))
+        whole = head_group(plan, range(plan.kv_heads), work[0], plan.shards[rank])
         first = every[0].partial if every and every[0].partial.batch is None else None
         self.all_queries = bool(first) and len(work) == 1 and not first.spare
         self.all_queries = self.all_queries and [(x.queries, x.heads) for x in first.groups] == [whole[:2]]
@@ -149,7 +152,7 @@ class Run:
 
     def __init__(self, executor: Executor, k: Tensor, v: Tensor, buffers: Buffers, call):
         self.executor, self.k, self.v, self.buffers = executor, k, v, buffers
-        self.scale, self.backend = call.scale, call.backend
+        self.call = call
         self.streams = executor.ranks.streams(k.device)
         self.moves: list[tuple[Tensor, Tensor]] = []  # (rows of queries held, of queries computed) to be exchanged
         self.arriving = []  # a handle for each stage that has been cast
@@ -221,7 +224,7 @@ class Forward(Run):
 
     def attend(self, placed: Placed, x: int) -> None:
         keys = placed.gather(self.k, self.v, self.buffers.received[x % len(self.buffers.received)])
-        this = placed.take(self.q), *keys, placed.partial.pattern, self.scale, self.backend
+        this = placed.take(self.q), *keys, placed.partial.pattern, self.call
         if placed.stage is not None and self.executor.layout.merged_by_kernel:
             to = placed.take(self.out), placed.take(self.lse.transpose(1, 2)).transpose(1, 2)  # views
             if partial.merge_into(*to, *this):
@@ -285,23 +288,23 @@ class Backward(Run):
         )
         if placed.overwritten is not None:
             lse = lse.index_fill(2, placed.overwritten, torch.inf)
-        dq, *both = partial.backward(
-            grad, grad_lse, q, *keys, out, lse, placed.partial.pattern, self.scale, self.backend
-        )  # fmt: skip
-        executor, narrow = self.executor, partial.narrow(self.q)
+        dq, *both = partial.backward(grad, grad_lse, q, *keys, out, lse, placed.partial.pattern, self.call)
+        self._add_to_queries(placed, dq)
+        if self.dk is None:
+            as_is = self.executor.only_one or self.executor.few_sources and partial.narrow(self.q)
+            self.dk, self.dv = (t if as_is else t.to(self.lse.dtype) for t in both)
+        else:
+            placed.scatter(*both, (self.dk, self.dv), returned)
+
+    def _add_to_queries(self, placed: Placed, dq: Tensor) -> None:
         if placed.border_rows is not None:
             placed.overwrite(self.dq, dq)
         elif self.dq is None:
-            as_is = executor.only_one or executor.layout.few and narrow
+            as_is = self.executor.only_one or self.executor.layout.few and partial.narrow(self.q)
             self.dq = dq if as_is else dq.to(self.lse.dtype)
         else:
             for to, some in zip(placed.views(self.dq), placed.each(dq), strict=True):
                 to.copy_(some) if placed.first else to.add_(some)
-        if self.dk is None:
-            as_is = executor.only_one or executor.few_sources and narrow
-            self.dk, self.dv = (t if as_is else t.to(self.lse.dtype) for t in both)
-        else:
-            placed.scatter(*both, (self.dk, self.dv), returned)
 
     def attend_stage(self, stage: Stage, found: list[Placed], x: int) -> None:
         returned, exchange = self.buffers.returned[x % len(self.buffers.returned)], self.executor.exchange

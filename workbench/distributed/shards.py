@@ -113,11 +113,14 @@ class Rows:
         return torch.searchsorted(self.positions, as_tensor(wanted))
 
 
-def as_index(x: Tensor) -> slice | Tensor:
-    """x as a slice if its members are consecutive, which indexes without a copy; else x."""
+def as_index(x: range | Tensor, start: int = 0) -> slice | Tensor:
+    """Positions as indices of a tensor whose first row is position `start`: a slice, which indexes without a copy, of a
+    range and of consecutive positions."""
+    if isinstance(x, range):
+        return slice(x[0] - start, x[-1] - start + 1, x.step)
     if len(x) and int(x[-1]) - int(x[0]) == len(x) - 1 and bool((x.diff() == 1).all()):
-        return slice(int(x[0]), int(x[-1]) + 1)
-    return x
+        return slice(int(x[0]) - start, int(x[-1]) - start + 1)
+    return x - start
 
 
 def as_tensor(x: range | Tensor) -> Tensor:

@@ -192,7 +192,7 @@ class Forward(NamedTuple):
         out, lse, saved = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=wide), []
         for pattern, heads, keys in self.executor.stages():
             brought = of_queries.to_heads(q, heads), *(of_keys.to_heads(x, keys) for x in (self.k, self.v))
-            results = partial.forward(*brought, pattern, call.scale, call.backend)
+            results = partial.forward(*brought, pattern, call)
             saved += [*brought, *results] if self.needs_gradients else []
             of_queries.to_rows(results[0], out, heads)
             if call.return_lse:
@@ -226,7 +226,7 @@ class Backward(NamedTuple):
             if grad_lse is not None:
                 its_grad_lse = of_queries.to_heads(grad_lse.transpose(1, 2), heads).transpose(1, 2)
             kept = self.saved[5 * x : 5 * x + 5]  # q, k, v, out, lse
-            found = partial.backward(its_grad, its_grad_lse, *kept, pattern, call.scale, call.backend)
+            found = partial.backward(its_grad, its_grad_lse, *kept, pattern, call)
             for result, whole, exchange, its in zip(
                 found, (dq, dk, dv), (of_queries, of_keys, of_keys), (heads, keys, keys), strict=True
             ):

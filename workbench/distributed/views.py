@@ -103,81 +103,74 @@ def own_cells(pattern: Neighborhood, own: range) -> Neighborhood:
     return neighborhood(pattern, torch.arange(own.start, own.stop), len(own)).pattern
 
 
-def own_blocks(pattern: BlockSparse, own: range, n: int) -> BlockSparse:
-    """The pattern among the rows of one rank, which are whole blocks."""
+def _renumbered(pattern: BlockSparse, moved: int, columns: Tensor, stop: int, n: int, causal, predicate=None):
+    """The block-sparse pattern whose row i of blocks is row i - moved of `pattern`, and its column j columns[j].
+
+    columns: int64, -1 for blocks of padding, which no query sees; stop: queries from there on see nothing
+    """
     (bq, bk), layout = pattern.block_size, pattern.layout
-    grid = (n // bq, n // bk)
+    grid, last = (-(-n // bq), -(-n // bk)), (stop - 1) // bq + moved
 
     def visible(h, i, j, _):
-        return layout.visible(h, i + own.start // bq, j + own.start // bk, grid)
+        column = columns.to(j.device)[j.long()]
+        seen = layout.visible(h, i - moved, column.clamp(min=0).to(j.dtype), grid)
+        return seen & (column >= 0) & (i <= last)
 
-    return BlockSparse(Layout("own", {}, visible, layout.per_head), pattern.block_size, pattern.causal)
+    return BlockSparse(Layout("gathered", {}, visible, layout.per_head), pattern.block_size, causal, predicate)
 
 
-def other_blocks(
-    pattern: BlockSparse, queries: range, columns: Tensor, n: int, first: int, heads: int, all_heads: int
-) -> Gathered:
+def _positions(columns: Tensor, bk: int) -> Tensor:
+    """The positions in these key blocks, int64 (len(columns) * bk,); -1 in blocks of padding."""
+    return (columns[:, None] * bk + torch.arange(bk)).masked_fill(columns[:, None] < 0, -1).flatten()
+
+
+def own_blocks(pattern: BlockSparse, own: range, n: int) -> BlockSparse:
+    """The pattern among the rows of one rank, which are whole blocks."""
+    bq, bk = pattern.block_size
+    columns = torch.arange(own.start // bk, own.stop // bk)
+    return _renumbered(pattern, -(own.start // bq), columns, own.stop, n, pattern.causal)
+
+
+def other_blocks(pattern: BlockSparse, queries: range, columns: Tensor, n: int) -> Gathered:
     """A call on key blocks of other ranks, `columns` int64, for queries that end where a block ends.
 
     Ranks hold whole blocks, so that causality hides all of a block of another rank or none of it. Blocks of padding at
     the end make the keys at least as many as the queries.
     """
-    pattern = some_heads(pattern, first, heads, all_heads)
-    (bq, bk), both, layout = pattern.block_size, math.lcm(*pattern.block_size), pattern.layout
+    (bq, bk), both = pattern.block_size, math.lcm(*pattern.block_size)
     rows = -(-max(len(columns) * bk, len(queries)) // both) * both
     columns = torch.cat([columns, torch.full((rows // bk - len(columns),), -1)])
-    moved, grid = (rows - queries.stop) // bq, (n // bq, n // bk)
-
-    def visible(h, i, j, _):
-        column = columns.to(j.device)[j.long()]
-        return layout.visible(h, i - moved, column.clamp(min=0).to(j.dtype), grid) & (column >= 0)
-
-    view = BlockSparse(Layout("others", {}, visible, layout.per_head), pattern.block_size)
-    position = (columns[:, None] * bk + torch.arange(bk)).masked_fill(columns[:, None] < 0, -1).flatten()
-    return Gathered(view, position, len(queries))
+    view = _renumbered(pattern, (rows - queries.stop) // bq, columns, queries.stop, n, False)
+    return Gathered(view, _positions(columns, bk), len(queries))
 
 
-def block_sparse(
-    pattern: BlockSparse, queries: range, own: range, needed: Tensor, n: int, first: int, heads: int, all_heads: int
-) -> Gathered:
+def block_sparse(pattern: BlockSparse, queries: range, own: range, needed: Tensor, n: int) -> Gathered:
     """On the gathered key blocks followed by the rank's own rows, with the borders of blocks as in the sequence.
 
     Where a block is not all there, rows of zeros fill it up, which no query sees. A short last block of the sequence is
     the last one here, too.
     """
-    pattern = some_heads(pattern, first, heads, all_heads)
     (bq, bk), both = pattern.block_size, math.lcm(*pattern.block_size)
-    cols = -(-n // bk)
     low = own.start // both * both
     high = own.stop if pattern.causal else min(n, -(-own.stop // bk) * bk)
     outside = (needed // bk).unique()
     outside = outside[(outside < low // bk) | (outside >= -(-high // bk))]
-    short = n % bk if high < n and n % bk and len(outside) and int(outside[-1]) == cols - 1 else 0
+    short = n % bk if high < n and n % bk and len(outside) and int(outside[-1]) == n // bk else 0
     ragged = outside[-1:] if short else outside[:0]
     outside = outside[: len(outside) - len(ragged)]
     room = -(-len(outside) * bk // both) * both  # a multiple of both block sizes keeps the borders of what follows
 
     gathered = torch.full((room // bk,), -1)
     gathered[: len(outside)] = outside
-    columns = torch.cat([gathered, torch.arange(low // bk, -(-high // bk)), ragged])  # -1: a block of padding
-    rows = (gathered[:, None] * bk + torch.arange(bk)).masked_fill(gathered[:, None] < 0, -1).flatten()
-    position = torch.cat([rows, torch.arange(low, high), torch.arange(n - short, n)])
-    moved = room // bq - low // bq
-    last_row = (own.stop - 1) // bq + moved
-    layout, grid = pattern.layout, (-(-n // bq), cols)
+    columns = torch.cat([gathered, torch.arange(low // bk, -(-high // bk)), ragged])
+    position = torch.cat([_positions(gathered, bk), torch.arange(low, high), torch.arange(n - short, n)])
 
-    def visible(h, i, j, _):
-        column = columns.to(j.device)[j.long()]
-        seen = layout.visible(h, i - moved, column.clamp(min=0).to(j.dtype), grid)
-        return seen & (column >= 0) & (i <= last_row)
+    def predicate(h, i, j):
+        there = position.clamp(min=0).to(i.device)
+        return pattern.predicate(h, there[i], there[j])
 
-    predicate = None
-    if pattern.predicate is not None:
-
-        def predicate(h, i, j):
-            there = position.clamp(min=0).to(i.device)
-            return pattern.predicate(h, there[i], there[j])
-
-    view = BlockSparse(Layout("gathered", {}, visible, layout.per_head), pattern.block_size, pattern.causal, predicate)
+    view = _renumbered(
+        pattern, (room - low) // bq, columns, own.stop, n, pattern.causal, pattern.predicate and predicate
+    )
     here = len(position) - (room + queries.start - low)
     return Gathered(view, position, here, here - len(queries))

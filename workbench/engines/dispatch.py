@@ -14,28 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from workbench.engines.check import check, refuse
 from workbench.engines.operators import handle_of, transformed
 from workbench.engines.reference import reference
 from workbench.engines.torch.fused import GRID, OFFSETS, expand_heads, kernel, span, unit_stride
 from workbench.patterns import Dense, Dilated, Pattern
 from workbench.patterns.advice import advise
-from workbench.patterns.checks import real
 
 BACKENDS = ("reference", "torch", "flex", "triton")
-AUTOCAST = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_CAUSAL = "the pattern says it, e.g. Dense(causal=True)"
-_MASK = "which pairs attend is the pattern's to say, e.g. Predicate(lambda h, i, j: document[i] == document[j])"
-_DROPOUT = "the weights are not dropped out; apply dropout to the output"
-ELSEWHERE = {  # where the meaning of an option of other libraries goes
-    "causal": _CAUSAL, "is_causal": _CAUSAL,
-    "mask": _MASK, "attn_mask": _MASK, "key_padding_mask": _MASK, "bias": _MASK, "attn_bias": _MASK,
-    "block_mask": _MASK, "score_mod": "scores get no bias; which pairs attend is the pattern's to say",
-    "dropout": _DROPOUT, "dropout_p": _DROPOUT, "attention_dropout": _DROPOUT,
-    "enable_gqa": "key heads are shared by groups of query heads wherever there are fewer of them",
-    "softmax_scale": "it is called scale", "need_weights": "the weights are never made", "window_size":
-    "the pattern says it, e.g. Neighborhood((n,), radius)",
-}  # fmt: skip
 
 
 def attention(
@@ -166,56 +152,6 @@ def kernels_right_past_2_31() -> tuple[str, ...]:
 
 # What torch.compiler.assume_constant_result sets; calling it would import the compiler, which takes two seconds.
 kernels_right_past_2_31._dynamo_marked_constant = True
-
-
-def check(q, k, v, pattern, scale=None) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, cast where torch.autocast says so. ValueError, before any work, for what `attention` cannot mean."""
-    if not isinstance(pattern, Pattern):
-        raise ValueError(f"pattern={pattern!r}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(t, Tensor):
-            raise ValueError(f"{name} is a {type(t).__name__}: want a tensor")
-        if t.layout != torch.strided:
-            raise ValueError(f"{name} has layout {t.layout}: want a dense tensor")
-    q, k, v = autocast(q, k, v)
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"{shapes}: want q (B, Nq, H, D) and k, v (B, N, Hkv, D)")
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"{shapes}: want one batch and head_dim for q, k and v, and k and v of one shape")
-    if q.shape[3] == 0:
-        raise ValueError(f"{shapes}: head_dim is 0; want at least 1")
-    heads, key_heads = q.shape[2], k.shape[2]
-    if heads and (key_heads == 0 or heads % key_heads):
-        raise ValueError(f"{shapes}: {key_heads} key heads do not divide {heads} query heads")
-    if q.shape[1] > k.shape[1]:
-        raise ValueError(f"{shapes}: {q.shape[1]} queries on {k.shape[1]} keys; queries are the last ones, Nq <= N")
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
-        names = ", ".join(str(t.dtype).removeprefix("torch.") for t in (q, k, v))
-        raise ValueError(f"dtypes {names} of {shapes}: want one of float64, float32, bfloat16, float16 for all three")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"devices {q.device}, {k.device}, {v.device} of {shapes}: want one")
-    if scale is not None:
-        real("scale", scale, "a finite number above 0, or None for 1 / sqrt(head_dim)")
-    if pattern.batch not in (None, q.shape[0]):
-        raise ValueError(f"the layout is for a batch of {pattern.batch}, but {shapes}")
-    pattern.for_batch(0).check(k.shape[1], heads, q.shape[1])
-    return q, k, v
-
-
-def refuse(name: str, options: dict) -> None:
-    """ValueError for options that the function `name` does not have: each with the place where its meaning goes."""
-    for option, value in options.items():
-        raise ValueError(f"{option}={value!r}: {name} has no such option; {ELSEWHERE.get(option, 'see its help')}")
-
-
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under torch.autocast, the inputs cast as torch casts those of its own attention: floats, except float64."""
-    kind = tensors[0].device.type
-    if kind not in AUTOCAST or not torch.is_autocast_enabled(kind):
-        return tensors
-    to = torch.get_autocast_dtype(kind)
-    return tuple(t.to(to) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
 
 
 def _run_reference(q, k, v, pattern, scale, return_lse):

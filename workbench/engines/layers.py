@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from workbench.engines.dispatch import BACKENDS, attention, refuse
+from workbench.engines.check import refuse
+from workbench.engines.dispatch import BACKENDS, attention
 from workbench.patterns import Pattern
 from workbench.patterns.checks import describe, whole
 

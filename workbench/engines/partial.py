@@ -3,7 +3,7 @@
 Dense calls, most of what ranks compute across shards, go to cuDNN where it is available: it takes any number of queries
 on any number of keys. Causal with fewer queries than keys, which it does not offer, is two calls.
 
-Dimensions: B batch, L queries, M keys, H query heads, G key heads, D head_dim.
+Dimensions: B batch, L queries, M keys, H query heads, G key heads, D head_dim. A `call` has a scale and a backend.
 """
 
 from __future__ import annotations
@@ -65,13 +65,14 @@ def _cudnn(direction: str, backend: str, pattern: Pattern, q: Tensor, k: Tensor,
     return cudnn_views if counted and cudnn_views.usable(direction, *every) else None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, backend: str) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, call) -> tuple[Tensor, Tensor]:
     """(out (B, L, H, D) like q, lse (B, H, L)) of this call alone; q (B, L, H, D), k and v (B, M, G, D)."""
+    scale, backend = call.scale, call.backend
     q, k, v = map(unit_stride, (q, k, v))
     cudnn = _cudnn("forward", backend, pattern, q, k, v)
     if cudnn is None:
         if q.shape[1] > k.shape[1]:
-            parts = [forward(x, k, v, pattern, scale, backend) for x in q.split(k.shape[1], 1)]
+            parts = [forward(x, k, v, pattern, call) for x in q.split(k.shape[1], 1)]
             return torch.cat([x for x, _ in parts], 1), torch.cat([x for _, x in parts], 2)
         return _operators(backend, q, k, pattern).attend(q, k, v, handle_of(pattern), scale)
     before = k.shape[1] - q.shape[1] if pattern.causal else 0
@@ -82,26 +83,26 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, bac
     return _inner(out), lse
 
 
-def merge_into(out: Tensor, lse: Tensor, q, k, v, pattern: Pattern, scale: float, backend: str) -> bool:
+def merge_into(out: Tensor, lse: Tensor, q, k, v, pattern: Pattern, call) -> bool:
     """Merge the results of `forward` into out (B, L, H, D) and lse (B, H, L); False if no kernel does both."""
-    if not isinstance(pattern, BlockSparse) or not kernels(backend, q, k, pattern):
+    if not isinstance(pattern, BlockSparse) or not kernels(call.backend, q, k, pattern):
         return False
     from workbench.engines import triton_backend
 
-    triton_backend.attend_into(q, k, v, handle_of(pattern), scale, out, lse)
+    triton_backend.attend_into(q, k, v, handle_of(pattern), call.scale, out, lse)
     return True
 
 
-def backward(grad, grad_lse, q, k, v, out, lse, pattern: Pattern, scale: float, backend: str):
+def backward(grad, grad_lse, q, k, v, out, lse, pattern: Pattern, call):
     """(dq, dk, dv) of this call's part of a softmax: out, lse and their gradients are those of the whole softmax."""
     grad, q, k, v, out = map(unit_stride, (grad, q, k, v, out))
-    cudnn = _cudnn("backward", backend, pattern, q, k, v, grad, out) if grad_lse is None else None
+    cudnn = _cudnn("backward", call.backend, pattern, q, k, v, grad, out) if grad_lse is None else None
     if cudnn is None:
-        return _by_operators(grad, grad_lse, q, k, v, out, lse, pattern, scale, backend)
+        return _by_operators(grad, grad_lse, q, k, v, out, lse, pattern, call)
 
     def some(keys: slice, causal: bool) -> list[Tensor]:
         views = map(_inner, (grad, q, k[:, keys], v[:, keys], out))
-        return [_inner(x) for x in cudnn.attend_backward(*views, lse, causal, scale)]
+        return [_inner(x) for x in cudnn.attend_backward(*views, lse, causal, call.scale)]
 
     before = k.shape[1] - q.shape[1] if pattern.causal else 0
     dq, dk, dv = some(slice(before, None), pattern.causal)
@@ -111,15 +112,15 @@ def backward(grad, grad_lse, q, k, v, out, lse, pattern: Pattern, scale: float, 
     return dq.float() + more, *(torch.cat(x, 1) for x in zip(first, (dk, dv), strict=True))
 
 
-def _by_operators(grad, grad_lse, q, k, v, out, lse, pattern: Pattern, scale: float, backend: str):
+def _by_operators(grad, grad_lse, q, k, v, out, lse, pattern: Pattern, call):
     """`backward` by the package's operators, which take at most as many queries as keys: more queries go in parts."""
     many, found = max(1, k.shape[1]), []
     for start in range(0, max(1, q.shape[1]), many):
         rows = slice(start, start + many)
         of_rows = q[:, rows], k, v, out[:, rows], lse[:, :, rows]
         its_grad_lse = None if grad_lse is None else grad_lse[:, :, rows]
-        operator = _operators(backend, q, k, pattern).attend_backward
-        found.append(operator(grad[:, rows], its_grad_lse, *of_rows, handle_of(pattern), scale))
+        operator = _operators(call.backend, q, k, pattern).attend_backward
+        found.append(operator(grad[:, rows], its_grad_lse, *of_rows, handle_of(pattern), call.scale))
     if len(found) == 1:
         return found[0]
     dq, dk, dv = zip(*found, strict=True)

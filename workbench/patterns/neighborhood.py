@@ -82,14 +82,7 @@ class Neighborhood(Pattern):
 
     def keys(self) -> Tensor:
         """int64 (N,): how many keys each token sees."""
-        window = (self.rank >= 0).long().view(self.shape)  # becomes: how many tokens are in each cell's window
-        for axis, (side, radius) in enumerate(zip(self.shape, self.radius, strict=True)):
-            below = torch.cat([torch.zeros_like(window.narrow(axis, 0, 1)), window.cumsum(axis)], axis)
-            x = torch.arange(side)
-            radius = min(radius, side)
-            upto, since = (x + radius + 1).clamp(max=side), (x - radius).clamp(min=0)
-            window = below.index_select(axis, upto) - below.index_select(axis, since)
-        return window.flatten()[self.curve]
+        return box_sums((self.rank >= 0).long().view(self.shape), self.radius).flatten()[self.curve]
 
     _distinct = _pairs
 
@@ -225,6 +218,16 @@ class Neighborhood(Pattern):
     def __repr__(self):
         ordering = "" if self.ordering is None else f", ordering={self.ordering!r}"
         return f"Neighborhood({self.shape}, radius={self.radius}{ordering})"
+
+
+def box_sums(cells: Tensor, radius: tuple[int, ...]) -> Tensor:
+    """For each cell of a grid the sum of `cells` within the radius, clipped at the border; of the dtype of `cells`."""
+    for axis, (side, r) in enumerate(zip(cells.shape, radius, strict=True)):
+        below = torch.cat([torch.zeros_like(cells.narrow(axis, 0, 1)), cells.cumsum(axis, dtype=cells.dtype)], axis)
+        x, r = torch.arange(side), min(r, side)
+        upto, since = (x + r + 1).clamp(max=side), (x - r).clamp(min=0)
+        cells = below.index_select(axis, upto) - below.index_select(axis, since)
+    return cells
 
 
 def _ranges(begin: Tensor, many: Tensor) -> Tensor:

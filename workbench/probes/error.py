@@ -16,7 +16,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from workbench.engines.dispatch import BACKENDS, DTYPES, attention, choose, why_not
+from workbench.engines.check import DTYPES
+from workbench.engines.dispatch import BACKENDS, attention, choose, why_not
 from workbench.engines.reference import reference
 from workbench.harness.outcome import attempt
 from workbench.probes import checks

@@ -1,0 +1,1 @@
+from tests.distributed.conftest import ranks  # noqa: F401
