@@ -26,10 +26,10 @@ def test_eager_is_dense_attention(causal):
 
 
 def test_a_way_is_a_case_at_any_length():
-    ways = frontiers.ways(["dense, eager", "window, triton", "dense, mine:attention"], **SHAPE, **SIZES)
+    ways = frontiers.ways(["dense, eager", "window-tokens, triton", "dense, mine:attention"], **SHAPE, **SIZES)
     assert ways["dense, eager"](100).backend == "eager"
     assert ways["dense, mine:attention"](100).backend == "mine:attention"
-    assert ways["window, triton"](640).pattern.shape == (640,) and ways["window, triton"](640).n == 640
+    assert ways["window-tokens, triton"](640).pattern.shape == (640,) and ways["window-tokens, triton"](640).n == 640
     for name, want in (("dense", "'pattern, backend', the pattern one of dense"), ("sparse, triton", "one of dense,")):
         with pytest.raises(ValueError, match=f"want {want}"):
             frontiers.ways([name], **SHAPE, **SIZES)
