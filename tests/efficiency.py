@@ -5,6 +5,7 @@ import json
 from workbench import patterns
 from workbench.fit import cards, estimate
 from workbench.harness import records
+from workbench.probes import roofline
 from workbench.probes.case import Case
 
 
@@ -24,7 +25,7 @@ def write(kind: str = "h100x1") -> dict:
             continue
         case = Case(patterns.from_spec(row["pattern_spec"]), int(row["n"]), int(row["heads"]), int(row["head_dim"]),
                     row["dtype"], row["backend"], row["mode"], batch=int(row["batch"]))  # fmt: skip
-        share = estimate.operations(case) / (row["median_ms"] * 1e9 * card.matmul_tflops[row["dtype"]])
+        share = roofline.operations(case) / (row["median_ms"] * 1e9 * card.matmul_tflops[row["dtype"]])
         key = int(row["head_dim"]), estimate.rows(case)
         latest = found.setdefault(estimate.family(case, row["backend"], card), {}).setdefault(key, [])
         latest.append((row["run_utc"], share))

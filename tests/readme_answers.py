@@ -15,7 +15,8 @@ def answers() -> dict[str, str]:
     equal = (searched["predicted_n"] == searched["measured_n"]).sum()
 
     rows = multicard.ok(multicard.recorded(["h200x2"])[0])
-    row = rows.query("kind == 'longnet' and n == 1048576 and mode == 'fwd' and strategy == 'sequence'").iloc[0]
+    longnet = rows[rows["kind"] == "longnet-geometric"]
+    row = longnet.query("n == 1048576 and mode == 'fwd' and strategy == 'sequence'").iloc[0]
 
     timed = speed.recorded("h100x1")[0].query("mode == 'fwd' and n == 131072 and status == 'ok'")
     by = timed.groupby("label")["median_ms"].min()

@@ -235,7 +235,8 @@ def test_fit_does_not_offer_what_computes_wrongly(capsys):
 
 
 def test_fit_prints_a_table_and_why_a_line_has_no_number(capsys):
-    assert cli.main(["fit", "--card", "gtx1080", "--pattern", "longnet", "--backend", "triton", "--n", "4096"]) == 1
+    asked = ["--pattern", "longnet-paper", "--backend", "triton", "--n", "4096"]
+    assert cli.main(["fit", "--card", "gtx1080", *asked]) == 1
     first, second, empty, header, line = capsys.readouterr().out.splitlines()
     assert first.startswith("NVIDIA GeForce GTX 1080: 7.") and "60 s a call" in first and empty == ""
     assert "12 heads x 64, bfloat16, fwd; predicted" in second and "N = 4,096" in second
@@ -252,7 +253,7 @@ def test_fit_prints_a_table_and_why_a_line_has_no_number(capsys):
         "pairs",
         "note",
     ]
-    assert line.startswith("longnet, triton") and "?" in line and "no" in line.split() and "capability" in line
+    assert line.startswith("longnet-paper, triton") and "?" in line and "no" in line.split() and "capability" in line
 
 
 def test_fit_answers_for_the_others_where_one_cannot_be(folder, capsys):
@@ -294,7 +295,7 @@ def test_fit_makes_no_lists_for_what_cannot_fit(capsys, monkeypatch):
 
     trace = estimate.trace
     monkeypatch.setattr(estimate, "trace", lambda case, card: trace(case, card) if case.n < 10**8 else 1 / 0)
-    sizes = ["--heads", "8", "--head-dim", "128", "--pattern", "window", "--backend", "flex"]
+    sizes = ["--heads", "8", "--head-dim", "128", "--pattern", "window-blocks", "--backend", "flex"]
     (row,) = fit(capsys, *sizes, "--n", str(10**8))
     assert not row["fits"] and row["note"] == "q, k, v and out alone are 762.94 GiB"
 
@@ -321,7 +322,8 @@ def test_fit_takes_a_function_and_a_spec(folder, capsys):
     (["--card", "h101"], "card='h101': want one of 'gtx1080'"),
     (["--card", "a100"], "card='a100': want 'a100-40gb' or 'a100-80gb'"),
     (["--kv-heads", "5"], "5 key heads do not divide 12 query heads"),
-    (["--pattern", "longnets"], "pattern='longnets': want one of dense, longnet"),
+    (["--pattern", "longnets"], "pattern='longnets': want one of dense, longnet-paper"),
+    (["--pattern", "window"], "pattern='window': want window-blocks or window-tokens"),
     (["--pattern", "{"], "pattern='{': not JSON"),
     (["--pattern", '{"pattern": "Sparse"}'], "pattern='Sparse': want one of Dense"),
     (["--backend", "cuda"], "backend='cuda': want one of auto, reference"),
@@ -369,7 +371,7 @@ def test_a_strategy_that_is_wrong_is_the_exit_code_of_scale(recorded, capsys):
 @pytest.mark.parametrize("arguments, message", [
     (["--nproc", "0"], "--nproc 0: want at least 1"), (["--n", "0"], "--n 0: want at least 1"),
     (["--strategies", "ring"], "strategy='ring': want one of one device, data parallel"),
-    (["--pattern", "longnets"], "pattern='longnets': want one of dense, longnet"),
+    (["--pattern", "longnets"], "pattern='longnets': want one of dense, longnet-paper"),
     (["--groups", "dense"], "--groups dense: their lengths are for cards; here want --pattern"),
     (["--groups", "all", "--n", "512"], "--groups and --n 512: want one of them"),
     (["--groups", "all", "--pattern", "dense"], "--groups and --pattern: want one of them"),

@@ -124,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
         help="will it fit? the longest sequence on a named card, predicted, with no card needed",
         description="The longest sequence that each execution runs on a card, and what stands in the way of a longer "
         "one; at a length N, what each needs, the fastest first. Predicted from the programs: no card is needed.",
-        epilog="example: workbench fit --card h100 --heads 12 --mode fwdbwd --pattern longnet --n 1000000",
+        epilog="example: workbench fit --card h100 --heads 12 --mode fwdbwd --pattern longnet-paper --n 1000000",
     )
     fit.add_argument("--card", default="h100", help="such as h100, a100-80gb, gtx1080 (default: %(default)s)")
     _add_sizes(fit)
@@ -134,8 +134,8 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     fit.add_argument(
         "--pattern", nargs="+", default=[], metavar="NAME",
-        help="a name (any other word is refused with the list), or a pattern's spec as JSON (default: dense, longnet "
-        "and window)",
+        help="a name (any other word is refused with the list), or a pattern's spec as JSON (default: dense, "
+        "longnet-paper and window-blocks)",
     )  # fmt: skip
     fit.add_argument(
         "--backend", nargs="+", default=[], metavar="NAME",
@@ -157,13 +157,12 @@ def parser() -> argparse.ArgumentParser:
         description="Times each way of using several cards against one of them on the same sequence, interleaved; "
         "checks that the result is the same; measures memory, bytes moved and busy share. Where there is no CUDA, the "
         "ranks are processes on this CPU. Every row is a record, and what the records have is not measured again.",
-        epilog="example: workbench scale --nproc 2 --pattern longnet dense --n 131072 --mode fwdbwd",
+        epilog="example: workbench scale --nproc 2 --pattern longnet-geometric dense --n 131072 --mode fwdbwd",
     )
     scale.add_argument("--nproc", type=int, default=2, metavar="P", help="cards, or processes (default: %(default)s)")
     scale.add_argument(
         "--pattern", nargs="+", default=[], metavar="NAME",
-        help="a name (any other word is refused with the list; longnet is the paper's, notebook 04 has "
-        "longnet-geometric), or a pattern's spec as JSON (default: dense)",
+        help="a name (any other word is refused with the list), or a pattern's spec as JSON (default: dense)",
     )  # fmt: skip
     scale.add_argument("--n", type=_count, metavar="N", help="tokens of all cards (default: 131072, CPU: 4096)")
     _add_sizes(scale)
@@ -292,9 +291,9 @@ def _fit(arguments) -> int:
 def _scale(arguments) -> int:
     import torch
 
-    from workbench.fit import executions as fit
+    from workbench.probes import catalog
     from workbench.probes.case import Case
-    from workbench.scaling import groups, sweeps
+    from workbench.scaling import sweeps
 
     _to_records(arguments)
     sys.path.insert(0, os.getcwd())  # where module:function may be
@@ -314,12 +313,15 @@ def _scale(arguments) -> int:
             raise ValueError(f"--groups and --n {arguments.n}: want one of them, a group has its lengths")
         if not cards:
             asked = " ".join(arguments.groups)
-            raise ValueError(f"--groups {asked}: their lengths are for cards; here want --pattern longnet --n 8192")
-        cases = groups.cases(arguments.groups, device, dtype)
+            raise ValueError(
+                f"--groups {asked}: their lengths are for cards; here want --pattern longnet-geometric --n 8192"
+            )
+        groups = catalog.chosen(catalog.several_cards(device, dtype), arguments.groups)
+        cases = {label: case for make in groups.values() for label, case in make().items()}
     else:
         n = arguments.n or (131_072 if cards else 4096)
         sizes = (n, arguments.heads, arguments.head_dim, dtype, "auto", arguments.mode, device, arguments.batch)
-        patterns = {name: fit.maker(name)(n, arguments.causal) for name in arguments.pattern or ["dense"]}
+        patterns = {name: catalog.maker(name)(n, arguments.causal) for name in arguments.pattern or ["dense"]}
         cases = {name: Case(x, *sizes, kv_heads=arguments.kv_heads) for name, x in patterns.items()}
     frame = sweeps.sweep(
         cases, arguments.nproc, arguments.strategies or sweeps.STRATEGIES, samples=arguments.samples,

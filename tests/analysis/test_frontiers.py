@@ -24,10 +24,10 @@ def test_eager_is_dense_attention(causal):
 
 
 def test_a_way_is_a_case_at_any_length():
-    ways = frontiers.ways(["dense, eager", "window, triton", "dense, workbench:attention"], **SHAPE, **SIZES)
+    ways = frontiers.ways(["dense, eager", "window-tokens, triton", "dense, workbench:attention"], **SHAPE, **SIZES)
     assert ways["dense, eager"](100).backend == "eager"
     assert ways["dense, workbench:attention"](100).backend == "workbench:attention"
-    assert ways["window, triton"](640).pattern.shape == (640,) and ways["window, triton"](640).n == 640
+    assert ways["window-tokens, triton"](640).pattern.shape == (640,) and ways["window-tokens, triton"](640).n == 640
     for name, want in (
         ("dense", "'pattern, backend', the pattern one of dense"), ("sparse, triton", "one of dense,"),
         ("dense, efficent", "one of auto,"),

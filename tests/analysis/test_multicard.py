@@ -34,7 +34,7 @@ def row(kind, n, nproc, strategy, samples, first=64, **fields):
 def rows():
     lines = []
     for nproc, took in ((2, 5.0), (4, 4.0)):
-        for kind, lengths in (("dense", (256, 512)), ("longnet", (256, 512, 1024))):
+        for kind, lengths in (("dense", (256, 512)), ("longnet-geometric", (256, 512, 1024))):
             for n in lengths:
                 lines += [row(kind, n, nproc, x, [8.0] * 3) for x in (ONE, AA, "distributed data parallel")]
                 lines.append(row(kind, n, nproc, "sequence", [took] * 3, planned_bytes=[512] * nproc))
@@ -42,15 +42,17 @@ def rows():
 
 
 def test_cases_have_the_patterns_that_their_kind_names():
-    cases = multicard.cases({"dense": [256], "longnet": [256, 300]}, 64, ("fwd", "fwdbwd"), heads=2, head_dim=16)
+    cases = multicard.cases(
+        {"dense": [256], "longnet-geometric": [256, 300]}, 64, ("fwd", "fwdbwd"), heads=2, head_dim=16
+    )
     assert list(cases) == [
-        "dense fwd 1 x 256", "dense fwdbwd 1 x 256", "longnet fwd 1 x 256", "longnet fwd 1 x 300",
-        "longnet fwdbwd 1 x 256", "longnet fwdbwd 1 x 300",
+        "dense fwd 1 x 256", "dense fwdbwd 1 x 256", "longnet-geometric fwd 1 x 256", "longnet-geometric fwd 1 x 300",
+        "longnet-geometric fwdbwd 1 x 256", "longnet-geometric fwdbwd 1 x 300",
     ]  # fmt: skip
-    assert cases["longnet fwd 1 x 300"].pattern.segment_lengths == (64, 256, 300)
+    assert cases["longnet-geometric fwd 1 x 300"].pattern.segment_lengths == (64, 256, 300)
     assert isinstance(cases["dense fwd 1 x 256"].pattern, Dense)
     assert 0.045 < multicard.maker("block-sparse")(1 << 18).density(1 << 18, 1) < 0.055
-    with pytest.raises(ValueError, match="pattern='ring': want one of dense, longnet, block-sparse, neigh"):
+    with pytest.raises(ValueError, match="pattern='ring': want one of dense, longnet-geometric, block-sparse, neigh"):
         multicard.maker("ring")
 
 
@@ -59,7 +61,8 @@ def test_causal_is_another_kind():
     patterns += [multicard.maker(kind)(300) for kind in multicard.KINDS[3:]] + [Neighborhood((300,), 8)]
     frame = pd.DataFrame([{"pattern_spec": x.spec(), "pattern": x.name, "n": 300} for x in patterns])
     assert list(multicard.kinds(frame)["kind"]) == [
-        "dense", "dense causal", "longnet", "longnet causal", *multicard.KINDS[3:], patterns[-1].name,
+        "dense", "dense causal", "longnet-geometric", "longnet-geometric causal", *multicard.KINDS[3:],
+        patterns[-1].name,
     ]  # fmt: skip
 
 
@@ -107,7 +110,7 @@ def test_efficiency_is_over_the_ranks_and_the_weak_one_by_pairs(rows):
     assert found.loc[("dense", "strong", 4), "efficiency"] == 0.5
     # twice the positions, four times the pairs, 5 ms for 8: each rank does 3.2 times what one did
     assert found.loc[("dense", "weak", 2), "efficiency"] == pytest.approx(2 * 1.6)
-    assert found.loc[("longnet", "weak", 4), "n"] == 1024
+    assert found.loc[("longnet-geometric", "weak", 4), "n"] == 1024
     assert ("dense", "weak", 4) not in found.index, "nothing four times as long was measured"
 
 
@@ -115,15 +118,15 @@ def test_curves_are_between_all_and_none_of_the_exchange_hidden(rows):
     found = multicard.curves(rows, 1e9, (2, 16, 64), 64)
     assert not found["measured"].any() and set(found["scaling"]) == {"strong", "weak"}
     assert (found["least"] < found["efficiency"]).any() and (found["least"] <= found["efficiency"]).all()
-    strong = found[(found["kind"] == "longnet") & (found["scaling"] == "strong")]
-    weak = found[(found["kind"] == "longnet") & (found["scaling"] == "weak")]
+    strong = found[(found["kind"] == "longnet-geometric") & (found["scaling"] == "strong")]
+    weak = found[(found["kind"] == "longnet-geometric") & (found["scaling"] == "weak")]
     assert set(strong["n"]) == {1024} and weak["n"].tolist() == [512, 4096, 16_384]
     assert weak["pattern"].iloc[-1] == geometric(16_384, first=64).name
 
 
 def test_plans_are_of_the_longest(rows):
     plans = multicard.plans(rows, 8)
-    assert {kind: plan.n for kind, plan in plans.items()} == {"dense": 512, "longnet": 1024}
+    assert {kind: plan.n for kind, plan in plans.items()} == {"dense": 512, "longnet-geometric": 1024}
     assert all(plan.world == 8 for plan in plans.values())
     grouped = multicard.plans(rows.assign(kv_heads=1, nq=256), 8)  # two query heads on a key head, the last 256 queries
     assert {(plan.heads, plan.kv_heads, plan.nq) for plan in grouped.values()} == {(2, 1, 256)}
@@ -143,7 +146,7 @@ def test_what_is_committed_is_the_newest_of_one_sequence_with_the_links_rate(row
     assert multicard.recorded(["h100x2"])[0].empty
     lines = [{"kind": "run", "run": "a", "utc": "1"}, {"kind": "run", "run": "b", "utc": "2"}]
     for run, took in (("b", 4.0), ("a", 5.0)):
-        made = row("longnet", 4096, 2, "sequence", [took] * 3, first=256)
+        made = row("longnet-geometric", 4096, 2, "sequence", [took] * 3, first=256)
         lines.append(made | {"kind": "row", "run": run, "stage": "sweep"})
         lines.append(made | {"kind": "row", "run": run, "stage": "sweep", "batch": 2})
     for size, speed in ((1 << 20, 1e9), (1 << 24, 5e9)):
@@ -153,4 +156,4 @@ def test_what_is_committed_is_the_newest_of_one_sequence_with_the_links_rate(row
     lines = [line | {"probe": "scaling"} for line in lines]
     (tmp_path / "h200x2" / "2026-01-01-scaling-abc.jsonl").write_text("\n".join(map(json.dumps, lines)))
     found, speed = multicard.recorded(["h100x2", "h200x2"])
-    assert found["kind"].tolist() == ["longnet"] and found["median_ms"].tolist() == [4.0] and speed == 5e9
+    assert found["kind"].tolist() == ["longnet-geometric"] and found["median_ms"].tolist() == [4.0] and speed == 5e9

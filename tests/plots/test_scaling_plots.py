@@ -15,14 +15,14 @@ def labels(fig):
 
 def test_speedups_have_a_panel_a_pattern_and_number_of_ranks_with_the_ideal(rows):  # noqa: F811
     fig = draw.speedups(rows, most=lambda world: min(world, 3))
-    assert [ax.get_title("left") for ax in fig.axes] == ["dense", "longnet", "", ""]
+    assert [ax.get_title("left") for ax in fig.axes] == ["dense", "longnet-geometric", "", ""]
     assert fig.axes[2].get_ylabel() == "forward, 4 ranks:\nspeed-up over one device"
     assert labels(fig) == ["sequence", "DDP", "one device against itself"]
     for ax, ideal in zip(fig.axes, ([2], [2], [4, 3], [4, 3]), strict=True):
         flat = [line.get_ydata()[0] for line in ax.get_lines() if len(set(line.get_ydata())) == 1]
         assert set(ideal) <= set(flat)
     assert [text.get_text() for text in fig.axes[2].texts] == ["ideal", "what this machine allows"]
-    assert "longnet, forward, N = 1,024, 4 ranks, sequence: 2.00" in fig.get_label()
+    assert "longnet-geometric, forward, N = 1,024, 4 ranks, sequence: 2.00" in fig.get_label()
 
 
 def test_modes_are_rows(rows):  # noqa: F811
@@ -33,9 +33,10 @@ def test_modes_are_rows(rows):  # noqa: F811
 
 
 def test_a_pattern_that_nothing_ran_has_no_panel_and_one_that_some_ranks_did_not_says_so(rows):  # noqa: F811
-    none = rows[(rows["kind"] != "longnet") | ~rows["strategy"].isin(["sequence", "distributed data parallel"])]
+    shared = rows["strategy"].isin(["sequence", "distributed data parallel"])
+    none = rows[(rows["kind"] != "longnet-geometric") | ~shared]
     assert [ax.get_title("left") for ax in draw.speedups(none).axes] == ["dense", ""]
-    some = rows[(rows["kind"] != "longnet") | (rows["nproc"] == 2)]
+    some = rows[(rows["kind"] != "longnet-geometric") | (rows["nproc"] == 2)]
     said = [[text.get_text() for text in ax.texts] for ax in draw.speedups(some).axes]
     assert said == [["ideal"], [], ["ideal"], ["no result"]]
 
@@ -50,7 +51,7 @@ def test_another_machines_speedups_are_hollow_and_named_and_in_view(rows):  # no
 
 
 def test_cards_have_a_bar_each_and_what_is_not_counted_says_so(rows):  # noqa: F811
-    case = rows[(rows["kind"] == "longnet") & (rows["n"] == 1024) & (rows["nproc"] == 4)].copy()
+    case = rows[(rows["kind"] == "longnet-geometric") & (rows["n"] == 1024) & (rows["nproc"] == 4)].copy()
     case.loc[case["strategy"] == "sequence", "sent_bytes"] = None
     fig = draw.cards(case, "rank")
     assert [len(ax.patches) for ax in fig.axes] == [12, 8, 12]  # three ways, four ranks
@@ -62,9 +63,10 @@ def test_cards_have_a_bar_each_and_what_is_not_counted_says_so(rows):  # noqa: F
 def test_curves_tell_modelled_from_measured(rows):  # noqa: F811
     curves = multicard.curves(rows, 1e9, (2, 16, 64), 64)
     fig = draw.curves(curves, multicard.efficiency(rows))
-    assert labels(fig) == ["dense, modelled", "longnet, modelled", "dense, measured", "longnet, measured"]
+    kinds = ("dense", "longnet-geometric")
+    assert labels(fig) == [f"{kind}, {how}" for how in ("modelled", "measured") for kind in kinds]
     assert len(fig.axes[0].collections) >= 2, "a band each"
-    assert labels(draw.curves(curves)) == ["dense, modelled", "longnet, modelled"]
+    assert labels(draw.curves(curves)) == ["dense, modelled", "longnet-geometric, modelled"]
 
 
 def test_borders_have_a_line_an_order():

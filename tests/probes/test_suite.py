@@ -6,14 +6,14 @@ import torch
 
 from workbench.harness import records
 from workbench.plots import speed as draw
-from workbench.probes import suite
+from workbench.probes import catalog, suite
 
 
 def made_up(groups, speed=2.0):
     """Rows as `measure` writes them: the baseline at 100 TFLOP/s, the others at half of it."""
     rows = []
     for name in groups:
-        cases = suite.groups()[name]()
+        cases = catalog.one_card()[name]()
         first = next(iter(cases))
         for label, case in cases.items():
             of = suite.fields(case)
@@ -25,7 +25,7 @@ def made_up(groups, speed=2.0):
 
 
 def test_every_group_names_cases_that_can_be_recorded():
-    for name, make in suite.groups().items():
+    for name, make in catalog.one_card().items():
         if name == "neighborhood":  # its blocks take seconds to count
             continue
         for label, case in make().items():

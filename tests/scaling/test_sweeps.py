@@ -15,7 +15,7 @@ from workbench.harness import records
 from workbench.patterns.dilated import geometric
 from workbench.probes.case import Case
 from workbench.probes.timing import AA
-from workbench.scaling import compare, groups, link, on_ranks, strategies, sweeps
+from workbench.scaling import compare, link, on_ranks, strategies, sweeps
 from workbench.scaling.strategies import ONE
 
 MINE = """
@@ -356,20 +356,6 @@ def test_torchs_context_parallel_leaves_no_trace(causal):
     finally:
         strategies._mesh.cache_clear()
         dist.destroy_process_group()
-
-
-def test_groups_are_cases_for_several_cards():
-    cases = groups.cases(["all"])
-    assert {case.device for case in cases.values()} == {"cuda"} and len(cases) == 26
-    assert 0.045 < cases["local and strided fwd 262144"].pattern.density(262_144, 1) < 0.055
-    assert list(groups.cases(["dilation"], "cpu", "float32")) == [
-        "dilated r=1 fwd 131072",
-        "dilated r=2 fwd 131072",
-    ]
-    with pytest.raises(
-        ValueError, match="group='rings': want 'all', or what one of these begins with: dense fwd 32768"
-    ):
-        groups.cases(["rings"])
 
 
 @pytest.mark.parametrize("n, lengths", [(1, [1]), (4096, [4096]), (4097, [4096, 4097]), (65_536, [4096, 16384, 65536])])

@@ -16,10 +16,11 @@ from workbench.fit.frontier import GRAIN
 from workbench.fit.tracer import Event
 from workbench.harness import records
 from workbench.harness.narrate import counted, listed, number
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, layouts
+from workbench.patterns import Dense, Dilated
+from workbench.probes import catalog
 from workbench.probes.case import Case
 
-KINDS = {"Dense": "dense", "Dilated": "dilated", "BlockSparse": "blocks", "Neighborhood": "window"}
+KINDS = {"Dense": "dense", "Dilated": "dilated", "BlockSparse": "blocks", "Neighborhood": "window-tokens"}
 STEP = 0.02  # 0.2 % for a prediction, see `frontier.search`
 
 # What the reports say fits on 8 GB (and, by 35 KB a token and linear scaling, on other cards): report, what, sizes, N.
@@ -39,17 +40,10 @@ def ways(
 ) -> dict[str, frontier.Lengths]:
     """{"pattern, backend": the Case of that at N}, for `frontier.search`, `frontier.sweep` and `fit.table`.
 
-    names: dense (all pairs), dilated (LongNet with these segments and rates), blocks (each block of block_size tokens,
-        its neighbours and the first one) or window (at most block_size tokens away), and a backend of `Case`'s
+    names: a pattern of `catalog.shaped`, and a backend of `Case`'s
     sizes: `Case`'s batch, heads, head_dim, dtype and mode
     """
-    dense, dilated = Dense(), Dilated(segments, rates)
-    blocks = BlockSparse(layouts.local(1) | layouts.global_(1), block_size)
-    patterns = {
-        "dense": lambda n, _: dense, "dilated": lambda n, _: dilated, "blocks": lambda n, _: blocks,
-        "window": lambda n, _: Neighborhood((n,), block_size),
-    }  # fmt: skip
-    return executions.ways(names, patterns, device=device, **sizes)
+    return executions.ways(names, catalog.shaped(segments, rates, block_size), device=device, **sizes)
 
 
 def wrong(kind: str) -> pd.DataFrame:

@@ -18,12 +18,13 @@ from workbench.harness import records
 from workbench.harness.narrate import number
 from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern, from_spec, layouts, orderings
 from workbench.patterns.dilated import geometric
+from workbench.probes import catalog
 from workbench.probes.case import Case
 from workbench.probes.timing import AA, speedup
 from workbench.scaling import link, sweeps
 from workbench.scaling.strategies import ONE, OURS, SHORT, STRATEGIES
 
-MODELLED = ("dense", "longnet", "block-sparse")  # for which `curves` predicts many ranks
+MODELLED = ("dense", "longnet-geometric", "block-sparse")  # for which `curves` predicts many ranks
 ORDERS = {"row_major": "row-major", "hilbert": "Hilbert"}
 GRIDS = tuple(f"neighborhood, {x}" for x in ORDERS.values())
 KINDS = (*MODELLED, *GRIDS)
@@ -33,26 +34,21 @@ SIZES = ("heads", "head_dim", "dtype")
 
 
 def maker(kind: str, first: int = 4096) -> Callable[[int], Pattern]:
-    """The function of N that makes a pattern, by its name: "dense"; "longnet", `geometric` with a shortest segment of
-    `first`; "block-sparse", about 5 % of the blocks of 128: those near the diagonal, and every 32nd diagonal; or
-    "neighborhood, row-major" and "neighborhood, Hilbert", all cells within 8 on the squarest grid of N cells, in that
-    order. ValueError for another name."""
+    """The function of N that makes a pattern, by its name: "dense"; "longnet-geometric", `geometric` with a shortest
+    segment of `first`; "block-sparse", about 5 % of the blocks of 128: those near the diagonal, and every 32nd
+    diagonal; or "neighborhood, row-major" and "neighborhood, Hilbert", all cells within 8 on the squarest grid of N
+    cells, in that order. ValueError for another name."""
     made = {
         "dense": lambda n: Dense(),
-        "longnet": lambda n: geometric(n, first=first),
+        "longnet-geometric": lambda n: geometric(n, first=first),
         "block-sparse": lambda n: BlockSparse(layouts.local(-(-n // BLOCK) // 107) | layouts.strided(32), BLOCK),
     }
     for order, word in ORDERS.items():
-        made[f"neighborhood, {word}"] = lambda n, order=order: _neighborhood(n, order)
+        order = getattr(orderings, order)
+        made[f"neighborhood, {word}"] = lambda n, o=order: Neighborhood(catalog.grid(n), RADIUS, o(catalog.grid(n)))
     if kind not in made:
         raise ValueError(f"pattern={kind!r}: want one of {', '.join(KINDS)}")
     return made[kind]
-
-
-def _neighborhood(n: int, order: str) -> Neighborhood:
-    rows = next(x for x in range(math.isqrt(n), 0, -1) if n % x == 0)
-    shape = (rows, n // rows)
-    return Neighborhood(shape, RADIUS, getattr(orderings, order)(shape))
 
 
 def at(kind: str, first: int, **sizes) -> Callable[[int], Case]:
@@ -102,7 +98,7 @@ def kinds(rows: pd.DataFrame) -> pd.DataFrame:
 def _kind(spec: dict, name: str, n: int) -> str:
     found, causal = {"Dense": "dense", "BlockSparse": "block-sparse"}.get(spec["pattern"], name), spec.get("causal")
     if spec["pattern"] == "Dilated" and spec == geometric(int(n), causal, spec["segment_lengths"][0]).spec():
-        found = "longnet"
+        found = "longnet-geometric"
     if spec["pattern"] == "Neighborhood" and spec["radius"] == [RADIUS] * 2 and math.prod(spec["shape"]) == n:
         order = (spec.get("ordering") or {}).get("ordering")
         found = f"neighborhood, {ORDERS[order]}" if order in ORDERS else name
@@ -207,7 +203,10 @@ def one_case(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of one case on the most ranks: the longest forward of longnet or, without any, of what comes first."""
     done = ok(rows[rows["mode"] == "fwd"])
     done = done[done["nproc"] == done["nproc"].max()]
-    done = done[done["kind"] == ("longnet" if "longnet" in set(done["kind"]) else next(iter(done["kind"]), None))]
+    done = done[
+        done["kind"]
+        == ("longnet-geometric" if "longnet-geometric" in set(done["kind"]) else next(iter(done["kind"]), None))
+    ]
     return done[done["n"] == done["n"].max()]
 
 
@@ -254,7 +253,7 @@ def one_thread():
 @one_thread()
 def curves(rows: pd.DataFrame, bytes_per_second: float, worlds: Iterable[int], first: int) -> pd.DataFrame:
     """`link.modelled` for each kind, strong from its longest forward and weak from its shortest, with the rate that one
-    device had there and the link's: rows with `kind`. first: the shortest segment of "longnet", as in `maker`."""
+    device had there and the link's: rows with `kind`. first: the shortest segment, as in `maker`."""
     alone, found = ok(rows[rows["mode"].eq("fwd") & rows["strategy"].eq(ONE) & rows["kind"].isin(MODELLED)]), []
     for kind, group in alone.groupby("kind", sort=False):
         group = group.sort_values("n")

@@ -220,7 +220,7 @@ def milliseconds(case: Case, card: cards.Card, backend: str, kernel: str | None 
     lines = efficiency().get(family(case, backend, card, kernel))
     if not lines or dtype not in card.matmul_tflops or not rows(case):
         return None
-    return operations(case) / (share(lines, case.head_dim, rows(case)) * card.matmul_tflops[dtype] * 1e9)
+    return roofline.operations(case) / (share(lines, case.head_dim, rows(case)) * card.matmul_tflops[dtype] * 1e9)
 
 
 def rows(case: Case) -> int:
@@ -239,27 +239,6 @@ def share(lines: list[dict], head_dim: int, rows: int) -> float:
     (d, time), (other, its) = times[0], times[-1]
     slope = (its - time) / (other - d) if other != d else time / d / (2 if head_dim < d else 1)
     return head_dim / max(time + slope * (head_dim - d), time * min(1, head_dim / d))
-
-
-def operations(case: Case) -> int:
-    """`roofline.flops` of the pairs that are computed: those that attend; of a neighborhood all pairs of its blocks."""
-    pairs = block_pairs(case) if isinstance(case.pattern, Neighborhood) else None
-    pairs = case.pattern.pairs(case.n, case.heads, case.nq) if pairs is None else pairs
-    return roofline.flops(pairs, case.head_dim, case.mode, case.batch)
-
-
-def block_pairs(case: Case) -> int:
-    """(head, query, key) in the blocks that the kernels visit, of a neighborhood."""
-    from workbench.engines.triton_backend import block_size_of
-
-    key = repr((case.pattern.spec(), case.n, case.nq))
-    if key not in _block_pairs:
-        size = block_size_of(case.pattern)
-        _block_pairs[key] = int(case.pattern.row_counts(case.n, 1, case.nq, size)[0].sum()) * math.prod(size)
-    return _block_pairs[key] * case.heads
-
-
-_block_pairs: dict[str, int] = {}
 
 
 def family(case: Case, backend: str, card: cards.Card, kernel: str | None = None) -> str:

@@ -5,7 +5,6 @@ Dimensions: N tokens, H heads, D head_dim.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 
 import pandas as pd
@@ -14,23 +13,10 @@ from workbench.engines import dispatch, torch_rules
 from workbench.fit import cards, estimate, frontier
 from workbench.harness.outcome import attempt
 from workbench.harness.processes import imported
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, from_spec, layouts
-from workbench.patterns.dilated import PAPER, geometric
-from workbench.probes import checks
+from workbench.probes import catalog, checks
 from workbench.probes.case import BASELINES, FUSED, Case
 
-Maker = Callable[[int, bool], Pattern]  # of N and causal
-PATTERNS: dict[str, Maker] = {
-    "dense": lambda n, causal: Dense(causal),
-    "longnet": lambda n, causal: Dilated(PAPER, (1, 2, 4, 6, 12), causal),
-    "longnet-pow2": lambda n, causal: Dilated(PAPER, (1, 2, 4, 8, 16), causal),
-    "longnet-geometric": geometric,
-    "window": lambda n, causal: BlockSparse(layouts.local(8), 128, causal),
-    "strided": lambda n, causal: BlockSparse(layouts.local(4) | layouts.strided(64), 128, causal),
-    "random": lambda n, causal: BlockSparse(layouts.random(0.1), 128, causal),
-    "neighborhood": lambda n, causal: Neighborhood((n // 128, 128), 16),
-}
-USUAL = ("dense", "longnet", "window")
+USUAL = ("dense", "longnet-paper", "window-blocks")
 BACKENDS = {"Dense": ("cudnn", "flash", "efficient"), "Dilated": ("triton", "torch")}  # what runs well on a card
 OTHERS = ("triton", "flex")
 LONGEST = {"BlockSparse": 1 << 18, "Neighborhood": 1 << 18}  # the lists of blocks for more take seconds to make
@@ -38,7 +24,7 @@ STEP = 0.05  # half a percent for a prediction, see `frontier.search`
 
 
 def ways(
-    names: Iterable[str], patterns: Mapping[str, Maker] = PATTERNS, causal=False, device="cuda", **sizes
+    names: Iterable[str], patterns: Mapping[str, catalog.Maker] = catalog.PATTERNS, causal=False, device="cuda", **sizes
 ) -> dict[str, frontier.Lengths]:
     """{"pattern, backend": the Case of that at N}, for `table`, `frontier.search` and `frontier.sweep`.
 
@@ -50,7 +36,7 @@ def ways(
         kind, comma, backend = str(name).rpartition(", ")
         if not (comma and backend):
             raise ValueError(f"way={name!r}: want 'pattern, backend', the pattern one of {', '.join(patterns)}")
-        make = maker(kind, patterns)
+        make = catalog.maker(kind, patterns)
         _check(backend)
 
         def at(n: int, make=make, backend=backend) -> Case:
@@ -65,14 +51,15 @@ def executions(
 ) -> dict[str, Callable]:
     """`ways` for every name with every backend.
 
-    names: of PATTERNS, or a pattern's spec as JSON; default USUAL. backends: as in `Case`; default BACKENDS, and of
-    dense attention those of torch's kernels that take the call on the card (`torch_rules`), "auto" where none does.
+    names: of `catalog.PATTERNS`, or a pattern's spec as JSON; default USUAL. backends: as in `Case`; default
+    BACKENDS, and of dense attention those of torch's kernels that take the call on the card (`torch_rules`), "auto"
+    where none does.
     sizes: as of `ways`. ValueError for a name that is none, and for sizes that no call has.
     """
     names, backends = checks.listed("patterns", names), checks.listed("backends", backends)
     pairs = []
     for name in names or USUAL:
-        pattern = maker(name, PATTERNS)(frontier.FIRST, causal)
+        pattern = catalog.maker(name)(frontier.FIRST, causal)
         case, family = Case(pattern, frontier.FIRST, device="cuda", **sizes), type(pattern).__name__
         usual = BACKENDS.get(family, OTHERS) if card is None or family != "Dense" else _fused(case, card)
         pairs += [f"{name}, {backend}" for backend in backends or usual]
@@ -190,16 +177,3 @@ def _check(backend: str) -> None:
             imported(backend)
         except ValueError as error:
             raise ValueError(f"backend={error}") from None
-
-
-def maker(name: str, patterns: Mapping[str, Maker] = PATTERNS) -> Maker:
-    """A name of `patterns`, or a pattern's spec as JSON -> the pattern as a function of N and causal."""
-    if isinstance(name, str) and name in patterns:
-        return patterns[name]
-    if not isinstance(name, str) or not name.startswith("{"):
-        raise ValueError(f"pattern={name!r}: want one of {', '.join(patterns)}, or a pattern's spec as JSON")
-    try:
-        pattern = from_spec(json.loads(name))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"pattern={name!r}: not JSON: {error}") from None
-    return lambda n, causal: pattern

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 
 from workbench.harness.outcome import attempt
+from workbench.patterns import Neighborhood
 from workbench.probes import checks
+from workbench.probes.case import Case
 from workbench.probes.timing import Timing, measure
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -49,6 +52,27 @@ def flops(pairs: int, head_dim: int, mode: str = "fwd", batch: int = 1) -> int:
     Two products forward and five backward (the scores once again, dv, dp, dq, dk), of 2 operations a pair and channel.
     """
     return PASSES[checks.choice("mode", mode, *PASSES)] * 2 * pairs * head_dim * batch
+
+
+def operations(case: Case) -> int:
+    """`flops` of the pairs that are computed: those that attend; of a neighborhood all pairs of its blocks."""
+    pairs = block_pairs(case) if isinstance(case.pattern, Neighborhood) else None
+    pairs = case.pattern.pairs(case.n, case.heads, case.nq) if pairs is None else pairs
+    return flops(pairs, case.head_dim, case.mode, case.batch)
+
+
+def block_pairs(case: Case) -> int:
+    """(head, query, key) in the blocks that the kernels visit, of a neighborhood."""
+    from workbench.engines.triton_backend import block_size_of
+
+    key = repr((case.pattern.spec(), case.n, case.nq))
+    if key not in _block_pairs:
+        size = block_size_of(case.pattern)
+        _block_pairs[key] = int(case.pattern.row_counts(case.n, 1, case.nq, size)[0].sum()) * math.prod(size)
+    return _block_pairs[key] * case.heads
+
+
+_block_pairs: dict[str, int] = {}
 
 
 def _matmul(dtype: torch.dtype, device: str, seconds: float) -> tuple[int, Timing]:

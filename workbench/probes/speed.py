@@ -16,7 +16,7 @@ import torch
 from workbench.harness import records
 from workbench.harness.narrate import MODES, listed, number, spread
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, from_spec, layouts
-from workbench.probes import checks, roofline, timing
+from workbench.probes import catalog, checks, roofline, timing
 from workbench.probes.case import Case
 
 Lengths = Callable[[int], Case]
@@ -32,8 +32,8 @@ def lineup(segments, rates, sparsity: float, radius: int, block_size: int = 128,
     from workbench.patterns import orderings
 
     def neighborhood(n: int) -> Pattern:
-        rows = next(r for r in range(int(n**0.5), 0, -1) if n % r == 0)
-        return Neighborhood((rows, n // rows), radius, orderings.hilbert((rows, n // rows)))
+        shape = catalog.grid(n)
+        return Neighborhood(shape, radius, orderings.hilbert(shape))
 
     makers = {
         "dense": lambda n: Dense(),

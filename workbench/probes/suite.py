@@ -10,35 +10,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import pandas as pd
 import torch
 
-from workbench.fit import estimate
 from workbench.harness import records
 from workbench.harness.outcome import attempt
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, layouts
-from workbench.patterns.dilated import PAPER
-from workbench.probes import baselines, checks, memory, roofline
+from workbench.patterns import BlockSparse, Neighborhood, layouts
+from workbench.probes import catalog, checks, memory, roofline
 from workbench.probes.case import Case
+from workbench.probes.catalog import Graphed
 from workbench.probes.timing import compare
 
-LONGNET = {  # name: (dilation rates, heads, head_dim)
-    "paper 12x64": ((1, 2, 4, 6, 12), 12, 64),
-    "pow2 16x64": ((1, 2, 4, 8, 16), 16, 64),
-    "pow2 16x128": ((1, 2, 4, 8, 16), 16, 128),
-}
-LONG = (131_072, 1_048_576)
-MODES = ("fwd", "fwdbwd")
 BLOCK_MASK = "block mask"  # a group of one row, of `block_mask`
-
-
-@dataclass(frozen=True)
-class Graphed:
-    """A case whose call is replayed from a CUDA graph."""
-
-    case: Case
 
 
 def run(only: Iterable[str] = (), *, profile="gpu", samples=9, seconds=8.0, folder=None, say=print) -> pd.DataFrame:
@@ -51,12 +35,11 @@ def run(only: Iterable[str] = (), *, profile="gpu", samples=9, seconds=8.0, fold
     if not torch.cuda.is_available():
         raise RuntimeError("the suite is of a CUDA card, and torch finds none here; notebook 05 measures a CPU, too")
     recorder, rows = records.start("timing", profile, folder), []
-    for name, make in groups().items():
-        if only and not name.startswith(tuple(only)):
-            continue
+    groups = catalog.one_card()
+    for name in [x for x in groups if not only or x.startswith(tuple(only))]:
         if say:
             say(name, flush=True)
-        rows += measure(name, make, recorder, samples, seconds)
+        rows += measure(name, groups[name], recorder, samples, seconds)
     if not only or BLOCK_MASK.startswith(tuple(only)):
         rows.append(recorder.row(**block_mask()))
     return pd.DataFrame(rows)
@@ -111,99 +94,8 @@ def fields(case: Case | Graphed) -> dict:
     case = case.case if graph else case
     found = case.fields() | {"graph": graph, "measured": True, "pairs": case.pattern.pairs(case.n, case.heads, case.nq)}
     if isinstance(case.pattern, Neighborhood):
-        found["block_pairs"] = estimate.block_pairs(case)
+        found["block_pairs"] = roofline.block_pairs(case)
     return found
-
-
-def groups() -> dict[str, Callable[[], dict]]:
-    """Name -> a function that makes {label: Case or Graphed}, the first of which is the baseline."""
-    found = {}
-
-    def case(pattern, n, heads, d, mode="fwd", backend="auto"):
-        return Case(pattern, n, heads, d, "bfloat16", backend, mode, "cuda")
-
-    for name, (rates, h, d) in LONGNET.items():
-        for n in LONG:
-            for causal in (False, True):
-                for mode in MODES:
-                    words = f"longnet {name}{' causal' if causal else ''} {mode} {n}"
-                    found[words] = lambda rates=rates, h=h, d=d, n=n, c=causal, mode=mode: {
-                        "dense cudnn 16K": case(Dense(c), 16_384, h, d, mode, "cudnn"),
-                        "workbench": case(Dilated(PAPER, rates, c), n, h, d, mode),
-                    }
-    rates, h, d = LONGNET["paper 12x64"]
-    for name in (name for name, missing in baselines.available().items() if name == "torchscale" and not missing):
-        for n in LONG:
-            for mode in MODES:
-                found[f"peers {mode} {n}"] = lambda name=name, n=n, mode=mode: {
-                    "dense cudnn 16K": case(Dense(), 16_384, h, d, mode, "cudnn"),
-                    "workbench": case(Dilated(PAPER, rates, offsets="blocked"), n, h, d, mode),
-                    name: case(Dilated(PAPER, rates, offsets="blocked"), n, h, d, mode,
-                               baselines.longnet(name, PAPER, rates)),
-                }  # fmt: skip
-    found["short"] = lambda: {
-        "dense cudnn": case(Dense(), 32_768, h, d, "fwd", "cudnn"),
-        "workbench": case(Dilated(PAPER, rates), 32_768, h, d),
-        "workbench, CUDA graph": Graphed(case(Dilated(PAPER, rates), 32_768, h, d)),
-    }
-    for n in (4096, 16_384):
-        found[f"shorter {n}"] = lambda n=n: {
-            "dense cudnn": case(Dense(), n, h, d, "fwd", "cudnn"),
-            "workbench": case(Dilated(PAPER, rates), n, h, d),
-            "workbench, CUDA graph": Graphed(case(Dilated(PAPER, rates), n, h, d)),
-        }
-    for mode in MODES:
-        found[f"window {mode}"] = lambda mode=mode: masked(Neighborhood((32_768,), 1024), 32_768, 16, 128, mode)
-        found[f"random {mode}"] = lambda mode=mode: masked(BlockSparse(layouts.random(0.1)), 65_536, 16, 128, mode)
-
-    def masked(pattern, n, h, d, mode):
-        dense = {"dense cudnn": case(Dense(), n, h, d, mode, "cudnn")}
-        return dense | {name: case(pattern, n, h, d, mode, name) for name in ("triton", "flex")}
-
-    def neighborhoods():
-        from workbench.patterns import orderings
-
-        shape = (256, 256)
-        orders = {"row_major": None, "hilbert": orderings.hilbert(shape), "morton": orderings.morton(shape),
-                  "tiles 8x16": orderings.tiles(shape, (8, 16))}  # fmt: skip
-        dense = {"dense cudnn 16K": case(Dense(), 16_384, 12, 64, "fwd", "cudnn")}
-        ours = {name: case(Neighborhood(shape, 16, order), 65_536, 12, 64) for name, order in orders.items()}
-        flex = case(Neighborhood(shape, 16, orders["hilbert"]), 65_536, 12, 64, backend="flex")
-        return dense | ours | {"flex, hilbert": flex}
-
-    found["neighborhood"] = neighborhoods
-    for mode in MODES:
-        found[f"others {mode}"] = lambda mode=mode: others(mode)
-    return found
-
-
-def others(mode: str) -> dict[str, Case]:
-    """The executions that "auto" does not choose for 16-bit inputs, and float32: how much slower they are.
-
-    `estimate` models their time from these rows.
-    """
-    longnet, window = Dilated(PAPER, (1, 2, 4, 6, 12)), Neighborhood((65_536,), 1024)
-
-    def case(pattern, n, h, d, backend, dtype="bfloat16"):
-        return Case(pattern, n, h, d, dtype, backend, mode, "cuda")
-
-    return {
-        "dense cudnn 16K": case(Dense(), 16_384, 12, 64, "cudnn"),
-        "dense flash x128": case(Dense(), 32_768, 8, 128, "flash"),
-        "dense efficient": case(Dense(), 32_768, 8, 64, "efficient"),
-        "dense efficient x128": case(Dense(), 32_768, 8, 128, "efficient"),
-        "dense eager": case(Dense(), 16_384, 8, 64, "eager"),
-        "dense float32": case(Dense(), 16_384, 8, 64, "efficient", "float32"),
-        "dense float32 x128": case(Dense(), 16_384, 8, 128, "efficient", "float32"),
-        "longnet torch x128": case(longnet, 131_072, 8, 128, "torch"),
-        "longnet torch 1M": case(longnet, 1_048_576, 12, 64, "torch"),
-        "longnet float32": case(longnet, 131_072, 12, 64, "torch", "float32"),
-        "random torch": case(BlockSparse(layouts.random(0.1)), 65_536, 8, 64, "torch"),
-        "window x64": case(window, 65_536, 12, 64, "triton"),
-        "window torch": case(window, 65_536, 8, 64, "torch"),
-        "window flex float32": case(window, 65_536, 8, 64, "flex", "float32"),
-        "random flex float32": case(BlockSparse(layouts.random(0.1)), 32_768, 8, 64, "flex", "float32"),
-    }
 
 
 def block_mask(n: int = 1_048_576, device="cuda") -> dict:

@@ -1,0 +1,40 @@
+"""A name means one pattern everywhere, and groups are cases."""
+
+import pytest
+
+from workbench.analysis import multicard
+from workbench.patterns import from_spec
+from workbench.probes import catalog
+
+
+@pytest.mark.parametrize("name", catalog.PATTERNS)
+def test_a_name_is_one_pattern_of_that_name(name):
+    made = catalog.maker(name)(1 << 14, False)
+    assert from_spec(made.spec()) == made or made.spec() == from_spec(made.spec()).spec()
+    assert made.name.startswith("longnet-p") <= (made.name == name)  # where a pattern has a name of its own, it is this
+
+
+def test_a_name_that_means_several_patterns_is_refused_with_the_choices():
+    longnets = "longnet-paper or longnet-pow2 or longnet-geometric"
+    for name, want in (("longnet", longnets), ("window", "window-blocks or window-tokens")):
+        with pytest.raises(ValueError, match=f"pattern='{name}': want {want}"):
+            catalog.maker(name)
+    with pytest.raises(ValueError, match="pattern=None: want one of dense, longnet-paper"):
+        catalog.maker(None)
+    assert (
+        multicard.maker("longnet-geometric")(1 << 14).spec()
+        == catalog.maker("longnet-geometric")(1 << 14, False).spec()
+    )
+
+
+def test_groups_are_cases_for_several_cards():
+    def cases(names, *on):
+        groups = catalog.chosen(catalog.several_cards(*on), names)
+        return {label: case for make in groups.values() for label, case in make().items()}
+
+    every = cases(["all"])
+    assert {case.device for case in every.values()} == {"cuda"} and len(every) == 26
+    assert 0.045 < every["local and strided fwd 262144"].pattern.density(262_144, 1) < 0.055
+    assert list(cases(["dilation"], "cpu", "float32")) == ["dilated r=1 fwd 131072", "dilated r=2 fwd 131072"]
+    with pytest.raises(ValueError, match="group='rings': want 'all', or what one of these begins with: dense fwd 32"):
+        cases(["rings"])

@@ -1,0 +1,209 @@
+"""The catalog: patterns by name, and the named groups of cases that a card or several cards are measured by.
+
+A name means one pattern everywhere: on the command line, in notebooks, in tables. "longnet" and "window" alone would
+mean several, so they are refused with the choices.
+
+Dimensions: N tokens, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, from_spec, layouts, orderings
+from workbench.patterns.dilated import PAPER, geometric
+from workbench.probes import baselines, checks
+from workbench.probes.case import Case
+
+Maker = Callable[[int, bool], Pattern]  # of N and causal
+PAPER_RATES, POW2_RATES = (1, 2, 4, 6, 12), (1, 2, 4, 8, 16)
+PATTERNS: dict[str, Maker] = {
+    "dense": lambda n, causal: Dense(causal),
+    "longnet-paper": lambda n, causal: Dilated(PAPER, PAPER_RATES, causal),
+    "longnet-pow2": lambda n, causal: Dilated(PAPER, POW2_RATES, causal),
+    "longnet-geometric": geometric,
+    "window-blocks": lambda n, causal: BlockSparse(layouts.local(8), 128, causal),
+    "window-tokens": lambda n, causal: Neighborhood((n,), 1024),
+    "strided": lambda n, causal: BlockSparse(layouts.local(4) | layouts.strided(64), 128, causal),
+    "random": lambda n, causal: BlockSparse(layouts.random(0.1), 128, causal),
+    "neighborhood": lambda n, causal: Neighborhood((n // 128, 128), 16),
+}
+MODES = ("fwd", "fwdbwd")
+
+
+def maker(name: str, patterns: Mapping[str, Maker] = PATTERNS) -> Maker:
+    """A name of `patterns`, or a pattern's spec as JSON -> the pattern as a function of N and causal; ValueError for
+    a name that is none, or that several begin with."""
+    if isinstance(name, str) and name in patterns:
+        return patterns[name]
+    if not isinstance(name, str) or not name.startswith("{"):
+        several = [x for x in patterns if isinstance(name, str) and x.startswith(f"{name}-")]
+        want = " or ".join(several) if several else f"one of {', '.join(patterns)}, or a pattern's spec as JSON"
+        raise ValueError(f"pattern={name!r}: want {want}")
+    try:
+        made = from_spec(json.loads(name))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"pattern={name!r}: not JSON: {error}") from None
+    return lambda n, causal: made
+
+
+def shaped(segments, rates, block_size: int) -> dict[str, Maker]:
+    """The patterns of notebook 03, whose sizes are its parameters: dense; dilated, with these segments and rates;
+    blocks, each of block_size tokens, its neighbours and the first one; window-tokens, block_size tokens each way."""
+    dense, dilated = Dense(), Dilated(segments, rates)
+    blocks = BlockSparse(layouts.local(1) | layouts.global_(1), block_size)
+    return {
+        "dense": lambda n, _: dense, "dilated": lambda n, _: dilated, "blocks": lambda n, _: blocks,
+        "window-tokens": lambda n, _: Neighborhood((n,), block_size),
+    }  # fmt: skip
+
+
+def grid(n: int) -> tuple[int, int]:
+    """(rows, cols) of the squarest grid of n cells, not higher than wide."""
+    rows = next(x for x in range(int(n**0.5), 0, -1) if n % x == 0)
+    return rows, n // rows
+
+
+def chosen(groups: Mapping[str, Callable[[], dict]], names: Iterable[str]) -> dict[str, Callable[[], dict]]:
+    """The groups whose name begins with one of `names`, all for "all"; ValueError for a name with which none does."""
+    names = checks.listed("groups", names)
+    for name in names:
+        if name != "all" and not (isinstance(name, str) and name and any(x.startswith(name) for x in groups)):
+            raise ValueError(f"group={name!r}: want 'all', or what one of these begins with: {', '.join(groups)}")
+    return {x: make for x, make in groups.items() if "all" in names or x.startswith(tuple(names))}
+
+
+# --- one card ---------------------------------------------------------------------------------------------------------
+
+LONGNET = {  # name: (dilation rates, heads, head_dim)
+    "paper 12x64": (PAPER_RATES, 12, 64), "pow2 16x64": (POW2_RATES, 16, 64), "pow2 16x128": (POW2_RATES, 16, 128),
+}  # fmt: skip
+LONG = (131_072, 1_048_576)
+
+
+@dataclass(frozen=True)
+class Graphed:
+    """A case whose call is replayed from a CUDA graph."""
+
+    case: Case
+
+
+def one_card() -> dict[str, Callable[[], dict[str, Case | Graphed]]]:
+    """Name -> a function that makes {label: Case or Graphed}, the first of which is the baseline of the others."""
+    longnet, found = Dilated(PAPER, PAPER_RATES), {}
+    for (name, (rates, h, d)), n, causal, mode in itertools.product(LONGNET.items(), LONG, (False, True), MODES):
+        words = f"longnet {name}{' causal' if causal else ''} {mode} {n}"
+        found[words] = lambda rates=rates, c=causal, n=n, sizes=(h, d, mode): {
+            "dense cudnn 16K": _on_card(Dense(c), 16_384, *sizes, "cudnn"),
+            "workbench": _on_card(Dilated(PAPER, rates, c), n, *sizes),
+        }
+    peers = [name for name, missing in baselines.available().items() if not missing]
+    for name, n, mode in itertools.product(peers, LONG, MODES):
+        found[f"peers {mode} {n}"] = lambda name=name, n=n, mode=mode: _peers(name, n, mode)
+    for label, n in (("short", 32_768), ("shorter 4096", 4096), ("shorter 16384", 16_384)):
+        found[label] = lambda n=n: {
+            "dense cudnn": _on_card(Dense(), n, backend="cudnn"),
+            "workbench": _on_card(longnet, n),
+            "workbench, CUDA graph": Graphed(_on_card(longnet, n)),
+        }
+    for mode in MODES:
+        found[f"window {mode}"] = lambda mode=mode: _masked(Neighborhood((32_768,), 1024), 32_768, mode)
+        found[f"random {mode}"] = lambda mode=mode: _masked(BlockSparse(layouts.random(0.1)), 65_536, mode)
+    found["neighborhood"] = _orders
+    for mode in MODES:
+        found[f"others {mode}"] = lambda mode=mode: _others(mode)
+    return found
+
+
+def _on_card(pattern: Pattern, n: int, h=12, d=64, mode="fwd", backend="auto", dtype="bfloat16") -> Case:
+    return Case(pattern, n, h, d, dtype, backend, mode, "cuda")
+
+
+def _peers(name: str, n: int, mode: str) -> dict[str, Case]:
+    blocked = Dilated(PAPER, PAPER_RATES, offsets="blocked")
+    return {
+        "dense cudnn 16K": _on_card(Dense(), 16_384, mode=mode, backend="cudnn"),
+        "workbench": _on_card(blocked, n, mode=mode),
+        name: _on_card(blocked, n, mode=mode, backend=baselines.longnet(name, PAPER, PAPER_RATES)),
+    }
+
+
+def _masked(pattern: Pattern, n: int, mode: str) -> dict[str, Case]:
+    dense = {"dense cudnn": _on_card(Dense(), n, 16, 128, mode, "cudnn")}
+    return dense | {name: _on_card(pattern, n, 16, 128, mode, name) for name in ("triton", "flex")}
+
+
+def _orders() -> dict[str, Case]:
+    shape = (256, 256)
+    orders = {"row_major": None, "hilbert": orderings.hilbert(shape), "morton": orderings.morton(shape),
+              "tiles 8x16": orderings.tiles(shape, (8, 16))}  # fmt: skip
+    ours = {name: _on_card(Neighborhood(shape, 16, order), 65_536) for name, order in orders.items()}
+    flex = _on_card(Neighborhood(shape, 16, orders["hilbert"]), 65_536, backend="flex")
+    return {"dense cudnn 16K": _on_card(Dense(), 16_384, backend="cudnn")} | ours | {"flex, hilbert": flex}
+
+
+def _others(mode: str) -> dict[str, Case]:
+    """The executions that "auto" does not choose for 16-bit inputs, and float32, whose time `fit.estimate` models from
+    these rows."""
+    longnet, window = Dilated(PAPER, PAPER_RATES), Neighborhood((65_536,), 1024)
+    random = BlockSparse(layouts.random(0.1))
+    sizes = {
+        "dense cudnn 16K": (Dense(), 16_384, 12, 64, "cudnn"), "dense flash x128": (Dense(), 32_768, 8, 128, "flash"),
+        "dense efficient": (Dense(), 32_768, 8, 64, "efficient"),
+        "dense efficient x128": (Dense(), 32_768, 8, 128, "efficient"),
+        "dense eager": (Dense(), 16_384, 8, 64, "eager"),
+        "dense float32": (Dense(), 16_384, 8, 64, "efficient", "float32"),
+        "dense float32 x128": (Dense(), 16_384, 8, 128, "efficient", "float32"),
+        "longnet torch x128": (longnet, 131_072, 8, 128, "torch"),
+        "longnet torch 1M": (longnet, 1_048_576, 12, 64, "torch"),
+        "longnet float32": (longnet, 131_072, 12, 64, "torch", "float32"),
+        "random torch": (random, 65_536, 8, 64, "torch"), "window x64": (window, 65_536, 12, 64, "triton"),
+        "window torch": (window, 65_536, 8, 64, "torch"),
+        "window flex float32": (window, 65_536, 8, 64, "flex", "float32"),
+        "random flex float32": (random, 32_768, 8, 64, "flex", "float32"),
+    }  # fmt: skip
+    return {label: _on_card(*x[:4], mode, *x[4:]) for label, x in sizes.items()}
+
+
+# --- several cards ----------------------------------------------------------------------------------------------------
+
+SPARSE = layouts.local(19) | layouts.strided(32)  # of the 2,048 blocks of 128 of 262,144: 5 %
+GRID, RADIUS = (1024, 1024), 8
+BILLION = 1 << 30
+
+
+def several_cards(device: str = "cuda", dtype: str = "bfloat16") -> dict[str, Callable[[], dict[str, Case]]]:
+    """{name: a function that makes {label: Case}}, for `scaling.sweeps`; those of 524,288 and more for four cards."""
+
+    def cases(patterns: Mapping[str, Callable[[], Pattern]], n: int, modes=("fwd",), h=12, d=64, dtype=dtype):
+        return {
+            f"{what} {mode} {n}": Case(make(), n, h, d, dtype, "auto", mode, device)
+            for what, make in patterns.items() for mode in modes
+        }  # fmt: skip
+
+    def dense(n: int, mode: str, name="dense", causal=False):
+        small = cases({f"{name} 12x64": lambda: Dense(causal)}, n, (mode,))
+        return small | cases({f"{name} 8x128": lambda: Dense(causal)}, n, (mode,), 8, 128)
+
+    def longnet(n: int):
+        return cases({"longnet-geometric": lambda: geometric(n)}, n, MODES)
+
+    def billions(n: int):
+        return cases({"longnet-geometric 2x32 float16": lambda: geometric(n)}, n, ("fwd",), 2, 32, "float16")
+
+    dilations = {f"dilated r={r}": lambda r=r: Dilated((32_768, 131_072), (r, r)) for r in (1, 2)}
+    orders = {f"neighborhood {x.__name__}": lambda x=x: Neighborhood(GRID, RADIUS, x(GRID))
+              for x in (orderings.row_major, orderings.hilbert)}  # fmt: skip
+    found = {f"dense {mode} {n}": partial(dense, n, mode) for n in (32_768, 131_072) for mode in MODES}
+    found["dense causal 131072"] = lambda: dense(131_072, "fwd", "dense causal", True)
+    found |= {f"longnet {n}": partial(longnet, n) for n in LONG}
+    found["block-sparse 262144"] = lambda: cases({"local and strided": lambda: BlockSparse(SPARSE)}, 262_144, MODES)
+    found["dilation 131072"] = lambda: cases(dilations, 131_072)
+    found["dense 524288"] = lambda: cases({"dense 12x64": Dense}, 524_288, MODES)
+    found["longnet 4194304"] = partial(longnet, 1 << 22)
+    found["neighborhood 1048576"] = lambda: cases(orders, 1 << 20)
+    return found | {f"longnet {n}": partial(billions, n) for n in (BILLION // 4, BILLION)}
