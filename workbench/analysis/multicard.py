@@ -177,12 +177,6 @@ def missing(rows: pd.DataFrame) -> list[str]:
     return [f"`{x.strategy}`: {str(x.error).removeprefix(x.strategy).strip()}" for x in off.itertuples()]
 
 
-def exactly_planned(rows: pd.DataFrame) -> tuple[int, int]:
-    """(number of rows in which every rank sent exactly the bytes of the plan, number of rows that have a plan)."""
-    done = rows[rows["status"].eq("ok") & rows["planned_bytes"].notna()]
-    return sum(a == b for a, b in zip(done["sent_bytes"], done["planned_bytes"], strict=True)), len(done)
-
-
 def by_batch(rows: pd.DataFrame) -> pd.DataFrame:
     """What dividing the batch gives, compared with dividing the sequence: a row for each batch size (`sequences`), N,
     number of ranks and strategy of the forwards that ran. busiest, idlest: the largest and the least share of the time
@@ -214,7 +208,7 @@ def one_case(rows: pd.DataFrame) -> pd.DataFrame:
 # --- many ranks -------------------------------------------------------------------------------------------------------
 
 
-def efficiency(rows: pd.DataFrame, strategy: str = "sequence") -> pd.DataFrame:
+def efficiency(rows: pd.DataFrame) -> pd.DataFrame:
     """The efficiency of measured forwards, pairs a second of a rank over those of one device, with its 95% interval.
 
     A row: kind, scaling, world, n, efficiency, low, high. scaling: "strong", at the longest N, against one device at
@@ -224,7 +218,7 @@ def efficiency(rows: pd.DataFrame, strategy: str = "sequence") -> pd.DataFrame:
     done, found = ok(rows[rows["mode"] == "fwd"]), []
     for (kind, world), group in done.groupby(["kind", "nproc"], sort=False):
         one = group[group["strategy"] == ONE].sort_values("n").head(1).to_dict("records")
-        for row in group[group["strategy"] == strategy].to_dict("records"):
+        for row in group[group["strategy"] == "sequence"].to_dict("records"):
             line = {"kind": kind, "world": world, "n": row["n"]}
             if row["n"] == group["n"].max():
                 found.append(line | {"scaling": "strong"} | _shares(row, world))
