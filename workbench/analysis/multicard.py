@@ -15,7 +15,7 @@ import torch
 
 from workbench.distributed import Shards, plan
 from workbench.harness import records
-from workbench.harness.narrate import number
+from workbench.harness.narrate import first_mode, number
 from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern, from_spec, layouts, orderings
 from workbench.patterns.dilated import geometric
 from workbench.probes.case import Case
@@ -198,8 +198,8 @@ def by_batch(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def one_case(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of one case on the most ranks: the longest forward of longnet or, without any, of what comes first."""
-    done = ok(rows[rows["mode"] == "fwd"])
+    """The rows of one case on the most ranks: longnet's longest or, without any, that of what comes first."""
+    done = first_mode(ok(rows))
     done = done[done["nproc"] == done["nproc"].max()]
     done = done[done["kind"] == ("longnet" if "longnet" in set(done["kind"]) else next(iter(done["kind"]), None))]
     return done[done["n"] == done["n"].max()]
@@ -264,13 +264,13 @@ def curves(rows: pd.DataFrame, bytes_per_second: float, worlds: Iterable[int], f
 
 
 def plans(rows: pd.DataFrame, world: int) -> dict:
-    """{kind: the plan of its longest forward on so many ranks}."""
-    longest = rows[rows["mode"] == "fwd"].sort_values("n").drop_duplicates("kind", keep="last").sort_index()
-    sizes = ("heads", "kv_heads", "nq")
-    return {
-        row["kind"]: plan(from_spec(row["pattern_spec"]), Shards.even(row["n"], world), *(row[x] for x in sizes))
-        for row in longest.to_dict("records")
-    }
+    """{kind: the plan of its longest sequence on so many ranks}."""
+    longest = first_mode(rows).sort_values("n").drop_duplicates("kind", keep="last").sort_index()
+    found = {}
+    for row in longest.to_dict("records"):
+        n, *sizes = (int(row[x]) for x in ("n", "heads", "kv_heads", "nq"))
+        found[row["kind"]] = plan(from_spec(row["pattern_spec"]), Shards.even(n, world), *sizes)
+    return found
 
 
 @one_thread()

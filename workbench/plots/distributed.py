@@ -30,7 +30,7 @@ def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64, 
     itemsize, head_dim, mode: as in `Plan.bytes`
     """
     if not plans:
-        return style.blank("No forward ran whose plan could be drawn.")
+        return style.blank("Nothing ran whose plan could be drawn.")
     style.use()
     many, size = len(plans), EngFormatter("B", places=1)
     fig, axes = plt.subplots(

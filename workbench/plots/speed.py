@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import FuncFormatter, LogLocator
 
+from workbench.harness.narrate import first_mode
 from workbench.plots import style
 from workbench.plots.patterns import family_color
 from workbench.plots.style import MARKERS, MODES
@@ -228,6 +229,5 @@ def _line(ax, line, y, pale):
 
 def _last(rows):
     """The rows of the longest N, of the first mode that ran."""
-    done = rows[rows["status"] == "ok"]
-    done = done[done["mode"] == next((mode for mode in MODES if mode in set(done["mode"])), None)]
+    done = first_mode(rows[rows["status"] == "ok"])
     return done[done["n"] == done["n"].max()]
