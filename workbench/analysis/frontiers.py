@@ -153,14 +153,11 @@ def promised(found: Mapping[str, frontier.Lengths], card: str) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def numbers(found: Mapping[str, frontier.Lengths], n: int, card: str) -> pd.DataFrame:
-    """A line a way: requested, allocated, reserved and device, bytes at the peak of a call at n."""
-    lines = []
-    for name, at in found.items():
-        one = estimate.trace(at(n), card)
-        lines.append({"way": name} | {x: getattr(one, f"{x}_bytes") for x in
-                                      ("requested", "allocated", "reserved", "device")})  # fmt: skip
-    return pd.DataFrame(lines)
+def numbers(traces: Mapping[str, estimate.Estimate]) -> pd.DataFrame:
+    """A line a way: requested, allocated, reserved and device, bytes at the peak of what was traced."""
+    kinds = ("requested", "allocated", "reserved", "device")
+    lines = [[name, *(getattr(one, f"{x}_bytes") for x in kinds)] for name, one in traces.items()]
+    return pd.DataFrame(lines, columns=["way", *kinds])
 
 
 def alive(events: Sequence[Event]) -> pd.DataFrame:
