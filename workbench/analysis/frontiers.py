@@ -252,7 +252,7 @@ def choice(options: pd.DataFrame, n: int, card: str) -> str:
     """`fit.table` at n in a sentence: how many ways fit, and which is the fastest of those whose time is known."""
     room = options[options["fits"].astype(bool)]
     said = f"N = {n:,} on {card} (predicted): **{len(room)} of {counted(len(options), 'way')}** " + (
-        "fits" if len(room) == 1 else "fit"
+        "fits its memory" if len(room) == 1 else "fit its memory"
     )
     known = room.dropna(subset="ms").sort_values("ms")
     if len(known):
