@@ -81,6 +81,15 @@ def test_conda_has_its_file():
     assert [arguments[-1] for arguments in commands("conda")] == ["environment.yml"]
 
 
+def test_the_map_has_every_folder_and_only_what_is_there():
+    package = ROOT / "workbench"
+    rows = [line.split("|")[2] for line in TEXTS["workbench/README.md"].splitlines() if line.startswith("| ")]
+    named = {x.rstrip("/") for x in re.findall(r"`([^`]+)`", " ".join(rows))}
+    assert [x for x in named if not ((package / x).is_dir() or (package / f"{x}.py").is_file())] == []
+    folders = {path.parent.name for path in package.glob("*/__init__.py")}
+    assert folders <= {x.split("/")[0] for x in named}
+
+
 def test_what_it_points_at_is_there():
     paths = [(Path(at).parent, x) for at, text in TEXTS.items() for x in re.findall(r"\]\((?!http)([^)#]+)\)", text)]
     paths += [(Path(), x) for x in re.findall(r"`((?:workbench|tests|notebooks|outputs)/[\w./]*)`", README)]

@@ -71,7 +71,7 @@ def test_none_or_one_frontier_beyond():
 def test_the_choice_is_of_what_fits_and_has_a_time():
     options = pd.DataFrame({"way": ["a", "b", "c"], "fits": [True, True, False], "ms": [None, 2000.0, 1.0]})
     assert frontiers.choice(options, 4096, "t4").endswith(
-        "**2 of 3 ways** fit; the fastest whose time is modelled is **b**, 2 s."
+        "**2 of 3 ways** fit its memory; the fastest whose time is modelled is **b**, 2 s."
     )
-    assert frontiers.choice(options[:1], 4096, "t4").endswith("**1 of 1 way** fits.")
-    assert frontiers.choice(options[2:], 4096, "t4").endswith("**0 of 1 way** fit.")
+    assert frontiers.choice(options[:1], 4096, "t4").endswith("**1 of 1 way** fits its memory.")
+    assert frontiers.choice(options[2:], 4096, "t4").endswith("**0 of 1 way** fit its memory.")

@@ -78,6 +78,7 @@ def test_the_layers_add_up_to_what_is_alive():
     for ax, one in zip(fig.axes, found.values(), strict=True):
         top = max(path.vertices[:, 1].max() for layer in ax.collections for path in layer.get_paths())
         assert top == pytest.approx(one.requested_bytes / GIB)
+    assert frontiers.numbers(found)["requested"].tolist() == [one.requested_bytes for one in found.values()]
     assert len(fig.legends[0].get_texts()) == 4 and "others" in fig.legends[0].get_texts()[-1].get_text()
 
 

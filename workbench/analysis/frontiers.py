@@ -147,14 +147,11 @@ def promised(found: Mapping[str, frontier.Lengths], card: str) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def numbers(found: Mapping[str, frontier.Lengths], n: int, card: str) -> pd.DataFrame:
-    """A line a way: requested, allocated, reserved and device, bytes at the peak of a call at n."""
-    lines = []
-    for name, at in found.items():
-        one = estimate.trace(at(n), card)
-        lines.append({"way": name} | {x: getattr(one, f"{x}_bytes") for x in
-                                      ("requested", "allocated", "reserved", "device")})  # fmt: skip
-    return pd.DataFrame(lines)
+def numbers(traces: Mapping[str, estimate.Estimate]) -> pd.DataFrame:
+    """A line a way: requested, allocated, reserved and device, bytes at the peak of what was traced."""
+    kinds = ("requested", "allocated", "reserved", "device")
+    lines = [[name, *(getattr(one, f"{x}_bytes") for x in kinds)] for name, one in traces.items()]
+    return pd.DataFrame(lines, columns=["way", *kinds])
 
 
 def alive(events: Sequence[Event]) -> pd.DataFrame:
@@ -249,7 +246,7 @@ def choice(options: pd.DataFrame, n: int, card: str) -> str:
     """`fit.table` at n in a sentence: how many ways fit, and which is the fastest of those whose time is known."""
     room = options[options["fits"].astype(bool)]
     said = f"N = {n:,} on {card} (predicted): **{len(room)} of {counted(len(options), 'way')}** " + (
-        "fits" if len(room) == 1 else "fit"
+        "fits its memory" if len(room) == 1 else "fit its memory"
     )
     known = room.dropna(subset="ms").sort_values("ms")
     if len(known):

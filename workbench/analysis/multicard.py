@@ -15,7 +15,7 @@ import torch
 
 from workbench.distributed import Shards, plan
 from workbench.harness import records
-from workbench.harness.narrate import number
+from workbench.harness.narrate import first_mode, number
 from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern, from_spec, layouts, orderings
 from workbench.patterns.dilated import geometric
 from workbench.probes import catalog
@@ -173,12 +173,6 @@ def missing(rows: pd.DataFrame) -> list[str]:
     return [f"`{x.strategy}`: {str(x.error).removeprefix(x.strategy).strip()}" for x in off.itertuples()]
 
 
-def exactly_planned(rows: pd.DataFrame) -> tuple[int, int]:
-    """(number of rows in which every rank sent exactly the bytes of the plan, number of rows that have a plan)."""
-    done = rows[rows["status"].eq("ok") & rows["planned_bytes"].notna()]
-    return sum(a == b for a, b in zip(done["sent_bytes"], done["planned_bytes"], strict=True)), len(done)
-
-
 def by_batch(rows: pd.DataFrame) -> pd.DataFrame:
     """What dividing the batch gives, compared with dividing the sequence: a row for each batch size (`sequences`), N,
     number of ranks and strategy of the forwards that ran. busiest, idlest: the largest and the least share of the time
@@ -200,8 +194,8 @@ def by_batch(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def one_case(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of one case on the most ranks: the longest forward of longnet or, without any, of what comes first."""
-    done = ok(rows[rows["mode"] == "fwd"])
+    """The rows of one case on the most ranks: longnet's longest or, without any, that of what comes first."""
+    done = first_mode(ok(rows))
     done = done[done["nproc"] == done["nproc"].max()]
     done = done[
         done["kind"]
@@ -213,7 +207,7 @@ def one_case(rows: pd.DataFrame) -> pd.DataFrame:
 # --- many ranks -------------------------------------------------------------------------------------------------------
 
 
-def efficiency(rows: pd.DataFrame, strategy: str = "sequence") -> pd.DataFrame:
+def efficiency(rows: pd.DataFrame) -> pd.DataFrame:
     """The efficiency of measured forwards, pairs a second of a rank over those of one device, with its 95% interval.
 
     A row: kind, scaling, world, n, efficiency, low, high. scaling: "strong", at the longest N, against one device at
@@ -223,7 +217,7 @@ def efficiency(rows: pd.DataFrame, strategy: str = "sequence") -> pd.DataFrame:
     done, found = ok(rows[rows["mode"] == "fwd"]), []
     for (kind, world), group in done.groupby(["kind", "nproc"], sort=False):
         one = group[group["strategy"] == ONE].sort_values("n").head(1).to_dict("records")
-        for row in group[group["strategy"] == strategy].to_dict("records"):
+        for row in group[group["strategy"] == "sequence"].to_dict("records"):
             line = {"kind": kind, "world": world, "n": row["n"]}
             if row["n"] == group["n"].max():
                 found.append(line | {"scaling": "strong"} | _shares(row, world))
@@ -269,13 +263,13 @@ def curves(rows: pd.DataFrame, bytes_per_second: float, worlds: Iterable[int], f
 
 
 def plans(rows: pd.DataFrame, world: int) -> dict:
-    """{kind: the plan of its longest forward on so many ranks}."""
-    longest = rows[rows["mode"] == "fwd"].sort_values("n").drop_duplicates("kind", keep="last").sort_index()
-    sizes = ("heads", "kv_heads", "nq")
-    return {
-        row["kind"]: plan(from_spec(row["pattern_spec"]), Shards.even(row["n"], world), *(row[x] for x in sizes))
-        for row in longest.to_dict("records")
-    }
+    """{kind: the plan of its longest sequence on so many ranks}."""
+    longest = first_mode(rows).sort_values("n").drop_duplicates("kind", keep="last").sort_index()
+    found = {}
+    for row in longest.to_dict("records"):
+        n, *sizes = (int(row[x]) for x in ("n", "heads", "kv_heads", "nq"))
+        found[row["kind"]] = plan(from_spec(row["pattern_spec"]), Shards.even(n, world), *sizes)
+    return found
 
 
 @one_thread()

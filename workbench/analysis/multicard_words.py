@@ -16,8 +16,8 @@ CASE = ["kind", "n", "mode"]
 UNEQUAL = 1.1  # what should be equal and differs by more than this factor was disturbed
 
 
-def gains(rows: pd.DataFrame, strategy: str = "sequence") -> pd.DataFrame:
-    """What a strategy gives in each case of one sequence, on the number of ranks where it took the least time.
+def gains(rows: pd.DataFrame) -> pd.DataFrame:
+    """What dividing the sequence gives in each case of one, on the number of ranks where it took the least time.
 
     faster: beyond the noise, in less time than one device took in any run of the case, and not more times as fast as
     ranks can be. The noise is one device's against itself, and that of shares of the batch, which leave one sequence
@@ -25,7 +25,7 @@ def gains(rows: pd.DataFrame, strategy: str = "sequence") -> pd.DataFrame:
     """
     done, found = ok(rows), []
     for case, group in done.groupby(CASE, sort=False):
-        ours, alone = group[group["strategy"] == strategy], group[group["strategy"] == ONE]
+        ours, alone = group[group["strategy"] == "sequence"], group[group["strategy"] == ONE]
         if ours.empty:
             continue
         best = ours.loc[ours["median_ms"].idxmin()]
@@ -33,7 +33,7 @@ def gains(rows: pd.DataFrame, strategy: str = "sequence") -> pd.DataFrame:
         noise = max([1, *run[run.index.isin([AA, *SHORT])]["speedup_high"].dropna()])
         possible = best["speedup"] < UNEQUAL * best["nproc"]  # more: the run's baseline was disturbed
         faster = best["speedup_low"] > noise and possible and not (alone["median_ms"] <= best["median_ms"]).any()
-        ahead = run.drop([strategy, ONE, AA, *SHORT], errors="ignore")
+        ahead = run.drop(["sequence", ONE, AA, *SHORT], errors="ignore")
         ahead = ahead[ahead["speedup_low"] > best["speedup_high"]].sort_values("speedup")
         line = dict(zip(CASE, case, strict=True)) | {x: best[x] for x in ("nproc", "speedup")}
         line |= {"faster": bool(faster), "rival": ahead.index[-1] if len(ahead) else None}
@@ -80,11 +80,13 @@ def compared(rows: pd.DataFrame) -> str:
     return said + (f" Wrong: {listed(dict.fromkeys(map(_name, wrong['strategy'])))}." if len(wrong) else "")
 
 
-def as_planned(same: int, planned: int) -> str:
-    """`multicard.exactly_planned` in a sentence."""
-    if not planned:
+def as_planned(rows: pd.DataFrame) -> str:
+    """In how many of the rows that have a plan every rank sent exactly its bytes."""
+    done = rows[rows["status"].eq("ok") & rows["planned_bytes"].notna()]
+    if done.empty:
         return "No strategy that ran has a plan whose bytes could be compared."
-    return f"In **{same} of {planned}** every rank sent as many bytes as its plan says, to the byte."
+    same = sum(a == b for a, b in zip(done["sent_bytes"], done["planned_bytes"], strict=True))
+    return f"In **{same} of {len(done)}** every rank sent as many bytes as its plan says, to the byte."
 
 
 def share_of_one(rows: pd.DataFrame, what: str = "card") -> str:
@@ -101,15 +103,12 @@ def share_of_one(rows: pd.DataFrame, what: str = "card") -> str:
     return said + (f" It sends at most {max(sent) / 2**20:.3g} MiB." if isinstance(sent, list) and sent else "")
 
 
-def processors(cores: int, worlds) -> list[str]:
+def processors(cores: int, worlds) -> str:
     """What ranks that share processors can reach at best."""
-    over = [x for x in worlds if x > cores]
-    said = [f"The ranks share **{counted(cores, 'processor')}**, one thread a rank or more where there is room: no "
-            f"number of them can be more than {cores} times as fast as a rank alone."]  # fmt: skip
-    if over:
-        shares = listed(f"{cores / x:.0%} with {counted(x, 'rank')}" for x in over)
-        said.append(f"Together they cannot compute for more than this share of the time, on average: {shares}.")
-    return said
+    said = (f"The ranks share **{counted(cores, 'processor')}**, one thread a rank or more where there is room: no "
+            f"number of them can be more than {cores} times as fast as a rank alone")  # fmt: skip
+    over = [f"{cores / x:.0%} of the time with {counted(x, 'rank')}" for x in worlds if x > cores]
+    return said + (f", and on average each can compute for at most {listed(over)}." if over else ".")
 
 
 def batches(shares: pd.DataFrame, what: str = "card") -> list[str]:

@@ -36,6 +36,11 @@ def spread(low: float, high: float, form: str = ".2f") -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def first_mode(rows):
+    """Those of the first of MODES that ran: forwards if there are any."""
+    return rows[rows["mode"] == next((mode for mode in MODES if mode in set(rows["mode"])), None)]
+
+
 def beyond_noise(times, name: str) -> bool:
     """Whether an alternative of `probes.timing.compare` differs from the first: the two intervals, of its speed-up and
     of the first against itself, are apart."""

@@ -30,7 +30,7 @@ def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64, 
     itemsize, head_dim, mode: as in `Plan.bytes`
     """
     if not plans:
-        return style.blank("No forward ran whose plan could be drawn.")
+        return style.blank("Nothing ran whose plan could be drawn.")
     style.use()
     many, size = len(plans), EngFormatter("B", places=1)
     fig, axes = plt.subplots(
@@ -66,7 +66,7 @@ def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64, 
         color = family_color(type(plan.pattern).__name__)
         below.fill_between(np.arange(plan.world + 1) - 0.5, np.append(share, share[-1]), step="post", color=color, lw=0)
         below.axhline(1, color="#666666", lw=0.8)
-        below.set(xlabel=f"rank (pairs: max / mean {plan.balance:.2f})", ylabel="pairs", xlim=ends, ylim=(0, None))
+        below.set(xlabel=f"rank; max / mean {plan.balance:.2f}", ylabel="pairs", xlim=ends, ylim=(0, None))
         told.append(f"{name} on {plan.world} ranks moves {total:,} bytes, balance {plan.balance:.2f}")
     if norm is not None:
         room = max(1.1, (norm.vmax / norm.vmin) ** 0.12)

@@ -60,7 +60,7 @@ def speedups(rows: pd.DataFrame, recorded: pd.DataFrame | None = None, most: Cal
     modes = [mode for mode in style.MODES if mode in set(drawn["mode"])]
     lines = [(world, mode) for world in sorted(set(drawn["nproc"])) for mode in modes]
     frames = [x for x in (recorded, rows) if x is not None and len(x)]
-    widths = [2.9 if len({n for x in frames for n in x[x["kind"] == kind]["n"]}) > 1 else 1.7 for kind in kinds]
+    widths = [2.1 if len({n for x in frames for n in x[x["kind"] == kind]["n"]}) > 1 else 1.5 for kind in kinds]
     fig, axes = plt.subplots(
         len(lines), len(kinds), figsize=(1.3 + sum(widths), 1.2 + 2.6 * len(lines)), width_ratios=widths,
         squeeze=False, sharey="row", sharex="col",
@@ -134,7 +134,7 @@ def _lengths(ax, lengths: list[int]) -> None:
     low, high = min(lengths), max(lengths)
     edge = max(1.4, (high / low) ** 0.12)
     ax.set_xlim(low / edge, high * edge)
-    style.log_ticks(ax.xaxis, style.length, style.apart(lengths, max(1.25, (high / low) ** 0.2)))
+    style.log_ticks(ax.xaxis, style.length, style.apart(lengths, max(1.25, (high / low) ** 0.3)))
 
 
 def cards(rows: pd.DataFrame, what: str = "card"):

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import FuncFormatter, LogLocator
 
+from workbench.harness.narrate import first_mode
 from workbench.plots import style
 from workbench.plots.patterns import family_color
 from workbench.plots.style import MARKERS, MODES
@@ -138,7 +139,7 @@ def times_faster(rows: pd.DataFrame):
         bars = ax.bar(group["label"].str.replace(", ", ",\n"), group["speedup"], yerr=ends, color=shade, capsize=3)
         ax.bar_label(bars, [_gained(r) for r in group.itertuples()], padding=2, fontsize=9)
         ax.axhline(ideal, color=style.COLORS["muted"], linestyle="--")
-        ax.annotate(f"pairs alone: {ideal:.1f}x", (0.5, ideal), xycoords=("axes fraction", "data"), ha="center",
+        ax.annotate(f"pairs alone: {ideal:.1f}x", (0.02, ideal), xycoords=("axes fraction", "data"),
                     xytext=(0, 3), textcoords="offset points", fontsize=8, color="#555555")  # fmt: skip
         n = style.length(group["n"].iloc[0])
         ax.set_title(f"{group['pattern'].iloc[0]}, N = {n}\n{MODES[group['mode'].iloc[0]]}", fontsize=10)
@@ -228,6 +229,5 @@ def _line(ax, line, y, pale):
 
 def _last(rows):
     """The rows of the longest N, of the first mode that ran."""
-    done = rows[rows["status"] == "ok"]
-    done = done[done["mode"] == next((mode for mode in MODES if mode in set(done["mode"])), None)]
+    done = first_mode(rows[rows["status"] == "ok"])
     return done[done["n"] == done["n"].max()]

@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 
 from workbench.harness import records
-from workbench.harness.narrate import MODES, listed, number, spread
+from workbench.harness.narrate import MODES, first_mode, listed, number, spread
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, from_spec, layouts
 from workbench.probes import catalog, checks, roofline, timing
 from workbench.probes.case import Case
@@ -216,11 +216,11 @@ def break_even(
 
 
 def ceiling(rows: pd.DataFrame, ceilings: dict) -> list[str]:
-    """What comes closest to the ceiling of its dtype, and what stays furthest from it, forward, in sentences."""
+    """What comes closest to the ceiling of its dtype, and what stays furthest from it, in `first_mode`."""
     shares = against_ceiling(rows, ceilings)
-    shares = shares[(shares["mode"] == "fwd") & shares["share"].notna()].sort_values("share")
+    shares = first_mode(shares[shares["share"].notna()]).sort_values("share")
     if shares.empty:
-        return ["No forward ran: there is no rate to compare with the ceiling."]
+        return ["Nothing ran: there is no rate to compare with the ceiling."]
     far, close = shares.iloc[0], shares.iloc[-1]
     dtype = rows["dtype"].iloc[0]
     product = ceilings["matmul_tflops"].get(dtype)
@@ -229,7 +229,8 @@ def ceiling(rows: pd.DataFrame, ceilings: dict) -> list[str]:
         reached = "could not be measured" if product is None else f"reaches {product:.3g} TFLOP/s"
         return [f"A {dtype} matrix product {reached} on this device, the fastest attention here {top:.3g} TFLOP/s: the "
                 "product is no ceiling, and `share` is over that attention's rate instead."]  # fmt: skip
-    said = [f"**{close['label']}** comes closest to the matmul ceiling, at {close['share']:.0%} of it (forward)."]
+    of = f"{close['share']:.0%} of it ({MODES[close['mode']]})"
+    said = [f"**{close['label']}** comes closest to the matmul ceiling, at {of}."]
     if far["label"] != close["label"]:
         said.append(f"**{far['label']}** stays furthest from it, at {far['share']:.0%}.")
     return said
