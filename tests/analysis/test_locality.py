@@ -151,7 +151,7 @@ def test_neighbours_equals_looking_at_every_token(offsets):
         wb.Dilated([6, 18], [2, 9], offsets="blocked"),
         wb.Dilated([6, 18], [1, 2], heads="partition"),
     ],
-    ids=lambda p: p.name + "-causal" * p.causal,
+    ids=lambda p: p.name,
 )
 def test_receptive_field_equals_powers_of_the_mask(pattern):
     n, heads = 37, 3

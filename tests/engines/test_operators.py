@@ -57,6 +57,7 @@ def sum_of(function, k, v):
 REVERSE = {
     "grad": lambda f, q, k, v, t: grad(sum_of(f, k, v))(q),
     "vmap": lambda f, q, k, v, t: vmap(f, (0, None, 1))(torch.stack([q, t]), k, torch.stack([v, t], 1)),
+    "vmap-of-none": lambda f, q, k, v, t: vmap(f, (0, None, None))(torch.stack([q, t])[:0], k, v).sum((0, 1)) + q,
     "vmap-of-grad": lambda f, q, k, v, t: vmap(grad(sum_of(f, k, v)))(torch.stack([q, t])),
     "grad-of-vmap": lambda f, q, k, v, t: grad(lambda x: vmap(f, (0, None, None))(x, k, v).square().sum())(
         torch.stack([q, t])
@@ -145,7 +146,6 @@ def test_the_gradient_of_each_sample_of_a_layer():
 SAVED = {
     "dilated": lambda: Dilated([8], [1]),
     "layout": lambda: BlockSparse(layouts.explicit(torch.eye(4) > 0) | layouts.global_(1), 8, causal=True),
-    "order": lambda: BlockSparse(layouts.local(1), 8, causal=True, causal_rank=torch.arange(32).flip(0)),
     "neighborhood": lambda: Neighborhood((4, 8), 1, orderings.hilbert((4, 8))),
     "predicate": lambda: Predicate(tools.every_third),
 }

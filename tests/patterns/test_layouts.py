@@ -1,6 +1,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -169,6 +170,10 @@ def test_names(layout, name):
         (lambda: top_k(torch.ones(1, 8, 3, 4), torch.ones(1, 8, 2, 4), 4, 1), r"q \(1, 8, 3, 4\).*Hkv dividing H"),
         (lambda: top_k(torch.ones(1, 9, 2, 4), torch.ones(1, 8, 2, 4), 4, 1), r"want Nq <= N"),
         (lambda: top_k(torch.ones(8, 2, 4), torch.ones(1, 8, 2, 4), 4, 1), r"q \(8, 2, 4\).*want \(B, Nq, H, D\)"),
+        (
+            lambda: top_k(np.ones((1, 8, 2, 4)), torch.ones(1, 8, 2, 4), 4, 1),
+            r"q=float64 \(1, 8, 2, 4\), .*want tensors",
+        ),
         (lambda: from_spec({"layout": "spiral"}), "layout='spiral': want one of local, global_"),
     ],
 )

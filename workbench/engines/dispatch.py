@@ -19,7 +19,7 @@ from workbench.engines.reference import reference
 from workbench.engines.torch.fused import GRID, OFFSETS, expand_heads, kernel, span, unit_stride
 from workbench.patterns import Dense, Dilated, Pattern
 from workbench.patterns.advice import advise
-from workbench.patterns.checks import real
+from workbench.patterns.checks import FINITE, describe, flag, number
 
 BACKENDS = ("reference", "torch", "flex", "triton")
 AUTOCAST = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
@@ -59,6 +59,7 @@ def attention(
     """
     refuse("attention", unknown)
     q, k, v = check(q, k, v, pattern, scale)
+    return_lse = flag("return_lse", return_lse)
     advise(pattern, k.shape[1], q.shape[2], q.shape[1])
     chosen = choose(backend, q, k, v, pattern, return_lse)[0]
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
@@ -67,8 +68,9 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str:
+def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **unknown) -> str:
     """Which backend 'auto' takes for this call, and why, in a sentence."""
+    refuse("explain", unknown)
     q, k, v = check(q, k, v, pattern)
     chosen, why = choose("auto", q, k, v, pattern)
     if chosen == "triton":
@@ -171,7 +173,7 @@ kernels_right_past_2_31._dynamo_marked_constant = True
 def check(q, k, v, pattern, scale=None) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, cast where torch.autocast says so. ValueError, before any work, for what `attention` cannot mean."""
     if not isinstance(pattern, Pattern):
-        raise ValueError(f"pattern={pattern!r}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
+        raise ValueError(f"pattern={describe(pattern)}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor):
             raise ValueError(f"{name} is a {type(t).__name__}: want a tensor")
@@ -196,7 +198,7 @@ def check(q, k, v, pattern, scale=None) -> tuple[Tensor, Tensor, Tensor]:
     if not q.device == k.device == v.device:
         raise ValueError(f"devices {q.device}, {k.device}, {v.device} of {shapes}: want one")
     if scale is not None:
-        real("scale", scale, "a finite number above 0, or None for 1 / sqrt(head_dim)")
+        number("scale", scale, 0, FINITE, "a finite number above 0, or None for 1 / sqrt(head_dim)")
     if pattern.batch not in (None, q.shape[0]):
         raise ValueError(f"the layout is for a batch of {pattern.batch}, but {shapes}")
     pattern.for_batch(0).check(k.shape[1], heads, q.shape[1])

@@ -14,9 +14,8 @@ from workbench.engines import dispatch, torch_rules
 from workbench.fit import cards, estimate, frontier
 from workbench.harness.outcome import attempt
 from workbench.harness.processes import imported
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, from_spec, layouts
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, checks, from_spec, layouts
 from workbench.patterns.dilated import PAPER, geometric
-from workbench.probes import checks
 from workbench.probes.case import BASELINES, FUSED, Case
 
 Maker = Callable[[int, bool], Pattern]  # of N and causal

@@ -29,7 +29,7 @@ from workbench.fit.tracer import uncollected
 from workbench.harness import records
 from workbench.harness.outcome import Outcome, attempt, sentence, status_of
 from workbench.harness.processes import Server, shared
-from workbench.probes import checks as arguments
+from workbench.patterns import checks as arguments
 from workbench.probes.case import Case
 
 GRAIN = 128  # lengths are multiples of it

@@ -20,9 +20,9 @@ from workbench.engines.layers import MultiheadAttention
 from workbench.fit import estimate
 from workbench.harness import records
 from workbench.harness.outcome import Outcome, attempt
-from workbench.patterns import Dense, Dilated, Pattern
+from workbench.patterns import Dense, Dilated, Pattern, checks
 from workbench.probes import baselines as others
-from workbench.probes import checks, memory, timing
+from workbench.probes import memory, timing
 from workbench.probes.case import FUSED, Case
 
 NOT_MEASURED = dict.fromkeys((

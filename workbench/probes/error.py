@@ -16,7 +16,7 @@ from torch import Tensor
 
 from workbench.engines.dispatch import BACKENDS, DTYPES, attention, why_not
 from workbench.engines.reference import reference
-from workbench.probes import checks
+from workbench.patterns import checks
 from workbench.probes.case import Case
 
 RELATIVE = {torch.float64: 1e-10, torch.float32: 2e-6}
@@ -67,9 +67,9 @@ def measure(
     backward = mode == "fwdbwd"
     leaves = [x.requires_grad_(backward) for x in (q, k, v)]
     row = {
-        "probe": "error", "pattern": pattern.name, "backend": backend, "n": n, "nq": nq, "batch": batch, "heads": heads,
-        "kv_heads": kv_heads, "head_dim": head_dim, "dtype": str(dtype).removeprefix("torch."), "mode": mode,
-        "causal": pattern.causal, "seed": seed,
+        "probe": "error", "pattern": pattern.short_name, "backend": backend, "n": n, "nq": nq, "batch": batch,
+        "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": str(dtype).removeprefix("torch."),
+        "mode": mode, "causal": pattern.causal, "seed": seed,
     }  # fmt: skip
     with torch.set_grad_enabled(backward):
         reason = why_not(backend, *leaves, pattern)

@@ -18,7 +18,7 @@ import torch
 
 from workbench.harness.outcome import attempt
 from workbench.harness.processes import shared
-from workbench.probes import checks
+from workbench.patterns import checks
 from workbench.probes.case import Case
 
 STATUS = Path("/proc/self/status")

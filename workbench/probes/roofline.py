@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from workbench.harness.outcome import attempt
-from workbench.probes import checks
+from workbench.patterns import checks
 from workbench.probes.timing import Timing, measure
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -14,8 +14,8 @@ import torch
 
 from workbench.harness import records
 from workbench.harness.narrate import MODES, listed, number, spread
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, from_spec, layouts
-from workbench.probes import checks, roofline
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, checks, from_spec, layouts
+from workbench.probes import roofline
 from workbench.probes.case import Case
 from workbench.probes.timing import compare, time_attention
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from workbench.harness.outcome import attempt
-from workbench.probes import checks as arguments
+from workbench.patterns import checks as arguments
 from workbench.probes.case import Case
 
 AA = "A/A"  # the first alternative measured against itself: what noise alone does

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, layouts, orderings
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, checks, layouts, orderings
 from workbench.patterns.dilated import geometric
-from workbench.probes import checks
 from workbench.probes.case import Case
 
 SIZES = ((12, 64), (8, 128))  # heads, head_dim

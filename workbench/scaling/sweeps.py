@@ -22,7 +22,7 @@ from workbench.harness import records
 from workbench.harness.narrate import beyond_noise
 from workbench.harness.outcome import Outcome, attempt
 from workbench.harness.ranks import JobOutcome, Pool
-from workbench.probes import checks as arguments
+from workbench.patterns import checks as arguments
 from workbench.probes.case import Case, source_of
 from workbench.probes.timing import AA, speedup
 from workbench.scaling import strategies as ways
