@@ -12,8 +12,9 @@ import json
 import math
 import operator
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -38,13 +39,16 @@ class Layout(Value):
     """
 
     kind: str
-    arguments: dict
+    arguments: Mapping
     visible: Callable[[Tensor, Tensor, Tensor, tuple[int, int]], Tensor]
     per_head: bool = False
     of: tuple[Layout, ...] = ()
     tensor: Tensor | None = None
     repeats: tuple[int, int] | None = None
     row_counts: Callable[[tuple[int, int]], Tensor] | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "arguments", MappingProxyType(self.arguments))
 
     def __or__(self, other):
         return _combine("|", self, other, lambda *where: self.visible(*where) | other.visible(*where))
