@@ -146,7 +146,7 @@ def test_neighbours_equals_looking_at_every_token(offsets):
 @pytest.mark.parametrize("pattern", [
     wb.Dilated([4, 12], [1, 3]), wb.Dilated([5, 16], [2, 4], causal=True),
     wb.Dilated([6, 18], [2, 9], offsets="blocked"), wb.Dilated([6, 18], [1, 2], heads="partition"),
-], ids=lambda p: p.name + "-causal" * p.causal)  # fmt: skip
+], ids=lambda p: p.name)  # fmt: skip
 def test_receptive_field_equals_powers_of_the_mask(pattern):
     n, heads = 37, 3
     step = (pattern.multiplicity(n, heads) > 0).any(0) | torch.eye(n, dtype=torch.bool)

@@ -20,6 +20,7 @@ from workbench import (
     Predicate,
     attention,
     captured_mass,
+    distributed,
     explain,
     layouts,
     reference,
@@ -30,7 +31,7 @@ PATTERNS = [
     Dense(), Dense(True), Dilated([4, 8], [1, 2]), Dilated([4, 8], [1, 2], causal=True, heads="partition"),
     BlockSparse(layouts.local(1), 4), Predicate(tools.every_third, causal=True),
 ]  # fmt: skip
-every_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.name + "-causal" * p.causal)
+every_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.name)
 
 
 def tensors(b=1, nq=6, n=6, heads=2, kv_heads=None, d=4, dtype=torch.float32):
@@ -87,6 +88,8 @@ REFUSED = {
     "dropout": (bad(dropout_p=0.0), "dropout_p=0.0: attention has no such option; the weights are not dropped out"),
     "grouped": (bad(enable_gqa=True), "enable_gqa=True: attention has no such option; key heads are shared by groups"),
     "misspelled": (bad(scales=1.0), "scales=1.0: attention has no such option; see its help"),
+    "return-lse-by-a-word": (bad(return_lse="yes"), "return_lse='yes': want True or False"),
+    "a-tensor-for-a-pattern": (bad(pattern=t(1, 6, 2, 4)), "pattern=torch.float32 (1, 6, 2, 4): want a pattern"),
     "no-backend": (bad(backend=None), "backend=None: want 'auto'"),
     "another-neighborhood": (bad(pattern=Neighborhood((3, 3), 1)), "n=6 on a neighborhood of shape (3, 3): want n=9"),
     "another-grid-of-blocks": (bad(pattern=BlockSparse(tools.only_block_0(3), 4)), "(3, 3), want (2, 2) blocks"),
@@ -102,6 +105,13 @@ def test_bad_input_is_refused_with_the_value_and_what_would_do(call, message):
     given, pattern, options = call
     with pytest.raises(ValueError, match=re.escape(message)):
         attention(*given, pattern, **options)
+
+
+def test_every_function_of_q_and_k_refuses_an_option_by_name():
+    for run in (attention, reference, explain, captured_mass, distributed.attention):
+        x = [t(1, 6, 2, 4)] * (2 if run is captured_mass else 3)
+        with pytest.raises(ValueError, match=f"causal=True: {run.__name__} has no such option; the pattern says it"):
+            run(*x, Dense(), causal=True)
 
 
 @pytest.mark.parametrize("id", ["6-heads-on-4", "more-queries-than-keys", "no-tensor", "no-pattern", "scale-text"])

@@ -141,6 +141,10 @@ REFUSED = {
     "key-heads-do-not-divide": ({"num_kv_heads": 4}, "num_heads=6, num_kv_heads=4: the second must divide the first"),
     "no-key-heads": ({"num_kv_heads": 0}, "num_kv_heads=0: want an int >= 1"),
     "attention-dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1: want 0; `dropout` acts on the output"),
+    "dropout-of-2": ({"dropout": 2}, "dropout=2: want a number from 0 to 1"),
+    "dropout-in-words": ({"dropout": "0.1"}, "dropout='0.1': want a number from 0 to 1"),
+    "bias-in-words": ({"bias": "no"}, "bias='no': want True or False"),
+    "of-torch": ({"batch_first": True}, "batch_first=True: MultiheadAttention has no such option"),
     "no-pattern": ({"pattern": "dense"}, "pattern='dense': want a pattern"),
 }
 

@@ -55,6 +55,7 @@ def sum_of(function, k, v):
 REVERSE = {
     "grad": lambda f, q, k, v, t: grad(sum_of(f, k, v))(q),
     "vmap": lambda f, q, k, v, t: vmap(f, (0, None, 1))(torch.stack([q, t]), k, torch.stack([v, t], 1)),
+    "vmap-of-none": lambda f, q, k, v, t: vmap(f, (0, None, None))(torch.stack([q, t])[:0], k, v).sum((0, 1)) + q,
     "vmap-of-grad": lambda f, q, k, v, t: vmap(grad(sum_of(f, k, v)))(torch.stack([q, t])),
     "grad-of-vmap": lambda f, q, k, v, t: grad(lambda x: vmap(f, (0, None, None))(x, k, v).square().sum())(
         torch.stack([q, t])

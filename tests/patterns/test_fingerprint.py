@@ -193,6 +193,8 @@ def test_tensors_given_are_copied_and_the_copies_are_not_written_to():
         pattern.pairs(16, 1)
     with pytest.raises(ValueError, match="curve of mine has been written to"):
         near.pairs(16, 1)
+    with pytest.raises(TypeError):
+        layouts.local(1).arguments["k"] = 5
 
 
 # --- where tables are made --------------------------------------------------------------------------------------------

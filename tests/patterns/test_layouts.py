@@ -1,6 +1,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -140,27 +141,37 @@ def test_names(layout, name):
     assert layout.name == name
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: local(-1), "k=-1: want an int >= 0"), (lambda: local(1.5), "k=1.5: want an int >= 0"),
-    (lambda: global_(True), "k=True: want an int >= 0"), (lambda: strided(0), "s=0: want an int >= 1"),
-    (lambda: hierarchical(0, 2), "window=0: want an int >= 1"),
-    (lambda: hierarchical(1, 0), "levels=0: want an int >= 1"),
-    (lambda: hierarchical(1, 32), "levels=32: want 1 to 31"),
-    (lambda: random(0), r"density=0: want a number in \(0, 1\]"),
-    (lambda: random(1.5), r"density=1.5: want a number in \(0, 1\]"),
-    (lambda: random(True), "density=True: want a number"), (lambda: random("0.5"), "density='0.5': want a number"),
-    (lambda: random(0.5, seed=-1), "seed=-1: want an int >= 0"),
-    (lambda: random(0.5, per_head=1), "per_head=1: want True or False"),
-    (lambda: explicit([[True]]), r"blocks=\[\[True\]\]: want a bool tensor"),
-    (lambda: explicit(torch.ones(2, 2)), r"blocks=torch.float32 \(2, 2\): want a bool tensor"),
-    (lambda: explicit(torch.ones(2, dtype=torch.bool)), r"blocks=torch.bool \(2,\): want a bool tensor"),
-    (lambda: top_k(torch.ones(1, 8, 2, 4), torch.ones(1, 8, 2, 4), 4, 3), "count=3: want at most the 2 key blocks"),
-    (lambda: top_k(torch.ones(1, 8, 2, 4), torch.ones(1, 8, 2, 4), 4, 0), "count=0: want an int >= 1"),
-    (lambda: top_k(torch.ones(1, 8, 3, 4), torch.ones(1, 8, 2, 4), 4, 1), r"q \(1, 8, 3, 4\).*Hkv dividing H"),
-    (lambda: top_k(torch.ones(1, 9, 2, 4), torch.ones(1, 8, 2, 4), 4, 1), r"want Nq <= N"),
-    (lambda: top_k(torch.ones(8, 2, 4), torch.ones(1, 8, 2, 4), 4, 1), r"q \(8, 2, 4\).*want \(B, Nq, H, D\)"),
-    (lambda: from_spec({"layout": "spiral"}), "layout='spiral': want one of local, global_"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: local(-1), "k=-1: want an int >= 0"),
+        (lambda: local(1.5), "k=1.5: want an int >= 0"),
+        (lambda: global_(True), "k=True: want an int >= 0"),
+        (lambda: strided(0), "s=0: want an int >= 1"),
+        (lambda: hierarchical(0, 2), "window=0: want an int >= 1"),
+        (lambda: hierarchical(1, 0), "levels=0: want an int >= 1"),
+        (lambda: hierarchical(1, 32), "levels=32: want 1 to 31"),
+        (lambda: random(0), r"density=0: want a number in \(0, 1\]"),
+        (lambda: random(1.5), r"density=1.5: want a number in \(0, 1\]"),
+        (lambda: random(True), "density=True: want a number"),
+        (lambda: random("0.5"), "density='0.5': want a number"),
+        (lambda: random(0.5, seed=-1), "seed=-1: want an int >= 0"),
+        (lambda: random(0.5, per_head=1), "per_head=1: want True or False"),
+        (lambda: explicit([[True]]), r"blocks=\[\[True\]\]: want a bool tensor"),
+        (lambda: explicit(torch.ones(2, 2)), r"blocks=torch.float32 \(2, 2\): want a bool tensor"),
+        (lambda: explicit(torch.ones(2, dtype=torch.bool)), r"blocks=torch.bool \(2,\): want a bool tensor"),
+        (lambda: top_k(torch.ones(1, 8, 2, 4), torch.ones(1, 8, 2, 4), 4, 3), "count=3: want at most the 2 key blocks"),
+        (lambda: top_k(torch.ones(1, 8, 2, 4), torch.ones(1, 8, 2, 4), 4, 0), "count=0: want an int >= 1"),
+        (lambda: top_k(torch.ones(1, 8, 3, 4), torch.ones(1, 8, 2, 4), 4, 1), r"q \(1, 8, 3, 4\).*Hkv dividing H"),
+        (lambda: top_k(torch.ones(1, 9, 2, 4), torch.ones(1, 8, 2, 4), 4, 1), r"want Nq <= N"),
+        (lambda: top_k(torch.ones(8, 2, 4), torch.ones(1, 8, 2, 4), 4, 1), r"q \(8, 2, 4\).*want \(B, Nq, H, D\)"),
+        (
+            lambda: top_k(np.ones((1, 8, 2, 4)), torch.ones(1, 8, 2, 4), 4, 1),
+            r"q=float64 \(1, 8, 2, 4\), .*want tensors",
+        ),
+        (lambda: from_spec({"layout": "spiral"}), "layout='spiral': want one of local, global_"),
+    ],
+)
 def test_bad_input_is_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -133,9 +133,14 @@ def test_bad_input_is_named(make, message):
         make()
 
 
+def test_an_ordering_that_leaves_out_every_cell_has_no_token():
+    empty = orderings.row_major((1,)).restrict(torch.zeros(1) > 0)
+    assert Neighborhood((1,), 0, empty).pairs(0, 2) == 0 and len(Neighborhood((1,), 0, empty).curve) == 0
+
+
 def test_names():
-    assert Neighborhood((8, 8), 16).name == "neighborhood-16"
-    assert Neighborhood((8, 8), (1, 2), orderings.hilbert((8, 8))).name == "neighborhood-1x2-hilbert"
+    assert Neighborhood((8, 8), 16).short_name == Neighborhood((4, 16), 16).short_name == "neighborhood-16"
+    assert Neighborhood((8, 8), (1, 2), orderings.hilbert((8, 8))).name == "neighborhood-1x2-hilbert-of-8x8"
     assert Neighborhood(4096, 2048).name == "window-2048"
 
 

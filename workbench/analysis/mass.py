@@ -11,14 +11,15 @@ SCORES = 1 << 24  # scores looked at at once: 64 MB of float32
 
 
 @torch.no_grad()
-def captured_mass(q: Tensor, k: Tensor, pattern, scale: float | None = None) -> Tensor:
+def captured_mass(q: Tensor, k: Tensor, pattern, scale: float | None = None, **unknown) -> Tensor:
     """float64 (H,): per head, the mean over batch and rows of dense attention's weight on the pattern's visible pairs.
 
     q (B, Nq, H, D), k (B, N, Hkv, D). Dense means causal where the pattern is. N^2 time, memory bounded by chunks of
     rows. 1 means that the pattern loses nothing on these q and k; compare it with the pattern's `density`.
     """
-    from workbench.engines.dispatch import check
+    from workbench.engines.dispatch import check, refuse
 
+    refuse("captured_mass", unknown)
     q, k, _ = check(q, k, k, pattern, scale)
     (b, nq, heads, d), n = q.shape, k.shape[1]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -23,7 +23,7 @@ from workbench.patterns import Pattern
 @torch.compiler.disable
 def attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, group=None, strategy: str = "auto", scale: float | None = None,
-    return_lse: bool = False, backend: str = "auto",
+    return_lse: bool = False, backend: str = "auto", **unknown,
 ):  # fmt: skip
     """Attention of this rank's queries to the keys of all ranks: this rank's rows of what `workbench.attention` gives.
 
@@ -46,8 +46,9 @@ def attention(
     ranks = Ranks.of(group)
     if ranks.world == 1:
         call.check_strategy(strategy)
-        return dispatch.attention(q, k, v, pattern, scale=scale, backend=backend, return_lse=return_lse)
+        return dispatch.attention(q, k, v, pattern, scale=scale, backend=backend, return_lse=return_lse, **unknown)
     with Agreement(ranks, call.PROPOSED) as agreement:
+        dispatch.refuse("attention", unknown)
         q, k, v, this = call.check(q, k, v, pattern, ranks, strategy, scale, backend, return_lse)
         out, lse = call.Attend.apply(q, k, v, this, agreement)
     out = dispatch._divided(out, pattern)

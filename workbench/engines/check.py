@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from workbench.patterns import Pattern
-from workbench.patterns.checks import real
+from workbench.patterns.checks import FINITE, describe, number
 
 AUTOCAST = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +27,7 @@ ELSEWHERE = {  # where the meaning of an option of other libraries goes
 def check(q, k, v, pattern, scale=None) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, cast where torch.autocast says so. ValueError, before any work, for what `attention` cannot mean."""
     if not isinstance(pattern, Pattern):
-        raise ValueError(f"pattern={pattern!r}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
+        raise ValueError(f"pattern={describe(pattern)}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor):
             raise ValueError(f"{name} is a {type(t).__name__}: want a tensor")
@@ -42,7 +42,7 @@ def check(q, k, v, pattern, scale=None) -> tuple[Tensor, Tensor, Tensor]:
     if not q.device == k.device == v.device:
         raise ValueError(f"devices {q.device}, {k.device}, {v.device} of {shapes}: want one")
     if scale is not None:
-        real("scale", scale, "a finite number above 0, or None for 1 / sqrt(head_dim)")
+        number("scale", scale, 0, FINITE, "a finite number above 0, or None for 1 / sqrt(head_dim)")
     if pattern.batch not in (None, q.shape[0]):
         raise ValueError(f"the layout is for a batch of {pattern.batch}, but {shapes}")
     pattern.for_batch(0).check(k.shape[1], q.shape[2], q.shape[1])

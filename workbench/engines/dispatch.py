@@ -20,6 +20,7 @@ from workbench.engines.reference import reference
 from workbench.engines.torch.fused import GRID, OFFSETS, expand_heads, kernel, span, unit_stride
 from workbench.patterns import Dense, Dilated, Pattern
 from workbench.patterns.advice import advise
+from workbench.patterns.checks import flag
 
 BACKENDS = ("reference", "torch", "flex", "triton")
 
@@ -45,6 +46,7 @@ def attention(
     """
     refuse("attention", unknown)
     q, k, v = check(q, k, v, pattern, scale)
+    return_lse = flag("return_lse", return_lse)
     advise(pattern, k.shape[1], q.shape[2], q.shape[1])
     chosen = choose(backend, q, k, v, pattern, return_lse)[0]
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
@@ -53,8 +55,9 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str:
+def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **unknown) -> str:
     """Which backend 'auto' takes for this call, and why, in a sentence."""
+    refuse("explain", unknown)
     q, k, v = check(q, k, v, pattern)
     chosen, why = choose("auto", q, k, v, pattern)
     if chosen == "triton":

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from workbench.engines.check import refuse
 from workbench.engines.dispatch import BACKENDS, attention
 from workbench.patterns import Pattern
-from workbench.patterns.checks import describe, whole
+from workbench.patterns.checks import describe, flag, number, whole
 
 
 class MultiheadAttention(nn.Module):
@@ -21,9 +21,10 @@ class MultiheadAttention(nn.Module):
 
     def __init__(
         self, embed_dim, num_heads, pattern, *, num_kv_heads=None, bias=True, dropout=0.0, attention_dropout=0.0,
-        backend="auto", device=None, dtype=None,
+        backend="auto", device=None, dtype=None, **unknown,
     ):  # fmt: skip
         super().__init__()
+        refuse("MultiheadAttention", unknown)
         if not isinstance(pattern, Pattern):
             raise ValueError(f"pattern={pattern!r}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
         embed_dim, num_heads = whole("embed_dim", embed_dim, 1), whole("num_heads", num_heads, 1)
@@ -38,7 +39,8 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"attention_dropout={attention_dropout}: want 0; `dropout` acts on the output instead")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
         self.pattern, self.backend = pattern, backend
-        to = {"bias": bias, "device": device, "dtype": dtype}
+        dropout = number("dropout", dropout, -1e-300, 1, "a number from 0 to 1")
+        to = {"bias": flag("bias", bias), "device": device, "dtype": dtype}
         self.q = nn.Linear(embed_dim, embed_dim, **to)
         self.k = nn.Linear(embed_dim, num_kv_heads * self.head_dim, **to)
         self.v = nn.Linear(embed_dim, num_kv_heads * self.head_dim, **to)

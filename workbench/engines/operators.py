@@ -179,11 +179,11 @@ def _operator(schema: str, body: Callable, fake: Callable):
 
 def _one_by_one(op, info, in_dims, *args):
     """The rule of torch.vmap: a call for each entry."""
-    entries = [
-        op(*(x if dim is None else x.select(dim, entry) for x, dim in zip(args, in_dims, strict=True)))
-        for entry in range(info.batch_size)
-    ]
-    results = tuple(map(torch.stack, zip(*entries, strict=True)))
+    pairs, many = list(zip(args, in_dims, strict=True)), info.batch_size
+    if not many:  # the shapes of one entry, of which there is none
+        pairs = [(x, dim) if dim is None else (x.sum(dim, keepdim=True), dim) for x, dim in pairs]
+    entries = [op(*(x if dim is None else x.select(dim, at) for x, dim in pairs)) for at in range(max(1, many))]
+    results = tuple(torch.stack(x)[:many] for x in zip(*entries, strict=True))
     return results, (0,) * len(results)
 
 

@@ -12,14 +12,15 @@ import math
 import torch
 from torch import Tensor
 
-from workbench.engines.check import check
+from workbench.engines.check import check, refuse
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float | None = None) -> tuple[Tensor, Tensor]:
+def reference(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float | None = None, **unknown) -> tuple[Tensor, Tensor]:
     """out (B, Nq, H, D), lse (B, H, Nq), float64 and differentiable, from q (B, Nq, H, D), k and v (B, N, Hkv, D).
 
     N x N memory: meant for small N. scale defaults to 1 / sqrt(D).
     """
+    refuse("reference", unknown)
     q, k, v = (t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in (q, k, v))
     check(q, k, v, pattern, scale)
     (b, nq, h, d), n = q.shape, k.shape[1]

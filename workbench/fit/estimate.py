@@ -26,8 +26,8 @@ from workbench.engines import torch_rules
 from workbench.fit import allocator, cards, fake_ranks, tracer
 from workbench.fit.tracer import CannotTrace, Event
 from workbench.harness.outcome import attempt
-from workbench.patterns import Dense, Neighborhood
-from workbench.probes import checks, roofline
+from workbench.patterns import Dense, Neighborhood, checks
+from workbench.probes import roofline
 from workbench.probes.case import Case
 
 EFFICIENCY = Path(__file__).with_name("efficiency.json")

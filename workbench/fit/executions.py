@@ -13,7 +13,8 @@ from workbench.engines import dispatch, torch_rules
 from workbench.fit import cards, estimate, frontier
 from workbench.harness.outcome import attempt
 from workbench.harness.processes import imported
-from workbench.probes import catalog, checks
+from workbench.patterns import checks
+from workbench.probes import catalog
 from workbench.probes.case import BASELINES, FUSED, Case
 
 USUAL = ("dense", "longnet-paper", "window-blocks")

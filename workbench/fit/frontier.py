@@ -29,7 +29,7 @@ from workbench.fit.tracer import uncollected
 from workbench.harness import records
 from workbench.harness.outcome import Outcome, attempt, sentence, status_of
 from workbench.harness.processes import Server, shared
-from workbench.probes import checks as arguments
+from workbench.patterns import checks
 from workbench.probes.case import Case
 
 GRAIN = 128  # lengths are multiples of it
@@ -94,7 +94,7 @@ def search(
             "card=None, budget_bytes=None: want a card, e.g. card='h100', for a case on device='cuda', or, for one on "
             "the CPU, the bytes that its tensors may take, e.g. budget_bytes=1 << 30"
         )
-    budget_bytes = arguments.whole("budget_bytes", budget_bytes, 1)
+    budget_bytes = checks.whole("budget_bytes", budget_bytes, 1)
     asked = {
         "asked": example.fields()["backend"],
         "device": example.device,
@@ -142,8 +142,8 @@ def sweep(
     """
     measured = options.get("measure", False)
     recorder = records.start("frontier", profile, folder) if measured else None
-    cases = arguments.named("cases", cases, "a Case or a function of N that gives one")
-    cards, budgets = arguments.listed("cards", cards), arguments.listed("budgets", budgets)
+    cases = checks.named("cases", cases, "a Case or a function of N that gives one")
+    cards, budgets = checks.listed("cards", cards), checks.listed("budgets", budgets)
     wanted, rows = list(itertools.product(cases.items(), cards, budgets)), []
     for number, ((label, case), card, budget) in enumerate(wanted, 1):
         if say:
@@ -157,9 +157,9 @@ def lengths_of(case: Case | Lengths, grain: int, limit_n: int, step: float, seco
     """The case at any N; ValueError for what is none, and for lengths to search in that mean nothing."""
     if not callable(case) and not isinstance(case, Case):
         raise ValueError(f"case={case!r}: want a Case, or a function of N that gives one")
-    arguments.whole("limit_n", limit_n, arguments.whole("grain", grain, 1))
-    arguments.number("step", step, most=0.99)
-    arguments.number("seconds", seconds)
+    checks.whole("limit_n", limit_n, checks.whole("grain", grain, 1))
+    checks.number("step", step, most=0.99)
+    checks.number("seconds", seconds)
     return case if callable(case) else case.at
 
 

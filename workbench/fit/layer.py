@@ -21,10 +21,10 @@ from workbench.engines.layers import MultiheadAttention
 from workbench.fit import estimate
 from workbench.harness import records
 from workbench.harness.outcome import Outcome, attempt
-from workbench.patterns import Dense, Dilated
+from workbench.patterns import Dense, Dilated, checks
 from workbench.probes import baselines as others
-from workbench.probes import checks, memory, timing
-from workbench.probes.case import FUSED, Case
+from workbench.probes import memory, timing
+from workbench.probes.case import FUSED, Case, case_of
 
 NOT_MEASURED = dict.fromkeys((
     "against", "samples_ms", "median_ms", "speedup", "speedup_low", "speedup_high", "pairs", "peak_bytes",
@@ -113,7 +113,7 @@ def _cases(given: Mapping[str, Case], peers: tuple[str, ...]) -> dict[str, Case]
     for peer in peers:
         if peer not in others.LONGNET:
             raise ValueError(f"peer {peer!r}: want one of {', '.join(map(repr, others.LONGNET))}")
-    if len({(x.n, x.heads, x.head_dim, x.dtype, x.device) for x in map(checks.case, given.values())}) > 1:
+    if len({(x.n, x.heads, x.head_dim, x.dtype, x.device) for x in map(case_of, given.values())}) > 1:
         raise ValueError(f"cases={given}: want all of the same n, heads, head_dim, dtype and device")
     cases = {}
     for label, case in given.items():

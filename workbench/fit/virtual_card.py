@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from workbench.fit import cards
 from workbench.fit.allocator import MIB, Allocator, OutOfMemory
-from workbench.patterns.checks import real
+from workbench.patterns.checks import FINITE, number
 
 META = torch.device("meta")
 
@@ -49,7 +49,7 @@ class VirtualCard:
         if isinstance(gib, str):
             card = cards.find(gib)
             gib = (card.total_bytes - card.context_bytes) / (1024 * MIB)
-        self.gib = real("gib", gib, "the card's memory in GiB, e.g. 8 or 0.5, or a card's name, 'rtx4090'")
+        self.gib = number("gib", gib, 0, FINITE, "the card's memory in GiB, e.g. 8 or 0.5, or a card's name, 'rtx4090'")
         self._births = _Births(Allocator(int(self.gib * 1024 * MIB)))
 
     def __enter__(self) -> VirtualCard:

@@ -26,10 +26,11 @@ __all__ = [
 def from_spec(spec: dict) -> Pattern:
     """The pattern that `Pattern.spec` describes; ValueError where it holds a user's function or is not understood."""
     kinds = {kind.__name__: kind for kind in (Dense, Dilated, BlockSparse, Neighborhood, Predicate)}
-    arguments = dict(spec)
-    kind = kinds.get(arguments.pop("pattern", None))
+    arguments = dict(spec) if isinstance(spec, dict) else {"pattern": spec}
+    name = arguments.pop("pattern", None)
+    kind = kinds.get(str(name))
     if kind is None:
-        raise ValueError(f"pattern={spec.get('pattern')!r}: want one of {', '.join(kinds)}")
+        raise ValueError(f"pattern={name!r}: want one of {', '.join(kinds)}")
     try:
         return getattr(kind, "from_spec", kind)(**arguments)
     except TypeError as error:

@@ -282,9 +282,14 @@ class Pattern(Value):
         raise NotImplementedError
 
     @property
-    def name(self) -> str:
-        """A short name for tables and records, e.g. dense, longnet-paper, random-0.90, neighborhood-16."""
+    def short_name(self) -> str:
+        """For records, one at every n, causal or not: e.g. dense, longnet-paper, random-0.90, neighborhood-16."""
         return type(self).__name__.lower()
+
+    @property
+    def name(self) -> str:
+        """Different where patterns are, but for functions of one name and layouts to which a user gave one name."""
+        return self.short_name + "-causal" * self.causal
 
     def __repr__(self) -> str:
         arguments = (f"{name}={value!r}" for name, value in self.spec().items() if name != "pattern")

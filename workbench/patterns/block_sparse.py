@@ -9,7 +9,7 @@ from torch import Tensor
 
 from workbench.patterns import layouts
 from workbench.patterns.base import TILE, Blocks, Pattern, repeated
-from workbench.patterns.checks import axes, flag
+from workbench.patterns.checks import axes, describe, flag
 from workbench.patterns.predicate import evaluate, named, source_of
 
 CHUNK = 1 << 20  # cells of the block grid held at once: a few MB
@@ -40,7 +40,7 @@ class BlockSparse(Pattern):
 
     def __init__(self, layout, block_size=128, causal=False, predicate=None):
         if not isinstance(layout, layouts.Layout):
-            raise ValueError(f"layout={layout!r}: want a layout, e.g. layouts.local(4) or layouts.explicit(blocks)")
+            raise ValueError(f"layout={describe(layout)}: want a layout, e.g. layouts.local(4)")
         self.layout = layout
         self.block_size = axes("block_size", block_size, 2, 1)
         self.causal = flag("causal", causal)
@@ -254,7 +254,7 @@ class BlockSparse(Pattern):
         return cls(layouts.from_spec(layout), **rest)
 
     @property
-    def name(self):
+    def short_name(self):
         """The layout's, and what else is not the usual: blocks of 64, say, or a predicate."""
         (bq, bk), words = self.block_size, [self.layout.name]
         words += [f"blocks-{bq}" if bq == bk else f"blocks-{bq}x{bk}"] if (bq, bk) != (128, 128) else []

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import math
+import numbers
 import operator
+import re
+import sys
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
+
+FINITE = sys.float_info.max
 
 
 class _Finished(type):
@@ -81,45 +87,41 @@ def whole(name: str, value, least: int) -> int:
 def wholes(name: str, values, least: int) -> tuple[int, ...]:
     """A non-empty sequence of ints >= least, as a tuple."""
     try:
-        numbers = None if isinstance(values, str) else list(values)
+        found = None if isinstance(values, str) else list(values)
     except TypeError:
-        numbers = None
-    if not numbers:
+        found = None
+    if not found:
         raise ValueError(f"{name}={values!r}: want a non-empty list of ints >= {least}")
-    return tuple(whole(f"{name}[{place}]", value, least) for place, value in enumerate(numbers))
+    return tuple(whole(f"{name}[{place}]", value, least) for place, value in enumerate(found))
 
 
-def listed(value) -> bool:
+def several(value) -> bool:
     """Whether a value is several numbers."""
     return value.ndim > 0 if isinstance(value, (np.ndarray, Tensor)) else isinstance(value, (tuple, list))
 
 
 def axes(name: str, value, many: int, least: int) -> tuple[int, ...]:
     """An int for each of `many` axes, from one int for all or one for each."""
-    numbers = wholes(name, value, least) if listed(value) else (whole(name, value, least),) * many
-    if len(numbers) != many:
+    found = wholes(name, value, least) if several(value) else (whole(name, value, least),) * many
+    if len(found) != many:
         raise ValueError(f"{name}={value!r}: want an int >= {least}, or {many} of them")
-    return numbers
+    return found
 
 
-def real(name: str, value, want: str, low: float = 0, high: float = math.inf) -> float:
-    """`value` as a float above `low` and up to `high`, finite; `want` says so in words."""
-    number = value if type(value) is float else python(value)
-    if (
-        isinstance(number, bool)
-        or not isinstance(number, (int, float))
-        or not low < number <= high
-        or number == math.inf
-    ):
+def number(name: str, value, above: float = 0, most: float = math.inf, want: str = "") -> float:
+    """`value` as a float, above < value <= most; `want` says so in other words. Nan, bools and strings are refused."""
+    found = value if type(value) is float else python(value)
+    if isinstance(found, bool) or not isinstance(found, numbers.Real) or not above < found <= most:
+        want = want or f"a number above {above:g}" + f", at most {most:g}" * (most < math.inf)
         raise ValueError(f"{name}={value!r}: want {want}")
-    return float(number)
+    return float(found)
 
 
 def flag(name: str, value) -> bool:
-    number = python(value)
-    if not isinstance(number, bool):
+    found = value if type(value) is bool else python(value)
+    if not isinstance(found, bool):
         raise ValueError(f"{name}={value!r}: want True or False")
-    return number
+    return found
 
 
 def choice(name: str, value, *options: str) -> str:
@@ -131,3 +133,34 @@ def choice(name: str, value, *options: str) -> str:
 def describe(value) -> str:
     """A value for an error message; tensors by dtype and shape."""
     return f"{value.dtype} {tuple(value.shape)}" if hasattr(value, "dtype") else repr(value)
+
+
+def listed(name: str, values) -> list:
+    """Several values as a list: one string is no list of its letters."""
+    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
+        raise ValueError(f"{name}={values!r}: want a list, e.g. [{values!r}]")
+    return list(values)
+
+
+def named(name: str, values, want: str) -> dict:
+    """A dictionary with at least one entry; want: what it is of."""
+    if not isinstance(values, Mapping) or not values:
+        raise ValueError(f"{name}={values!r}: want a dictionary {{name: {want}}} with at least one")
+    return dict(values)
+
+
+def callable_(name: str, value) -> Callable:
+    if not callable(value):
+        raise ValueError(f"{name}={describe(value)}: want a function")
+    return value
+
+
+def device(value, here: bool = False) -> str:
+    """'cpu', 'cuda' or 'cuda:1', given as such or as a torch.device; here: this machine must have it."""
+    name = str(value)
+    if not isinstance(value, (str, torch.device)) or not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"device={name!r}: want 'cpu', 'cuda' or 'cuda:<number>'")
+    cards = torch.cuda.device_count() if here and name != "cpu" else None
+    if cards is not None and int(name.partition(":")[2] or 0) >= cards:
+        raise ValueError(f"device={name!r}: want 'cpu', or one of the CUDA cards of this machine, which has {cards}")
+    return name

@@ -160,7 +160,7 @@ class Dilated(Pattern):
         }
 
     @property
-    def name(self):
+    def short_name(self):
         branches = zip(self.segment_lengths, self.dilation_rates, strict=True)
         spelled = "dilated-" + "-".join(f"{w}x{r}" for w, r in branches)
         name = NAMES.get((self.segment_lengths, self.dilation_rates), spelled)

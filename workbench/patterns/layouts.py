@@ -12,14 +12,15 @@ import json
 import math
 import operator
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.patterns.checks import Value, axes, describe, flag, real, unwritten, whole
+from workbench.patterns.checks import Value, axes, describe, flag, number, unwritten, whole
 
 LONG = 2000  # characters of a repr
 FAR = 1 << 30  # more blocks than there ever are: longer distances are cut to it, so that they fit in int32
@@ -38,13 +39,16 @@ class Layout(Value):
     """
 
     kind: str
-    arguments: dict
+    arguments: Mapping
     visible: Callable[[Tensor, Tensor, Tensor, tuple[int, int]], Tensor]
     per_head: bool = False
     of: tuple[Layout, ...] = ()
     tensor: Tensor | None = None
     repeats: tuple[int, int] | None = None
     row_counts: Callable[[tuple[int, int]], Tensor] | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "arguments", MappingProxyType(self.arguments))
 
     def __or__(self, other):
         return _combine("|", self, other, lambda *where: self.visible(*where) | other.visible(*where))
@@ -105,7 +109,8 @@ class Layout(Value):
             seed, unlike = self.arguments["seed"], "-per-head" * self.arguments["per_head"]
             return f"random-{_short(1 - self.arguments['density'])}" + f"-seed-{seed}" * (seed > 0) + unlike
         if self.kind == "explicit":
-            return self.arguments["name"]
+            name = self.arguments["name"]
+            return name if name != "explicit" else f"explicit-{zlib.crc32(repr(pack(self.tensor)).encode()):08x}"
         return "-".join([self.kind.rstrip("_"), *map(str, self.arguments.values())])
 
     @property
@@ -149,7 +154,7 @@ def from_spec(spec: dict) -> Layout:
     if kind in OPERATORS:
         return OPERATORS[kind](*map(from_spec, spec["of"]))
     if kind == "explicit":
-        return explicit(unpack(spec.pop("blocks")), **spec)
+        return explicit(unpack(spec.pop("blocks", None)), **spec)
     makers = {make.__name__: make for make in (local, global_, strided, hierarchical, random)}
     if kind not in makers:
         raise ValueError(f"layout={kind!r}: want one of {', '.join([*makers, 'explicit', *OPERATORS])}")
@@ -208,7 +213,7 @@ def random(density: float, seed: int = 0, per_head: bool = False) -> Layout:
     total = max(rows, round(density * rows * cols)): at least one block a row, rows differ by at most one. The
     draw depends on (seed, i) alone, with per_head=True also on the head. `block_density` says what came of it.
     """
-    density = real("density", density, "a number in (0, 1], the share of blocks that is visible", high=1)
+    density = number("density", density, most=1, want="a number in (0, 1], the share of blocks that is visible")
     seed, per_head = whole("seed", seed, 0), flag("per_head", per_head)
 
     def row_counts(grid):
@@ -270,6 +275,8 @@ def top_k(q: Tensor, k: Tensor, block_size, count: int, causal: bool = False) ->
     """
     bq, bk = axes("block_size", block_size, 2, 1)
     count, causal = whole("count", count, 1), flag("causal", causal)
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor)):
+        raise ValueError(f"q={describe(q)}, k={describe(k)}: want tensors")
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}: want (B, Nq, H, D) and (B, N, Hkv, D)")
     n, nq = k.shape[1], q.shape[1]
@@ -311,6 +318,8 @@ def pack(tensor: Tensor) -> dict:
 
 
 def unpack(packed: dict) -> Tensor:
+    if not isinstance(packed, dict) or not packed.keys() >= {"zlib", "shape"}:
+        raise ValueError(f"blocks={packed!r}: want what `pack` makes of a bool tensor")
     data, shape = zlib.decompress(base64.b64decode(packed["zlib"])), tuple(packed["shape"])
     bits = np.unpackbits(np.frombuffer(data, np.uint8), count=math.prod(shape))
     return torch.from_numpy(bits.astype(bool)).view(shape)
@@ -318,4 +327,4 @@ def unpack(packed: dict) -> Tensor:
 
 def _short(share: float) -> str:
     """Two decimals, more where two do not say it."""
-    return f"{share:.2f}" if abs(round(share, 2) - share) < 1e-9 else f"{share:.4g}"
+    return f"{share:.2f}" if abs(round(share, 2) - share) < 1e-9 else f"{share:.10g}"

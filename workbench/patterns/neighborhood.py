@@ -37,7 +37,7 @@ class Neighborhood(Pattern):
 
     @cached_property
     def _order(self):
-        return self.ordering or workbench.patterns.orderings.row_major(self.shape)
+        return workbench.patterns.orderings.row_major(self.shape) if self.ordering is None else self.ordering
 
     @property
     def curve(self) -> Tensor:
@@ -209,11 +209,15 @@ class Neighborhood(Pattern):
         return cls(ordering=None if ordering is None else workbench.patterns.orderings.from_spec(ordering), **rest)
 
     @property
-    def name(self):
+    def short_name(self):
         radius = self.radius[:1] if len(set(self.radius)) == 1 else self.radius
         kind = "window" if len(self.shape) == 1 and self.ordering is None else "neighborhood"
         parts = [kind, "x".join(map(str, radius))] + ([] if self.ordering is None else [self.ordering.name])
         return "-".join(parts)
+
+    @property
+    def name(self):
+        return self.short_name + ("-of-" + "x".join(map(str, self.shape)) if len(self.shape) > 1 else "")
 
     def __repr__(self):
         ordering = "" if self.ordering is None else f", ordering={self.ordering!r}"

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from workbench.patterns.checks import Value, axes, describe, listed, on_host, unwritten, whole, wholes
+from workbench.patterns.checks import Value, axes, describe, on_host, several, unwritten, whole, wholes
 
 LONG = 2000  # characters of a repr
 
@@ -225,7 +225,7 @@ def from_spec(spec: dict) -> Ordering:
 
 def shape_of(shape) -> tuple[int, ...]:
     """A grid's shape as a tuple of positive ints, one an axis (an int is one axis)."""
-    return wholes("shape", shape, 1) if listed(shape) else (whole("shape", shape, 1),)
+    return wholes("shape", shape, 1) if several(shape) else (whole("shape", shape, 1),)
 
 
 def _ordering(maker: str, shape, curve, name: str | None = None, **arguments) -> Ordering:

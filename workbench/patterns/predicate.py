@@ -41,7 +41,7 @@ class Predicate(Pattern):
         raise ValueError("a Predicate cannot be made from its spec: fn is Python code, call Predicate(fn) with it")
 
     @property
-    def name(self):
+    def short_name(self):
         return "predicate" if named(self.fn) == "<lambda>" else f"predicate-{named(self.fn)}"
 
     def __repr__(self):

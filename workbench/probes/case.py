@@ -19,8 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from workbench.engines.torch.fused import expand_heads
 from workbench.harness.processes import imported
-from workbench.patterns import Dense, Pattern
-from workbench.probes import checks
+from workbench.patterns import Dense, Pattern, checks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FUSED = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
@@ -85,7 +84,7 @@ class Case:
         backend = self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", "callable")
         source = source_of(self.backend)
         return {
-            "pattern": self.pattern.name, "backend": backend, "n": self.n, "heads": self.heads,
+            "pattern": self.pattern.short_name, "backend": backend, "n": self.n, "heads": self.heads,
             "head_dim": self.head_dim, "dtype": str(self.dtype).removeprefix("torch."), "causal": self.pattern.causal,
             "mode": self.mode, "world": 1, "strategy": None, "batch": self.batch, "kv_heads": self.kv_heads,
             "nq": self.nq, "seed": self.seed, "pattern_spec": self.pattern.spec(), "device": self.device,
@@ -201,3 +200,11 @@ def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + k.shape[2] - q.shape[2])
         scores = scores.masked_fill(hidden, -torch.inf)
     return (torch.softmax(scores, -1) @ expand_heads(v, q)).transpose(1, 2)
+
+
+def case_of(value) -> Case:
+    """The value, which has to be a Case."""
+    if not isinstance(value, Case):
+        said = checks.describe(value)
+        raise ValueError(f"case={said}: want a Case, e.g. Case(Dense(), n=4096, heads=8, head_dim=64)")
+    return value

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, from_spec, layouts, orderings
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, checks, from_spec, layouts, orderings
 from workbench.patterns.dilated import PAPER, geometric
-from workbench.probes import baselines, checks
+from workbench.probes import baselines
 from workbench.probes.case import Case
 
 Maker = Callable[[int, bool], Pattern]  # of N and causal

@@ -20,8 +20,8 @@ from workbench.engines.check import DTYPES
 from workbench.engines.dispatch import BACKENDS, attention, choose, why_not
 from workbench.engines.reference import reference
 from workbench.harness.outcome import attempt
-from workbench.probes import checks
-from workbench.probes.case import Case
+from workbench.patterns import checks
+from workbench.probes.case import Case, case_of
 
 RELATIVE = {torch.float64: 1e-10, torch.float32: 2e-6}
 LSE = {torch.float64: 1e-10, torch.float32: 1e-6, torch.bfloat16: 1e-4, torch.float16: 1e-4}
@@ -57,7 +57,7 @@ def of(case: Case) -> dict:
     for lse the largest |got - want| / max(1, |want|). A quantity that the backend does not return is left out. The
     status is "ok", or another with the reason in `error`. The inputs are drawn on the CPU.
     """
-    row = {"probe": "error"} | checks.case(case).fields()
+    row = {"probe": "error"} | case_of(case).fields()
     checks.device(case.device, here=True)
     random = torch.Generator().manual_seed(case.seed)
     pattern, backward = case.pattern, case.mode == "fwdbwd"

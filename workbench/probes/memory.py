@@ -18,8 +18,8 @@ import torch
 
 from workbench.harness.outcome import attempt
 from workbench.harness.processes import shared
-from workbench.probes import checks
-from workbench.probes.case import Case
+from workbench.patterns import checks
+from workbench.probes.case import Case, case_of
 
 STATUS = Path("/proc/self/status")
 
@@ -69,7 +69,7 @@ def peak(case: Case, *, in_process: bool = False, timeout_s: float = 600.0) -> d
     quick and the same but for device used. peak_bytes is the peak allocated, inputs included, extra_bytes what is above
     them. ValueError for what no process can be given.
     """
-    fields = checks.case(case).fields()
+    fields = case_of(case).fields()
     if in_process:
         outcome = attempt(lambda: _of_case(case))
     else:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import torch
 
 from workbench.harness.outcome import attempt
-from workbench.patterns import Neighborhood
-from workbench.probes import checks
+from workbench.patterns import Neighborhood, checks
 from workbench.probes.case import Case
 from workbench.probes.timing import Timing, measure
 

@@ -15,9 +15,9 @@ import torch
 
 from workbench.harness import records
 from workbench.harness.narrate import MODES, first_mode, listed, number, spread
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, from_spec, layouts
-from workbench.probes import catalog, checks, roofline, timing
-from workbench.probes.case import Case
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, checks, from_spec, layouts
+from workbench.probes import catalog, roofline, timing
+from workbench.probes.case import Case, case_of
 
 Lengths = Callable[[int], Case]
 KEY = ("pattern", "n", "heads", "head_dim", "dtype", "causal", "mode", "batch", "kv_heads", "nq")
@@ -61,7 +61,7 @@ def sweep(
     rounds = {"samples": checks.whole("samples", samples, 1), "seconds": checks.number("seconds", seconds)}
     wanted = []
     for n, (label, at) in itertools.product(lengths, cases.items()):
-        case = checks.case(checks.callable_(f"cases[{label!r}]", at)(n))
+        case = case_of(checks.callable_(f"cases[{label!r}]", at)(n))
         usual = isinstance(case.pattern, Dense) and case.backend == "auto"
         for mode in checks.listed("modes", modes):
             for backend in dense_backends(case.device) if usual else (case.backend,):
@@ -195,7 +195,7 @@ def break_even(
     95% interval (speedup_low, speedup_high), ideal (dense pairs over attended pairs), median_ms. The row "A/A" is dense
     measured against itself: what noise alone does. All are recorded.
     """
-    sparsities, n = checks.listed("sparsities", sparsities), checks.case(dense).n
+    sparsities, n = checks.listed("sparsities", sparsities), case_of(dense).n
     for sparsity in sparsities:
         checks.number("1 - sparsity", 1 - sparsity if isinstance(sparsity, (int, float)) else sparsity, most=1)
     cases = {"dense": replace(dense, backend=fastest_dense(dense)) if dense.backend == "auto" else dense}

@@ -16,8 +16,8 @@ import torch
 
 from workbench.harness import records
 from workbench.harness.outcome import attempt
-from workbench.patterns import BlockSparse, Neighborhood, layouts
-from workbench.probes import catalog, checks, memory, roofline
+from workbench.patterns import BlockSparse, Neighborhood, checks, layouts
+from workbench.probes import catalog, memory, roofline
 from workbench.probes.case import Case
 from workbench.probes.catalog import Graphed
 from workbench.probes.timing import compare
@@ -111,8 +111,8 @@ def block_mask(n: int = 1_048_576, device="cuda") -> dict:
             torch.cuda.synchronize()
         taken.append(1000 * (time.perf_counter() - begin))
     held = sum(x.numel() * x.element_size() for x in (*plan.by_queries, *plan.by_keys))
-    row = {"suite": BLOCK_MASK, "label": pattern.name, "n": n, "status": "ok", "samples_ms": taken[1:],
-           "median_ms": sorted(taken[1:])[1], "bytes": held, "measured": True, "pattern": pattern.name,
+    row = {"suite": BLOCK_MASK, "label": pattern.short_name, "n": n, "status": "ok", "samples_ms": taken[1:],
+           "median_ms": sorted(taken[1:])[1], "bytes": held, "measured": True, "pattern": pattern.short_name,
            "pattern_spec": pattern.spec()}  # fmt: skip
     return row
 

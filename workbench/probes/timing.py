@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from workbench.harness.outcome import attempt
-from workbench.probes import checks
-from workbench.probes.case import Case
+from workbench.patterns import checks
+from workbench.probes.case import Case, case_of
 
 AA = "A/A"  # the first alternative measured against itself: what noise alone does
 THROTTLE = {  # the bits of NVML's clocks event reasons; 1, the card is idle, holds nothing down
@@ -143,7 +143,7 @@ def time(case: Case, *, warmup: int = 2, samples: int = 9, seconds: float = 10.0
     `backend` becomes the one that 'auto' stands for; `pairs` are those of one batch entry. The rest as in `measure`.
     """
     _check(samples, warmup, seconds)
-    row = {"probe": "timing"} | checks.case(case).fields()
+    row = {"probe": "timing"} | case_of(case).fields()
 
     def work():
         pairs = case.pattern.pairs(case.n, case.heads, case.nq)

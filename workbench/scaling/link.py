@@ -15,7 +15,7 @@ from workbench.fit.frontier import Lengths
 from workbench.harness import records
 from workbench.harness.outcome import attempt
 from workbench.harness.ranks import Pool
-from workbench.probes import checks
+from workbench.patterns import checks
 from workbench.probes.case import Case
 from workbench.scaling import strategies as ways
 

@@ -22,7 +22,7 @@ from workbench.harness import records
 from workbench.harness.narrate import beyond_noise
 from workbench.harness.outcome import Outcome, attempt
 from workbench.harness.ranks import JobOutcome, Pool
-from workbench.probes import checks as arguments
+from workbench.patterns import checks
 from workbench.probes.case import Case, source_of
 from workbench.probes.timing import AA, speedup
 from workbench.scaling import strategies as ways
@@ -64,13 +64,13 @@ def sweep(
         compared_with: one device or, for a forward that it cannot do, float64; unchecked: why nothing was compared
     On cards times are taken in a pool of their own, in which no profiler ever ran.
     """
-    wanted = [ONE, *dict.fromkeys(x for x in arguments.listed("strategies", strategies) if x != ONE)]
+    wanted = [ONE, *dict.fromkeys(x for x in checks.listed("strategies", strategies) if x != ONE)]
     for name in wanted:
         _check_strategy(name)
-    samples, seconds = arguments.whole("samples", samples, 1), arguments.number("seconds", seconds)
+    samples, seconds = checks.whole("samples", samples, 1), checks.number("seconds", seconds)
     if within_s is not None:
-        arguments.number("within_s", within_s)
-    backend = _backend(arguments.named("cases", cases, "Case").values())
+        checks.number("within_s", within_s)
+    backend = _backend(checks.named("cases", cases, "Case").values())
     recorder = records.start("scaling", profile, folder)
     rows, begin = [], time.monotonic()
     with contextlib.ExitStack() as pools:
@@ -279,9 +279,9 @@ def longest(
     """
     at = lengths_of(case, grain, limit_n, step, seconds)
     _check_strategy(strategy)
-    nproc, first = arguments.whole("nproc", nproc, 1), arguments.whole("first", first, 1)
+    nproc, first = checks.whole("nproc", nproc, 1), checks.whole("first", first, 1)
     if budget_bytes is not None:
-        budget_bytes = arguments.whole("budget_bytes", budget_bytes, 1)
+        budget_bytes = checks.whole("budget_bytes", budget_bytes, 1)
     example = at(grain)
     if budget_bytes is None and _backend([example]) == "gloo":
         raise ValueError("budget_bytes=None: on the CPU want the bytes of a card in software, e.g. 1 << 28")

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from workbench.engines import torch_rules
 from workbench.engines.triton import tile_ops, tile_sizes
 
 # The L from which on cuDNN and a merge are faster than our kernels, by direction and by whether head_dim is above 64;
@@ -84,16 +85,17 @@ def most(w: int, *tensors: Tensor) -> int:
 
 
 def usable(direction: str, q: Tensor, k: Tensor, *others: Tensor) -> bool:
-    """Whether cuDNN's attention is there and takes inputs like these."""
-    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[2] != k.shape[2]:
+    """Whether cuDNN's attention is there, takes inputs like these, and was found to be the faster for such."""
+    if q.device.type != "cuda" or q.shape[2] != k.shape[2] or not 64 <= q.shape[3] <= 128:
         return False
     if direction == "backward" and torch.are_deterministic_algorithms_enabled():
         return False
     if any(x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:3]) for x in (q, k, *others)):
         return False
-    available = torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available()
-    available = available and torch.cuda.get_device_capability(q.device) >= (9, 0)
-    return available and q.shape[3] % 8 == 0 and 64 <= q.shape[3] <= 128
+    if not (torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available()):
+        return False
+    capability = torch.cuda.get_device_capability(q.device)
+    return capability >= (9, 0) and "cudnn" in torch_rules.kernels(capability, q.dtype, q.shape[3])
 
 
 def covers(branch, some: range, q: Tensor, k: Tensor, v: Tensor) -> bool:
