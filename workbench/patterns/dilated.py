@@ -110,7 +110,8 @@ class Dilated(Pattern):
             segments, inside = x // w, x % w
             length = np.minimum(w, n - segments * w)  # of the segment that x is in
             for o in set(offsets):
-                whole, part, last = (np.maximum(0, -((o - y) // r)) for y in (w, inside, length))  # kept positions
+                whole = max(0, -((o - w) // r))  # kept positions of a whole segment, a Python int: squares overflow
+                part, last = (np.maximum(0, -((o - y) // r)) for y in (inside, length))
                 if self.causal:
                     pairs = segments * (whole * (whole + 1) // 2) + part * (part + 1) // 2
                 else:
