@@ -126,6 +126,9 @@ def test_curves_are_between_all_and_none_of_the_exchange_hidden(rows):
 
 
 def test_plans_are_of_the_longest(rows):
+    with_gradients = rows.assign(mode="fwdbwd")  # where no forward ran, they stand in for it
+    assert len(multicard.one_case(with_gradients)) == len(multicard.one_case(rows)) > 0
+    assert list(multicard.plans(with_gradients, 8)) == list(multicard.plans(rows, 8))
     plans = multicard.plans(rows, 8)
     assert {kind: plan.n for kind, plan in plans.items()} == {"dense": 512, "longnet-geometric": 1024}
     assert all(plan.world == 8 for plan in plans.values())
