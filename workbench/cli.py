@@ -291,38 +291,17 @@ def _fit(arguments) -> int:
 def _scale(arguments) -> int:
     import torch
 
-    from workbench.probes import catalog
-    from workbench.probes.case import Case
     from workbench.scaling import sweeps
 
     _to_records(arguments)
     sys.path.insert(0, os.getcwd())  # where module:function may be
     _at_least(arguments, nproc=1, heads=1, kv_heads=1, head_dim=1, batch=1, n=1, samples=1, seconds=1e-3)
-    cards = torch.cuda.device_count()
-    if cards and arguments.nproc > cards:
-        raise ValueError(f"--nproc {arguments.nproc}: want at most {cards}, the cards of this machine")
-    if not cards and arguments.nproc > 4 * (os.cpu_count() or 1):
-        most = 4 * (os.cpu_count() or 1)
-        raise ValueError(f"--nproc {arguments.nproc}: want at most {most}, four a processor, where there are no cards")
-    device = "cuda" if cards else "cpu"
-    dtype = arguments.dtype or ("bfloat16" if cards else "float32")
-    if arguments.groups:
-        if arguments.pattern:
-            raise ValueError("--groups and --pattern: want one of them, a group has its patterns")
-        if arguments.n is not None:
-            raise ValueError(f"--groups and --n {arguments.n}: want one of them, a group has its lengths")
-        if not cards:
-            asked = " ".join(arguments.groups)
-            raise ValueError(
-                f"--groups {asked}: their lengths are for cards; here want --pattern longnet-geometric --n 8192"
-            )
-        groups = catalog.chosen(catalog.several_cards(device, dtype), arguments.groups)
-        cases = {label: case for make in groups.values() for label, case in make().items()}
-    else:
-        n = arguments.n or (131_072 if cards else 4096)
-        sizes = (n, arguments.heads, arguments.head_dim, dtype, "auto", arguments.mode, device, arguments.batch)
-        patterns = {name: catalog.maker(name)(n, arguments.causal) for name in arguments.pattern or ["dense"]}
-        cases = {name: Case(x, *sizes, kv_heads=arguments.kv_heads) for name, x in patterns.items()}
+    cards, processors = torch.cuda.device_count(), os.cpu_count() or 1
+    most, which = cards or 4 * processors, "the cards of this machine"
+    if arguments.nproc > most:
+        which = which if cards else "four a processor, where there are no cards"
+        raise ValueError(f"--nproc {arguments.nproc}: want at most {most}, {which}")
+    cases = _groups(arguments, cards) if arguments.groups else _patterns(arguments, cards)
     frame = sweeps.sweep(
         cases, arguments.nproc, arguments.strategies or sweeps.STRATEGIES, samples=arguments.samples,
         seconds=arguments.seconds, within_s=arguments.within, profile="gpu" if cards else "quick",
@@ -330,6 +309,33 @@ def _scale(arguments) -> int:
     )  # fmt: skip
     print(frame.to_json(orient="records", indent=1) if arguments.json else sweeps.table(frame))
     return int(sweeps.failed(frame))
+
+
+def _patterns(arguments, cards: int) -> dict:
+    """{name: Case} of the patterns asked for, on cards or, where there are none, on the CPU."""
+    from workbench.probes import catalog
+    from workbench.probes.case import Case
+
+    n, dtype = arguments.n or (131_072 if cards else 4096), arguments.dtype or ("bfloat16" if cards else "float32")
+    sizes = (n, arguments.heads, arguments.head_dim, dtype, "auto", arguments.mode, "cuda" if cards else "cpu")
+    patterns = {name: catalog.maker(name)(n, arguments.causal) for name in arguments.pattern or ["dense"]}
+    return {name: Case(x, *sizes, arguments.batch, arguments.kv_heads) for name, x in patterns.items()}
+
+
+def _groups(arguments, cards: int) -> dict:
+    """{label: Case} of the groups asked for."""
+    from workbench.probes import catalog
+
+    asked = " ".join(arguments.groups)
+    if arguments.pattern:
+        raise ValueError("--groups and --pattern: want one of them, a group has its patterns")
+    if arguments.n is not None:
+        raise ValueError(f"--groups and --n {arguments.n}: want one of them, a group has its lengths")
+    if not cards:
+        example = "--pattern longnet-geometric --n 8192"
+        raise ValueError(f"--groups {asked}: their lengths are for cards; here want {example}")
+    groups = catalog.chosen(catalog.several_cards("cuda", arguments.dtype or "bfloat16"), arguments.groups)
+    return {label: case for make in groups.values() for label, case in make().items()}
 
 
 def _at_least(arguments, **least) -> None:

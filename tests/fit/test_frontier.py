@@ -7,7 +7,7 @@ import pytest
 
 import workbench as wb
 from tests import tools
-from workbench.fit import cards, estimate, frontier
+from workbench.fit import cards, estimate, frontier, trial
 from workbench.harness import records
 from workbench.harness.outcome import Outcome
 from workbench.harness.processes import shared
@@ -338,9 +338,9 @@ def test_a_sweep_is_a_table_and_is_not_measured_again(monkeypatch, tmp_path):
 
 def test_gradients_that_were_not_checked_do_not_count_as_valid(monkeypatch):
     case = Case(wb.Dense(), 128, 1, 16, "float32", "torch", "fwdbwd")
-    assert frontier.call(case, 1 << 30, 60, True)["valid"] is True
-    monkeypatch.setitem(frontier.PAIRS, "cpu", 0)
-    row = frontier.call(case, 1 << 30, 60, True)
+    assert trial.call(case, 1 << 30, 60, True)["valid"] is True
+    monkeypatch.setitem(trial.PAIRS, "cpu", 0)
+    row = trial.call(case, 1 << 30, 60, True)
     assert row["valid"] is None and row["error"].startswith("dk and dv not checked; right at")
 
 
@@ -354,7 +354,7 @@ def test_gradients_that_were_not_checked_do_not_count_as_valid(monkeypatch):
     ("refused", "ok", "launch", "want at most 1536"),
 ])  # fmt: skip
 def test_a_fault_is_what_it_is(monkeypatch, mine, server, how, status, limiter, said):
-    monkeypatch.setattr(frontier, "SLACK_BYTES", 64 * MIB)
+    monkeypatch.setattr(trial, "SLACK_BYTES", 64 * MIB)
     monkeypatch.setattr(frontier, "FIRST", 1024)
     toy(monkeypatch, fails=lambda n: (_ for _ in ()).throw(estimate.CannotTrace("it sleeps")))
     case = Case(wb.Dense(), 1024, 1, 8, backend=f"mine:{how}")

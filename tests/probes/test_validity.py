@@ -10,7 +10,7 @@ import torch
 from tests import tools
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, layouts, reference
 from workbench.patterns.dilated import PAPER
-from workbench.probes import memory, validity
+from workbench.probes import memory, validity, visible
 from workbench.probes.case import Case
 
 every_case = pytest.mark.parametrize("case", tools.TABLE.values(), ids=list(tools.TABLE))
@@ -41,9 +41,15 @@ def called(pattern, dtype=torch.float32, n=96, nq=None, heads=4, kv_heads=2, d=8
     return leaves, {"out": out.detach().to(dtype), "lse": lse.detach(), "upstream": upstream, "grads": grads}
 
 
+def check(pattern, out, *inputs, lse=None, upstream=None, grads=(), **options):
+    given = {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), grads, strict=False))
+    given = {name: x for name, x in given.items() if x is not None}
+    return validity.check(pattern, given, inputs if upstream is None else (*inputs, upstream), **options)
+
+
 def checked(pattern, inputs, returned, **options):
-    return validity.check(pattern, returned["out"], *inputs, **{x: returned[x] for x in ("lse", "upstream", "grads")},
-                          **options)  # fmt: skip
+    others = {x: returned[x] for x in ("lse", "upstream", "grads")}
+    return check(pattern, returned["out"], *inputs, **others, **options)
 
 
 # --- which pairs there are -------------------------------------------------------------------------------------------
@@ -56,19 +62,19 @@ def test_rows_see_the_pairs_of_the_pattern_and_keys_are_seen_by_them(case):
     want, i = one.multiplicity(n, case.heads, nq), torch.arange(n - nq, n)
     for h in {0, case.heads - 1}:
         count = torch.zeros(nq, n, dtype=torch.int32)
-        for part in validity.parts(one, h, i, n, case.heads):
-            j = validity._tensor(part.keys)
+        for part in visible.parts(one, h, i, n, case.heads):
+            j = visible.tensor(part.keys)
             seen = 1 if part.seen is None else part.seen(i[part.rows][:, None], j[None]).int()
             count[part.rows[:, None], j[None]] += seen
         assert torch.equal(count, want[h])
         for j in {0, n // 3, n - 1}:
-            found = torch.cat([i[:0], *validity.queries(one, h, j, n, case.heads, nq, 7)])
+            found = torch.cat([i[:0], *visible.queries(one, h, j, n, case.heads, nq, 7)])
             assert torch.equal(torch.bincount(found - (n - nq), minlength=nq).int(), want[h, :, j])
 
 
 def test_a_row_of_a_hundred_million_tokens_lists_its_own_keys_only():
     n, i = 10**8, torch.tensor([10**8 - 1])
-    paper = [part.keys for part in validity.parts(Dilated(PAPER, (1, 2, 4, 6, 12)), 3, i, n, 4)]
+    paper = [part.keys for part in visible.parts(Dilated(PAPER, (1, 2, 4, 6, 12)), 3, i, n, 4)]
     assert all(isinstance(keys, range) for keys in paper)
     starts = {w: (n - 1) // w * w for w in PAPER}
     assert [(keys.start, keys.stop, keys.step) for keys in paper] == [
@@ -76,9 +82,9 @@ def test_a_row_of_a_hundred_million_tokens_lists_its_own_keys_only():
         for w, r in zip(PAPER, (1, 2, 4, 6, 12), strict=True)
         if (n - 1 - starts[w]) % r == 3 % r
     ]
-    (dense,) = validity.parts(Dense(), 0, i, n, 1)
+    (dense,) = visible.parts(Dense(), 0, i, n, 1)
     assert dense.keys == range(n)
-    (blocks,) = validity.parts(BlockSparse(layouts.local(1), 128), 0, i, n, 1)
+    (blocks,) = visible.parts(BlockSparse(layouts.local(1), 128), 0, i, n, 1)
     assert blocks.keys.tolist() == list(range((n // 128 - 2) * 128, n))
 
 
@@ -116,7 +122,7 @@ def test_rounding_is_no_error_where_the_terms_cancel(dtype):
         v[0, -1, 0] = -(weights[:-1] @ v[0, :-1, 0].double() / weights[-1]).to(dtype)  # out of row 5 is next to nothing
         out = attention(q, k, v, Dense(), backend="torch")
     assert out[0, 5, 0].norm() < 0.1 * out[0, 6, 0].norm()
-    found = validity.check(Dense(), out, q, k, v, rows=[(0, 5, 0)])
+    found = check(Dense(), out, q, k, v, rows=[(0, 5, 0)])
     assert found.ok and found.errors["out"] > 0, found
 
 
@@ -133,9 +139,9 @@ def test_a_case_and_its_pattern_are_the_same_question():
     inputs, returned = called(pattern)
     case = Case(pattern, n=96, heads=4, head_dim=8, batch=2, kv_heads=2)
     assert checked(case, inputs, returned) == checked(pattern, inputs, returned)
-    only_out = validity.check(case, returned["out"], *inputs)
+    only_out = check(case, returned["out"], *inputs)
     assert set(only_out.errors) == {"out"} and only_out.keys == 0
-    only_grads = validity.check(case, None, *inputs, upstream=returned["upstream"], grads=returned["grads"])
+    only_grads = check(case, None, *inputs, upstream=returned["upstream"], grads=returned["grads"])
     assert set(only_grads.errors) == {"dq", "dk", "dv"} and only_grads.ok and only_grads.note is None
 
 
@@ -279,7 +285,7 @@ def test_past_the_budget_the_calls_own_softmaxes_are_taken_and_named():
     assert str(found).endswith(f"keys ({found.note})")
     returned["grads"][1][0, 20, 1] = 0
     assert len(checked(pattern, inputs, returned, pairs=0, keys=[(0, 20, 1)]).wrong) == 1
-    alone = validity.check(pattern, None, *inputs, upstream=returned["upstream"], grads=returned["grads"], pairs=0)
+    alone = check(pattern, None, *inputs, upstream=returned["upstream"], grads=returned["grads"], pairs=0)
     assert alone.keys == 0 and set(alone.errors) == {"dq"}
     assert re.fullmatch(r"\d+ keys left out: the softmaxes of their queries are too many pairs", alone.note)
     assert not alone.ok and not alone.wrong and alone.unchecked == ("dk", "dv")
@@ -317,10 +323,10 @@ def test_nothing_as_large_as_an_input_is_held(monkeypatch):
     n, pattern = 1 << 18, Dilated([64, 256], [1, 4])
     x = torch.zeros(1, n, 2, 8, dtype=torch.float16)  # 8 MB, and 32 in float64
     lse = torch.zeros(1, 2, n)
-    check = lambda p, **kept: validity.check(p, x, x, x, x, upstream=x, grads=(x, x, x), **kept)  # noqa: E731
-    assert memory.measure(lambda: check(pattern)).extra_bytes < 4 << 20
+    spent = lambda p, **kept: check(p, x, x, x, x, upstream=x, grads=(x, x, x), **kept)  # noqa: E731
+    assert memory.measure(lambda: spent(pattern)).extra_bytes < 4 << 20
     few = {"rows": [(0, n - 1, 0)], "keys": [(0, n - 1, 1)], "lse": lse, "pairs": 0}
-    assert memory.measure(lambda: check(Dense(True), **few)).extra_bytes < 4 << 20
+    assert memory.measure(lambda: spent(Dense(True), **few)).extra_bytes < 4 << 20
 
 
 # --- what it refuses -------------------------------------------------------------------------------------------------
@@ -331,13 +337,13 @@ def test_bad_input_is_refused():
     inputs, returned = called(pattern)
     out, upstream, grads = returned["out"], returned["upstream"], returned["grads"]
     with pytest.raises(ValueError, match="nothing to check"):
-        validity.check(pattern, None, *inputs)
+        check(pattern, None, *inputs)
     with pytest.raises(ValueError, match=r"out of shape \(2, 95, 4, 8\): want \(2, 96, 4, 8\)"):
-        validity.check(pattern, out[:, 1:], *inputs)
+        check(pattern, out[:, 1:], *inputs)
     with pytest.raises(ValueError, match=r"dk of shape \(2, 96, 4, 8\): want \(2, 96, 2, 8\)"):
-        validity.check(pattern, out, *inputs, upstream=upstream, grads=(grads[0], grads[0], grads[2]))
+        check(pattern, out, *inputs, upstream=upstream, grads=(grads[0], grads[0], grads[2]))
     for bad in ({"grads": grads}, {"grads": grads[:2], "upstream": upstream}, {"grads": grads, "upstream": out[:1]}):
-        with pytest.raises(ValueError, match="grads: want"):
-            validity.check(pattern, out, *inputs, **bad)
+        with pytest.raises(ValueError, match="gradients: want"):
+            check(pattern, out, *inputs, **bad)
     with pytest.raises(ValueError, match="want a pattern"):
-        validity.check("dense", out, *inputs)
+        check("dense", out, *inputs)

@@ -158,8 +158,7 @@ def test_progress_is_short_and_silent_about_what_is_recorded(own, folder):
     assert [sweeps.words(x) for x in (wrong, failed)] == ["  mine_on_ranks:late: wrong", "  mine_on_ranks:fails: oom"]
     assert sweeps.words(right) == "  mine_on_ranks:mine: 12.35 ms, 1.23x"
     said, case = [], {"x": Case(Dense(), dtype="float32", **SIZES)}
-    say = lambda x, **_: said.append(x)  # noqa: E731
-    sweeps.sweep(case, 2, ["mine_on_ranks:mine"], samples=3, folder=folder / "own", say=say)
+    sweeps.sweep(case, 2, ["mine_on_ranks:mine"], samples=3, folder=folder / "own", say=lambda x, **_: said.append(x))
     assert said == ["1/1: x, N = 192, from the records"]
 
 
@@ -198,9 +197,9 @@ def test_a_rank_that_fails_is_a_row_and_the_sweep_goes_on(own):
 def test_what_is_settled_is_not_measured_again(rows, folder, monkeypatch):
     asked, real = [], sweeps._ask
 
-    def ask(pool, name, arguments, timeout_s):
+    def ask(pool, name, arguments):
         asked.append((name, arguments[1]))
-        return real(pool, name, arguments, timeout_s)
+        return real(pool, name, arguments)
 
     monkeypatch.setattr(sweeps, "_ask", ask)
     case = {"dilated": Case(DILATED, dtype="float64", **SIZES)}
@@ -259,9 +258,9 @@ def test_no_case_is_begun_after_the_time_and_what_is_measured_comes_all_the_same
         "dilated": Case(DILATED, dtype="float64", **SIZES),  # settled by `rows`
         "late": Case(Dilated([64], [2]), 4096, 2, 16),
     }
-    found = sweeps.sweep(cases, 2, ["sequence"], samples=3, within_s=1e-9, folder=folder / "rows")
+    found = sweeps.sweep(cases, 2, ["sequence"], samples=3, within_s=0, folder=folder / "rows")
     assert found["label"].tolist() == ["dilated"] * 3 and found["from_records"].all()
-    late = sweeps.sweep({"late": cases["late"]}, 2, ["sequence"], samples=3, within_s=1e-9, folder=folder / "rows")
+    late = sweeps.sweep({"late": cases["late"]}, 2, ["sequence"], samples=3, within_s=0, folder=folder / "rows")
     assert late.empty and "1/1: late: not begun" in capsys.readouterr().out
     assert sweeps.table(late) == "nothing was measured" and not sweeps.failed(late)
 

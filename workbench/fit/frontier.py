@@ -1,6 +1,6 @@
 """The frontier: the longest sequence that runs on a budget of memory, predicted for any card, measured on this machine.
 
-A prediction looks for it in traces of the program (`probes.estimate`), a measurement in calls, each in a fresh process
+A prediction looks for it in traces of the program (`fit.estimate`), a measurement in calls, each in a fresh process
 (`harness.processes`); one way of looking, `largest`, serves both. What stands in the way at the next length has a
 name, the limiter: memory, time, validity (the call runs and computes wrongly), launch (the execution or the device
 refuses such a size) or search (nothing does, up to the longest length asked for).
@@ -10,24 +10,21 @@ Dimensions: N keys, H heads, D head_dim.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import signal
-import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pandas as pd
-import psutil
 import torch
 
 from workbench.engines import dispatch
 from workbench.fit import allocator, cards, estimate, fake_ranks
 from workbench.fit.search import Stopped, Tried, largest
 from workbench.fit.tracer import uncollected
+from workbench.fit.trial import probed
 from workbench.harness import records
-from workbench.harness.outcome import Outcome, attempt, sentence, status_of
+from workbench.harness.outcome import Outcome, sentence, status_of
 from workbench.harness.processes import Server, shared
 from workbench.patterns import checks
 from workbench.probes.case import Case
@@ -38,20 +35,53 @@ FIRST_TRACED = 1 << 16  # the length to begin a prediction with
 LONGEST_WHOLE = 1 << 17  # over several cards, lengths are multiples of the segment lengths below this
 STEP = 0.005  # a search ends when the longest N that works and the shortest that fails are this share of N apart
 TIME_STEP = 0.1  # the same where time is the limit: two runs of one call may differ by so much
-PAIRS = {"cpu": 1 << 26, "cuda": 1 << 32}  # of (query, key), for the check of dk and dv: a second or two
-SLACK_BYTES = 1 << 30  # memory that a process on the CPU may take beside its tensors before it is killed
-COLD_S = 30.0  # seconds that a first call on a card may take beyond the limit, to load or compile its kernels
-SETUP_S = 600.0  # seconds for making the inputs and checking rows
-LAUNCH = ("invalid configuration argument", "invalid argument", "too many resources", "out of resource", "32-bit ind",
-          "32bit ind")  # fmt: skip
-
 Lengths = Callable[[int], Case]
 
 
+@dataclass(frozen=True)
+class Options:
+    """How a search goes.
+
+    limit_n, grain: lengths are multiples of grain, up to limit_n.
+    step: a measurement ends when what works and what does not are this share of N apart, or a tenth where that is time;
+        a prediction is ten times as close.
+    check: compare sampled rows of measured results with float64; not for a function that computes something else.
+    server: in whose processes calls are measured; by default this process's shared one.
+    world, rank, strategy: N tokens over so many such cards, as `estimate.trace` has it, predicted only, and of memory
+        only; rank None: whichever of the first, the middle, the last and the one that receives most holds most.
+        Lengths are then multiples of which each rank has whole segments.
+    """
+
+    limit_n: int = 1 << 30
+    grain: int = GRAIN
+    step: float = STEP
+    check: bool = True
+    server: Server | None = None
+    world: int = 1
+    rank: int | None = None
+    strategy: str = "auto"
+
+    def __post_init__(self):
+        fake_ranks.Rank(self.world, self.rank or 0, self.strategy)  # refuses what there is not
+
+    @property
+    def place(self) -> dict:
+        """The fields of a row over several cards."""
+        return {"world": self.world, "rank": self.rank, "strategy": self.strategy} if self.world > 1 else {}
+
+    def space(self, case: Case) -> dict:
+        """limit_n and grain, such that each of several ranks has whole segments."""
+        grain = _whole(self.grain, case, self.world) if self.world > 1 else self.grain
+        if self.world > 1 and self.limit_n < grain:
+            raise ValueError(
+                f"limit_n={self.limit_n}: want at least {grain}, whole segments on each of {self.world} ranks"
+            )
+        return {"limit_n": self.limit_n // grain * grain, "grain": grain}
+
+
 def search(
-    case: Case | Lengths, *, card=None, budget_bytes: int | None = None, seconds=60.0, limit_n=1 << 30, measure=False,
-    step=STEP, grain=GRAIN, check=True, recorder=None, server: Server | None = None, say: Callable | None = print,
-    world: int = 1, rank: int | None = None, strategy: str = "auto",
+    case: Case | Lengths, *, card=None, budget_bytes: int | None = None, seconds=60.0, measure=False, recorder=None,
+    say: Callable | None = print, **options,
 ) -> dict:  # fmt: skip
     """The largest N, a multiple of grain, whose call fits the budget and takes no more than `seconds`: a record's row.
 
@@ -60,16 +90,10 @@ def search(
         has none: its card is in software (`VirtualCard`).
     budget_bytes: what the allocator may reserve, the CUDA context not in it; by default what the card has, less that,
         and less what a process group takes where there are several cards.
-    world, rank, strategy: N tokens over so many such cards, as `estimate.trace` has it, predicted only, and of memory
-        only; rank None: whichever of the first, the middle, the last and the one that receives most holds most.
-        Lengths are then multiples of which each rank has whole segments.
-    measure: do the calls, each in a fresh process of `server` (default: this process's shared one), until what
-        works and what does not are `step` of N apart, or a tenth where that is time. A prediction is ten times as
-        close.
-    check: compare sampled rows of the results with float64; not for a function that computes something else.
+    measure: do the calls, each in a fresh process; else the search is in traces alone.
     recorder: of records.start("frontier", ...); takes a row a probe ("stage": "probe"), as it is done, and the result
         ("stage": "search"). What it has settled, of an interrupted search too, is not measured again.
-    say: takes the progress, a line a probe; None for silence.
+    say: takes the progress, a line a probe; None for silence. options: see `Options`.
 
     The row: n, the longest that works, measured or else predicted: 0 where not even a grain does, None where that is
     not known; predicted_n, measured_n; limiter, which is the measured one if there is one, and predicted_limiter;
@@ -81,54 +105,51 @@ def search(
     dies again, or is refused at every length, the search ends with that status.
     ValueError for arguments that mean nothing, and for a case that a fresh process cannot be given.
     """
-    at = lengths_of(case, grain, limit_n, step, seconds)
-    fake_ranks.Rank(world, rank or 0, strategy)  # refuses what there is not
-    if measure and world != 1:
-        raise ValueError(f"world={world}: want 1 for a measurement; over several cards a frontier is predicted")
+    how = Options(**options)
+    at = lengths_of(case, how.grain, how.limit_n, how.step, seconds)
+    if measure and how.world != 1:
+        raise ValueError(f"world={how.world}: want 1 for a measurement; over several cards a frontier is predicted")
     example = at(FIRST) if callable(case) else case
-    card, capped = _card(card, example.device), budget_bytes is not None
-    if not capped and card is not None:
-        budget_bytes = card.total_bytes - card.context_bytes - (card.communicator_bytes if world > 1 else 0)
-    if budget_bytes is None:
-        raise ValueError(
-            "card=None, budget_bytes=None: want a card, e.g. card='h100', for a case on device='cuda', or, for one on "
-            "the CPU, the bytes that its tensors may take, e.g. budget_bytes=1 << 30"
-        )
-    budget_bytes = checks.whole("budget_bytes", budget_bytes, 1)
-    asked = {
-        "asked": example.fields()["backend"],
-        "device": example.device,
-        "card": card.key if card else cards.VIRTUAL,
-    }
-    asked |= {"budget_bytes": budget_bytes, "capped": capped, "seconds": seconds}
-    place = {"world": world, "rank": rank, "strategy": strategy} if world > 1 else {}
-    asked |= place
-    if world > 1:
-        asked["communicator_bytes"] = card and card.communicator_bytes  # None on the CPU
-        grain = _whole(grain, example, world)
-        if limit_n < grain:
-            raise ValueError(f"limit_n={limit_n}: want at least {grain}, whole segments on each of {world} ranks")
-    space = {"limit_n": limit_n // grain * grain, "grain": grain}
-    first = FIRST if example.nq == example.n else max(FIRST, example.nq + grain)
-
+    card = _card(card, example.device)
+    asked = _asked(example, card, budget_bytes, seconds, how)
+    space = how.space(example)
+    first = FIRST if example.nq == example.n else max(FIRST, example.nq + space["grain"])
+    predicted = _predicted(
+        at, card, asked, how.place, space | {"first": max(first, FIRST_TRACED), "step": how.step / 10}
+    )
     row = dict.fromkeys(FOUND) | {"measured": measure, "measured_n": None, "probes": 0}
-    predicted = _predicted(at, card, asked, place, space | {"first": max(first, FIRST_TRACED), "step": step / 10})
     row |= {f"predicted_{x}": predicted.get(y) for x, y in PREDICTED.items()}
     if measure:
         guess = {"first": predicted["n"] or first, "near": bool(predicted["n"])}
-        guess |= {"step": step, "time_step": max(step, TIME_STEP)}
-        row |= _measured(at, asked, space | guess, check, recorder, server or shared(), say)
+        guess |= {"step": how.step, "time_step": max(how.step, TIME_STEP)}
+        row |= _measured(at, asked, space | guess, how.check, recorder, how.server or shared(), say)
     else:
         row |= {x: y for x, y in predicted.items() if x != "milliseconds"}
     row["backend"] = row["backend"] or asked["asked"]
     shown = at(row["n"] or first).fields()
     shown |= {"n": row["n"]} | ({"nq": row["n"]} if shown["nq"] == shown["n"] else {})
-    row = shown | asked | space | {"stage": "search", "step": step, "check": check} | row
+    row = shown | asked | space | {"stage": "search", "step": how.step, "check": how.check} | row
     if say:
         say(words(row))
     if recorder is not None and not recorder.done(**row):
         recorder.row(**row)
     return {"probe": "frontier"} | row
+
+
+def _asked(example: Case, card, budget_bytes: int | None, seconds: float, how: Options) -> dict:
+    """The fields of a row that say what is searched for; ValueError where no budget is known."""
+    several, capped = how.world > 1, budget_bytes is not None
+    if not capped and card is not None:
+        budget_bytes = card.total_bytes - card.context_bytes - (card.communicator_bytes if several else 0)
+    if budget_bytes is None:
+        raise ValueError(
+            "card=None, budget_bytes=None: want a card, e.g. card='h100', for a case on device='cuda', or, for one on "
+            "the CPU, the bytes that its tensors may take, e.g. budget_bytes=1 << 30"
+        )
+    return {
+        "asked": example.fields()["backend"], "device": example.device, "card": card.key if card else cards.VIRTUAL,
+        "budget_bytes": checks.whole("budget_bytes", budget_bytes, 1), "capped": capped, "seconds": seconds,
+    } | how.place | ({"communicator_bytes": card and card.communicator_bytes} if several else {})  # fmt: skip
 
 
 def sweep(
@@ -274,7 +295,7 @@ def _measured(at: Lengths, asked: dict, where: dict, check: bool, recorder, serv
     works = set()
 
     def tried(n: int) -> Tried:
-        row = _probed(at(n), asked, check, recorder, server, say)
+        row = probed(at(n), asked, check, recorder, server, say)
         limiter = row["limiter"]
         if row["status"] in ("refused", "unsupported") and works:
             limiter = "launch"
@@ -286,145 +307,3 @@ def _measured(at: Lengths, asked: dict, where: dict, check: bool, recorder, serv
 
     found = largest(tried, **where)
     return found.fields() | {"measured_n": found.fields()["n"], "probes": len(found.tried)}
-
-
-def _probed(case: Case, asked: dict, check: bool, recorder, server: Server, say) -> dict:
-    """The row of a length: from the journal if that settles it, else of a probe, or of two where one is not enough.
-
-    A time-out is settled by two, and so is a launch that failed; what dies is asked again by every search.
-    """
-    fields = case.fields() | asked | {"stage": "probe", "check": check}
-    key = {x: y for x, y in fields.items() if x != "backend"}
-    known = recorder.rows(**key) if recorder is not None else []
-    if settled := [row for row in known if row["status"] in records.SETTLED or row["limiter"] == "launch"]:
-        return settled[-1]
-    late = [row for row in known if row["status"] == "timeout"]
-    while len(late) < 2:
-        row = fields | _probe(case, asked, check, server)
-        if recorder is not None:
-            row = recorder.row(**row)
-        if say:
-            say(_probe_words(row))
-        late.append(row)
-        if row["status"] not in ("killed", "timeout") or row["limiter"] == "launch":
-            break
-    return late[-1]
-
-
-def _probe(case: Case, asked: dict, check: bool, server: Server) -> dict:
-    """What a row says about a call in a fresh process."""
-    cuda, seconds = case.device.startswith("cuda"), asked["seconds"]
-    cap = int(0.9 * psutil.virtual_memory().available)  # of this machine, whatever is asked of the card
-    if not cuda:
-        cap = min(cap, 5 * asked["budget_bytes"] // 4 + SLACK_BYTES)
-    budget = asked["budget_bytes"] if asked["capped"] or not cuda else None
-    arguments = (case, budget, seconds, check)
-    outcome = server.run(f"{__name__}:call", arguments, seconds + COLD_S + SETUP_S, cap)
-    if outcome.status == "killed" and "SIGALRM" in outcome.error:
-        outcome = Outcome("timeout", f"the call took more than {seconds:g} s")
-    row = {"status": outcome.status, "error": outcome.error, "limiter": None, "load": None, "valid": None}
-    row |= dict.fromkeys(("median_ms", "samples_ms", "peak_bytes", "reserved_bytes", "extra_bytes"))
-    if outcome.status != "ok":
-        launch = outcome.status == "killed" and any(x in outcome.error.lower() for x in LAUNCH)
-        row["limiter"] = "launch" if launch else {"oom": "memory", "timeout": "time"}.get(outcome.status)
-        return row
-    row |= outcome.result
-    lateness = row["median_ms"] / 1000 / seconds
-    row["load"] = max(row["reserved_bytes"] / asked["budget_bytes"], lateness)
-    row["limiter"] = "validity" if row["valid"] is False else "time" if lateness > 1 else None
-    return row
-
-
-def _probe_words(row: dict) -> str:
-    if row["status"] != "ok":
-        return f"  N = {row['n']:,}: {row['status']}: {row['error'].partition('. ')[0]}"
-    what = f"{row['reserved_bytes'] / 2**30:.2f} GiB reserved, {row['median_ms']:.3g} ms"
-    return f"  N = {row['n']:,}: {row['limiter'] or 'works'}, {what}" + (f": {row['error']}" if row["error"] else "")
-
-
-def call(case: Case, budget_bytes: int | None, seconds: float, check: bool) -> dict:
-    """In a fresh process: the call on a card of so many bytes, and what it took; the process ends if that is too long.
-
-    Memory is read after the first call. On CUDA time is the second call's, which compiles nothing.
-    """
-    cuda, made = case.device.startswith("cuda"), []
-    random = torch.Generator(case.device).manual_seed(case.seed)
-
-    def make(shape):
-        made.append(torch.randn(shape, generator=random, device=case.device, dtype=case.dtype))
-        return made[-1]
-
-    def timed(limit: float):
-        signal.setitimer(signal.ITIMER_REAL, min(limit, 1e6))  # SIGALRM ends the process, also within a kernel
-        begin = time.perf_counter()
-        result = work()
-        if cuda:
-            torch.cuda.synchronize()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        return result, 1000 * (time.perf_counter() - begin)
-
-    with card_of(budget_bytes, cuda) as used:
-        work, backend = case.prepare_from(make)
-        inputs = used()["peak_bytes"]
-        result, milliseconds = timed(seconds + cuda * COLD_S)
-        found = used()
-        if cuda:  # a second call for its time alone: the pieces that the first has left must not be what it fails for
-            del result
-            torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction(1.0)
-            result, milliseconds = timed(seconds)
-    found |= {"backend": backend, "extra_bytes": found["peak_bytes"] - inputs}
-    found |= {"median_ms": milliseconds, "samples_ms": [milliseconds]}
-    return found | (_valid(case, made, result) if check else {})
-
-
-@contextlib.contextmanager
-def card_of(budget_bytes: int | None, cuda: bool):
-    """A card with so much memory for the allocator, in software on the CPU; yields what reads the peaks."""
-    if cuda:
-        if budget_bytes is not None:
-            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, (budget_bytes + 0.5) / total))  # not a byte less
-
-        def used():
-            stats = torch.cuda.memory_stats()
-            names = {"peak_bytes": "requested_bytes", "reserved_bytes": "reserved_bytes"}
-            return {x: stats[f"{y}.all.peak"] for x, y in names.items()}
-
-        yield used
-        torch.cuda.set_per_process_memory_fraction(1.0)  # the check of the rows is not on the budget
-        return
-    from workbench.fit.virtual_card import VirtualCard
-
-    with VirtualCard(budget_bytes / 2**30) as card:
-        yield lambda: {"peak_bytes": card.peak_requested_bytes, "reserved_bytes": card.peak_reserved_bytes}
-
-
-def _valid(case: Case, made: list, result) -> dict:
-    """valid: whether sampled rows are right, None where there was no memory to tell, or where dk and dv have too many
-    softmaxes behind them to be checked; error: what is wrong, or was not checked.
-
-    Where the call has left no room for that on the card, its tensors move to the host's memory, if they fit there.
-    """
-    outcome = attempt(lambda: _checked(case, made, result))
-    if outcome.status == "oom" and case.device.startswith("cuda"):
-        results = list(result) if case.mode == "fwdbwd" else [result]
-        size = sum(x.numel() * x.element_size() for x in (*made, *results))
-        if size < 0.8 * psutil.virtual_memory().available:
-            del result
-            for tensors in (results, made):
-                for i, x in enumerate(tensors):
-                    tensors[i] = x.detach().cpu()
-            outcome = attempt(lambda: _checked(case, made, results if case.mode == "fwdbwd" else results[0]))
-    if outcome.status == "ok":
-        found = outcome.result
-        return {"valid": False if found.wrong else found.ok or None, "error": None if found.ok else str(found)}
-    return {"valid": None if outcome.status == "oom" else False, "error": f"rows not checked: {outcome.error}"}
-
-
-def _checked(case: Case, made: list, result):
-    from workbench.probes import validity
-
-    q, k, v, *upstream = made
-    given = {"grads": result, "upstream": upstream[0], "pairs": PAIRS.get(q.device.type)} if upstream else {}
-    return validity.check(case, None if upstream else result, q, k, v, **given)

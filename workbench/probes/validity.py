@@ -16,23 +16,21 @@ head_dim; m rows and M keys of one head at a time. i and j are absolute position
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import singledispatch
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from workbench.engines import dispatch
 from workbench.engines.torch.fused import GRID
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
+from workbench.patterns import Pattern
 from workbench.probes.case import Case
 from workbench.probes.error import LSE, RELATIVE
+from workbench.probes.visible import CHUNK, cut, parts, queries, tensor
 
 ELEMENTS = (1 << 31, 1 << 32)  # where an element's offset stops to fit in an int32, and in a uint32
 RANDOM = 8  # rows between two such places
-CHUNK = 1 << 22  # scores, or elements of keys, held at once: 32 MB of float64
 ROWS = 1 << 12  # queries whose softmaxes are computed at once
 PAIRS = {"cuda": 1 << 33, "cpu": 1 << 28}  # (query, key) pairs for the softmaxes behind dk and dv: some seconds
 
@@ -74,60 +72,68 @@ class Validity:
 
 @torch.no_grad()
 def check(
-    case: Case | Pattern, out: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *, lse: Tensor | None = None,
-    upstream: Tensor | None = None, grads: tuple[Tensor, Tensor, Tensor] | None = None, scale: float | None = None,
+    case: Case | Pattern, returned: Mapping[str, Tensor], inputs: Sequence[Tensor], *, scale: float | None = None,
     rows: Iterable[tuple[int, int, int]] | None = None, keys: Iterable[tuple[int, int, int]] | None = None,
     pairs: int | None = None, seed: int = 0,
 ) -> Validity:  # fmt: skip
     """Compare what a call of attention returned with float64, at sampled rows.
 
-    case: what was computed, a Case or its pattern; q (B, Nq, H, D), k and v (B, N, G, D): its inputs
-    out (B, Nq, H, D) or None, lse (B, H, Nq): what it returned; grads: (dq, dk, dv) of sum(out * upstream)
+    case: what was computed, a Case or its pattern
+    returned: by name, what there is of out (B, Nq, H, D), lse (B, H, Nq) and dq, dk, dv of sum(out * upstream)
+    inputs: q (B, Nq, H, D), k and v (B, N, G, D) and, for gradients, the upstream one, like q
     rows: (batch entry, row of q, head), and keys: (batch entry, row of k, key head); default `sample`'s
     pairs: of (query, key), how many may be computed for the softmaxes of the queries that see a sampled key. Past it
         the out and lse of the call itself are taken, if it gave them, and `note` says so; else the key is left out.
     """
-    pattern, grads = getattr(case, "pattern", case), grads or ()
+    pattern, (q, k, v, *upstream) = getattr(case, "pattern", case), inputs
     dispatch.check(q, k, v, pattern, scale)
-    given = {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), grads, strict=False))
-    given = {name: x.detach() for name, x in given.items() if x is not None}
-    shapes = {"out": q.shape, "lse": (len(q), q.shape[2], q.shape[1]), "dq": q.shape, "dk": k.shape, "dv": v.shape}
-    for name, x in given.items():
-        if x.shape != torch.Size(shapes[name]):
-            raise ValueError(f"{name} of shape {tuple(x.shape)}: want {tuple(shapes[name])}")
-    if not given:
-        raise ValueError("nothing to check: want out, lse or grads")
-    if grads and (len(grads) != 3 or upstream is None or upstream.shape != q.shape):
-        raise ValueError("grads: want (dq, dk, dv), and the upstream gradient of out, like q")
-    exact = Exact(pattern, q, k, v, upstream if grads else None, scale)
-    report = _Report(given, q.dtype)
-    shift = k.shape[1] - q.shape[1]
-
+    given = _given(returned, q, k, upstream)
+    exact = Exact(pattern, q, k, v, *(upstream if "dq" in given else [None]), scale)
+    report, shift = _Report(given, q.dtype), k.shape[1] - q.shape[1]
     rows = list(sample(q.shape, pattern, shift, seed) if rows is None else rows)
     for b, i, h in rows:
         found = exact.rows(b, h, torch.tensor([i + shift]))
         for name in given.keys() & found.keys():
-            at = (b, h, i) if name == "lse" else (b, i, h)
-            report.compare(name, at, *(x[0] for x in found[name]))
-
-    notes, done = [], 0
-    if grads:
-        keys = list(sample(k.shape, pattern, 0, seed + 1) if keys is None else keys)
-        left = PAIRS.get(k.device.type, PAIRS["cpu"]) if pairs is None else pairs
-        own = (out.detach(), lse.detach()) if out is not None and lse is not None and rows else None
-        borrowed = 0
-        for b, j, g in keys:
-            spent = exact.pairs(b, g, j, left)
-            if spent > left and own is None:
-                continue
-            borrowed, left, done = borrowed + (spent > left), left - (0 if spent > left else spent), done + 1
-            for name, found in exact.key(b, g, j, own if spent > left else None).items():
-                report.compare(name, (b, j, g), *found)
-        if borrowed:
-            notes.append(f"dk and dv of {borrowed} keys from the call's own out and lse, compared at {len(rows)} rows")
-        if done < len(keys):
-            notes.append(f"{len(keys) - done} keys left out: the softmaxes of their queries are too many pairs")
+            report.compare(name, (b, h, i) if name == "lse" else (b, i, h), *(x[0] for x in found[name]))
+    if "dq" not in given:
+        return report.validity(len(rows), 0, None)
+    keys = list(sample(k.shape, pattern, 0, seed + 1) if keys is None else keys)
+    left = PAIRS.get(k.device.type, PAIRS["cpu"]) if pairs is None else pairs
+    done, borrowed = _compare_keys(exact, report, keys, left, {"out", "lse"} <= given.keys() and bool(rows))
+    notes = []
+    if borrowed:
+        notes.append(f"dk and dv of {borrowed} keys from the call's own out and lse, compared at {len(rows)} rows")
+    if done < len(keys):
+        notes.append(f"{len(keys) - done} keys left out: the softmaxes of their queries are too many pairs")
     return report.validity(len(rows), done, "; ".join(notes) or None)
+
+
+def _given(returned: Mapping[str, Tensor], q: Tensor, k: Tensor, upstream: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What was returned, without its history; ValueError where it is not results of such inputs."""
+    shapes = {"out": q.shape, "lse": (len(q), q.shape[2], q.shape[1]), "dq": q.shape, "dk": k.shape, "dv": k.shape}
+    if not isinstance(returned, Mapping) or not returned or not returned.keys() <= shapes.keys():
+        raise ValueError(f"returned={list(returned)}: nothing to check; want a dictionary of {', '.join(shapes)}")
+    for name, x in returned.items():
+        if x.shape != torch.Size(shapes[name]):
+            raise ValueError(f"{name} of shape {tuple(x.shape)}: want {tuple(shapes[name])}")
+    gradients = returned.keys() & {"dq", "dk", "dv"}
+    if gradients and (len(gradients) != 3 or [x.shape for x in upstream] != [q.shape]):
+        raise ValueError("gradients: want dq, dk and dv, and as the fourth input the upstream gradient of out, like q")
+    return {name: returned[name].detach() for name in shapes if name in returned}
+
+
+def _compare_keys(exact: Exact, report: _Report, keys: list, left: int, lend: bool) -> tuple[int, int]:
+    """(how many keys were compared, how many of them with the call's own softmaxes, which lend allows)."""
+    done = borrowed = 0
+    for b, j, g in keys:
+        spent = exact.pairs(b, g, j, left)
+        if spent > left and not lend:
+            continue
+        own = (report.given["out"], report.given["lse"]) if spent > left else None
+        done, borrowed, left = done + 1, borrowed + (spent > left), left - (0 if spent > left else spent)
+        for name, found in exact.key(b, g, j, own).items():
+            report.compare(name, (b, j, g), *found)
+    return done, borrowed
 
 
 def sample(shape: tuple[int, ...], pattern, shift: int = 0, seed: int = 0) -> list[tuple[int, int, int]]:
@@ -201,127 +207,6 @@ class _Report:
         return Validity(self.errors, allowed, tuple(text for _, text in worst), rows, keys, note, unchecked)
 
 
-# --- which pairs there are -------------------------------------------------------------------------------------------
-
-
-class Part(NamedTuple):
-    """Some of the rows asked about (their places, int64 (m)) and keys that these may see: a range, or int64 (M).
-
-    seen(i, j) says how often, for (m, 1) and (1, M); None: once each. The parts of a pattern together are the multiset
-    of its pairs.
-    """
-
-    rows: Tensor
-    keys: range | Tensor
-    seen: Callable[[Tensor, Tensor], Tensor] | None = None
-
-
-@singledispatch
-def parts(pattern, h: int, i: Tensor, n: int, heads: int) -> Iterator[Part]:
-    """The keys that rows i (m), int64 on the CPU, of head h see. Any pattern: all keys, counted."""
-    yield Part(torch.arange(len(i)), range(n), _counted(pattern, h, n, heads))
-
-
-@parts.register
-def _(pattern: Dense, h, i, n, heads):
-    last = int(i.max()) + 1
-    yield Part(torch.arange(len(i)), range(last if pattern.causal else n), _before(pattern))
-
-
-@parts.register
-def _(pattern: Dilated, h, i, n, heads):
-    for branch, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
-        o = pattern.offset(branch, h, heads)
-        kept = torch.zeros(0, dtype=torch.int64) if o is None else (i % w % r == o).nonzero().squeeze(1)
-        segments, which = (i[kept] // w).unique(return_inverse=True)
-        for x, segment in enumerate(segments.tolist()):
-            yield Part(kept[which == x], range(segment * w + o, min(n, segment * w + w), r), _before(pattern))
-
-
-@parts.register
-def _(pattern: BlockSparse, h, i, n, heads):
-    a, c = pattern.block_size
-    grid = -(-n // a), -(-n // c)
-    seen = _counted(pattern, h, n, heads) if pattern.causal or pattern.predicate is not None else None
-    blocks, which = (i // a).unique(return_inverse=True)
-    for x, block in enumerate(blocks.tolist()):
-        visible = pattern.layout.visible(torch.tensor(h), torch.tensor(block), torch.arange(grid[1]), grid)
-        yield Part((which == x).nonzero().squeeze(1), _positions(visible.nonzero().squeeze(1), c, n), seen)
-
-
-@parts.register
-def _(pattern: Neighborhood, h, i, n, heads):
-    boxes = [slice(max(0, int(x.min()) - r), int(x.max()) + r + 1)
-             for x, r in zip(pattern.coordinates(i), pattern.radius, strict=True)]  # fmt: skip
-    tokens = pattern.rank.view(pattern.shape)[tuple(boxes)].flatten()
-    yield Part(torch.arange(len(i)), tokens[tokens >= 0], _counted(pattern, h, n, heads) if len(i) > 1 else None)
-
-
-def queries(pattern, h: int, j: int, n: int, heads: int, nq: int, chunk: int) -> Iterator[Tensor]:
-    """int64 (m), m at most `chunk`: the queries of head h that see key j, each as often as it does."""
-    counted = not isinstance(pattern, (Dense, Dilated))
-    for some in _candidates(pattern, h, j, n, heads):
-        for piece in _cut(some, chunk):
-            i = _tensor(piece)
-            i = i[(i >= n - nq) & ((i >= j) | (counted or not pattern.causal))]
-            if counted and len(i):
-                i = i.repeat_interleave(_counted(pattern, h, n, heads)(i, torch.tensor([j])).long())
-            if len(i):
-                yield i
-
-
-@singledispatch
-def _candidates(pattern, h: int, j: int, n: int, heads: int) -> Iterator[range | Tensor]:
-    """Positions among which all queries are that see key j; exactly those (causality aside) for Dense and Dilated."""
-    yield range(n)
-
-
-@_candidates.register
-def _(pattern: Dilated, h, j, n, heads):
-    for part in parts(pattern, h, torch.tensor([j]), n, heads):
-        yield part.keys  # a branch keeps the same positions for queries as for keys
-
-
-@_candidates.register
-def _(pattern: Neighborhood, h, j, n, heads):
-    yield next(parts(pattern, h, torch.tensor([j]), n, heads)).keys
-
-
-@_candidates.register
-def _(pattern: BlockSparse, h, j, n, heads):
-    a, c = pattern.block_size
-    grid = -(-n // a), -(-n // c)
-    for rows in _cut(range(grid[0]), max(1, CHUNK // grid[1])):  # a random layout draws whole rows
-        rows = _tensor(rows)
-        visible = pattern.layout.visible(torch.tensor(h), rows, torch.tensor(j // c), grid)
-        yield _positions(rows[visible], a, n)
-
-
-def _positions(blocks: Tensor, size: int, n: int) -> Tensor:
-    """The positions below n in blocks of a size."""
-    found = (blocks[:, None] * size + torch.arange(size)).flatten()
-    return found[found < n]
-
-
-def _before(pattern):
-    return (lambda i, j: j <= i) if pattern.causal else None
-
-
-def _counted(pattern, h: int, n: int, heads: int):
-    """The pattern's own count, on the CPU, where its tables are."""
-    return lambda i, j: pattern.count(torch.tensor(h), i.cpu(), j.cpu(), n, heads)
-
-
-def _cut(positions: range | Tensor, size: int) -> Iterator[range | Tensor]:
-    return (positions[x : x + size] for x in range(0, len(positions), size))
-
-
-def _tensor(positions: range | Tensor) -> Tensor:
-    if isinstance(positions, Tensor):
-        return positions
-    return torch.arange(positions.start, positions.stop, positions.step)
-
-
 # --- what is right ---------------------------------------------------------------------------------------------------
 
 
@@ -350,11 +235,11 @@ class Exact:
         q = self.take(self.q, b, i - self.shift, h)
         for part in parts(self.pattern.for_batch(b), h, i, self.n, self.heads):
             rows = part.rows.to(self.device)
-            for keys in _cut(part.keys, max(1, CHUNK // max(len(rows), q.shape[1], 1))):
+            for keys in cut(part.keys, max(1, CHUNK // max(len(rows), q.shape[1], 1))):
                 k, v = (self.take(x, b, keys, h // self.group) for x in (self.k, self.v))
                 s = q[rows] @ k.T * self.scale
                 if part.seen is not None:
-                    i_, j = i[part.rows].to(self.device), _tensor(keys).to(self.device)
+                    i_, j = i[part.rows].to(self.device), tensor(keys).to(self.device)
                     s += part.seen(i_[:, None], j[None]).to(self.device).double().log()
                 yield rows, s, k, v
 

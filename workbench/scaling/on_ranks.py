@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.distributed.traffic import Traffic
-from workbench.fit.frontier import card_of
+from workbench.fit.trial import card_of
 from workbench.patterns import from_spec
 from workbench.probes import memory
 from workbench.probes.case import Case

@@ -9,6 +9,7 @@ Dimensions: B batch, N keys, H heads, D head_dim.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -16,8 +17,9 @@ import numpy as np
 import pandas as pd
 
 from workbench.fit.executions import aligned
-from workbench.fit.frontier import COLD_S, GRAIN, SETUP_S, TIME_STEP, Lengths, lengths_of
+from workbench.fit.frontier import GRAIN, TIME_STEP, Lengths, lengths_of
 from workbench.fit.search import Stopped, Tried, largest
+from workbench.fit.trial import COLD_S, SETUP_S
 from workbench.harness import records
 from workbench.harness.narrate import beyond_noise
 from workbench.harness.outcome import Outcome, attempt
@@ -30,6 +32,8 @@ from workbench.scaling.on_ranks import described
 from workbench.scaling.strategies import ONE, STRATEGIES
 
 BENCH = "workbench.scaling.on_ranks"
+JOB_S, CALL_S = 600.0, 60.0  # seconds that a job of the ranks, and a call whose length is tried, may take
+LIMIT_N = 1 << 30  # the longest sequence that is tried
 MEASURED = (
     "samples_ms", "median_ms", "speedup", "speedup_low", "speedup_high", "peak_bytes", "extra_bytes", "peak_by_card",
     "extra_by_card", "sent_bytes", "control_bytes", "planned_bytes", "busy", "valid", "limiter", "max_abs_error",
@@ -39,14 +43,13 @@ MEASURED = (
 
 def sweep(
     cases: Mapping[str, Case], nproc: int = 2, strategies: Iterable[str] = STRATEGIES, *, samples: int = 9,
-    seconds: float = 20.0, timeout_s: float = 600.0, within_s: float | None = None, profile="quick", folder=None,
-    check=True, say: Callable | None = print,
+    seconds: float = 20.0, within_s: float | None = None, profile="quick", folder=None, say: Callable | None = print,
 ) -> pd.DataFrame:  # fmt: skip
     """Measure every case by every strategy on nproc ranks and, always, on one device: a row each, and one of "A/A".
 
     cases: {label: case}. samples: rounds of a case; seconds: after about so long no further round is begun.
-    timeout_s: for each job of the ranks. within_s: after so long no case is begun that has anything left to measure;
-    calling again goes on with those. check: compare with the one-device result. profile, folder: as in `records.start`.
+    within_s: after so long no case is begun that has anything left to measure; calling again goes on with those.
+    profile, folder: as in `records.start`.
     Rows become records when their case is measured, and settled ones are not measured again, whatever their label. A
     strategy that fails on any rank is a row with its status. ValueError for an unknown strategy, for cases on both CPU
     and CUDA, and for more ranks than cards.
@@ -64,44 +67,43 @@ def sweep(
         compared_with: one device or, for a forward that it cannot do, float64; unchecked: why nothing was compared
     On cards times are taken in a pool of their own, in which no profiler ever ran.
     """
-    wanted = [ONE, *dict.fromkeys(x for x in checks.listed("strategies", strategies) if x != ONE)]
-    for name in wanted:
-        _check_strategy(name)
+    wanted, end = _wanted(strategies), _end(within_s)
     samples, seconds = checks.whole("samples", samples, 1), checks.number("seconds", seconds)
-    if within_s is not None:
-        checks.number("within_s", within_s)
     backend = _backend(checks.named("cases", cases, "Case").values())
     recorder = records.start("scaling", profile, folder)
-    rows, begin = [], time.monotonic()
+    say, rows = say or (lambda *_, **__: None), []
     with contextlib.ExitStack() as pools:
         for_facts = for_times = pools.enter_context(Pool(nproc, backend))
         if backend == "nccl":
             for_times = pools.enter_context(Pool(nproc, backend))
         for number, (label, case) in enumerate(cases.items(), 1):
-            fields = {"stage": "sweep", "nproc": nproc, "check": check, "rounds": samples} | case.fields()
+            fields = {"stage": "sweep", "nproc": nproc, "check": True, "rounds": samples} | case.fields()
             known = {name: _settled(recorder, fields | _who(name, nproc)) for name in (*wanted, AA)}
             todo = [name for name in wanted if known[name] is None]
-            if todo and within_s is not None and time.monotonic() - begin > within_s:
-                if say:
-                    say(f"{number}/{len(cases)}: {label}: not begun, time is over; run it again to go on", flush=True)
+            if todo and time.monotonic() > end:
+                say(f"{number}/{len(cases)}: {label}: not begun, time is over; run it again to go on", flush=True)
                 continue
-            if say:
-                say(f"{number}/{len(cases)}: {label}, N = {case.n:,}{'' if todo else ', from the records'}", flush=True)
+            say(f"{number}/{len(cases)}: {label}, N = {case.n:,}{'' if todo else ', from the records'}", flush=True)
             fresh = {}
             if todo or known[AA] is None and known[ONE]["status"] == "ok":
                 facts = {ONE: known[ONE]} if known[ONE] else {}
-                facts |= {name: _facts(name, case, nproc, for_facts, check, timeout_s) for name in todo}
-                fresh = _times(facts, case, for_times, samples, seconds, timeout_s)
-            for name in (*wanted, AA):
-                row = known[name]
-                if row is None and name in fresh:
-                    told = fields | {"label": label} | _who(name, nproc)
-                    row = recorder.row(**told | dict.fromkeys(MEASURED) | fresh[name])
-                    if say:
-                        say(words(row), flush=True)
-                if row is not None:
-                    rows.append(row | {"label": label, "from_records": known[name] is not None})
+                facts |= {name: _facts(name, case, nproc, for_facts) for name in todo}
+                fresh = _times(facts, case, for_times, samples, seconds)
+            fields["label"] = label
+            rows += _recorded(known, fresh, lambda name, of=fields: of | _who(name, nproc), recorder, say)
     return pd.DataFrame(rows)
+
+
+def _recorded(known: dict, fresh: dict, fields: Callable[[str], dict], recorder, say: Callable) -> list[dict]:
+    """A case's rows: those known from the records, and the fresh ones, which become records now."""
+    rows = []
+    for name, row in known.items():
+        if row is None and name in fresh:
+            row = recorder.row(**fields(name) | dict.fromkeys(MEASURED) | fresh[name])
+            say(words(row), flush=True)
+        if row is not None:
+            rows.append(row | {"label": fields(name)["label"], "from_records": known[name] is not None})
+    return rows
 
 
 def _backend(cases: Iterable[Case]) -> str:
@@ -113,6 +115,18 @@ def _backend(cases: Iterable[Case]) -> str:
     if len(kinds) != 1:
         raise ValueError(f"devices {sorted(kinds)}: want cases on one kind of device, 'cpu' or 'cuda'")
     return "nccl" if kinds == {"cuda"} else "gloo"
+
+
+def _wanted(strategies: Iterable[str]) -> list[str]:
+    wanted = [ONE, *dict.fromkeys(x for x in checks.listed("strategies", strategies) if x != ONE)]
+    for name in wanted:
+        _check_strategy(name)
+    return wanted
+
+
+def _end(within_s: float | None) -> float:
+    """The time after which no case is begun."""
+    return math.inf if within_s is None else time.monotonic() + checks.number("within_s", within_s, above=-1)
 
 
 def _check_strategy(name: str) -> None:
@@ -135,7 +149,7 @@ def _settled(recorder, key: dict) -> dict | None:
 # --- a case -----------------------------------------------------------------------------------------------------------
 
 
-def _facts(name: str, case: Case, nproc: int, pool: Pool, check: bool, timeout_s: float) -> dict:
+def _facts(name: str, case: Case, nproc: int, pool: Pool) -> dict:
     """A row's fields except times: status and error, memory, bytes, busy share, exactness."""
     refused = attempt(lambda: ways.check(name, case, nproc))
     pairs = attempt(lambda: case.pattern.pairs(case.n, case.heads, case.nq)).result
@@ -146,46 +160,49 @@ def _facts(name: str, case: Case, nproc: int, pool: Pool, check: bool, timeout_s
     if plan is not None:
         sizes = (case.dtype.itemsize, case.head_dim, case.batch)
         row["planned_bytes"] = plan.bytes(*sizes, mode=case.mode).sum(1).tolist()
-    outcome = _ask(pool, "facts", [described(case), name, check and name != ONE], timeout_s)
+    outcome = _ask(pool, "facts", [described(case), name, name != ONE])
     row |= {"status": outcome.status, "error": outcome.error}
-    return row | _together(name, outcome.result, check) if outcome.status == "ok" else row
+    return row | _together(name, outcome.result) if outcome.status == "ok" else row
 
 
-def _together(name: str, ranks: list[dict], check: bool) -> dict:
+def _together(name: str, ranks: list[dict]) -> dict:
     """The ranks' facts as fields of a row."""
-    by_card = {x: ranks[0][x] if name == "data parallel" else [y for rank in ranks for y in rank[x]]
-               for x in ("peak_bytes", "extra_bytes", "busy")}  # fmt: skip
-    row = {"peak_by_card": by_card["peak_bytes"], "extra_by_card": by_card["extra_bytes"], "busy": by_card["busy"]}
-    row |= {x: max(by_card[x]) for x in ("peak_bytes", "extra_bytes")}
+    first, row = ranks[0], {}
+    for x, y in (("peak_bytes", "peak_by_card"), ("extra_bytes", "extra_by_card"), ("busy", "busy")):
+        row[y] = first[x] if name == "data parallel" else [card for rank in ranks for card in rank[x]]
+    row |= {"peak_bytes": max(row["peak_by_card"]), "extra_bytes": max(row["extra_by_card"])}
     row |= {x: [rank[x] for rank in ranks] for x in ("sent_bytes", "control_bytes")}
     if name == "data parallel":
         row["sent_bytes"] = None
-    row |= {x: ranks[0][x] for x in ("unchecked", "compared_with")}
+    row |= {"unchecked": first["unchecked"], "compared_with": first["compared_with"]}
     row["compared"] = sum(rank["compared"] for rank in ranks)
-    if not check or name == ONE or row["unchecked"]:
-        return row
+    return row if name == ONE or row["unchecked"] else row | _errors(ranks)
+
+
+def _errors(ranks: list[dict]) -> dict:
+    """The largest errors of the ranks, and whether they are allowed, as fields of a row."""
     results = sorted({x for rank in ranks for x in rank["errors"]})
-    errors = {x: [max(rank["errors"].get(x, [0, 0])[y] for rank in ranks) for y in (0, 1)] for x in results}
+    errors = {x: np.max([rank["errors"].get(x, [0, 0]) for rank in ranks], axis=0).tolist() for x in results}
     worst = max(errors, key=lambda x: errors[x][1])
-    row |= {"errors": errors, "max_abs_error": max(x for x, _ in errors.values()), "valid": errors[worst][1] <= 1}
+    off, times = errors[worst]
+    row = {"errors": errors, "max_abs_error": max(x for x, _ in errors.values()), "valid": times <= 1}
     if not row["valid"]:
-        off, times = errors[worst]
+        other = "one device's" if ranks[0]["compared_with"] == "one device" else ranks[0]["compared_with"]
         row["limiter"] = "validity"
-        other = "one device's" if row["compared_with"] == "one device" else row["compared_with"]
         row["error"] = f"wrong: {worst} is off {other} by up to {off:.3g}, {times:.3g} times what is allowed"
     return row
 
 
-def _times(facts: dict[str, dict], case: Case, pool: Pool, samples: int, seconds: float, timeout_s: float) -> dict:
+def _times(facts: dict[str, dict], case: Case, pool: Pool, samples: int, seconds: float) -> dict:
     """The rows' fields with times, for strategies that ran and are right; and those of A/A, if one device ran."""
     able = [name for name, row in facts.items() if row["status"] == "ok" and row.get("valid") is not False]
     rows = dict(facts)
     if not able:
         return rows
     arguments = [described(case), able, samples, seconds]
-    outcome = _ask(pool, "times", arguments, timeout_s)
+    outcome = _ask(pool, "times", arguments)
     if outcome.status == "oom":  # each is able, but not beside the inputs of the others
-        outcome = _ask(pool, "times", [*arguments, False], timeout_s)
+        outcome = _ask(pool, "times", [*arguments, False])
     if outcome.status != "ok":
         return rows | {name: rows[name] | {"status": outcome.status, "error": outcome.error} for name in able}
     taken = {name: np.max([rank[name] for rank in outcome.result], axis=0).tolist() for name in outcome.result[0]}
@@ -200,7 +217,7 @@ def _times(facts: dict[str, dict], case: Case, pool: Pool, samples: int, seconds
     return rows
 
 
-def _ask(pool: Pool, function: str, arguments: list, timeout_s: float) -> JobOutcome | Outcome:
+def _ask(pool: Pool, function: str, arguments: list, timeout_s: float = JOB_S) -> JobOutcome | Outcome:
     """A job's outcome; the pool's ValueError, such as for a module that it cannot find, is the outcome "refused"."""
     try:
         return pool.attempt(f"{BENCH}:{function}", arguments, timeout_s)
@@ -263,35 +280,34 @@ def _number(x, form: str, unit: float = 1) -> str:
 
 def longest(
     case: Case | Lengths, nproc: int = 2, strategy: str = "sequence", *, budget_bytes: int | None = None,
-    seconds: float = 60.0, first: int = 1 << 14, limit_n: int = 1 << 30, grain: int = GRAIN, step: float = 0.01,
-    profile="quick", folder=None, say: Callable | None = print,
+    first: int = 1 << 14, step: float = 0.01, profile="quick", folder=None, say: Callable | None = print,
 ) -> pd.DataFrame:  # fmt: skip
     """The longest N that runs on one device, and on nproc ranks by a strategy: two rows, each with what limits it.
 
     case: one that is tried at other N (`Case.at`), or a function of N that gives it. budget_bytes: what a card's
-    tensors may take; by default, on CUDA, the card's memory; required on the CPU, which has no such limit. seconds:
-    what a call may take. first: the N per rank with which to begin; grain: what N is a multiple of; limit_n: the
-    largest that is tried; step: the search ends when what works and what does not are apart by this share of N.
+    tensors may take; by default, on CUDA, the card's memory; required on the CPU, which has no such limit.
+    first: the N per rank with which to begin; step: the search ends when what works and what does not are apart by this
+    share of N. A call may take CALL_S.
     Each N tried is a record (stage "length") and is not tried again; the results are records (stage "longest").
     A row: n, limiter (as in `frontier.search`), peak_bytes and reserved_bytes of the card that takes most, median_ms,
     ratio (n over that of one device).
     ValueError for arguments that make no sense, and on the CPU without a budget.
     """
-    at = lengths_of(case, grain, limit_n, step, seconds)
+    at = lengths_of(case, GRAIN, LIMIT_N, step, CALL_S)
     _check_strategy(strategy)
     nproc, first = checks.whole("nproc", nproc, 1), checks.whole("first", first, 1)
     if budget_bytes is not None:
         budget_bytes = checks.whole("budget_bytes", budget_bytes, 1)
-    example = at(grain)
+    example = at(GRAIN)
     if budget_bytes is None and _backend([example]) == "gloo":
         raise ValueError("budget_bytes=None: on the CPU want the bytes of a card in software, e.g. 1 << 28")
     recorder, rows = records.start("scaling", profile, folder), []
-    asked = {"nproc": nproc, "budget_bytes": budget_bytes, "seconds": seconds}
+    asked = {"nproc": nproc, "budget_bytes": budget_bytes, "seconds": CALL_S}
     for name, world in ((ONE, 1), (strategy, nproc)):
         who = _who(name, world) | {"world": world} | asked
         with Pool(world, _backend([example])) as pool:
-            found = largest(_lengths(at, who, pool, recorder, say), first * world, limit_n, grain, step, TIME_STEP)
-        row = example.fields() | who | {"stage": "longest", "grain": grain, "step": step, "limit_n": limit_n}
+            found = largest(_lengths(at, who, pool, recorder, say), first * world, LIMIT_N, GRAIN, step, TIME_STEP)
+        row = example.fields() | who | {"stage": "longest", "grain": GRAIN, "step": step, "limit_n": LIMIT_N}
         row |= {"peak_bytes": None, "reserved_bytes": None, "median_ms": None} | found.fields()
         if row["nq"] == example.n:
             row["nq"] = row["n"]
