@@ -129,9 +129,10 @@ class Placed:
 
     def gather(self, k: Tensor, v: Tensor, received: Tensor) -> list[Tensor]:
         """The partial's keys and values, (B, M, its key heads, D) each: views if they can be, else copies."""
+        if self.all_own:  # by one indexing each, since the first kernel waits for it
+            source = self.copies[0].source
+            return [x[self.batch, source.rows, source.heads] for x in (k, v)]
         k, v = k[self.batch], v[self.batch]
-        if self.all_own:
-            return [self.copies[0].source.of(x).squeeze(2) for x in (k, v)]
         if self.in_buffer is not None:
             gathered = self.exchange.rows(received, self.in_buffer, self.batch)
         else:
