@@ -1,1 +1,0 @@
-from tests.distributed.conftest import ranks  # noqa: F401
