@@ -45,7 +45,7 @@ def imports(path: Path):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            yield from inner & MODULES.keys() or {node.module}
+            yield from inner & MODULES.keys() or {node.module} - {"workbench"}  # which itself imports nothing
 
 
 def folder(module: str) -> str:

@@ -6,6 +6,7 @@ Names are imported when they are first used, so that `import workbench` and the 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,17 @@ def __getattr__(name: str):
         raise AttributeError(f"module 'workbench' has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+def files_of(folder: str):
+    """The `__getattr__` of a folder of this package: a file is imported when its name is first used."""
+
+    def __getattr__(name: str):
+        if not name.startswith("_") and importlib.util.find_spec(f"{folder}.{name}"):
+            return importlib.import_module(f"{folder}.{name}")
+        raise AttributeError(f"module {folder!r} has no attribute {name!r}")
+
+    return __getattr__
 
 
 def __dir__():

@@ -1,0 +1,1 @@
+"""q, k, v -> out, lse: the definition, and everything that computes it."""

@@ -1,1 +1,5 @@
-"""Processes and their faults: `processes` (a call in a fresh process) and `ranks` (several that work together)."""
+"""What measurements stand on: processes, ranks, outcomes, records, the machine."""
+
+from workbench import files_of
+
+__getattr__ = files_of(__name__)

@@ -1,13 +1,5 @@
-"""Pictures, a module for each subject: each function draws from a DataFrame or a pattern alone and returns a Figure."""
+"""Pictures, a file for each subject: each function draws from a DataFrame or a pattern alone and returns a Figure."""
 
-from __future__ import annotations
+from workbench import files_of
 
-import importlib
-
-__all__ = ["distributed", "exactness", "frontier", "orderings", "patterns", "scaling", "speed", "style"]
-
-
-def __getattr__(name: str):
-    if name not in __all__:
-        raise AttributeError(f"module 'workbench.plots' has no attribute {name!r}")
-    return importlib.import_module(f"workbench.plots.{name}")
+__getattr__ = files_of(__name__)
