@@ -1,6 +1,5 @@
 """Every way in which a rank can fail, for real, while others wait for it; and the launchers beside the pool."""
 
-import _thread
 import contextlib
 import json
 import os
@@ -234,7 +233,7 @@ def test_an_interrupt_ends_the_job(pair, tmp_path):
 
     def interrupt():
         found.extend(when_told(tmp_path))
-        _thread.interrupt_main()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # which also ends a wait
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # behind nohup or & it is ignored
     thread = threading.Thread(target=interrupt)

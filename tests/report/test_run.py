@@ -238,7 +238,7 @@ def test_a_page_that_cannot_be_made_is_a_banner_and_the_next_notebook_runs(run, 
     from workbench.report import page
 
     make = page.make_static
-    monkeypatch.setattr(page, "make_static", lambda nb: 1 / 0 if "01" in str(nb.cells) else make(nb))
+    monkeypatch.setattr(page, "make_static", lambda nb: 1 / 0 if "Notebook 01" in str(nb.cells) else make(nb))
     (bad, good), said, out = run({"01_bad": ["# Notebook 01", "1"], "02_good": ["print(6 * 7)"]})
     assert (bad.status, good.status) == ("error", "ok")
     assert bad.failure == "Its page could not be made: ZeroDivisionError: division by zero."
