@@ -152,8 +152,8 @@ class Pool(contextlib.AbstractContextManager):
         self._store = None
 
     def _start(self) -> None:
-        if self._ranks and not any(rank.ended() for rank in self._ranks):
-            return
+        if self._ranks and not any(rank.ended() or rank.pipe.poll() for rank in self._ranks):
+            return  # nothing to read between jobs, not even the end of a pipe, which is how a death shows first
         self.close()
         # As under torchrun, the store where ranks meet lives in this process: port 0 is one that is free.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

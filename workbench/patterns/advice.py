@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import torch
@@ -38,6 +39,11 @@ def advise(pattern: Pattern, n: int, heads: int, nq: int) -> None:
 
 
 def _warn(kind: str, text: str) -> None:
-    if kind not in _given:
-        _given.add(kind)
-        warnings.warn(text, stacklevel=4)
+    """The warning points at the caller's line, through however many functions of this package it came."""
+    if kind in _given:
+        return
+    _given.add(kind)
+    frame, level = sys._getframe(), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(__package__.partition(".")[0] + "."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
