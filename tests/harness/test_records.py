@@ -15,7 +15,7 @@ import torch
 
 from workbench.harness import machine, records
 
-COMMITTED = sorted(records.default_folder().rglob("*.jsonl"))
+COMMITTED = sorted(records.default_folder().glob("h*/*.jsonl"))  # of named cards; `cpu` is what this machine measured
 ROOT = Path(__file__).parents[2]
 
 
@@ -299,7 +299,7 @@ def test_every_committed_row_is_read_under_todays_names(path):
 
 
 def test_the_old_name_of_eager_is_read_as_eager():
-    frame = records.load()
+    frame = records.load(*COMMITTED)
     assert (frame["backend"] == "eager").sum() == 63 and not frame["backend"].str.contains(":", na=False).any()
 
 
