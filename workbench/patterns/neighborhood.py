@@ -110,7 +110,7 @@ class Neighborhood(Pattern):
 
         reach = math.prod(min(side, 2 * r + 1) for side, r in zip(self.shape, self.radius, strict=True))
         step = max(1, CHUNK // max(1, cols, min(math.prod(self.shape), bq * reach)))
-        widths, columns, full = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int32)], []
+        parts = []
         for a in range(0, rows, step):
             end = min(rows, a + step)
             visible = torch.zeros(end - a, cols, dtype=torch.bool)
@@ -121,12 +121,8 @@ class Neighborhood(Pattern):
             seen = run_block[_ranges(begin, many)]
             visible[(row - a).repeat_interleave(many)[seen >= 0], seen[seen >= 0]] = True
             x, y = visible.nonzero(as_tuple=True)
-            widths.append(visible.sum(1))
-            columns.append(y.to(torch.int32))
-            full.append(self._within(boxes[0], x + a, boxes[1], y))
-        starts = torch.cat(widths).cumsum(0)
-        full = torch.cat([torch.zeros(0, dtype=torch.bool), *full])
-        return Blocks(block_size, n, nq, 1, starts, torch.cat(columns), full)
+            parts.append((visible.sum(1), y.int(), self._within(boxes[0], x + a, boxes[1], y)))
+        return Blocks.joined(block_size, n, nq, 1, parts)
 
     def _row_counts(self, n, heads, nq, block_size):
         bq, bk = block_size

@@ -116,6 +116,9 @@ class Ordering(Value):
             return deepcopy(self.source)
         return {"ordering": self.name, "shape": list(self.shape), "curve": self.curve.tolist()}
 
+    def __reduce__(self):  # copied as it is made: a tensor that pickle has filled counts as written to
+        return Ordering, (self.name, self.shape, self.curve, self.source)
+
     def __repr__(self) -> str:
         """A call that makes it; where that would be a long list, what it is in words."""
         if self.source and "runs" not in self.source:
