@@ -301,13 +301,3 @@ def test_every_committed_row_is_read_under_todays_names(path):
 def test_the_old_name_of_eager_is_read_as_eager():
     frame = records.load()
     assert (frame["backend"] == "eager").sum() == 63 and not frame["backend"].str.contains(":", na=False).any()
-
-
-def test_records_lie_in_the_checkout_and_name_the_source_of_every_folder(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert records.default_folder() == Path(__file__).parents[2] / "outputs" / "records"
-    monkeypatch.setattr(records, "PACKAGE", tmp_path / "package")
-    (tmp_path / "package" / "engines").mkdir(parents=True)
-    before = records._source()
-    (tmp_path / "package" / "engines" / "kernel.py").write_text("x = 1\n")
-    assert records._source() != before
