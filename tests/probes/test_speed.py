@@ -1,6 +1,5 @@
 import pandas as pd
 import pytest
-import torch
 
 from workbench.harness import records
 from workbench.patterns import BlockSparse, Dense, Neighborhood, layouts

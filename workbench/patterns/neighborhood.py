@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-import workbench.patterns.orderings  # by its full name, since it imports this package
+from workbench.patterns import orderings
 from workbench.patterns.base import Blocks, Pattern, repeated
 from workbench.patterns.checks import axes
 
@@ -27,9 +27,9 @@ class Neighborhood(Pattern):
     same_heads = True
 
     def __init__(self, shape, radius, ordering=None):
-        self.shape = workbench.patterns.orderings.shape_of(shape)
+        self.shape = orderings.shape_of(shape)
         self.radius = axes("radius", radius, len(self.shape), 0)
-        if ordering is not None and not isinstance(ordering, workbench.patterns.orderings.Ordering):
+        if ordering is not None and not isinstance(ordering, orderings.Ordering):
             raise ValueError(f"ordering={ordering!r}: want an ordering, e.g. orderings.hilbert({self.shape}), or None")
         if ordering is not None and ordering.shape != self.shape:
             raise ValueError(f"ordering={ordering.name} of shape {ordering.shape}: want the shape {self.shape}")
@@ -37,7 +37,7 @@ class Neighborhood(Pattern):
 
     @cached_property
     def _order(self):
-        return workbench.patterns.orderings.row_major(self.shape) if self.ordering is None else self.ordering
+        return orderings.row_major(self.shape) if self.ordering is None else self.ordering
 
     @property
     def curve(self) -> Tensor:
@@ -197,12 +197,11 @@ class Neighborhood(Pattern):
 
     def spec(self):
         ordering = None if self.ordering is None else self.ordering.spec()
-        spec = {"pattern": "Neighborhood", "shape": list(self.shape), "radius": list(self.radius)}
-        return spec | {"ordering": ordering}
+        return {"pattern": "Neighborhood", "shape": list(self.shape), "radius": list(self.radius), "ordering": ordering}
 
     @classmethod
     def from_spec(cls, ordering=None, **rest):
-        return cls(ordering=None if ordering is None else workbench.patterns.orderings.from_spec(ordering), **rest)
+        return cls(ordering=None if ordering is None else orderings.from_spec(ordering), **rest)
 
     @property
     def short_name(self):

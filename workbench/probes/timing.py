@@ -48,20 +48,9 @@ class Timing:
     sm_clock_mhz: float | None = None
     throttle: list[str] | None = None
 
-    def quantile(self, q: float) -> float:
-        return float(np.quantile(self.samples_ms, q))
-
     @property
     def median_ms(self) -> float:
-        return self.quantile(0.5)
-
-    @property
-    def q10_ms(self) -> float:
-        return self.quantile(0.1)
-
-    @property
-    def q90_ms(self) -> float:
-        return self.quantile(0.9)
+        return float(np.median(self.samples_ms))
 
 
 def measure(fn: Callable[[], object], *, warmup: int = 2, samples: int = 9, seconds: float = 10.0) -> Timing:
@@ -130,7 +119,8 @@ def compare(
     timings = {name: Timing([read() for read in taken]) for name, taken in reads.items()}
     rows = []
     for name, timing in timings.items():
-        row = {"median_ms": timing.median_ms, "q10_ms": timing.q10_ms, "q90_ms": timing.q90_ms}
+        quantiles = np.quantile(timing.samples_ms, [0.5, 0.1, 0.9]).tolist()
+        row = dict(zip(("median_ms", "q10_ms", "q90_ms"), quantiles, strict=True))
         row |= speedup(timings[first].samples_ms, timing.samples_ms, seed)
         row |= {"samples_ms": timing.samples_ms, "places": places[name], "order_seed": seed}
         rows.append(row | {"sm_clock_mhz": clocks.sm_clock_mhz, "throttle": clocks.throttle})
