@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.harness.outcome import Outcome, sentence, status_of
-from workbench.harness.processes import Process, Server, imported, shared
+from workbench.harness.processes import Process, imported, shared
 
 BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # gloo too: ranks whose cards are out of memory can agree
 LAUNCHERS = (  # the variable that tells of a launcher; then those of the rank, of how many there are, and on this host
@@ -76,16 +76,15 @@ class RankError(RuntimeError):
 
 class Pool(contextlib.AbstractContextManager):
     """nproc ranks on this host that run functions, one job at a time. They start with the first job, and end with
-    `close`, with the block of `with Pool(2) as pool:`, or with this process, however it ends. They are forked from a
-    server and not from this process, which may have used CUDA.
+    `close`, with the block of `with Pool(2) as pool:`, or with this process, however it ends. They are forked from the
+    server of `processes.shared` and not from this process, which may have used CUDA.
 
     backend: "gloo", or "nccl" with a card for each rank; by default "nccl" if there is CUDA.
-    server: what to fork them from (default: the one that this process shares).
     ValueError if nproc is not a positive integer, there are fewer cards than "nccl" needs, or this process is itself
     one of several ranks, of which each would start as many.
     """
 
-    def __init__(self, nproc: int, backend: str | None = None, server: Server | None = None):
+    def __init__(self, nproc: int, backend: str | None = None):
         if not isinstance(nproc, int) or nproc < 1:
             raise ValueError(f"nproc={nproc!r}: want an integer of at least 1")
         cards = torch.cuda.device_count()  # asks the driver, without starting CUDA in this process
@@ -103,7 +102,6 @@ class Pool(contextlib.AbstractContextManager):
                 "without the launcher"
             )
         self.nproc, self.backend = nproc, backend
-        self._server = server or shared()
         self._ranks: list[Process] = []
 
     def __exit__(self, *_) -> None:
@@ -162,7 +160,7 @@ class Pool(contextlib.AbstractContextManager):
                   "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": world,
                   "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}  # fmt: skip
         for rank in map(str, range(self.nproc)):
-            self._ranks.append(self._server.start(f"{__name__}:serve", common | {"RANK": rank, "LOCAL_RANK": rank}))
+            self._ranks.append(shared().start(f"{__name__}:serve", common | {"RANK": rank, "LOCAL_RANK": rank}))
         self._ask(pickle.dumps(self.backend), START_S)
 
     def _ask(self, work: bytes, timeout_s: float) -> list:
