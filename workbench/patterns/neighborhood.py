@@ -103,13 +103,15 @@ class Neighborhood(Pattern):
         token = self.rank
         query_block = torch.where(token >= n - nq, token // bq - first, -1)
         key_block = torch.where(token >= 0, token // bk, -1)
-        run_start = self._run_starts(key_block)
-        run_of_cell, run_block = run_start.cumsum(0) - 1, key_block[run_start]
-        runs = self._query_runs(query_block)
+        run_block, _, run_of_cell = self._runs(key_block)
+        row, stop, _ = self._runs(query_block)
+        start = torch.cat([stop.new_zeros(1), stop[:-1] + 1])
+        by_row = row.argsort()[int((row < 0).sum()) :]
+        runs = row[by_row], start[by_row], stop[by_row]
         boxes = self._boxes(torch.arange(n - nq, n), bq, first, rows), self._boxes(torch.arange(n), bk, 0, cols)
 
         reach = math.prod(min(side, 2 * r + 1) for side, r in zip(self.shape, self.radius, strict=True))
-        step = max(1, CHUNK // max(1, cols, min(math.prod(self.shape), bq * reach)))
+        step = max(1, CHUNK // max(1, cols, bq * reach))
         parts = []
         for a in range(0, rows, step):
             end = min(rows, a + step)
@@ -138,24 +140,14 @@ class Neighborhood(Pattern):
 
         return repeated(whole, n, bq, period // bq, -(-reach // bq))[..., (n - nq) // bq :]
 
-    def _run_starts(self, label: Tensor) -> Tensor:
-        """bool (cells,): where a run of equal labels along the last axis begins."""
-        begins = torch.ones(len(label), dtype=torch.bool)
-        torch.ne(label[1:], label[:-1], out=begins[1:])
-        begins[:: self.shape[-1]] = True
-        return begins
-
-    def _query_runs(self, query_block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(block, first cell, last cell) of the runs that hold queries, by block."""
-        start = self._run_starts(query_block).nonzero().flatten()
-        stop = torch.cat([start[1:], torch.tensor([len(query_block)])]) - 1
-        block = query_block[start]
-        order = block.argsort()
-        order = order[block[order] >= 0]
-        return block[order], start[order], stop[order]
+    def _runs(self, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Runs of cells of one label >= -1 along the last axis: each run's label and last cell, and each cell's run."""
+        line, labels = torch.arange(len(label)) // self.shape[-1], int(label.max()) + 2
+        found, run, many = (line * labels + label + 1).unique_consecutive(return_inverse=True, return_counts=True)
+        return found % labels - 1, many.cumsum(0) - 1, run
 
     def _widen(self, block: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The windows of runs of cells, as disjoint runs: (block, first cell, last cell)."""
+        """The windows of runs of cells, as a run on each line within reach: (block, first cell, last cell)."""
         side, radius = self.shape[-1], self.radius[-1]
         left = (start % side - radius).clamp(min=0)
         right = (stop % side + radius).clamp(max=side - 1)
@@ -167,15 +159,7 @@ class Neighborhood(Pattern):
             moved = x + shifts[:, axis, None]
             inside = inside & (moved >= 0) & (moved < self.shape[axis])
             line = line * self.shape[axis] + moved
-        origin = (block * (math.prod(self.shape) // side) + line) * side
-        begin, end = (origin + left)[inside], (origin + right)[inside]
-        order = begin.argsort()
-        begin, end = begin[order], end[order].cummax(0).values if len(order) else end
-        new = torch.ones(len(begin), dtype=torch.bool)
-        torch.gt(begin[1:], end[:-1], out=new[1:])
-        last = torch.cat([new[1:], new.new_ones(1)]) if len(new) else new
-        begin, end, cells = begin[new], end[last], math.prod(self.shape)
-        return begin // cells, begin % cells, end % cells
+        return block.expand_as(line)[inside], (line * side + left)[inside], (line * side + right)[inside]
 
     def _boxes(self, token: Tensor, size: int, first: int, blocks: int) -> Tensor:
         """int64 (axes, 2, blocks): the bounding box of each block's tokens."""
