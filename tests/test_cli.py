@@ -22,9 +22,8 @@ QUICK = 6  # times what Python takes to start: what the answer of a command that
 def folder(tmp_path, monkeypatch):
     """A folder with notebooks/, which is the current one."""
     profiles = {"tiny": {"n": 64, "lengths": [8]}, "gpu": {"n": 65536}}
-    write(
-        tmp_path / "notebooks" / "01_one.ipynb", "# The first one", PARAMETERS, "print(n, lengths)", profiles=profiles
-    )
+    first = ("# The first one", PARAMETERS, "print(n, lengths)")
+    write(tmp_path / "notebooks" / "01_one.ipynb", *first, profiles=profiles)
     write(tmp_path / "notebooks" / "02_two.ipynb", "# The second one", "print(2)")
     monkeypatch.chdir(tmp_path)
     return tmp_path

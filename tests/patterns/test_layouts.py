@@ -4,7 +4,7 @@ import pickle
 import pytest
 import torch
 
-from workbench.patterns import BlockSparse, Neighborhood, layouts
+from workbench.patterns import BlockSparse, Neighborhood
 from workbench.patterns.layouts import explicit, from_spec, global_, hierarchical, local, random, strided, top_k
 
 GRIDS = [(1, 1), (7, 7), (12, 5), (5, 12), (33, 33)]
@@ -55,16 +55,11 @@ def test_against_the_definition(layout, predicate, rows, cols):
     assert torch.equal(grid_of(layout, rows, cols), drawn(predicate, rows, cols))
 
 
-@pytest.mark.parametrize("far", [2**31, 2**32, 2**40, 10**30])
+@pytest.mark.parametrize("far", [2**31, 10**30])
 def test_what_is_farther_than_32_bits_is_just_far(far):
     n = 36
-    for huge, as_large in (
-        (layouts.local(far), layouts.local(99)),
-        (layouts.global_(far), layouts.global_(99)),
-        (layouts.strided(far), layouts.strided(99)),
-        (layouts.hierarchical(far, 3), layouts.hierarchical(99, 3)),
-    ):
-        assert BlockSparse(huge, 4).pairs(n, 1) == BlockSparse(as_large, 4).pairs(n, 1), huge
+    for make in (local, global_, strided, lambda distance: hierarchical(distance, 3)):
+        assert BlockSparse(make(far), 4).pairs(n, 1) == BlockSparse(make(99), 4).pairs(n, 1)
     grid = Neighborhood((6, 6), far)
     assert grid.pairs(n, 1) == n * n == int(grid.multiplicity(n, 1).sum())
 
