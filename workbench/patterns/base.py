@@ -54,6 +54,10 @@ class Blocks:
     def cols(self) -> int:
         return -(-self.n // self.block_size[1])
 
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.starts, self.columns, self.full))
+
     def to(self, device) -> Blocks:
         moved = (t.to(device) for t in (self.starts, self.columns, self.full))
         return Blocks(self.block_size, self.n, self.nq, self.layouts, *moved)
