@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.patterns import Neighborhood, Predicate, orderings
+from workbench.patterns import Neighborhood, orderings
 
 MEGAPIXEL = (1024, 1024)
 
@@ -44,24 +44,6 @@ def test_any_configuration(agree, shape, order, reach, queries, holes, seed):
 def test_four_axes(agree):
     shape, radius = (2, 3, 2, 3), (1, 0, 1, 2)
     agree(Neighborhood(shape, radius), count(shape, radius, torch.arange(36)))
-
-
-def test_the_work_differs_by_ordering_and_the_pairs_do_not():
-    shape = (32, 32)
-    patterns = [Neighborhood(shape, 4, o) for o in (None, orderings.hilbert(shape), orderings.random(shape))]
-    assert len({p.pairs(1024, 3) for p in patterns}) == 1
-    row_major, hilbert, random = (p.block_density(1024, 1, block_size=16) for p in patterns)
-    assert hilbert < row_major < random
-
-
-def test_a_hilbert_order_hurts_a_mask_along_one_axis():
-    n, curve = 4096, orderings.hilbert((64, 64)).curve
-    assert curve[-1] == 63  # ends at (0, W - 1)
-    window = Neighborhood(n, 256)
-    permuted = Predicate(lambda h, i, j: (curve[i] - curve[j]).abs() <= 256)
-    assert 100 * window.block_density(n, 1) == pytest.approx(15.0, abs=0.05)
-    assert 100 * permuted.block_density(n, 1) == pytest.approx(43.0, abs=0.05)
-    assert window.pairs(n, 1) == permuted.pairs(n, 1)
 
 
 @pytest.mark.parametrize("question", ["pairs", "density", "coverage", "uncovered"])

@@ -74,14 +74,6 @@ def test_torchscale_is_the_oracle_with_blocked_offsets(segments, rates, n, heads
 
 
 @needs("torchscale")
-@pytest.mark.parametrize(("segments", "rates", "n"), [([16], [6], 64), ([16], [1], 40)])
-def test_torchscale_sees_the_zeros_that_it_pads_with(segments, rates, n):
-    q, k, v = inputs(n, 2, 8, torch.float64)
-    want, _ = reference(q, k, v, Dilated(segments, rates, offsets="blocked"))
-    assert far(baselines.longnet("torchscale", segments, rates)(q, k, v), want) > 0.01
-
-
-@needs("torchscale")
 def test_torchscale_takes_the_shares_of_branches_for_constants():
     q, k, v = inputs(64, 4, 8, torch.float64, grad=True)
     upstream = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
