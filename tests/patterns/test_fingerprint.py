@@ -51,6 +51,15 @@ def decorated(function):
     return outer
 
 
+class Wrapper:
+    def __init__(self, function, limits):
+        functools.update_wrapper(self, function)
+        self.limits = limits
+
+    def __call__(self, *where):
+        return self.__wrapped__(*where) & (where[1] < self.limits[0])
+
+
 def cases():
     """name -> (a function, a change of what it reads)."""
     yield "tensor", (lambda t: (lambda h, i, j: t[i], lambda: t.zero_()))(torch.ones(8, dtype=torch.bfloat16))
@@ -59,6 +68,8 @@ def cases():
     yield "global", (lambda h, i, j: i < LIMIT, lambda: globals().update(LIMIT=LIMIT + 1))
     yield "called function", (lambda h, i, j: helper(i), lambda: globals().update(LIMIT=LIMIT + 1))
     yield "wrapped", (decorated(lambda h, i, j: i < LIMIT), lambda: globals().update(LIMIT=LIMIT + 1))
+    wrapper = Wrapper(lambda h, i, j: i < 3, [1])
+    yield "wrapper", (wrapper, lambda: wrapper.limits.insert(0, 2))
     yield "namespace", (lambda h, i, j: i < SETTINGS.limit, lambda: setattr(SETTINGS, "limit", 5))
     yield "module", (lambda h, i, j: i < FLAGS.limit, lambda: setattr(FLAGS, "limit", 5))
     yield "module, by another function", (lambda h, i, j: helper(i) & FLAGS.limit, lambda: setattr(FLAGS, "most", 5))

@@ -7,6 +7,7 @@ function can reach, about a millisecond for a megabyte.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import pickle
 import sys
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from workbench.patterns.checks import Value
 
 LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", __package__.partition(".")[0]}  # their code does not change
+CACHED = type(functools.cache(id))
 INNER = ("__func__", "__wrapped__", "fget", "func")  # under these names a wrapper has the function that it wraps
 
 
@@ -75,8 +77,9 @@ class _Reader(pickle.Pickler):
                 return [id(value), getattr(value, "function", None)]
             case Tensor():
                 return [str(value.dtype), tuple(value.shape), str(value.device), *self.contents(value)]
-        wrapped = getattr(value, "__dict__", {}).get("__wrapped__")  # of functools.cache
-        return None if wrapped is None else [type(value), wrapped]
+            case _ if type(value) is CACHED:  # which pickle takes by its name
+                return [value.__wrapped__]
+        return None
 
     def contents(self, value: Tensor) -> list:
         if value.device.type == "cpu":

@@ -219,17 +219,14 @@ class _Clocks:
         self._clocks, self._reasons, self._nvml = [], [], None
         if not _on_gpu():
             return
-        try:
+        with contextlib.suppress(ImportError):
             import pynvml
-        except ImportError:
-            return
-        try:
-            pynvml.nvmlInit()
-            # by its UUID: NVML counts all cards, torch those that CUDA_VISIBLE_DEVICES leaves, in its order
-            uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-            self._handle, self._nvml = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"), pynvml
-        except pynvml.NVMLError:  # no NVML with this driver, or a slice of a card
-            return
+
+            with contextlib.suppress(pynvml.NVMLError):  # no NVML with this driver, or a slice of a card
+                pynvml.nvmlInit()
+                # by its UUID: NVML counts all cards, torch those that CUDA_VISIBLE_DEVICES leaves, in its order
+                uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+                self._handle, self._nvml = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"), pynvml
 
     def sample(self) -> None:
         if self._nvml is not None:
