@@ -111,7 +111,7 @@ class Neighborhood(Pattern):
         boxes = self._boxes(torch.arange(n - nq, n), bq, first, rows), self._boxes(torch.arange(n), bk, 0, cols)
 
         reach = math.prod(min(side, 2 * r + 1) for side, r in zip(self.shape, self.radius, strict=True))
-        step = max(1, CHUNK // max(1, cols, bq * reach))
+        step = max(1, CHUNK // max(1, cols, min(math.prod(self.shape), bq * reach)))
         parts = []
         for a in range(0, rows, step):
             end = min(rows, a + step)
@@ -147,7 +147,7 @@ class Neighborhood(Pattern):
         return found % labels - 1, many.cumsum(0) - 1, run
 
     def _widen(self, block: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The windows of runs of cells, as a run on each line within reach: (block, first cell, last cell)."""
+        """The windows of runs of cells, as disjoint runs: (block, first cell, last cell)."""
         side, radius = self.shape[-1], self.radius[-1]
         left = (start % side - radius).clamp(min=0)
         right = (stop % side + radius).clamp(max=side - 1)
@@ -159,7 +159,13 @@ class Neighborhood(Pattern):
             moved = x + shifts[:, axis, None]
             inside = inside & (moved >= 0) & (moved < self.shape[axis])
             line = line * self.shape[axis] + moved
-        return block.expand_as(line)[inside], (line * side + left)[inside], (line * side + right)[inside]
+        origin, cells = (block * (math.prod(self.shape) // side) + line) * side, math.prod(self.shape)
+        begin, end = (origin + left)[inside], (origin + right)[inside]
+        order = begin.argsort()
+        begin, end = begin[order], end[order].cummax(0).values if len(order) else end
+        apart, edge = begin[1:] > end[:-1], begin.new_ones(min(1, len(begin))).bool()
+        begin, end = begin[torch.cat([edge, apart])], end[torch.cat([apart, edge])]
+        return begin // cells, begin % cells, end % cells
 
     def _boxes(self, token: Tensor, size: int, first: int, blocks: int) -> Tensor:
         """int64 (axes, 2, blocks): the bounding box of each block's tokens."""
