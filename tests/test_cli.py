@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import tools
 from tests.notebooks.build import code, write
 from workbench import cli, report
 
@@ -23,9 +22,8 @@ QUICK = 6  # times what Python takes to start: what the answer of a command that
 def folder(tmp_path, monkeypatch):
     """A folder with notebooks/, which is the current one."""
     profiles = {"tiny": {"n": 64, "lengths": [8]}, "gpu": {"n": 65536}}
-    write(
-        tmp_path / "notebooks" / "01_one.ipynb", "# The first one", PARAMETERS, "print(n, lengths)", profiles=profiles
-    )
+    first = ("# The first one", PARAMETERS, "print(n, lengths)")
+    write(tmp_path / "notebooks" / "01_one.ipynb", *first, profiles=profiles)
     write(tmp_path / "notebooks" / "02_two.ipynb", "# The second one", "print(2)")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -50,10 +48,7 @@ def refusal(capsys, *arguments: str) -> str:
     return err
 
 
-QUICKLY = [["--help"], ["report", "--help"], ["list"], ["fit", "--help"], ["scale", "--help"]]
-
-
-@pytest.mark.parametrize("arguments", tools.tiers(QUICKLY, [["list"], ["fit", "--help"]]), ids=" ".join)
+@pytest.mark.parametrize("arguments", [["list"], ["fit", "--help"]], ids=" ".join)
 def test_what_computes_nothing_answers_at_once(folder, arguments):
     """In processor time, beside that of a Python that does nothing: neither a load nor a slow machine matters."""
 
@@ -74,16 +69,6 @@ def test_the_command_line_imports_nothing_heavy():
     script += f"print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.stdout == "[]\n", done.stderr
-
-
-def test_help_names_the_commands_and_their_options(folder):
-    said = workbench("--help", cwd=folder).stdout
-    assert all(command in said for command in ("report", "list", "doctor", "fit", "scale"))
-    said = workbench("report", "--help", cwd=folder).stdout
-    assert all(
-        option in said
-        for option in ("NOTEBOOK", "--profile {tiny,quick,gpu}", "--out DIR", "-p NAME JSON", "--timeout S")
-    )
 
 
 def test_list_tells_notebooks_and_their_parameters(folder, capsys):
@@ -107,13 +92,9 @@ def test_list_tells_notebooks_and_their_parameters(folder, capsys):
         (["-p", "n", '"1"'], "parameter n='1' of 01_one: should be int, such as 512"),
         (["-p", "lengths", "5"], "parameter lengths=5 of 01_one: should be list of int"),
         (["-p", "lengths", "[1,"], "parameter lengths=[1,: not JSON; Expecting value: line 1 column 4 (char 3)"),
-        (["-p", "lengths", "[]"], "parameter lengths=[] of 01_one: should be list of int, not empty"),
         (["-p", "scale", "NaN"], "parameter scale=nan of 01_one: should be float"),
-        (["-p", "scale", "1e999"], "parameter scale=inf of 01_one: should be float"),
-        (["-p", "n=four"], "parameter n=four: not JSON"),
         (["-p", "n", "four"], "parameter n=four: not JSON; a string has quotes of its own: -p n '\"four\"'"),
         (["-p", "profile", '"gpu"'], "--profile tiny|quick|gpu"),
-        (["02", "-p", "n", "1"], "parameter n=1: no notebook here declares it. Declared: 02_two: none"),
         (["03"], "notebook='03': neither a file nor one of the notebooks here (01_one, 02_two)"),
         (["--timeout", "-1"], "timeout=-1.0: a positive number"),
     ],
@@ -129,17 +110,12 @@ def test_no_notebooks_are_refused(tmp_path, monkeypatch, capsys):
 
 
 def test_report_asks_the_machine_and_writes_where_the_profile_says(folder):
-    done = workbench("report", "01", "--profile", "tiny", "-p", "lengths", "[1, 2]", cwd=folder)
+    done = workbench("report", "01", "--profile", "tiny", "-p", "n=65", "-p", "lengths", "[1, 2]", cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
     first, second = done.stdout.splitlines()
     assert first.startswith("profile tiny, on ") and "unknown" not in first
     assert second.startswith("[1/1] 01_one ... ok") and second.endswith("outputs/reports/tiny/01_one.html")
-    assert "64 [1, 2]" in (folder / "outputs/reports/tiny/01_one.html").read_text()
-
-
-def test_a_parameter_may_be_one_word(folder, machine, capsys):
-    assert cli.main(["report", "01", "--profile", "tiny", "-p", "n=65", "-p", "scale", "2"]) == 0
-    assert "65 [8]" in (folder / "outputs/reports/tiny/01_one.html").read_text()
+    assert "65 [1, 2]" in (folder / "outputs/reports/tiny/01_one.html").read_text()
 
 
 def printed(shell: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess:
@@ -149,12 +125,10 @@ def printed(shell: str, cwd: Path, **variables: str) -> subprocess.CompletedProc
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=cwd, env=environment)
 
 
-READERS = [(x, y) for x in ("list", "report 02 --profile tiny") for y in ("| head -1 >first", "| true", ">&-")]
-
-
-@pytest.mark.parametrize("of", tools.tiers(READERS, [*READERS[:3], READERS[4]]), ids=" ".join)
-def test_who_reads_may_leave_and_the_work_goes_on(folder, of):
-    command, reader = of
+@pytest.mark.parametrize(
+    "command, reader", [("list", "| head -1 >first"), ("list", ">&-"), ("report 02 --profile tiny", "| true")]
+)
+def test_who_reads_may_leave_and_the_work_goes_on(folder, command, reader):
     done = printed(f"workbench {command} {reader}", folder)
     assert (done.returncode, done.stderr) == (0, "")
     assert command == "list" or "complete" in (folder / "outputs/reports/tiny/index.html").read_text()
@@ -182,12 +156,6 @@ def test_trouble_with_a_file_is_one_line(folder, capsys, monkeypatch):
     monkeypatch.setattr(report, "run", full)
     assert cli.main(["report"]) == 1
     assert capsys.readouterr().err == "workbench: [Errno 28] No space left on device\n"
-
-
-def test_a_failed_notebook_is_the_exit_code(folder, machine, capsys):
-    write(folder / "notebooks" / "03_bad.ipynb", "1 / 0")
-    assert cli.main(["report", "02", "03", "--profile", "tiny"]) == 1
-    assert cli.main(["report", "02", "--profile", "tiny"]) == 0
 
 
 def test_doctor_returns_what_the_doctor_says(monkeypatch):
@@ -240,19 +208,7 @@ def test_fit_prints_a_table_and_why_a_line_has_no_number(capsys):
     first, second, empty, header, line = capsys.readouterr().out.splitlines()
     assert first.startswith("NVIDIA GeForce GTX 1080: 7.") and "60 s a call" in first and empty == ""
     assert "12 heads x 64, bfloat16, fwd; predicted" in second and "N = 4,096" in second
-    assert header.split() == [
-        "execution",
-        "longest",
-        "N",
-        "limited",
-        "by",
-        "fits",
-        "device",
-        "GiB",
-        "ms",
-        "pairs",
-        "note",
-    ]
+    assert " ".join(header.split()) == "execution longest N limited by fits device GiB ms pairs note"
     assert line.startswith("longnet-paper, triton") and "?" in line and "no" in line.split() and "capability" in line
 
 
@@ -323,15 +279,12 @@ def test_fit_takes_a_function_and_a_spec(folder, capsys):
     (["--card", "a100"], "card='a100': want 'a100-40gb' or 'a100-80gb'"),
     (["--kv-heads", "5"], "5 key heads do not divide 12 query heads"),
     (["--pattern", "longnets"], "pattern='longnets': want one of dense, longnet-paper"),
-    (["--pattern", "window"], "pattern='window': want window-blocks or window-tokens"),
     (["--pattern", "{"], "pattern='{': not JSON"),
     (["--pattern", '{"pattern": "Sparse"}'], "pattern='Sparse': want one of Dense"),
     (["--backend", "cuda"], "backend='cuda': want one of auto, reference"),
     (["--backend", "no_such:thing"], "backend='no_such:thing': cannot import it"),
-    (["--backend", "json:no_such"], "backend='json:no_such': module json has no function 'no_such'"),
     (["--heads", "0"], "--heads 0: want at least 1"), (["--n", "0"], "--n 0: want at least 1"),
     (["--budget-gib", "0"], "--budget-gib 0.0: want at least 0.001"),
-    (["--budget-gib", "nan"], "--budget-gib nan: want at least 0.001"),
     (["--budget-gib", "inf"], "--budget-gib inf: want a number of GiB"),
 ])  # fmt: skip
 def test_fit_refuses_what_it_does_not_know(capsys, arguments, message):

@@ -244,12 +244,6 @@ def test_make_says_what_python_lacks(checkout, case, message):
 
 
 @needs_make
-def test_make_says_that_there_is_no_python(checkout):
-    run = make(checkout, "report", "PYTHON=no-such-python")
-    assert run.returncode != 0 and "no-such-python: not found" in run.stderr
-
-
-@needs_make
 def test_make_clean_keeps_records_and_named_reports(checkout):
     kept = ["outputs/records/cpu/x.jsonl", "outputs/records/h100x1/x.jsonl", "outputs/reports/h100x1/x.html"]
     for name in [*kept, "outputs/reports/quick/x.html", ".venv/x"]:

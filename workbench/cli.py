@@ -94,21 +94,15 @@ def parser() -> argparse.ArgumentParser:
         description="Run notebooks in order and write each as one HTML file that needs no network, with an index.",
         epilog='example: workbench report 01 05 --profile quick -p heads 4 -p lengths "[1024, 4096]"',
     )
-    make.add_argument("notebooks", nargs="*", metavar="NOTEBOOK", help="a path or a name in notebooks/ (default: all)")
+    add = make.add_argument
+    add("notebooks", nargs="*", metavar="NOTEBOOK", help="a path or a name in notebooks/ (default: all)")
     how_much = "how much (default: gpu where there is CUDA, else quick)"
-    make.add_argument("--profile", choices=parameters.PROFILES, help=how_much)
-    make.add_argument("--out", metavar="DIR", help="where the reports go (default: outputs/reports/<profile>)")
-    make.add_argument(
-        "-p",
-        dest="parameters",
-        nargs=2,
-        action="append",
-        default=[],
-        metavar=("NAME", "JSON"),
-        help="set a parameter, in every notebook that declares it (repeatable; see `workbench list`)",
-    )
+    add("--profile", choices=parameters.PROFILES, help=how_much)
+    add("--out", metavar="DIR", help="where the reports go (default: outputs/reports/<profile>)")
+    setting = "set a parameter, in every notebook that declares it (repeatable; see `workbench list`)"
+    add("-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "JSON"), help=setting)
     limit = "seconds a cell may take (default: %(default)g)"
-    make.add_argument("--timeout", type=float, default=report.LIMIT_S, metavar="S", help=limit)
+    add("--timeout", type=float, default=report.LIMIT_S, metavar="S", help=limit)
     _add_records(make)
     make.set_defaults(command=_report)
 
@@ -126,29 +120,15 @@ def parser() -> argparse.ArgumentParser:
         "one; at a length N, what each needs, the fastest first. Predicted from the programs: no card is needed.",
         epilog="example: workbench fit --card h100 --heads 12 --mode fwdbwd --pattern longnet-paper --n 1000000",
     )
-    fit.add_argument("--card", default="h100", help="such as h100, a100-80gb, gtx1080 (default: %(default)s)")
-    _add_sizes(fit)
-    fit.add_argument(
-        "--dtype", type=_dtype, choices=("bfloat16", "float16", "float32"), default="bfloat16",
-        help="or bf16, fp16, fp32 (%(default)s)",
-    )  # fmt: skip
-    fit.add_argument(
-        "--pattern", nargs="+", default=[], metavar="NAME",
-        help="a name (any other word is refused with the list), or a pattern's spec as JSON (default: dense, "
-        "longnet-paper and window-blocks)",
-    )  # fmt: skip
-    fit.add_argument(
-        "--backend", nargs="+", default=[], metavar="NAME",
-        help="a backend, or your module:function of q, k and v (default: those that run the pattern well)",
-    )  # fmt: skip
-    fit.add_argument("--n", type=_count, metavar="N", help="also show what each needs for N tokens: 1000000, 1e6, 1M")
-    fit.add_argument(
-        "--budget-gib", type=float, metavar="GIB", help="what tensors may take (default: the card's, less its context)"
-    )
-    fit.add_argument(
-        "--seconds", type=float, default=60.0, metavar="S", help="time limit of a call (default: %(default)g)"
-    )
-    fit.add_argument("--json", action="store_true", help="print JSON: a list of objects, one for each execution")
+    add = fit.add_argument
+    add("--card", default="h100", help="such as h100, a100-80gb, gtx1080 (default: %(default)s)")
+    _add_call(fit, "dense, longnet-paper and window-blocks", "also show what each needs for N tokens: 1000000, 1e6, 1M")
+    dtypes = ("bfloat16", "float16", "float32")
+    add("--dtype", type=_dtype, choices=dtypes, default="bfloat16", help="or bf16, fp16, fp32 (%(default)s)")
+    backend = "a backend, or your module:function of q, k and v (default: those that run the pattern well)"
+    add("--backend", nargs="+", default=[], metavar="NAME", help=backend)
+    add("--budget-gib", type=float, metavar="GIB", help="what tensors may take (default: the card's, less its context)")
+    add("--seconds", type=float, default=60.0, metavar="S", help="time limit of a call (default: %(default)g)")
     fit.set_defaults(command=_fit)
 
     scale = commands.add_parser(
@@ -159,32 +139,19 @@ def parser() -> argparse.ArgumentParser:
         "ranks are processes on this CPU. Every row is a record, and what the records have is not measured again.",
         epilog="example: workbench scale --nproc 2 --pattern longnet-geometric dense --n 131072 --mode fwdbwd",
     )
-    scale.add_argument("--nproc", type=int, default=2, metavar="P", help="cards, or processes (default: %(default)s)")
-    scale.add_argument(
-        "--pattern", nargs="+", default=[], metavar="NAME",
-        help="a name (any other word is refused with the list), or a pattern's spec as JSON (default: dense)",
-    )  # fmt: skip
-    scale.add_argument("--n", type=_count, metavar="N", help="tokens of all cards (default: 131072, CPU: 4096)")
-    _add_sizes(scale)
-    scale.add_argument(
-        "--dtype", type=_dtype, choices=("bfloat16", "float16", "float32", "float64"),
-        help="or bf16, fp16, fp32, fp64 (default: bfloat16, on a CPU float32)",
-    )  # fmt: skip
-    scale.add_argument(
-        "--strategies", nargs="+", default=[], metavar="NAME",
-        help="ways to use the cards, or your module:function of q, k, v and pattern (default: all)",
-    )  # fmt: skip
-    scale.add_argument(
-        "--groups", nargs="+", default=[], metavar="NAME", help="on cards, instead of --pattern: groups of cases or all"
-    )
-    scale.add_argument("--samples", type=int, default=9, metavar="S", help="rounds of a case (default: %(default)s)")
-    scale.add_argument(
-        "--seconds", type=float, default=20.0, metavar="S", help="for a case's rounds (default: %(default)g)"
-    )
-    scale.add_argument(
-        "--within", type=float, metavar="S", help="seconds after which no case is begun; the same line again goes on"
-    )
-    scale.add_argument("--json", action="store_true", help="print JSON: a list of objects, one for each strategy")
+    add = scale.add_argument
+    add("--nproc", type=int, default=2, metavar="P", help="cards, or processes (default: %(default)s)")
+    _add_call(scale, "dense", "tokens of all cards (default: 131072, CPU: 4096)")
+    dtype = "or bf16, fp16, fp32, fp64 (default: bfloat16, on a CPU float32)"
+    add("--dtype", type=_dtype, choices=(*dtypes, "float64"), help=dtype)
+    strategies = "ways to use the cards, or your module:function of q, k, v and pattern (default: all)"
+    add("--strategies", nargs="+", default=[], metavar="NAME", help=strategies)
+    groups = "on cards, instead of --pattern: groups of cases or all"
+    add("--groups", nargs="+", default=[], metavar="NAME", help=groups)
+    add("--samples", type=int, default=9, metavar="S", help="rounds of a case (default: %(default)s)")
+    add("--seconds", type=float, default=20.0, metavar="S", help="for a case's rounds (default: %(default)g)")
+    within = "seconds after which no case is begun; the same line again goes on"
+    add("--within", type=float, metavar="S", help=within)
     _add_records(scale)
     scale.set_defaults(command=_scale)
     return top
@@ -195,16 +162,18 @@ def _add_records(command: argparse.ArgumentParser) -> None:
     command.add_argument("--records", metavar="DIR", help=where)
 
 
-def _add_sizes(command: argparse.ArgumentParser) -> None:
-    """The options of a call of attention that `fit` and `scale` share."""
-    command.add_argument("--heads", type=int, default=12, metavar="H", help="query heads (default: %(default)s)")
-    command.add_argument("--kv-heads", type=int, metavar="H", help="key heads (default: as many)")
-    command.add_argument("--head-dim", type=int, default=64, metavar="D", help="(default: %(default)s)")
-    command.add_argument("--batch", type=int, default=1, metavar="B", help="(default: %(default)s)")
-    command.add_argument(
-        "--mode", choices=("fwd", "fwdbwd"), default="fwd", help="with gradients? (default: %(default)s)"
-    )
-    command.add_argument("--causal", action="store_true", help="of the patterns that can be")
+def _add_call(command: argparse.ArgumentParser, patterns: str, n: str) -> None:
+    """The options of a call of attention that `fit` and `scale` share; the default patterns, and the help of --n."""
+    add, name = command.add_argument, "a name (any other word is refused with the list), or a pattern's spec as JSON"
+    add("--pattern", nargs="+", default=[], metavar="NAME", help=f"{name} (default: {patterns})")
+    add("--n", type=_count, metavar="N", help=n)
+    add("--heads", type=int, default=12, metavar="H", help="query heads (default: %(default)s)")
+    add("--kv-heads", type=int, metavar="H", help="key heads (default: as many)")
+    add("--head-dim", type=int, default=64, metavar="D", help="(default: %(default)s)")
+    add("--batch", type=int, default=1, metavar="B", help="(default: %(default)s)")
+    add("--mode", choices=("fwd", "fwdbwd"), default="fwd", help="with gradients? (default: %(default)s)")
+    add("--causal", action="store_true", help="of the patterns that can be")
+    add("--json", action="store_true", help="print JSON: a list of objects, one for each line of the table")
 
 
 def _to_records(arguments) -> None:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.patterns import BlockSparse, block_sparse, from_spec
+from workbench.patterns import BlockSparse, block_sparse
 from workbench.patterns.layouts import explicit, global_, hierarchical, local, random, strided, top_k
 
 MILLION = 1 << 20
@@ -51,37 +51,12 @@ def test_any_configuration(agree, n, queries, block_size, heads, shared, causal,
     agree(pattern, want, round(queries * n), block_sizes=(None,))
 
 
-@pytest.mark.parametrize("block_size", [(64, 128), (128, 64)], ids=["64x128", "128x64"])
-@pytest.mark.parametrize("n, nq", [(300, 300), (300, 77), (256, 128), (257, 1)])
-def test_blocks_need_not_be_square(agree, n, nq, block_size):
-    rows, cols = -(-n // block_size[0]), -(-n // block_size[1])
-    blocks = torch.tensor([[abs(i - j) <= 1 or min(i, j) == 0 for j in range(cols)] for i in range(rows)])
-    want = count(blocks[None].expand(2, -1, -1), block_size, n, torch.arange(n))
-    agree(BlockSparse(local(1) | global_(1), block_size, causal=True), want, nq, (None,))
-
-
-def test_a_row_without_blocks_is_uncovered(agree):
-    blocks = torch.ones(3, 3, dtype=torch.bool)
-    blocks[1] = False
-    pattern = BlockSparse(explicit(blocks), 4)
-    agree(pattern, count(blocks[None], (4, 4), 10), block_sizes=(None,))
-    assert pattern.uncovered(10, 5) == 4 * 5
-    assert pattern.coverage(10, 5).tolist() == [0.6] * 5
-
-
 def test_one_layout_serves_every_head():
     pattern = BlockSparse(USUAL, 16, causal=True)
-    assert pattern.blocks(1024, 1).nbytes == pattern.blocks(1024, 64).nbytes
+    assert pattern.blocks(1024, 64).layouts == 1
     assert BlockSparse(random(0.2, per_head=True), 16).blocks(256, 3).layouts == 3
     by_head = BlockSparse(local(2), 16, predicate=lambda h, i, j: (i - j).abs() <= 4 * h)
     assert by_head.blocks(256, 3).layouts == 3
-
-
-def test_the_density_asked_for_is_the_density_counted():
-    pattern = BlockSparse(random(0.1, seed=1), 16)
-    assert pattern.block_density(16 * 50, 4) == 250 / 2500
-    assert pattern.density(16 * 50, 4) == pytest.approx(0.1)
-    assert BlockSparse(random(0.0001), 16).block_density(16 * 50, 1) == 1 / 50  # at least one block a row
 
 
 def test_chunks_do_not_change_the_blocks(monkeypatch):
@@ -120,61 +95,17 @@ def test_a_million_tokens_take_less_than_a_second(one_core_seconds, question, ca
     assert one_core_seconds(lambda: getattr(pattern, question)(MILLION, 12)) < 1
 
 
-@pytest.mark.parametrize("n, block_size, megabytes", [(131_072, 128, 50), (MILLION, 512, 100)])
-def test_memory_of_a_mask(n, block_size, megabytes):
-    code = f"""
+def test_memory_of_a_mask():
+    code = """
 import resource, sys, torch
 from workbench.patterns import BlockSparse, layouts
-pattern = BlockSparse(layouts.local(4) | layouts.global_(1) | layouts.strided(16), {block_size}, causal=True)
+pattern = BlockSparse(layouts.local(4) | layouts.global_(1) | layouts.strided(16), 512, causal=True)
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-pattern.blocks(4 * {block_size}, 12)
+pattern.blocks(2048, 12)
 before = peak()
-blocks = pattern.blocks({n}, 12)
+blocks = pattern.blocks(1 << 20, 12)
 assert len(blocks.columns) > blocks.rows
 print(peak() - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < megabytes * 1e6
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: BlockSparse("local"), "layout='local': want a layout"),
-        (lambda: BlockSparse(local(1), 0), r"block_size=0: want an int >= 1"),
-        (lambda: BlockSparse(local(1), True), r"block_size=True: want an int >= 1"),
-        (lambda: BlockSparse(local(1), (8, 8, 8)), r"block_size=\(8, 8, 8\): want an int >= 1, or 2 of them"),
-        (lambda: BlockSparse(local(1), causal=1), "causal=1: want True or False"),
-        (lambda: BlockSparse(local(1), predicate=3), r"predicate=3: want a function of \(h, i, j\)"),
-        (
-            lambda: BlockSparse(explicit(torch.ones(3, 4, dtype=torch.bool)), 8).pairs(32, 1),
-            r"layout of shape \(3, 4\): its last two dimensions are \(3, 4\), want \(4, 4\) blocks",
-        ),
-        (
-            lambda: BlockSparse(explicit(torch.ones(2, 4, 4, dtype=torch.bool)) | local(1), 8).pairs(32, 3),
-            r"layout of shape \(2, 4, 4\): it has 2 heads, want 3",
-        ),
-        (lambda: BlockSparse(local(1), 8).blocks(32, 1, None, 16), r"block_size=16: want \(8, 8\), the pattern's own"),
-        (
-            lambda: BlockSparse(local(1), 8, predicate=lambda h, i, j: i - j).pairs(32, 1),
-            "predicate returned torch.int64: want a bool tensor",
-        ),
-    ],
-)
-def test_bad_input_is_named(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_specs_are_the_same_pattern():
-    pattern = BlockSparse(USUAL - local(0), (8, 4), causal=True)
-    other = from_spec(pattern.spec())
-    assert other.spec() == pattern.spec()
-    assert torch.equal(other.multiplicity(50, 2), pattern.multiplicity(50, 2))
-    with pytest.raises(ValueError, match="a predicate is Python code"):
-        from_spec(BlockSparse(USUAL, predicate=lambda h, i, j: i == j).spec())
-
-
-def test_names():
-    assert BlockSparse(random(0.1)).name == "random-0.90"
-    assert BlockSparse(USUAL).name == "local-4+global-1+strided-16"
+    assert int(done.stdout) < 100e6

@@ -1,11 +1,10 @@
 import copy
 import pickle
 
-import numpy as np
 import pytest
 import torch
 
-from workbench.patterns import BlockSparse, Neighborhood, layouts
+from workbench.patterns import BlockSparse, Neighborhood
 from workbench.patterns.layouts import explicit, from_spec, global_, hierarchical, local, random, strided, top_k
 
 GRIDS = [(1, 1), (7, 7), (12, 5), (5, 12), (33, 33)]
@@ -56,16 +55,11 @@ def test_against_the_definition(layout, predicate, rows, cols):
     assert torch.equal(grid_of(layout, rows, cols), drawn(predicate, rows, cols))
 
 
-@pytest.mark.parametrize("far", [2**31, 2**32, 2**40, 10**30])
+@pytest.mark.parametrize("far", [2**31, 10**30])
 def test_what_is_farther_than_32_bits_is_just_far(far):
     n = 36
-    for huge, as_large in (
-        (layouts.local(far), layouts.local(99)),
-        (layouts.global_(far), layouts.global_(99)),
-        (layouts.strided(far), layouts.strided(99)),
-        (layouts.hierarchical(far, 3), layouts.hierarchical(99, 3)),
-    ):
-        assert BlockSparse(huge, 4).pairs(n, 1) == BlockSparse(as_large, 4).pairs(n, 1), huge
+    for make in (local, global_, strided, lambda distance: hierarchical(distance, 3)):
+        assert BlockSparse(make(far), 4).pairs(n, 1) == BlockSparse(make(99), 4).pairs(n, 1)
     grid = Neighborhood((6, 6), far)
     assert grid.pairs(n, 1) == n * n == int(grid.multiplicity(n, 1).sum())
 
@@ -132,56 +126,6 @@ def test_copies_and_specs_are_the_same_layout(layout):
     assert layout != strided(1)
 
 
-@pytest.mark.parametrize("layout, name", [
-    (local(4) | global_(1) | strided(16), "local-4+global-1+strided-16"), (random(0.1), "random-0.90"),
-    (random(0.005), "random-0.995"), ((local(4) | global_(1)) - local(0), "(local-4+global-1)-local-0"),
-    (~(local(1) & strided(2)), "~(local-1&strided-2)"),
-])  # fmt: skip
-def test_names(layout, name):
-    assert layout.name == name
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: local(-1), "k=-1: want an int >= 0"),
-        (lambda: local(1.5), "k=1.5: want an int >= 0"),
-        (lambda: global_(True), "k=True: want an int >= 0"),
-        (lambda: strided(0), "s=0: want an int >= 1"),
-        (lambda: hierarchical(0, 2), "window=0: want an int >= 1"),
-        (lambda: hierarchical(1, 0), "levels=0: want an int >= 1"),
-        (lambda: hierarchical(1, 32), "levels=32: want 1 to 31"),
-        (lambda: random(0), r"density=0: want a number in \(0, 1\]"),
-        (lambda: random(1.5), r"density=1.5: want a number in \(0, 1\]"),
-        (lambda: random(True), "density=True: want a number"),
-        (lambda: random("0.5"), "density='0.5': want a number"),
-        (lambda: random(0.5, seed=-1), "seed=-1: want an int >= 0"),
-        (lambda: random(0.5, per_head=1), "per_head=1: want True or False"),
-        (lambda: explicit([[True]]), r"blocks=\[\[True\]\]: want a bool tensor"),
-        (lambda: explicit(torch.ones(2, 2)), r"blocks=torch.float32 \(2, 2\): want a bool tensor"),
-        (lambda: explicit(torch.ones(2, dtype=torch.bool)), r"blocks=torch.bool \(2,\): want a bool tensor"),
-        (lambda: top_k(torch.ones(1, 8, 2, 4), torch.ones(1, 8, 2, 4), 4, 3), "count=3: want at most the 2 key blocks"),
-        (lambda: top_k(torch.ones(1, 8, 2, 4), torch.ones(1, 8, 2, 4), 4, 0), "count=0: want an int >= 1"),
-        (lambda: top_k(torch.ones(1, 8, 3, 4), torch.ones(1, 8, 2, 4), 4, 1), r"q \(1, 8, 3, 4\).*Hkv dividing H"),
-        (lambda: top_k(torch.ones(1, 9, 2, 4), torch.ones(1, 8, 2, 4), 4, 1), r"want Nq <= N"),
-        (lambda: top_k(torch.ones(8, 2, 4), torch.ones(1, 8, 2, 4), 4, 1), r"q \(8, 2, 4\).*want \(B, Nq, H, D\)"),
-        (
-            lambda: top_k(np.ones((1, 8, 2, 4)), torch.ones(1, 8, 2, 4), 4, 1),
-            r"q=float64 \(1, 8, 2, 4\), .*want tensors",
-        ),
-        (lambda: from_spec({"layout": "spiral"}), "layout='spiral': want one of local, global_"),
-    ],
-)
-def test_bad_input_is_named(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def test_only_layouts_combine():
     with pytest.raises(TypeError):
         local(1) | 3
-
-
-def test_packing_keeps_every_bit():
-    for tensor in (torch.rand(3, 5, 7) < 0.5, torch.zeros(0, 4, dtype=torch.bool)):
-        assert torch.equal(layouts.unpack(layouts.pack(tensor)), tensor)

@@ -28,17 +28,6 @@ def classic(side, d):
     return x, y
 
 
-def touched(n, visible, block=128):
-    """Percent of the (query, key) blocks that hold a pair with visible(i, j), by looking at every pair."""
-    side = -(-n // block)
-    hit = torch.zeros(side, side, dtype=torch.bool)
-    j = torch.arange(n)
-    for row in range(side):
-        i = torch.arange(row * block, min(n, (row + 1) * block))[:, None]
-        hit[row, j[visible(i, j).any(0)] // block] = True
-    return 100 * float(hit.double().mean())
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("maker", MAKERS)
 def test_bijection_and_its_inverse(maker, shape):
@@ -116,35 +105,6 @@ def test_blocks_touched_by_a_sliding_window(shape, radius, percents):
     assert [round(100 * density, 2) for density in got] == percents
 
 
-def test_blocks_touched_by_aligned_windows():
-    got = []
-    for order in ORDERS:
-        window = (order((128, 128)).coordinates // 16 * torch.tensor([8, 1])).sum(1)
-        holds = torch.zeros(128, 64)  # which blocks of 128 tokens hold a token of which window
-        holds[torch.arange(128 * 128) // 128, window] = 1
-        got.append(round(100 * float((holds @ holds.T > 0).double().mean()), 2))
-    assert got == [12.50, 1.56, 1.56, 1.56]
-
-
-def test_hilbert_hurts_a_mask_of_one_dimension():
-    def near(place):
-        return lambda i, j: (place[i] - place[j]).abs() <= 256
-
-    hilbert = orderings.hilbert((64, 64))
-    assert hilbert.coordinates[-1].tolist() == [0, 63]
-    assert round(touched(4096, near(torch.arange(4096, dtype=torch.int16))), 1) == 15.0
-    assert round(touched(4096, near(hilbert.curve.to(torch.int16))), 1) == 43.0
-
-
-def test_sorting_by_residue_is_the_order_for_a_dilated_mask():
-    def kept(place):
-        return lambda i, j: (place[i] % 4 == 0) & (place[j] % 4 == 0)
-
-    place = torch.arange(4096, dtype=torch.int16)
-    assert touched(4096, kept(place)) == 100
-    assert touched(4096, kept((place % 4).argsort(stable=True))) == 6.25
-
-
 def test_attention_on_permuted_tokens_is_the_same_attention():
     shape, radius = (6, 5), 1
     q, k, v = torch.randn(3, 1, 2, 30, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -173,32 +133,3 @@ def test_restricting_to_an_irregular_region():
     assert torch.equal(back[:, mask.flatten()], field[:, mask.flatten()])
     assert back[:, ~mask.flatten()].isnan().all()
     assert len(whole.restrict(torch.zeros(11, 8, dtype=torch.bool))) == 0
-
-
-def test_spec_describes_the_ordering():
-    mask = torch.rand(12, 10, generator=torch.Generator().manual_seed(1)) < 0.5
-    upper = torch.arange(120).view(12, 10) < 60
-    made = [maker((12, 10)) for maker in MAKERS.values()]
-    made += [made[3].restrict(mask), made[3].restrict(mask).restrict(upper), made[0].restrict(~upper)]
-    made += [orderings.Ordering("mine", (2, 2), torch.tensor([3, 0, 2, 1]))]
-    for ordering in made:
-        again = orderings.from_spec(ordering.spec())
-        assert (again.name, again.shape) == (ordering.name, ordering.shape)
-        assert torch.equal(again.curve, ordering.curve)
-
-
-@pytest.mark.parametrize("call, message", [
-    (lambda: orderings.hilbert((4, 0)), r"shape\[1\]=0"), (lambda: orderings.hilbert(()), r"shape=\(\)"),
-    (lambda: orderings.hilbert((2, 2, 2, 2)), "one, two or three axes"),
-    (lambda: orderings.morton((4, 2.5)), r"shape\[1\]=2.5"),
-    (lambda: orderings.tiles((4, 4), (2, 2, 2)), r"tile=\(2, 2, 2\)"),
-    (lambda: orderings.random((4, 4), -1), "seed=-1"),
-    (lambda: orderings.hilbert((4, 4)).restrict(torch.ones(4, 3)), r"mask=torch.float32 .*torch.bool \(4, 4\)"),
-    (lambda: orderings.Ordering("x", (2, 2), torch.tensor([0, 1, 1, 3])).rank, "visited twice"),
-    (lambda: orderings.Ordering("x", (2, 2), torch.tensor([0, 1, 2, 4])).rank, "outside the grid"),
-    (lambda: orderings.hilbert((4, 4)).arrange(torch.zeros(1, 15)), "15 cells along dim 1: want 16"),
-    (lambda: orderings.from_spec({"ordering": "peano", "shape": [9, 9]}), "ordering='peano'"),
-], ids=range(11))  # fmt: skip
-def test_bad_input_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from workbench.patterns import Predicate, base, from_spec
+from workbench.patterns import Predicate, base
 
 
 def count(fn, n, heads, causal):
@@ -63,51 +63,3 @@ def test_long_work_shows_progress(capsys, monkeypatch):
     Predicate(FUNCTIONS["window"]).pairs(13, 1)
     *lines, line, blank, rest = capsys.readouterr().err.split("\r")
     assert line.endswith(": 13 of 13 tiles") and blank == " " * len(line) and rest == ""
-
-
-def test_quick_work_is_silent(capsys):
-    Predicate(FUNCTIONS["window"]).pairs(13, 1)
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: Predicate("i == j"), r"fn='i == j': want a function of \(h, i, j\)"),
-        (lambda: Predicate(FUNCTIONS["window"], causal=None), "causal=None: want True or False"),
-        (lambda: Predicate(lambda h, i, j: i - j).pairs(9, 1), "predicate returned torch.int64: want a bool tensor"),
-        (lambda: Predicate(lambda h, i, j: None).pairs(9, 1), "predicate returned None: want a bool tensor"),
-        (lambda: Predicate(lambda h, i, j: "no").pairs(9, 1), "predicate returned 'no': want a bool tensor"),
-        (
-            lambda: Predicate(lambda h, i, j: torch.ones(5, dtype=torch.bool)).pairs(9, 1),
-            r"predicate returned shape \(5,\): want one that broadcasts with \(1, 9, 9\)",
-        ),
-        (
-            lambda: Predicate(lambda h, i, j: torch.ones(2, 1, 9, 9, dtype=torch.bool)).pairs(9, 1),
-            r"predicate returned shape \(2, 1, 9, 9\)",
-        ),
-    ],
-)
-def test_bad_input_is_named(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def every_third(h, i, j):
-    return (i - j) % 3 == 0
-
-
-def test_the_spec_says_what_the_function_was_and_cannot_make_it():
-    spec = Predicate(every_third, causal=True).spec()
-    assert spec == {
-        "pattern": "Predicate",
-        "fn": "def every_third(h, i, j):\n    return (i - j) % 3 == 0",
-        "causal": True,
-    }
-    with pytest.raises(ValueError, match="a Predicate cannot be made from its spec: fn is Python code"):
-        from_spec(spec)
-
-
-def test_names():
-    assert Predicate(every_third).name == "predicate-every_third"
-    assert Predicate(lambda h, i, j: i == j).name == "predicate"

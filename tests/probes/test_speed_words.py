@@ -87,6 +87,7 @@ def test_the_most_is_of_the_sparse_rows_and_not_of_dense_against_itself():
 
 
 def test_what_lies_in_the_noise_does_not_pay():
+    assert speed.pays_from(even(_50=1.5, _60=0.9, _90=7.0)) == 0.9  # from where every sparser one wins
     assert speed.pays_from(even(noise=1.45, _50=1.5, _90=7.0)) == 0.9
     assert speed.pays_from(even(noise=9.0, _50=1.5, _90=7.0)) is None
     assert "beyond the noise: at 90% sparsity it is 7.00 times" in speed.pays(even(noise=9.0, _90=7.0))

@@ -111,8 +111,8 @@ def _cases(given: Mapping[str, Case], peers: tuple[str, ...]) -> dict[str, Case]
     if timing.AA in given:
         raise ValueError(f"cases={list(given)}: want none named 'A/A'")
     for peer in peers:
-        if peer not in others.LONGNET:
-            raise ValueError(f"peer {peer!r}: want one of {', '.join(map(repr, others.LONGNET))}")
+        if peer not in others.MODULES:
+            raise ValueError(f"peer {peer!r}: want one of {', '.join(map(repr, others.MODULES))}")
     if len({(x.n, x.heads, x.head_dim, x.dtype, x.device) for x in map(case_of, given.values())}) > 1:
         raise ValueError(f"cases={given}: want all of the same n, heads, head_dim, dtype and device")
     cases = {}
@@ -150,7 +150,7 @@ def _pass(case: Case, x: Tensor, upstream: Tensor) -> tuple[Callable[[], tuple],
     """(one forward and backward pass, its backend, the tensors whose gradients it gives)."""
     pattern, backend = case.pattern, case.backend
     make, kernel = MultiheadAttention, contextlib.nullcontext
-    if backend in others.LONGNET:
+    if backend in others.MODULES:
         if reason := others.available()[backend]:
             raise NotImplementedError(reason)
         branches = pattern.segment_lengths, pattern.dilation_rates, pattern.causal

@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from workbench.harness.outcome import Outcome, sentence, status_of
 from workbench.harness.processes import Process, Server, imported, shared
+from workbench.patterns import checks
 
 BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # gloo too: ranks whose cards are out of memory can agree
 LAUNCHERS = (  # the variable that tells of a launcher; then those of the rank, of how many there are, and on this host
@@ -86,13 +87,9 @@ class Pool(contextlib.AbstractContextManager):
     """
 
     def __init__(self, nproc: int, backend: str | None = None, server: Server | None = None):
-        if not isinstance(nproc, int) or nproc < 1:
-            raise ValueError(f"nproc={nproc!r}: want an integer of at least 1")
         cards = torch.cuda.device_count()  # asks the driver, without starting CUDA in this process
-        if backend is None:
-            backend = "nccl" if cards else "gloo"
-        if backend not in BACKENDS:
-            raise ValueError(f"backend={backend!r}: want one of {', '.join(map(repr, BACKENDS))}, or None")
+        nproc = checks.whole("nproc", nproc, 1)
+        backend = checks.choice("backend", backend or ("nccl" if cards else "gloo"), *BACKENDS)
         if backend == "nccl" and nproc > cards:
             raise ValueError(f"nproc={nproc}, backend='nccl': want at most the {cards} cards here, or backend='gloo'")
         launched = [x for x in LAUNCHERS if x[0] in os.environ and "SLURM" not in x[0]]  # a job of SLURM may hold us

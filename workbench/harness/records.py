@@ -76,9 +76,7 @@ class Recorder:
 
     def __init__(self, path: Path, probe: str, run: dict):
         self.path, self.probe, self.run, self.unwritten = path, probe, run, None
-        self._read = 0  # bytes of the journal that are in _runs and _rows
-        self._runs: dict[str, dict] = {}
-        self._rows: list[dict] = []
+        self._kept: list[dict] = []  # what could not be written
         self._write(run)
 
     def row(self, **fields) -> dict:
@@ -103,18 +101,14 @@ class Recorder:
     def rows(self, **key) -> list[dict]:
         """The journal's rows with these fields, in order, of the same code, card or processor, versions and threads
         (_SAME), whoever wrote them."""
-        self._refresh()
-        same = {name for name, run in self._runs.items() if all(run.get(x) == self.run.get(x) for x in _SAME)}
-        key = plain(key)
-        return [
-            row for row in self._rows
-            if row.get("run") in same and all(x in row and row[x] == value for x, value in key.items())
-        ]  # fmt: skip
+        runs, rows = self._lines()
+        same = {run.get("run") for run in runs if all(run.get(x) == self.run.get(x) for x in _SAME)}
+        rows, key = [row for row in rows if row.get("run") in same], plain(key)
+        return [row for row in rows if all(x in row and row[x] == value for x, value in key.items())]
 
     def frame(self, rows: list[dict]):
         """Rows of this journal as `load` gives them."""
-        self._refresh()
-        return _frame([*self._runs.values(), *rows])
+        return _frame([*self._lines()[0], *rows])
 
     def _write(self, line: dict) -> None:
         try:
@@ -123,30 +117,18 @@ class Recorder:
                 _append(self.path, line)
                 return
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self._refresh()
-            self._take(self.run)
-            self.unwritten = error.strerror or str(error)
+            self._kept, self.unwritten = [self.run], error.strerror or str(error)
             why = f"{self.path.name} cannot be written ({self.unwritten})"
             print(f"records: {why}: rows from here on are not; {FOLDER} may name another folder", file=sys.stderr)
-        self._take(line)
+        self._kept.append(line)
 
-    def _take(self, line: dict) -> None:
-        if line.get("kind") == "run":
-            self._runs[line.get("run")] = line
-        elif line.get("kind") == "row":
-            self._rows.append(line)
-
-    def _refresh(self) -> None:
-        if self.unwritten is not None:
-            return
-        with open(self.path, "rb") as journal:
-            journal.seek(self._read)
-            new = journal.read()
-        new = new[: new.rfind(b"\n") + 1]  # what another process is writing right now waits for the next look
-        self._read += len(new)
-        for line in _parse(new):
-            self._take(line)
+    def _lines(self) -> tuple[list[dict], list[dict]]:
+        """(runs, rows) that the journal has now, and those that could not be written."""
+        written = b""
+        with contextlib.suppress(OSError):
+            written = self.path.read_bytes()
+        found = [*_parse(written), *self._kept]
+        return tuple([line for line in found if line.get("kind") == kind] for kind in ("run", "row"))
 
 
 PACKAGE = Path(__file__).parents[1]  # workbench/

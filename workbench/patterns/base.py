@@ -56,7 +56,7 @@ class Blocks:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.starts, self.columns, self.full))
+        return sum(t.nbytes for t in (self.starts, self.columns, self.full))
 
     def to(self, device) -> Blocks:
         moved = (t.to(device) for t in (self.starts, self.columns, self.full))
@@ -75,13 +75,11 @@ class Blocks:
         return counts.view(2, self.layouts, self.rows)
 
     @classmethod
-    def from_dense(cls, block_size, n, nq, visible: Tensor, full: Tensor) -> Blocks:
-        """From bool tensors (layouts, rows, cols): small grids, and the chunks of larger ones."""
-        layouts, rows, _ = visible.shape
-        starts = torch.zeros(layouts * rows + 1, dtype=torch.int64)
-        torch.cumsum(visible.sum(-1).flatten(), 0, out=starts[1:])
-        columns = visible.nonzero()[:, -1].to(torch.int32)
-        return cls(block_size, n, nq, layouts, starts, columns, full[visible])
+    def joined(cls, block_size, n, nq, layouts: int, parts) -> Blocks:
+        """From (how many blocks each row has, their columns, full) of some rows after the other."""
+        nothing = [torch.zeros(size, dtype=t) for size, t in ((1, torch.int64), (0, torch.int32), (0, torch.bool))]
+        widths, columns, full = (torch.cat(each) for each in zip(nothing, *parts, strict=True))
+        return cls(block_size, n, nq, layouts, widths.cumsum(0), columns, full)
 
 
 class Pattern(Value):
@@ -212,68 +210,58 @@ class Pattern(Value):
 
     # --- generic answers, tile by tile: exact, bounded memory, N^2 work -----------------------------------------------
 
-    def tiles(self, n: int, heads: int, nq: int):
-        """Yield (first row, count of these rows) with the count broadcastable to (heads, rows, n)."""
+    def _tiles(self, n, heads, nq):
+        """Yield the count of some rows after the other, (heads, rows, n)."""
         h = torch.arange(heads).view(-1, 1, 1)
         j = torch.arange(n).view(1, 1, -1)
         step = max(1, TILE // max(1, n * heads))
         for start in watched(range(n - nq, n, step), self.name, -(-nq // step)):
             i = torch.arange(start, min(n, start + step)).view(1, -1, 1)
-            yield start, self.count(h, i, j, n, heads)
+            yield self.count(h, i, j, n, heads).expand(heads, -1, n)
 
     def _multiplicity(self, n, heads, nq):
-        out = torch.zeros(heads, nq, n, dtype=torch.int32)
-        for start, count in self.tiles(n, heads, nq):
-            row = start - (n - nq)
-            out[:, row : row + count.shape[1]] = count.to(torch.int32)
-        return out
+        nothing = torch.zeros(heads, 0, n, dtype=torch.int32)
+        return torch.cat([nothing, *(count.int() for count in self._tiles(n, heads, nq))], 1)
 
     def _pairs(self, n, heads, nq):
-        return self._sum(n, heads, nq, lambda count: count.to(torch.int64).sum((1, 2)))
+        return sum(int(count.sum(dtype=torch.int64)) for count in self._tiles(n, heads, nq))
 
     def _distinct(self, n, heads, nq):
-        return self._sum(n, heads, nq, lambda count: (count > 0).sum((1, 2)))
-
-    def _sum(self, n, heads, nq, per_head) -> int:
-        return sum(int(per_head(count.expand(heads, -1, n)).sum()) for _, count in self.tiles(n, heads, nq))
+        return sum(int((count > 0).sum()) for count in self._tiles(n, heads, nq))
 
     def _uncovered(self, n, heads, nq) -> Tensor:
         """int64 (heads,): rows that no key reaches."""
-        out = torch.zeros(heads, dtype=torch.int64)
-        for _, count in self.tiles(n, heads, nq):
-            out += (~(count > 0).any(-1)).sum(-1)
-        return out
+        rows = ((count <= 0).all(-1).sum(-1) for count in self._tiles(n, heads, nq))
+        return sum(rows, start=torch.zeros(heads, dtype=torch.int64))
 
     def _row_counts(self, n, heads, nq, block_size):
         return self._blocks(n, heads, nq, block_size).row_counts()
 
     def _blocks(self, n, heads, nq, block_size):
-        bq, bk = block_size
+        bq, bk = (max(1, min(size, n)) for size in block_size)
         cols, first = -(-n // bk), (n - nq) // bq
         rows = -(-n // bq) - first if nq and heads else 0
         wide = min(cols, max(1, TILE // max(1, heads * bq * bk)))  # a tile is high x wide blocks
         high = max(1, TILE // max(1, heads * bq * bk * wide))
-        parts = []
+        parts = [torch.zeros(2, min(1, heads), 0, cols, dtype=torch.bool)] if not rows else []
         for a in watched(range(first, first + rows, high), self.name, -(-rows // high)):
-            end = min(a + high, first + rows)
-            tiles = [self._tile(a, end, b, min(cols, b + wide), n, heads, nq, block_size) for b in range(0, cols, wide)]
-            parts.append([torch.cat(tile, -1) for tile in zip(*tiles, strict=True)])
-        nothing = torch.zeros(min(1, heads), 0, cols, dtype=torch.bool)
-        visible, full = (torch.cat(part, 1) for part in zip(*parts, strict=True)) if parts else (nothing, nothing)
-        return Blocks.from_dense(block_size, n, nq, visible, full)
+            i = torch.arange(max(a * bq, n - nq), min((a + high) * bq, n))
+            tiles = (torch.arange(b * bk, min((b + wide) * bk, n)) for b in range(0, cols, wide))
+            parts.append(torch.cat([self._tile(i, j, n, heads, bq, bk) for j in tiles], -1))
+        visible, full = torch.cat(parts, 2)
+        found = visible.sum(-1).flatten(), visible.nonzero()[:, -1].int(), full[visible]
+        return Blocks.joined(block_size, n, nq, len(visible), [found])
 
-    def _tile(self, a, a_end, b, b_end, n, heads, nq, block_size):
-        """bool (layouts, rows, cols) twice, for blocks [a, a_end) x [b, b_end): some pair is visible, all are once."""
-        bq, bk = block_size
-        h = torch.arange(heads).view(-1, 1, 1)
-        i = torch.arange(max(a * bq, n - nq), min(a_end * bq, n)).view(1, -1, 1)
-        j = torch.arange(b * bk, min(b_end * bk, n)).view(1, 1, -1)
-        count = self.count(h, i, j, n, heads)  # (layouts, i, j)
-        row, column = i[0, :, 0] // bq - a, j[0, 0] // bk - b
-        some, other = (
-            any_of(any_of(which, 2, column, b_end - b), 1, row, a_end - a) for which in (count > 0, count != 1)
-        )
-        return some, ~other
+    def _tile(self, i, j, n, heads, bq, bk):
+        """bool (2, layouts, rows, cols), for the blocks of these queries and keys: some pair is visible, all are once.
+
+        The keys begin with a block.
+        """
+        count = self.count(torch.arange(heads).view(-1, 1, 1), i.view(1, -1, 1), j.view(1, 1, -1), n, heads)
+        above, below, behind = int(i[0]) % bq, -int(i[-1] + 1) % bq, -len(j) % bk  # what fills up the blocks
+        seen = torch.nn.functional.pad(torch.stack([count > 0, count != 1]), (0, behind, above, below))
+        seen = seen.unflatten(3, (-1, bk)).unflatten(2, (-1, bq)).any(-1).any(3)
+        return torch.stack([seen[0], ~seen[1]])
 
     # --- identity ----------------------------------------------------------------------------------------------------
 
@@ -294,14 +282,6 @@ class Pattern(Value):
     def __repr__(self) -> str:
         arguments = (f"{name}={value!r}" for name, value in self.spec().items() if name != "pattern")
         return f"{type(self).__name__}({', '.join(arguments)})"
-
-
-def any_of(seen: Tensor, dim: int, group: Tensor, groups: int) -> Tensor:
-    """bool: whether any of each group of indices along dim is True."""
-    shape = list(seen.shape)
-    shape[dim] = groups
-    total = torch.zeros(shape, dtype=torch.int32).index_add_(dim, group, seen.to(torch.int32))
-    return total > 0
 
 
 def watched(steps, what: str, total: int):

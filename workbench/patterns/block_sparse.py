@@ -98,15 +98,12 @@ class BlockSparse(Pattern):
         return self.block_size
 
     def _blocks(self, n, heads, nq, block_size):
-        widths, columns = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int32)]
-        full = [torch.zeros(0, dtype=torch.bool)]
-        for part in self._parts(n, heads, nq):
-            widths.append(torch.bincount(part.row - part.start, minlength=part.end - part.start))
-            columns.append(part.column.to(torch.int32))
-            full.append(part.full)
         layouts = heads if self._by_head(n, heads) else 1
-        starts = torch.cat(widths).cumsum(0)
-        return Blocks(self.block_size, n, nq, layouts, starts, torch.cat(columns), torch.cat(full))
+        rows = (
+            (part.row.sub(part.start).bincount(minlength=part.end - part.start), part.column.int(), part.full)
+            for part in self._parts(n, heads, nq)
+        )
+        return Blocks.joined(self.block_size, n, nq, layouts, rows)
 
     def _row_counts(self, n, heads, nq, block_size):
         (bq, bk), layout = self.block_size, self.layout

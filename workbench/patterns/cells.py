@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,25 +17,12 @@ CHUNK = 1 << 18  # cells held at once, over all offsets: a few MB
 INT64 = 1 << 31  # positions up to which no product of two of them overflows; beyond, arrays hold Python ints
 
 
-def subsets(size: int):
-    """The non-empty subsets of range(size)."""
-    for members in range(1, size + 1):
-        yield from itertools.combinations(range(size), members)
+def count(branches, offsets: np.ndarray, n: int, nq: int, causal: bool) -> dict[str, list[int]]:
+    """What ALL the branches [(w, r), ...] see; queries are the last nq of n.
 
-
-@dataclass
-class Seen:
-    """For each row of offsets: kept queries, and pairs of a kept query and a kept key in one cell.
-
-    Python ints: they do not overflow.
+    For each row of offsets, (rows, branches): "queries" that are kept, and "pairs" of a kept query and a kept key in
+    one cell. Python ints: they do not overflow.
     """
-
-    rows: list[int]
-    pairs: list[int]
-
-
-def count(branches, offsets: np.ndarray, n: int, nq: int, causal: bool) -> Seen:
-    """What ALL the branches [(w, r), ...] see; offsets (rows, branches); queries are the last nq of n."""
     offsets = offsets.astype(_dtype(n))
     branches = [(min(w, n), min(r, n)) for w, r in branches]  # beyond n they change nothing
     period = math.lcm(*(w for w, _ in branches))  # the cells repeat, and with them what is kept
@@ -48,7 +34,7 @@ def count(branches, offsets: np.ndarray, n: int, nq: int, causal: bool) -> Seen:
         spans.append((0, period, 0, whole))
     if start + (1 + whole) * period < n:
         spans.append((n // period * period, n, 0, 1))
-    seen = Seen([0] * len(offsets), [0] * len(offsets))
+    seen = {"queries": [0] * len(offsets), "pairs": [0] * len(offsets)}
     for low, high, query, times in spans:
         for begin, end in _cells([w for w, _ in branches], low, high, query, max(1, CHUNK // len(offsets))):
             step, position, possible = _congruence(branches, offsets, begin, n)
@@ -57,10 +43,9 @@ def count(branches, offsets: np.ndarray, n: int, nq: int, causal: bool) -> Seen:
             pairs = kept_queries * kept
             if causal:  # the queries are the last of the kept positions
                 pairs = pairs - kept_queries * (kept_queries - 1) // 2
-            width = len(offsets), len(begin)
-            for total, values in ((seen.rows, kept_queries), (seen.pairs, pairs)):
-                for row, value in enumerate(np.broadcast_to(values, width).sum(1).tolist()):
-                    total[row] += times * value
+            for what, values in (("queries", kept_queries), ("pairs", pairs)):
+                for row, value in enumerate(np.broadcast_to(values, (len(offsets), len(begin))).sum(1).tolist()):
+                    seen[what][row] += times * value
     return seen
 
 
@@ -80,14 +65,10 @@ def _cells(lengths, low: int, high: int, query: int, chunk: int):
     step = max(1, chunk // len(lengths)) * w
     edges = [low, *range((low // step + 1) * step, high, step), high]
     for a, b in itertools.pairwise(edges):
-        starts = np.unique(np.concatenate([[a], *(_multiples(length, a, b) for length in lengths)]))
-        yield (borders := np.append(starts, b).astype(_dtype(high)))[:-1], borders[1:]
-
-
-def _multiples(length: int, low: int, high: int) -> np.ndarray:
-    """The multiples of length strictly between low and high."""
-    first = low // length + 1
-    return np.arange(first, max(first, -(-high // length))) * length
+        # the multiples of each length between a and b
+        inner = (np.arange(a // length + 1, -(-b // length)) * length for length in lengths)
+        borders = np.append(np.unique(np.concatenate([[a], *inner])), b).astype(_dtype(high))
+        yield borders[:-1], borders[1:]
 
 
 def _congruence(branches, offsets: np.ndarray, begin: np.ndarray, n: int):

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-import workbench.patterns.orderings  # by its full name, since it imports this package
+from workbench.patterns import orderings
 from workbench.patterns.base import Blocks, Pattern, repeated
 from workbench.patterns.checks import axes
 
@@ -27,9 +27,9 @@ class Neighborhood(Pattern):
     same_heads = True
 
     def __init__(self, shape, radius, ordering=None):
-        self.shape = workbench.patterns.orderings.shape_of(shape)
+        self.shape = orderings.shape_of(shape)
         self.radius = axes("radius", radius, len(self.shape), 0)
-        if ordering is not None and not isinstance(ordering, workbench.patterns.orderings.Ordering):
+        if ordering is not None and not isinstance(ordering, orderings.Ordering):
             raise ValueError(f"ordering={ordering!r}: want an ordering, e.g. orderings.hilbert({self.shape}), or None")
         if ordering is not None and ordering.shape != self.shape:
             raise ValueError(f"ordering={ordering.name} of shape {ordering.shape}: want the shape {self.shape}")
@@ -37,7 +37,7 @@ class Neighborhood(Pattern):
 
     @cached_property
     def _order(self):
-        return workbench.patterns.orderings.row_major(self.shape) if self.ordering is None else self.ordering
+        return orderings.row_major(self.shape) if self.ordering is None else self.ordering
 
     @property
     def curve(self) -> Tensor:
@@ -103,14 +103,16 @@ class Neighborhood(Pattern):
         token = self.rank
         query_block = torch.where(token >= n - nq, token // bq - first, -1)
         key_block = torch.where(token >= 0, token // bk, -1)
-        run_start = self._run_starts(key_block)
-        run_of_cell, run_block = run_start.cumsum(0) - 1, key_block[run_start]
-        runs = self._query_runs(query_block)
+        run_block, _, run_of_cell = self._runs(key_block)
+        row, stop, _ = self._runs(query_block)
+        start = torch.cat([stop.new_zeros(1), stop[:-1] + 1])
+        by_row = row.argsort()[int((row < 0).sum()) :]
+        runs = row[by_row], start[by_row], stop[by_row]
         boxes = self._boxes(torch.arange(n - nq, n), bq, first, rows), self._boxes(torch.arange(n), bk, 0, cols)
 
         reach = math.prod(min(side, 2 * r + 1) for side, r in zip(self.shape, self.radius, strict=True))
         step = max(1, CHUNK // max(1, cols, min(math.prod(self.shape), bq * reach)))
-        widths, columns, full = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int32)], []
+        parts = []
         for a in range(0, rows, step):
             end = min(rows, a + step)
             visible = torch.zeros(end - a, cols, dtype=torch.bool)
@@ -121,12 +123,8 @@ class Neighborhood(Pattern):
             seen = run_block[_ranges(begin, many)]
             visible[(row - a).repeat_interleave(many)[seen >= 0], seen[seen >= 0]] = True
             x, y = visible.nonzero(as_tuple=True)
-            widths.append(visible.sum(1))
-            columns.append(y.to(torch.int32))
-            full.append(self._within(boxes[0], x + a, boxes[1], y))
-        starts = torch.cat(widths).cumsum(0)
-        full = torch.cat([torch.zeros(0, dtype=torch.bool), *full])
-        return Blocks(block_size, n, nq, 1, starts, torch.cat(columns), full)
+            parts.append((visible.sum(1), y.int(), self._within(boxes[0], x + a, boxes[1], y)))
+        return Blocks.joined(block_size, n, nq, 1, parts)
 
     def _row_counts(self, n, heads, nq, block_size):
         bq, bk = block_size
@@ -142,21 +140,11 @@ class Neighborhood(Pattern):
 
         return repeated(whole, n, bq, period // bq, -(-reach // bq))[..., (n - nq) // bq :]
 
-    def _run_starts(self, label: Tensor) -> Tensor:
-        """bool (cells,): where a run of equal labels along the last axis begins."""
-        begins = torch.ones(len(label), dtype=torch.bool)
-        torch.ne(label[1:], label[:-1], out=begins[1:])
-        begins[:: self.shape[-1]] = True
-        return begins
-
-    def _query_runs(self, query_block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(block, first cell, last cell) of the runs that hold queries, by block."""
-        start = self._run_starts(query_block).nonzero().flatten()
-        stop = torch.cat([start[1:], torch.tensor([len(query_block)])]) - 1
-        block = query_block[start]
-        order = block.argsort()
-        order = order[block[order] >= 0]
-        return block[order], start[order], stop[order]
+    def _runs(self, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Runs of cells of one label >= -1 along the last axis: each run's label and last cell, and each cell's run."""
+        line, labels = torch.arange(len(label)) // self.shape[-1], int(label.max()) + 2
+        found, run, many = (line * labels + label + 1).unique_consecutive(return_inverse=True, return_counts=True)
+        return found % labels - 1, many.cumsum(0) - 1, run
 
     def _widen(self, block: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The windows of runs of cells, as disjoint runs: (block, first cell, last cell)."""
@@ -171,14 +159,12 @@ class Neighborhood(Pattern):
             moved = x + shifts[:, axis, None]
             inside = inside & (moved >= 0) & (moved < self.shape[axis])
             line = line * self.shape[axis] + moved
-        origin = (block * (math.prod(self.shape) // side) + line) * side
+        origin, cells = (block * (math.prod(self.shape) // side) + line) * side, math.prod(self.shape)
         begin, end = (origin + left)[inside], (origin + right)[inside]
         order = begin.argsort()
         begin, end = begin[order], end[order].cummax(0).values if len(order) else end
-        new = torch.ones(len(begin), dtype=torch.bool)
-        torch.gt(begin[1:], end[:-1], out=new[1:])
-        last = torch.cat([new[1:], new.new_ones(1)]) if len(new) else new
-        begin, end, cells = begin[new], end[last], math.prod(self.shape)
+        apart, edge = begin[1:] > end[:-1], begin.new_ones(min(1, len(begin))).bool()
+        begin, end = begin[torch.cat([edge, apart])], end[torch.cat([apart, edge])]
         return begin // cells, begin % cells, end % cells
 
     def _boxes(self, token: Tensor, size: int, first: int, blocks: int) -> Tensor:
@@ -201,12 +187,11 @@ class Neighborhood(Pattern):
 
     def spec(self):
         ordering = None if self.ordering is None else self.ordering.spec()
-        spec = {"pattern": "Neighborhood", "shape": list(self.shape), "radius": list(self.radius)}
-        return spec | {"ordering": ordering}
+        return {"pattern": "Neighborhood", "shape": list(self.shape), "radius": list(self.radius), "ordering": ordering}
 
     @classmethod
     def from_spec(cls, ordering=None, **rest):
-        return cls(ordering=None if ordering is None else workbench.patterns.orderings.from_spec(ordering), **rest)
+        return cls(ordering=None if ordering is None else orderings.from_spec(ordering), **rest)
 
     @property
     def short_name(self):

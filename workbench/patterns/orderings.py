@@ -89,9 +89,8 @@ class Ordering(Value):
             raise ValueError(f"mask={describe(mask)}: want torch.bool {self.shape}, one entry a cell")
         occupied = mask.flatten() & (self.rank >= 0)
         # as alternating run lengths, empty cells first: a region is a few runs a row
-        edges = torch.cat([occupied.new_zeros(1), occupied]).diff().nonzero()[:, 0]
-        ends = torch.cat([edges.new_zeros(1), edges, edges.new_tensor([len(occupied)])])
-        source = self.spec() | {"runs": ends.diff().tolist()}
+        runs = occupied.unique_consecutive(return_counts=True)[1].tolist()
+        source = self.spec() | {"runs": [0] * bool(occupied[0]) + runs}
         return Ordering(self.name, self.shape, self.curve[occupied[self.curve]], source)
 
     def arrange(self, cells: Tensor, dim: int = 1) -> Tensor:
@@ -115,6 +114,9 @@ class Ordering(Value):
         if self.source:
             return deepcopy(self.source)
         return {"ordering": self.name, "shape": list(self.shape), "curve": self.curve.tolist()}
+
+    def __reduce__(self):  # copied as it is made: a tensor that pickle has filled counts as written to
+        return Ordering, (self.name, self.shape, self.curve, self.source)
 
     def __repr__(self) -> str:
         """A call that makes it; where that would be a long list, what it is in words."""

@@ -42,12 +42,12 @@ def longnet(name: str, segment_lengths, dilation_rates, causal: bool = False) ->
     - a branch's share of the output is a constant to its backward pass: dv is right, dq and dk lack a term.
     """
     pattern = Dilated(segment_lengths, dilation_rates, causal, offsets="blocked")
-    if name not in LONGNET:
-        raise ValueError(f"peer {name!r}: want one of {', '.join(map(repr, LONGNET))}")
+    if name not in MODULES:
+        raise ValueError(f"peer {name!r}: want one of {', '.join(map(repr, MODULES))}")
     if reason := _missing(MODULES[name]):
         raise ValueError(f"peer {name!r}: {reason}")
-    branches = pattern.segment_lengths, pattern.dilation_rates, pattern.causal
-    call = functools.partial(LONGNET[name], *branches)  # can be pickled, for fresh processes
+    # can be pickled, for fresh processes
+    call = functools.partial(_torchscale, pattern.segment_lengths, pattern.dilation_rates, pattern.causal)
     call.__name__ = name  # a record's `backend`
     return call
 
@@ -103,6 +103,3 @@ def flash(q: Tensor, k: Tensor, v: Tensor, dropout=0.0, bias=None, softmax_scale
     else:
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, dropout, is_causal, False, scale=softmax_scale)
     return out.transpose(1, 2), lse
-
-
-LONGNET = {"torchscale": _torchscale}

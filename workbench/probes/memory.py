@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import gc
 import os
-import re
+import resource
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
@@ -20,8 +19,6 @@ from workbench.harness.outcome import attempt
 from workbench.harness.processes import shared
 from workbench.patterns import checks
 from workbench.probes.case import Case, case_of
-
-STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,8 @@ def _on_cuda(fn, device: torch.device) -> Memory:
 
 def _on_cpu(fn, before: int = 0) -> Memory:
     _, after, peak = _allocations(fn)
-    return Memory(before, before + after, before + peak, None, _peak_resident(), "torch profiler")
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return Memory(before, before + after, before + peak, None, resident, "torch profiler")
 
 
 def _allocations(fn) -> tuple[object, int, int]:
@@ -155,11 +153,3 @@ class _quiet:
     def __exit__(self, *_):
         os.dup2(self.kept, 2)
         os.close(self.kept)
-
-
-def _peak_resident() -> int | None:
-    """Of this process so far; None but on Linux."""
-    try:
-        return 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB", STATUS.read_text(), re.MULTILINE)[1])
-    except OSError:
-        return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import pandas as pd
 import torch
 
 from workbench.harness.outcome import attempt
@@ -51,6 +52,12 @@ def flops(pairs: int, head_dim: int, mode: str = "fwd", batch: int = 1) -> int:
     Two products forward and five backward (the scores once again, dv, dp, dq, dk), of 2 operations a pair and channel.
     """
     return PASSES[checks.choice("mode", mode, *PASSES)] * 2 * pairs * head_dim * batch
+
+
+def rates(rows: pd.DataFrame, pairs: str = "pairs") -> pd.Series:
+    """TFLOP/s of records' rows over the pairs in a column: `flops` over median_ms; nan where something is absent."""
+    known = rows[["head_dim", "batch", pairs, "median_ms"]].astype(float)
+    return 2 * rows["mode"].map(PASSES) * known["head_dim"] * known["batch"] * known[pairs] / known["median_ms"] / 1e9
 
 
 def operations(case: Case) -> int:

@@ -90,11 +90,7 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows[rows["probe"] == "timing"].copy()
     rows["label"] = rows["label"].fillna(rows["pattern"]) if "label" in rows else rows["pattern"]
     rows["family"] = [spec.get("pattern") if isinstance(spec, dict) else None for spec in rows["pattern_spec"]]
-    operations = [
-        roofline.flops(int(p), int(d), mode, int(b)) if p == p and p is not None else None
-        for p, d, mode, b in zip(rows["pairs"], rows["head_dim"], rows["mode"], rows["batch"], strict=True)
-    ]
-    rows["tflops"] = pd.Series(operations, rows.index, dtype=float) / rows["median_ms"].astype(float) / 1e9
+    rows["tflops"] = roofline.rates(rows)
     return rows
 
 

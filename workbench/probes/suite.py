@@ -156,11 +156,9 @@ def orders(rows: pd.DataFrame) -> pd.DataFrame:
 def rates(rows: pd.DataFrame) -> pd.DataFrame:
     """Suite rows with tflops over attended pairs, and `of_dense`: that over the baseline's of the same group."""
     rows = rows[rows["status"] == "ok"].copy()
-    per_pair = 2 * rows["head_dim"] * rows["mode"].map(roofline.PASSES) * rows["batch"]  # as `roofline.flops`
-    rows["tflops"] = per_pair * rows["pairs"].astype(float) / rows["median_ms"].astype(float) / 1e9
+    rows["tflops"] = roofline.rates(rows)
     base = rows[rows["label"] == rows["against"]].set_index("suite")["tflops"]
     rows["of_dense"] = rows["tflops"] / rows["suite"].map(base)
     if "block_pairs" in rows:
-        blocks = per_pair * rows["block_pairs"].astype(float) / rows["median_ms"].astype(float) / 1e9
-        rows["block_tflops"] = blocks.fillna(rows["tflops"])
+        rows["block_tflops"] = roofline.rates(rows, "block_pairs").fillna(rows["tflops"])
     return rows

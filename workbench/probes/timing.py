@@ -48,20 +48,9 @@ class Timing:
     sm_clock_mhz: float | None = None
     throttle: list[str] | None = None
 
-    def quantile(self, q: float) -> float:
-        return float(np.quantile(self.samples_ms, q))
-
     @property
     def median_ms(self) -> float:
-        return self.quantile(0.5)
-
-    @property
-    def q10_ms(self) -> float:
-        return self.quantile(0.1)
-
-    @property
-    def q90_ms(self) -> float:
-        return self.quantile(0.9)
+        return float(np.median(self.samples_ms))
 
 
 def measure(fn: Callable[[], object], *, warmup: int = 2, samples: int = 9, seconds: float = 10.0) -> Timing:
@@ -130,7 +119,8 @@ def compare(
     timings = {name: Timing([read() for read in taken]) for name, taken in reads.items()}
     rows = []
     for name, timing in timings.items():
-        row = {"median_ms": timing.median_ms, "q10_ms": timing.q10_ms, "q90_ms": timing.q90_ms}
+        quantiles = np.quantile(timing.samples_ms, [0.5, 0.1, 0.9]).tolist()
+        row = dict(zip(("median_ms", "q10_ms", "q90_ms"), quantiles, strict=True))
         row |= speedup(timings[first].samples_ms, timing.samples_ms, seed)
         row |= {"samples_ms": timing.samples_ms, "places": places[name], "order_seed": seed}
         rows.append(row | {"sm_clock_mhz": clocks.sm_clock_mhz, "throttle": clocks.throttle})
@@ -229,17 +219,14 @@ class _Clocks:
         self._clocks, self._reasons, self._nvml = [], [], None
         if not _on_gpu():
             return
-        try:
+        with contextlib.suppress(ImportError):
             import pynvml
-        except ImportError:
-            return
-        try:
-            pynvml.nvmlInit()
-            # by its UUID: NVML counts all cards, torch those that CUDA_VISIBLE_DEVICES leaves, in its order
-            uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-            self._handle, self._nvml = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"), pynvml
-        except pynvml.NVMLError:  # no NVML with this driver, or a slice of a card
-            return
+
+            with contextlib.suppress(pynvml.NVMLError):  # no NVML with this driver, or a slice of a card
+                pynvml.nvmlInit()
+                # by its UUID: NVML counts all cards, torch those that CUDA_VISIBLE_DEVICES leaves, in its order
+                uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+                self._handle, self._nvml = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"), pynvml
 
     def sample(self) -> None:
         if self._nvml is not None:
