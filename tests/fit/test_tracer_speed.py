@@ -47,7 +47,7 @@ CASES = [
 def peaks(case, card):
     """(requested, allocated, reserved) at the peak of a case."""
     case = dataclasses.replace(case, pattern=copy.copy(case.pattern))
-    events, *_ = tracer.run(lambda make: case.prepare_from(lambda s: make(s, case.dtype)), cards.find(card))
+    events, *_ = tracer.run(case, cards.find(card))
     used = allocator.replay(events)
     return used.peak_requested, used.peak_allocated, used.peak_reserved
 

@@ -6,7 +6,6 @@ Dimensions: N tokens, E embed_dim, H heads, D = E / H head_dim.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.engines import dispatch
 from workbench.engines.layers import MultiheadAttention
-from workbench.fit import estimate
 from workbench.harness import records
 from workbench.harness.outcome import Outcome, attempt
 from workbench.patterns import Dense, Dilated, checks
@@ -74,19 +72,6 @@ def measure(
             found = compared.result[label] | found | peak | {"against": first}
         record(label, of, compared, **found)
     return pd.DataFrame([rows[label] for label in (*cases, timing.AA) if label in rows])
-
-
-def predict(case: Case, card="h100") -> estimate.Estimate:
-    """What `measure` would find on a card that need not be there: bytes of a layer's pass, x and parameters too."""
-    # a pattern keeps its tables, and those of a trace have no data
-    case = replace(case, pattern=copy.copy(case.pattern), device="cuda")
-    case = _cases({"layer": case}, ())["layer"]
-
-    def prepare(make):
-        x, upstream = (make((1, case.n, _width(case)), case.dtype) for _ in range(2))
-        return _pass(case, x.requires_grad_(), upstream)[:2]
-
-    return estimate.program(prepare, card, ("x", "gradient of the output"))
 
 
 def _width(case: Case) -> int:

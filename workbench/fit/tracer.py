@@ -1,12 +1,12 @@
 """The life of every tensor of a program, from running the program itself on tensors without data.
 
 Tensors of the card are `meta` tensors: they have shapes, strides and storages, and the real code runs on them, its
-Python, its autograd, the bodies of our operators. A function mode tells the program that it is on the card (`absent`);
-a dispatch mode sees each storage come, and a weak reference sees it go. What the program computes on the CPU is
-computed, but of lists of blocks only the lengths, and of equal calls not all are made (`shortcuts`). What depends on
-data that the card would have cannot be traced, and raises.
+Python, its autograd, the bodies of our operators. A function mode tells the program that it is on the card
+(`fake_cuda`); a dispatch mode sees each storage come, and a weak reference sees it go. What the program computes on the
+CPU is computed, but of lists of blocks only the lengths, and of equal calls not all are made (`tracer_shortcuts`). What
+depends on data that the card would have cannot be traced, and raises.
 
-Below the dispatcher some kernels take scratch of their own: `scratch` has what was measured of it, by operator.
+Below the dispatcher some kernels take scratch of their own: `workspace` has what was measured of it, by operator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import functools
 import gc
 import itertools
 import weakref
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ from workbench.fit import workspace
 from workbench.fit.cards import Card
 from workbench.fit.fake_cuda import CUDA, CannotTrace, OnCard, impersonate
 from workbench.fit.tracer_shortcuts import Shortcuts
+from workbench.probes.case import Case
 
 
 class Event(NamedTuple):
@@ -40,7 +40,7 @@ class Event(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """events; the first `before` of them are the preparation's, which returned `prepared`.
+    """events; the first `before` of them are the preparation's. backend: what executes the call.
 
     wrong: what is known to compute wrongly (`WRONG_PAST_2_31`), None where nothing is. kernel: the one that torch's
     scaled_dot_product_attention took, the last if it was called more than once, None if it was not.
@@ -48,32 +48,28 @@ class Traced(NamedTuple):
 
     events: list[Event]
     before: int
-    prepared: tuple
+    backend: str
     wrong: str | None
     kernel: str | None
 
 
-def run(program: Callable[[Callable], tuple], card: Card, names: tuple[str, ...] = ()) -> Traced:
-    """The life of a program's tensors on a card.
-
-    program(make) prepares: it takes its inputs from make(shape, dtype), tensors on the card, and returns (call, ...);
-    then call() is run once, and its result lives on until the last event. names: of the inputs, in order.
-    """
+def run(case: Case, card: Card) -> Traced:
+    """The life of the tensors of a case on "cuda", called once; its result lives on until the last event."""
     _settle()
     with uncollected(), impersonate(card), Births(card) as births, Shortcuts(births).taken():
         try:
             with births.functions:
-                births.words = iter(names)
-                prepared = program(lambda shape, dtype: torch.empty(shape, dtype=dtype, device=CUDA))
+                births.words = iter(INPUTS)
+                call, backend = case.prepare_from(lambda shape: torch.empty(shape, dtype=case.dtype, device=CUDA))
                 births.words, before = iter(()), len(births.events)
-                result = prepared[0]()
+                result = call()
         except (NotImplementedError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError) or not _about_data(error):
                 raise
             raise CannotTrace(f"it cannot be run without data: {str(error).strip().splitlines()[0]}"[:400]) from None
         events = list(births.events)
     del result
-    return Traced(events, before, prepared, "; ".join(sorted(births.wrong)) or None, births.functions.kernel)
+    return Traced(events, before, backend, "; ".join(sorted(births.wrong)) or None, births.functions.kernel)
 
 
 @contextlib.contextmanager
@@ -211,7 +207,7 @@ class Births(TorchDispatchMode):
             self.events += [Event(id, -1, "") for id in taken.values() if id is not None]
 
 
-FORWARD, BACKWARD = ("out", "lse"), ("dq", "dk", "dv")
+INPUTS, FORWARD, BACKWARD = ("q", "k", "v", "gradient of out"), ("out", "lse"), ("dq", "dk", "dv")
 ATTENTION = {
     f"_scaled_dot_product_{kernel}_attention{direction}": words
     for kernel in ("cudnn", "flash", "efficient")
