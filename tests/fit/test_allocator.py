@@ -61,30 +61,6 @@ def test_one_allocation(nbytes, allocated, reserved):
     assert numbers(allocator) == (0, 0, 0)
 
 
-def test_segments_are_shared():
-    allocator = Allocator()
-    for _ in range(4):
-        allocator.malloc(512 * KIB)
-    assert allocator.reserved == 2 * MIB
-    allocator.malloc(1)
-    assert allocator.reserved == 4 * MIB
-    allocator.malloc(9 * MIB)
-    allocator.malloc(9 * MIB)
-    assert allocator.reserved == 24 * MIB  # both in one of 20 MiB
-    allocator.malloc(2 * MIB)  # exactly what is left
-    assert allocator.reserved == 24 * MIB
-    allocator.malloc(2 * MIB)
-    assert allocator.reserved == 44 * MIB
-
-
-@pytest.mark.parametrize("second, allocated", [(23 * MIB, 24 * MIB), (23 * MIB - 512, 23 * MIB - 512)])
-def test_a_large_block_is_split_if_more_than_one_mib_is_left(second, allocated):
-    allocator = Allocator()
-    allocator.free(allocator.malloc(24 * MIB))
-    allocator.malloc(second)
-    assert numbers(allocator) == (second, allocated, 24 * MIB)
-
-
 def test_a_small_block_is_split_always():
     allocator = Allocator()
     first, _ = allocator.malloc(1024), allocator.malloc(512)
@@ -105,17 +81,6 @@ def test_best_fit_and_then_the_lowest_address():
     assert allocator.reserved == 20 * MIB
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_free_neighbours_merge_in_any_order(order):
-    allocator = Allocator()
-    handles = [allocator.malloc(6 * MIB) for _ in range(3)]
-    for x in order:
-        allocator.free(handles[x])
-    assert segments(allocator) == [[(0, 20 * MIB, None)]]
-    allocator.malloc(19 * MIB)
-    assert allocator.reserved == 20 * MIB
-
-
 def test_at_the_limit_free_segments_go_of_every_pool():
     allocator = Allocator(limit=60 * MIB)
     for handle in [allocator.malloc(nbytes) for nbytes in (20 * MIB, 30 * MIB, KIB)]:
@@ -124,18 +89,6 @@ def test_at_the_limit_free_segments_go_of_every_pool():
     allocator.malloc(54 * MIB)
     assert numbers(allocator) == (54 * MIB, 54 * MIB, 54 * MIB)
     assert allocator.peak_reserved == 54 * MIB
-
-
-def test_a_segment_in_use_does_not_go():
-    allocator = Allocator(limit=40 * MIB)
-    handles = [allocator.malloc(9 * MIB) for _ in range(2)]
-    allocator.free(handles[0])
-    allocator.malloc(20 * MIB)
-    assert allocator.reserved == 40 * MIB
-    with pytest.raises(OutOfMemory):
-        allocator.malloc(10 * MIB)  # 11 MiB are free, in two pieces
-    assert numbers(allocator) == (29 * MIB, 29 * MIB, 40 * MIB)
-    allocator.malloc(9 * MIB)
 
 
 def test_out_of_memory_says_what_there_was():

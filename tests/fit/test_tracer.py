@@ -1,36 +1,18 @@
 """Traces without a card: the bytes that a program must take, from its own code."""
 
-import types
-
 import pytest
 import torch
 
 import workbench as wb
-from workbench.fit import estimate, tracer, workspace
+from workbench.fit import allocator, cards, estimate, tracer, workspace
 from workbench.probes.case import Case
 
-CARD = types.SimpleNamespace(
-    key="toy",
-    name="toy",
-    total_bytes=80 << 30,
-    capability=(9, 0),
-    workspace_bytes=32 << 20,
-    context_bytes=0,
-    multiprocessors=132,
-)
+CARD = cards.find("h100")
 
 
 def peak(events):
     """The largest sum of what is alive."""
-    alive, now, most = {}, 0, 0
-    for event in events:
-        if event.nbytes < 0:
-            now -= alive.pop(event.id)
-        else:
-            alive[event.id] = event.nbytes
-            now += event.nbytes
-            most = max(most, now)
-    return most
+    return allocator.replay(events).peak_requested
 
 
 def life(case):
@@ -131,12 +113,7 @@ def test_what_the_host_keeps_of_a_neighborhood_is_not_on_the_card():
     pattern = wb.Neighborhood((n,), 300)
     sizes = {"pattern": pattern, "n": n, "heads": 1, "head_dim": 16, "dtype": "float32", "backend": "torch"}
     events, *_ = life(sizes)
-    left = sum(x.nbytes for x in events if x.nbytes >= 0) - sum(freed(events))
+    left = allocator.replay(events).requested
     blocks = pattern.blocks(n, 1)
     lists = sum(x.nbytes for x in (blocks.starts, blocks.columns, blocks.full))
     assert left == 4 * n * 16 * 4 + lists  # q, k, v and out
-
-
-def freed(events):
-    born = {x.id: x.nbytes for x in events if x.nbytes >= 0}
-    return [born[x.id] for x in events if x.nbytes < 0]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workbench.engines import torch_rules
+from workbench.engines import operators, torch_backend, torch_rules, triton_backend  # noqa: F401  (two define operators)
 from workbench.engines.torch.fused import OFFSETS, span
 from workbench.fit import workspace
 from workbench.fit.cards import Card
@@ -64,7 +64,7 @@ def run(case: Case, card: Card) -> Traced:
                 births.words, before = iter(()), len(births.events)
                 result = call()
         except (NotImplementedError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError) or not _about_data(error):
+            if isinstance(error, torch.OutOfMemoryError) or not any(x in str(error).lower() for x in ABOUT_DATA):
                 raise
             raise CannotTrace(f"it cannot be run without data: {str(error).strip().splitlines()[0]}"[:400]) from None
         events = list(births.events)
@@ -94,9 +94,7 @@ def _settle() -> None:
     has_triton()
 
 
-def _about_data(error: BaseException) -> bool:
-    text = str(error).lower()
-    return any(word in text for word in ("meta", "data-dependent", "fake", "no data", "nonzero"))
+ABOUT_DATA = ("meta", "data-dependent", "fake", "no data", "nonzero")
 
 
 class Births(TorchDispatchMode):
@@ -115,7 +113,7 @@ class Births(TorchDispatchMode):
         self.watched: dict[int, weakref.ref] = {}
         self.place: dict[int, int] = {}  # an id: the place of its birth in `events`
         self.functions = OnCard(card)
-        self.bodies = _bodies()
+        self.bodies = operators.BODIES  # our operators and the Python that they run
         self.words = iter(())  # names for what comes next
         self.ids = itertools.count(1)
         self.workspaces: set[bool] = set()  # of which of the two threads, see `hidden`
@@ -142,20 +140,14 @@ class Births(TorchDispatchMode):
 
     def follow(self, func, name: str, args, kwargs):
         out = _run(func, args, kwargs)
-        if isinstance(out, Tensor):
-            self.born(out, name)
-            if out.is_meta or any(isinstance(x, Tensor) and x.is_meta for x in args):
-                self.hidden(name, args)
-            return out
         results = out if isinstance(out, (tuple, list)) else (out,)
-        words = ATTENTION.get(name, ())
         if name in WRONG_PAST_2_31 and max(max(span(x), x.numel()) for x in args[:4]) > OFFSETS:
             self.wrong.add(WRONG_PAST_2_31[name])
         if name in ASKED_FOR_LSE and not args[4]:
             results = (results[0], None, *results[2:])  # the card's kernel makes no lse then, meta's does
         if name == EFFICIENT:
             results = results[:2]  # its seed and offset are on the CPU where there is no dropout
-        for x, word in itertools.zip_longest(results, words[: len(results)], fillvalue=name):
+        for x, word in itertools.zip_longest(results, ATTENTION.get(name, ())[: len(results)], fillvalue=name):
             if isinstance(x, Tensor):
                 self.born(x, word)
         if any(isinstance(x, Tensor) and x.is_meta for x in (*results, *args)):
@@ -220,13 +212,6 @@ WRONG_PAST_2_31 = {
 
 EFFICIENT = "_scaled_dot_product_efficient_attention"
 ASKED_FOR_LSE = {"_scaled_dot_product_cudnn_attention", EFFICIENT}
-
-
-def _bodies() -> dict:
-    """Our operators and the Python that they run."""
-    from workbench.engines import operators, torch_backend, triton_backend  # noqa: F401  (they define operators)
-
-    return operators.BODIES
 
 
 # --- results that need not be asked for ------------------------------------------------------------------------------
