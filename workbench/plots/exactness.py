@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.lines import Line2D
@@ -17,11 +16,10 @@ EXACT = 1e-17  # where an error of 0 is drawn on a log axis
 
 def figure(rows: pd.DataFrame):
     """Errors (dots) left of their budgets (bars), values and gradients, from the rows of `probes.error.table`."""
-    style.use()
     ran = rows[rows.status == "ok"].copy()
     ran["error_grad"], ran["budget_grad"] = _worst_gradient(ran)
     lines = list(dict.fromkeys(zip(ran.pattern + np.where(ran.causal, ", causal", ""), ran.backend, strict=True)))
-    fig, axes = plt.subplots(1, 2, figsize=(9.4, 1.5 + 0.26 * len(lines)), sharey=True)
+    fig, axes = style.subplots(1, 2, figsize=(9.4, 1.5 + 0.26 * len(lines)), sharey=True)
     for ax, what, title in zip(axes, ("out", "grad"), ("values", "gradients (worst of dq, dk, dv)"), strict=True):
         for r in ran.itertuples():
             error, budget = getattr(r, f"error_{what}"), getattr(r, f"budget_{what}")
