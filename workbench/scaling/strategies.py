@@ -83,10 +83,14 @@ def plan(strategy: str, case: Case, world: int) -> Plan | None:
     return call.choose(strategy, sizes, case.dtype.itemsize, case.head_dim)[0]
 
 
+def check_name(strategy: str) -> None:
+    if strategy not in STRATEGIES and not (isinstance(strategy, str) and all(strategy.partition(":"))):
+        raise ValueError(f"strategy={strategy!r}: want one of {', '.join(STRATEGIES)}, or your own as module:function")
+
+
 def check(strategy: str, case: Case, world: int) -> None:
     """ValueError with the reason if a strategy cannot do the case, NotImplementedError if it cannot on this device."""
-    if strategy not in STRATEGIES and ":" not in strategy:
-        raise ValueError(f"strategy={strategy!r}: want one of {', '.join(STRATEGIES)}, or your own as module:function")
+    check_name(strategy)
     if case.backend not in BACKENDS:
         raise ValueError(f"backend={case.backend!r}: want one of {', '.join(BACKENDS)}, the same for all strategies")
     if ":" in strategy:
