@@ -68,7 +68,6 @@ def longest(
 
 def _lengths(at: Lengths, whose: dict, pool: Pool, recorder, say) -> Callable[[int], Tried]:
     """The function for `largest` that tries a length, unless the journal has its result."""
-    works = set()
 
     def tried(n: int) -> Tried:
         case = at(n)
@@ -79,14 +78,10 @@ def _lengths(at: Lengths, whose: dict, pool: Pool, recorder, say) -> Callable[[i
             if say:
                 say(f"  {whose['strategy']}, N = {n:,}: {row['status']}", flush=True)
         limiter = {"oom": "memory", "timeout": "time"}.get(row["status"])
-        if row["status"] in ("refused", "unsupported") and works:
-            limiter = "launch"
-        elif row["status"] == "ok":
+        if row["status"] == "ok":
             limiter = "time" if row["median_ms"] > 1000 * whose["seconds"] else None
         elif limiter is None:
             raise Stopped(Outcome(row["status"], row["error"]))
-        if limiter is None:
-            works.add(n)
         return Tried(limiter, row["load"], {x: row[x] for x in (*FOUND, "error")})
 
     return tried
