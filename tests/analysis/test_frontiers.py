@@ -17,7 +17,8 @@ def test_a_way_is_a_case_at_any_length():
     assert ways["dense, workbench:attention"](100).backend == "workbench:attention"
     assert ways["window-tokens, triton"](640).pattern.shape == (640,) and ways["window-tokens, triton"](640).n == 640
     for name, want in (
-        ("dense", "'pattern, backend', the pattern one of dense"), ("sparse, triton", "one of dense,"),
+        ("dense", "'pattern, backend', the pattern one of dense"),
+        ("sparse, triton", "one of dense,"),
         ("dense, efficent", "one of auto,"),
     ):
         with pytest.raises(ValueError, match=f"want {want}"):

@@ -66,7 +66,7 @@ def test_curves_tell_modelled_from_measured(rows):  # noqa: F811
 def test_borders_have_a_line_an_order():
     moved = pd.DataFrame({
         "order": ["row_major", "row_major", "hilbert", "hilbert"], "world": [4, 16, 4, 16],
-        "bytes": [100, 400, 80, 200], "most": [50, 50, 40, 30], "halo": [0.5, 2, 0.4, 1],
+        "bytes": [100, 400, 80, 200], "halo": [0.5, 2, 0.4, 1],
     })  # fmt: skip
     fig = draw_plans.borders(moved)
     for ax, want in zip(fig.axes, ([100, 400], [0.5, 2]), strict=True):

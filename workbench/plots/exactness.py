@@ -105,14 +105,12 @@ def _short(x: float) -> str:
 
 def _worst_gradient(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     """(error, budget) of the gradient nearest to its budget; NaN where there is none."""
-    names = [name for name in ("dq", "dk", "dv") if f"error_{name}" in rows]
-    if not names:
-        nothing = pd.Series(np.nan, index=rows.index)
-        return nothing, nothing
-    errors = rows[[f"error_{name}" for name in names]].to_numpy(dtype=float)
-    budgets = rows[[f"budget_{name}" for name in names]].to_numpy(dtype=float)
+    errors, budgets = (
+        rows.reindex(columns=[f"{kind}_{name}" for name in ("dq", "dk", "dv")]).to_numpy(dtype=float)
+        for kind in ("error", "budget")
+    )
     with np.errstate(invalid="ignore", divide="ignore"):
-        worst = np.argmax(np.nan_to_num(errors / budgets, nan=-1), axis=1)
+        worst = np.nan_to_num(errors / budgets, nan=-1).argmax(axis=1)
     line = np.arange(len(rows))
     return pd.Series(errors[line, worst], rows.index), pd.Series(budgets[line, worst], rows.index)
 

@@ -285,4 +285,3 @@ def _matrix(ax, seen, shade: str) -> None:
 def _outline(ax, shape) -> None:
     box = plt.Rectangle((-0.5, -0.5), shape[1], shape[0], fill=False, edgecolor="#999999", lw=0.8, clip_on=False)
     ax.add_patch(box)
-

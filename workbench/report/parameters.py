@@ -77,12 +77,9 @@ def fits(value: object, default: object, rule: dict) -> bool:
     An int may stand for a float and a tuple for a list; a bool is no int.
     """
     if isinstance(default, dict):
-        about = {key: {} for key in default} | rule.get("keys", {})
-        return (
-            isinstance(value, dict)
-            and set(default) <= set(value) <= set(about)
-            and all(fits(item, default.get(key, _example(about[key])), about[key]) for key, item in value.items())
-        )
+        about = _keys(default, rule)
+        known = isinstance(value, dict) and set(default) <= set(value) <= set(about)
+        return known and all(fits(item, *about[key]) for key, item in value.items())
     if isinstance(default, list | tuple):
         least, most = _lengths(default, rule)
         if not isinstance(value, list | tuple) or not least <= len(value) <= most:
@@ -124,9 +121,11 @@ def _is_json(value: object) -> bool:
     return True
 
 
-def _example(rule: dict) -> object:
-    """A value of the kind of a key that the default does not have."""
-    return rule.get("least", rule.get("choices", [None])[0])
+def _keys(default: dict, rule: dict) -> dict[str, tuple]:
+    """key -> (its default or, where there is none, a value of its kind, and its rule)."""
+    about = {key: {} for key in default} | rule.get("keys", {})
+    examples = {key: own.get("least", own.get("choices", [None])[0]) for key, own in about.items()} | default
+    return {key: (examples[key], own) for key, own in about.items()}
 
 
 def wanted(default: object, rule: dict) -> str:
@@ -147,9 +146,8 @@ def wanted(default: object, rule: dict) -> str:
     if "choices" in rule:
         words.append(f"{each}one of {', '.join(map(json.dumps, rule['choices']))}")
     if isinstance(default, dict):
-        about = {key: {} for key in default} | rule.get("keys", {})
-        words += [f"{key}: {wanted(default.get(key, _example(own)), own)}" for key, own in about.items()]
-    return ", ".join(words) if not isinstance(default, dict) else f"{words[0]} of {'; '.join(words[1:])}"
+        return f"dict of {'; '.join(f'{key}: {wanted(*own)}' for key, own in _keys(default, rule).items())}"
+    return ", ".join(words)
 
 
 def settle(notebooks: dict[str, dict], profile: str, asked: dict[str, object]) -> dict[str, dict[str, object]]:
