@@ -91,18 +91,6 @@ def test_blocks_touched_by_the_windows_of_the_notebook():
     ]
 
 
-def test_hilbert_hurts_on_a_line():
-    line, branch = wb.Neighborhood(4096, 256), wb.Dilated([4096], [4])
-    natural, curve = torch.arange(4096), orderings.hilbert((64, 64)).curve
-    by_residue = (natural % 4).argsort(stable=True)
-
-    def percent(pattern, order):
-        return round(100 * float(locality.touched(locality.reordered(pattern, order), 4096).mean()), 2)
-
-    assert [percent(line, natural), percent(line, curve)] == [15.04, 42.97]
-    assert [percent(branch, natural), percent(branch, by_residue)] == [100, 6.25]
-
-
 def test_reordered_permutes_queries_and_keys_alike():
     pattern, curve = wb.Dilated([8, 16], [1, 2], causal=True), orderings.random((29,), 5).curve
     want = pattern.multiplicity(29, 3)[:, curve][:, :, curve] > 0

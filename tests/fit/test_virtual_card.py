@@ -9,9 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import workbench as wb
 from workbench.fit import cards
-from workbench.fit.allocator import Allocator, OutOfMemory, replay
+from workbench.fit.allocator import OutOfMemory
 from workbench.fit.virtual_card import VirtualCard, _Births
-from workbench.harness.outcome import attempt
 from workbench.probes import memory
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -113,68 +112,6 @@ def scores_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
 
 
 # --- where it ends ---------------------------------------------------------------------------------------------------
-
-
-def largest(fits, low, high, step):
-    """The largest multiple of step from low (fits) to high (does not) that fits."""
-    assert fits(low) and not fits(high)
-    while high - low > step:
-        middle = (low + high) // 2 // step * step
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def on_card(gib, fn, *args):
-    def work():
-        with VirtualCard(gib):
-            fn(*args)
-
-    outcome = attempt(work)
-    assert outcome.status in ("ok", "oom"), outcome
-    return outcome.status == "ok"
-
-
-@pytest.mark.parametrize("mode", ["fwd", "fwdbwd"])
-def test_frontier_of_attention_is_that_of_its_events(mode):
-    gib = 32 / 1024
-
-    def call(n):
-        q, k, v = inputs(n, grad=mode == "fwdbwd")
-        return gradients(q, k, v) if mode == "fwdbwd" else wb.attention(q, k, v, PATTERN, backend="torch")
-
-    def predicted(n):
-        card = VirtualCard(1)
-        card._births.allocator = log = Log()
-        with card:
-            call(n)
-        try:
-            replay(log.events, int(gib * 1024 * MIB))
-        except OutOfMemory:
-            return False
-        return True
-
-    bound = 32 * MIB // (4 * 64 * (7 if mode == "fwdbwd" else 4))  # q, k, v, out and then dq, dk, dv
-    find = lambda fits: largest(fits, 1024, bound, 1024)  # noqa: E731
-    found = find(lambda n: on_card(gib, call, n))
-    assert found == find(predicted)
-    assert 0.3 * bound < found
-
-
-class Log(Allocator):
-    """An allocator without end that keeps what it was asked for."""
-
-    def __init__(self):
-        super().__init__()
-        self.events = []
-
-    def malloc(self, nbytes):
-        handle = super().malloc(nbytes)
-        self.events.append((handle, nbytes, ""))
-        return handle
-
-    def free(self, handle):
-        super().free(handle)
-        self.events.append((handle, -1, ""))
 
 
 def test_what_does_not_fit_is_not_computed():

@@ -125,14 +125,6 @@ def _inputs(case: Case) -> tuple[Tensor, Tensor]:
 
 def _prepare(case: Case, x: Tensor, upstream: Tensor) -> tuple[Callable[[], tuple], dict]:
     """(one forward and backward pass, its backend, pairs and how many bytes it is given); it ran once."""
-    call, backend, wanted = _pass(case, x, upstream)
-    call()
-    given = sum(t.nbytes for t in (*wanted, upstream))
-    return call, {"backend": backend, "pairs": case.pattern.pairs(case.n, case.heads), "given_bytes": given}
-
-
-def _pass(case: Case, x: Tensor, upstream: Tensor) -> tuple[Callable[[], tuple], str, tuple]:
-    """(one forward and backward pass, its backend, the tensors whose gradients it gives)."""
     pattern, backend = case.pattern, case.backend
     make, kernel = MultiheadAttention, contextlib.nullcontext
     if backend in others.LONGNET:
@@ -156,15 +148,15 @@ def _pass(case: Case, x: Tensor, upstream: Tensor) -> tuple[Callable[[], tuple],
             y = layer(x)
         return torch.autograd.grad(y, wanted, upstream)
 
-    return call, backend, wanted
+    call()
+    given = sum(t.nbytes for t in (*wanted, upstream))
+    return call, {"backend": backend, "pairs": pattern.pairs(case.n, case.heads), "given_bytes": given}
 
 
 def _peak(call: Callable, device: str, given: int) -> dict:
     """extra_bytes and peak_bytes of one pass; nothing on a CPU."""
-    if not device.startswith("cuda"):
-        return {}
-    outcome = attempt(lambda: memory.measure(call, device).extra_bytes)
-    if outcome.status != "ok":
+    outcome = attempt(lambda: memory.measure(call, device).extra_bytes) if device.startswith("cuda") else None
+    if outcome is None or outcome.status != "ok":
         return {}
     return {"extra_bytes": outcome.result, "peak_bytes": outcome.result + given}
 
