@@ -153,6 +153,15 @@ def test_a_table_says_what_is_noise_and_what_is_from_the_records(rows):
     assert sequence.endswith("  from the records") and "noise" not in sequence
 
 
+def test_progress_is_short_and_silent_about_what_is_recorded(own, folder):
+    wrong, failed, right = own["late"], own["fails"], own["mine"] | {"median_ms": 12.345678, "speedup": 1.2345}
+    assert [sweeps.words(x) for x in (wrong, failed)] == ["  mine_on_ranks:late: wrong", "  mine_on_ranks:fails: oom"]
+    assert sweeps.words(right) == "  mine_on_ranks:mine: 12.35 ms, 1.23x"
+    said, case = [], {"x": Case(Dense(), dtype="float32", **SIZES)}
+    sweeps.sweep(case, 2, ["mine_on_ranks:mine"], samples=3, folder=folder / "own", say=lambda x, **_: said.append(x))
+    assert said == ["1/1: x, N = 192, from the records"]
+
+
 def test_strategies_that_have_no_room_beside_each_others_inputs_are_timed_all_the_same(folder):
     found = sweep(folder / "room", {"x": Case(DILATED, dtype="float32", **SIZES)}, ["mine_on_ranks:wants_room"])
     for row in found.values():
