@@ -342,7 +342,8 @@ def test_players_switch_frames_and_do_not_disturb_each_other(run):
         alt, first = "document.querySelector('.wb-frame img').alt", "document.querySelector('.wb-frame img').src"
         values = "[...player.querySelectorAll('output')].map(output => output.value).join()"
         shown = f"[...document.querySelectorAll('.wb-player')].map(player => {values})"
-        assert tab.run("document.documentElement.scrollWidth") <= 390 and tab.run("document.querySelectorAll('math').length") == 1
+        assert tab.run("document.documentElement.scrollWidth") <= 390
+        assert tab.run("document.querySelectorAll('math').length") == 1
         assert tab.run(alt) == "blue bar of 1" and tab.run(shown) == ["1,blue", "1"]
         before = tab.run(first)
         tab.slide(".wb-player input", 2)

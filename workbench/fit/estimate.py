@@ -79,7 +79,8 @@ def trace(
     if not isinstance(case, Case):
         raise ValueError(f"case={case!r}: want a Case")
     card = cards.find(card)
-    life, strategy = _life(case, card, fake_ranks.Rank(world, rank, strategy))
+    fake_ranks.check(world, rank, strategy)
+    life, strategy = _life(case, card, world, rank, strategy)
     used, prepared = allocator.replay(life.events), life.events[: life.before]
     lives = {x.id: x.nbytes for x in prepared if x.nbytes >= 0}
     inputs = sum(lives.values()) - sum(lives[x.id] for x in prepared if x.nbytes < 0)
@@ -91,7 +92,7 @@ def trace(
     )  # fmt: skip
 
 
-def _life(case: Case, card: cards.Card, place: fake_ranks.Rank) -> tuple[tracer.Traced, str | None]:
+def _life(case: Case, card: cards.Card, *place) -> tuple[tracer.Traced, str | None]:
     """(the life of a case's tensors, the strategy that a rank of several took); alike cards share a trace."""
     if case.backend == "reference":
         raise CannotTrace("reference computes all N x N scores in float64 on the host, whatever the card: not traced")
@@ -100,9 +101,7 @@ def _life(case: Case, card: cards.Card, place: fake_ranks.Rank) -> tuple[tracer.
     if key in _lives:
         return _lives[key]
     on_card = replace(case, device="cuda", pattern=copy.copy(case.pattern))  # which keeps what it finds on the card
-    ranks = None
-    if place.world > 1:
-        on_card, ranks = place.own(on_card, card)
+    on_card, ranks = fake_ranks.share(on_card, card, *place) if place[0] > 1 else (on_card, None)
     found = tracer.run(on_card, card), ranks and ranks.strategy
     if key is not None:
         while len(_lives) >= KEPT:

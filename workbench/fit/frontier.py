@@ -62,7 +62,7 @@ class Options:
     strategy: str = "auto"
 
     def __post_init__(self):
-        fake_ranks.Rank(self.world, self.rank or 0, self.strategy)  # refuses what there is not
+        fake_ranks.check(self.world, self.rank or 0, self.strategy)
 
     @property
     def place(self) -> dict:
