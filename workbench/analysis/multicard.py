@@ -197,10 +197,8 @@ def one_case(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of one case on the most ranks: longnet's longest or, without any, that of what comes first."""
     done = first_mode(ok(rows))
     done = done[done["nproc"] == done["nproc"].max()]
-    done = done[
-        done["kind"]
-        == ("longnet-geometric" if "longnet-geometric" in set(done["kind"]) else next(iter(done["kind"]), None))
-    ]
+    first = "longnet-geometric" if "longnet-geometric" in set(done["kind"]) else next(iter(done["kind"]), None)
+    done = done[done["kind"] == first]
     return done[done["n"] == done["n"].max()]
 
 

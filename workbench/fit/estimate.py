@@ -93,7 +93,8 @@ def trace(
 
 
 def _life(case: Case, card: cards.Card, *place) -> tuple[tracer.Traced, str | None]:
-    """(the life of a case's tensors, the strategy that a rank of several took); alike cards share a trace."""
+    """(the life of a case's tensors, the strategy that a rank of several took). place: world, rank and strategy, as of
+    `trace`. Cards of the same habits share a trace."""
     if case.backend == "reference":
         raise CannotTrace("reference computes all N x N scores in float64 on the host, whatever the card: not traced")
     habits = card.capability, card.workspace_bytes, card.multiprocessors, card.key == cards.VIRTUAL

@@ -144,18 +144,18 @@ def _number(x, form: str = ",.0f") -> str:
 
 def _at(at: frontier.Lengths, n: int, card: cards.Card, budget_bytes: int) -> dict:
     """What a way needs at n, and whether the budget has it."""
-    unknown = {"fits": False, "device_bytes": None, "ms": None, "pairs_share": None}
-    made = attempt(lambda: at(n))
-    if made.status != "ok":
-        return unknown | {"note": made.error}
-    case = made.result
-    least = case.dtype.itemsize * case.batch * case.head_dim * n * 2 * (case.heads + case.kv_heads)
-    if n > LONGEST.get(type(case.pattern).__name__, n) and least > budget_bytes:  # its lists may take minutes to make
-        return unknown | {"note": f"q, k, v and out alone are {least / 2**30:,.2f} GiB"}
-    outcome = attempt(lambda: estimate.trace(case, card))
+
+    def traced() -> tuple[Case, estimate.Estimate]:
+        case = at(n)
+        least = case.dtype.itemsize * case.batch * case.head_dim * n * 2 * (case.heads + case.kv_heads)
+        if n > LONGEST.get(type(case.pattern).__name__, n) and least > budget_bytes:  # its lists may take minutes
+            raise ValueError(f"q, k, v and out alone are {least / 2**30:,.2f} GiB")
+        return case, estimate.trace(case, card)
+
+    outcome = attempt(traced)
     if outcome.status != "ok":
-        return unknown | {"note": outcome.error}
-    found = outcome.result
+        return {"fits": False, "device_bytes": None, "ms": None, "pairs_share": None, "note": outcome.error}
+    case, found = outcome.result
     reserved = frontier.reserves(found, budget_bytes)
     device = found.device_bytes if reserved is None else reserved + card.context_bytes
     return {

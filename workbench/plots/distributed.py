@@ -21,29 +21,21 @@ from workbench.plots.scaling import rank_ticks
 CELLS = 128  # ranks that are drawn one by one: of more, neighbours are summed
 
 
-def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64, mode: str = "fwd"):
-    """A column for each plan {name: `workbench.distributed.Plan`}. Above: bytes from each rank (row) to each (column),
-    white for none. Below: the pairs that each rank computes, over their mean.
-
-    itemsize, head_dim, mode: as in `Plan.bytes`
-    """
+def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64):
+    """A column for each plan {name: `workbench.distributed.Plan`}. Above: bytes from each rank (row) to each (column) in
+    a forward (see `Plan.bytes`), white for none. Below: the pairs that each rank computes, over their mean."""
     if not plans:
         return style.blank("Nothing ran whose plan could be drawn.")
     many, size = len(plans), EngFormatter("B", places=1)
-    fig, axes = style.subplots(
-        2,
-        many,
-        figsize=(2.2 * many + 1, 4.8),
-        height_ratios=(3, 1),
-        squeeze=False,
-        sharey="row" if many == 1 else False,
-    )
-    sent = {name: grouped(plan.bytes(itemsize, head_dim, mode=mode).numpy()) for name, plan in plans.items()}
+    shared = {"squeeze": False, "sharey": "row" if many == 1 else False}
+    fig, axes = style.subplots(2, many, figsize=(2.2 * many + 1, 4.8), height_ratios=(3, 1), **shared)
+    moved = {name: plan.bytes(itemsize, head_dim).numpy() for name, plan in plans.items()}
+    sent = {name: grouped(x) for name, x in moved.items()}
     seen = np.concatenate([x[x > 0] for x in sent.values()] or [np.zeros(0)])
     norm = LogNorm(seen.min(), max(seen.max(), seen.min() * 2)) if len(seen) else None
     told = []
     for (name, plan), above, below in zip(plans.items(), *axes, strict=True):
-        total = int(plan.bytes(itemsize, head_dim, mode=mode).sum())
+        total = int(moved[name].sum())
         ends = (-0.5, plan.world - 0.5)
         shown = np.ma.masked_equal(sent[name], 0)
         image = above.imshow(

@@ -190,7 +190,8 @@ def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
     handles, words = {}, []
     for ax, (scaling, title) in zip(axes, SCALINGS.items(), strict=True):
         for shift, (kind, line) in enumerate(modelled[modelled["scaling"] == scaling].groupby("kind", sort=False)):
-            line, color = line[line["status"] == "ok"].sort_values("world"), _kind_color(line)
+            color = style.family_color(line["pattern_spec"].iloc[0]["pattern"])
+            line = line[line["status"] == "ok"].sort_values("world")
             ax.plot(line["world"], line["efficiency"], ls="--", lw=1.6, color=color)
             ax.fill_between(line["world"], line["least"], line["efficiency"], color=color, alpha=0.15, lw=0)
             handles[f"{kind}, modelled"] = Line2D([], [], ls="--", lw=1.6, color=color)
@@ -214,10 +215,6 @@ def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
     order = sorted(handles, key=lambda x: ("measured" in x, list(handles).index(x)))
     fig.legend([handles[x] for x in order], order, loc="outside lower center", ncols=3, fontsize=9)
     return style.finish(fig, f"Speed-up over the number of ranks. {'; '.join(words)}.")
-
-
-def _kind_color(rows: pd.DataFrame) -> str:
-    return style.family_color(rows["pattern_spec"].iloc[0]["pattern"])
 
 
 def rank_ticks(ax, worlds) -> None:
