@@ -22,8 +22,8 @@ CELLS = 128  # ranks that are drawn one by one: of more, neighbours are summed
 
 
 def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64):
-    """A column for each plan {name: `workbench.distributed.Plan`}. Above: bytes from each rank (row) to each (column) in
-    a forward (see `Plan.bytes`), white for none. Below: the pairs that each rank computes, over their mean."""
+    """A column for each plan {name: `workbench.distributed.Plan`}. Above: bytes from each rank (row) to each (column)
+    in a forward (see `Plan.bytes`), white for none. Below: the pairs that each rank computes, over their mean."""
     if not plans:
         return style.blank("Nothing ran whose plan could be drawn.")
     many, size = len(plans), EngFormatter("B", places=1)
