@@ -134,12 +134,12 @@ class Births(TorchDispatchMode):
             kind = _kind(func)
             if kind == "view":
                 return func(*args, **kwargs)
-            if kind in ("out", "in place") and args[0].is_meta:  # it makes no storage, and its result is an argument
+            if kind is not None and args[0].is_meta:  # many are slow Python without data, and the result is an argument
                 return kwargs["out"] if kind == "out" else args[0]
             return self.follow(func, name, args, kwargs)
 
     def follow(self, func, name: str, args, kwargs):
-        out = _run(func, args, kwargs)
+        out = func(*args, **kwargs)
         results = out if isinstance(out, (tuple, list)) else (out,)
         if name in WRONG_PAST_2_31 and max(max(span(x), x.numel()) for x in args[:4]) > OFFSETS:
             self.wrong.add(WRONG_PAST_2_31[name])
@@ -214,59 +214,24 @@ EFFICIENT = "_scaled_dot_product_efficient_attention"
 ASKED_FOR_LSE = {"_scaled_dot_product_cudnn_attention", EFFICIENT}
 
 
-# --- results that need not be asked for ------------------------------------------------------------------------------
+# --- operators that make no storage ----------------------------------------------------------------------------------
 
-
-def _run(func, args, kwargs):
-    """func's result. On tensors without data many operators are slow Python: the shape, strides, dtype and device of
-    their results are kept, and used again for arguments that are alike."""
-    kind = _kind(func)
-    if kind != "new" or not (isinstance(args[0], Tensor) and args[0].is_meta):
-        return func(*args, **kwargs)
-    key = func, *map(_like, args), *((name, _like(x)) for name, x in kwargs.items())
-    if key not in _results:
-        if len(_results) >= KEPT:
-            _results.clear()
-        out = func(*args, **kwargs)
-        made = out if isinstance(out, tuple) else (out,)
-        forms = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in made]
-        _results[key] = isinstance(out, tuple), forms
-        return out
-    several, forms = _results[key]
-    made = tuple(torch.empty_strided(*x[:2], dtype=x[2], device=x[3]) if isinstance(x, tuple) else x for x in forms)
-    return made if several else made[0]
-
-
-def _like(x) -> tuple:
-    """What results depend on."""
-    if isinstance(x, Tensor):
-        return x.shape, x.stride(), x.dtype, x.is_meta
-    return x.__class__, x if x.__hash__ else repr(x)  # 1 is not 1.0
-
-
-KEPT = 4096
-_results: dict[tuple, tuple] = {}
 VIEWS = {"select", "slice", "split", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view"}
-SLOW = {
-    "cumsum", "empty_like", "floor_divide", "index_add_", "index_copy_", "index_select", "logsumexp", "masked_fill_",
-    "matmul", "sum", "zeros_like",
-}  # beside what works element by element  # fmt: skip
+WRITERS = {
+    "cumsum", "floor_divide", "index_add_", "index_copy_", "index_select", "logsumexp", "masked_fill_", "matmul", "sum",
+}  # in place or to an "out", beside what works element by element  # fmt: skip
 
 
 @functools.cache
 def _kind(func) -> str | None:
-    """Of an operator whose result need not be asked for each time: whether it is "new", args[0] or kwargs["out"]."""
+    """Of an operator that makes no storage: "view", "in place" (its result is args[0]) or "out" (kwargs["out"])."""
     name, returns = func.overloadpacket.__name__, func._schema.returns
     if name in VIEWS:
         return "view"
-    if name in ATTENTION:
-        return "new"
     if len(returns) != 1 or str(returns[0].type) != "Tensor":
         return None
-    if torch.Tag.pointwise not in func.tags and name not in SLOW:
+    if torch.Tag.pointwise not in func.tags and name not in WRITERS:
         return None
     if name.endswith("_"):
         return "in place"
-    if any(x.name == "out" for x in func._schema.arguments):
-        return "out"
-    return "new" if returns[0].alias_info is None else None
+    return "out" if any(x.name == "out" for x in func._schema.arguments) else None
