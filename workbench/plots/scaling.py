@@ -15,7 +15,6 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from workbench.harness.machine import short_name
 from workbench.plots import style
 from workbench.probes.timing import AA
 from workbench.scaling.strategies import ONE, SHORT
@@ -119,9 +118,8 @@ def _lines(ax, rows: pd.DataFrame, names: list[str], lengths: list[int], pale: b
         color = COLORS.get(name, "#555555")
         look = {"color": color, "marker": MARKS.get(name, "v"), "ms": 6, "lw": 1, "alpha": 0.55 if pale else 1}
         look |= {"markerfacecolor": "white"} if pale else {}
-        device = f" · {short_name(str(some['run_device'].iloc[0])).upper()}" if pale else ""
         ax.errorbar(place, some["speedup"], yerr=ends, elinewidth=1.5, capsize=2, **look)
-        found[SHORT.get(name, name) + device] = Line2D([], [], **look)
+        found[SHORT.get(name, name) + (f" · {style.device(some)}" if pale else "")] = Line2D([], [], **look)
     return found
 
 

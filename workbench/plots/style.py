@@ -6,6 +6,7 @@ import matplotlib.pyplot as plt
 import seaborn as sns
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from workbench.harness.machine import short_name
 from workbench.harness.narrate import MODES as MODES
 from workbench.harness.narrate import number as number
 
@@ -78,8 +79,7 @@ def bare(ax) -> None:
 
 def device(rows) -> str:
     """The short name of the device that recorded rows are from: H100 for "NVIDIA H100 80GB HBM3"."""
-    name = str(rows["run_device"].iloc[0])
-    return next((word for word in name.split() if word[:1] in "HABLGT" and any(c.isdigit() for c in word)), name)
+    return short_name(str(rows["run_device"].iloc[0])).upper()
 
 
 def blank(why: str):

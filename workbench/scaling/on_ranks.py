@@ -99,7 +99,8 @@ def facts(case: Case, strategy: str, checked: bool = True) -> dict:
         with Traffic() as traffic:
             results = work(out=True)
         _sync(case.device)
-        found = {"extra_bytes": extra, "peak_bytes": [extra[0] + work.inputs_bytes, *extra[1:]], "unchecked": why}
+        given = sum(x.numel() * x.element_size() for x in work.inputs)
+        found = {"extra_bytes": extra, "peak_bytes": [extra[0] + given, *extra[1:]], "unchecked": why}
         found |= {"sent_bytes": None if by_rank_0 else traffic.rows, "control_bytes": traffic.control}
         found |= {"errors": {}, "compared": 0, "compared_with": None}
         if expected is not None:

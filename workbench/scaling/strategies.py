@@ -192,10 +192,6 @@ class Work:
             found = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(result, leaves, upstream), strict=True))
         return found | {"out": result.detach()} if out else found
 
-    @property
-    def inputs_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in self.inputs)
-
 
 def prepare(strategy: str, case: Case, rank: int, world: int, made: dict | None = None) -> Work:
     """This rank's work, with its inputs. made: a dict in which they are kept, for strategies that hold the same."""
