@@ -1,26 +1,14 @@
 import json
 
 import pytest
-import torch
 
-from workbench import Dense, Dilated, reference
+from workbench import Dilated
 from workbench.analysis import frontiers
 from workbench.fit import cards, estimate, executions, frontier
-from workbench.probes.case import Case
 
 SHAPE = {"segments": [256, 1024], "rates": [1, 4], "block_size": 512}
 SIZES = {"heads": 8, "head_dim": 64, "dtype": "float16", "mode": "fwd"}
 MIB = 1 << 20
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_eager_is_dense_attention(causal):
-    """Grouped heads and fewer queries than keys, too."""
-    sizes = {"nq": 11, "batch": 2, "kv_heads": 2, "dtype": "float64", "backend": "eager"}
-    made, case = [], Case(Dense(causal), 17, 4, 8, **sizes)
-    call, name = case.prepare_from(lambda shape: made.append(torch.randn(shape, dtype=torch.float64)) or made[-1])
-    assert name == "eager"
-    torch.testing.assert_close(call(), reference(*made, Dense(causal))[0])
 
 
 def test_a_way_is_a_case_at_any_length():
@@ -29,7 +17,8 @@ def test_a_way_is_a_case_at_any_length():
     assert ways["dense, workbench:attention"](100).backend == "workbench:attention"
     assert ways["window-tokens, triton"](640).pattern.shape == (640,) and ways["window-tokens, triton"](640).n == 640
     for name, want in (
-        ("dense", "'pattern, backend', the pattern one of dense"), ("sparse, triton", "one of dense,"),
+        ("dense", "'pattern, backend', the pattern one of dense"),
+        ("sparse, triton", "one of dense,"),
         ("dense, efficent", "one of auto,"),
     ):
         with pytest.raises(ValueError, match=f"want {want}"):
@@ -93,10 +82,5 @@ def test_calls_that_computed_something_else_are_found_or_none_are(kind):
     there_are = any(row["stage"] == "probe" and row["limiter"] == "validity" for row in rows)
     assert bool(len(found)) == there_are and list(found)[-1] == "said"
     assert all(words.startswith("wrong: ") for words in found["said"])
-
-
-def test_what_fitted_and_was_wrong_is_shown():
-    found = frontiers.wrong("h100x1")
-    assert "dense, cudnn" in set(found["way"]) and (found["elements"] > 2**31).all()
-    assert found["said"].str.startswith("wrong: dq").all()
-    assert frontiers.wrong("no such machine").empty
+    if kind == "h100x1":
+        assert "dense, cudnn" in set(found["way"]) and (found["elements"] > 2**31).all()

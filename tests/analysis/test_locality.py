@@ -65,20 +65,6 @@ def test_similarity_is_the_autocorrelation_along_the_order():
     assert got["run"].tolist() == pytest.approx([sum(want[:lag]) / lag for lag in range(1, 7)])
 
 
-def test_a_constant_along_rows_is_found_by_the_order_that_follows_rows():
-    features = torch.arange(32.0)[:, None, None].expand(32, 32, 1)
-    alike = locality.similarity(features, [orderings.row_major((32, 32)), orderings.random((32, 32))], longest=8)
-    fall = locality.falls_below(alike, "run", 0.5)
-    assert fall == {"row_major": None, "random-0": 1}
-
-
-def test_table_keeps_the_order_of_rows_and_columns():
-    frame = locality.blocks_touched([(16, 16, "sliding", 5), (8, 32, "sliding", 3)], tile=4, block=16)
-    wide = locality.table(frame, "percent", "grid", "window")
-    assert wide.columns.tolist() == ["row_major", "tiles-4x4", "morton", "hilbert"]
-    assert wide.index.tolist() == [("16 x 16", "sliding 5 x 5"), ("8 x 32", "sliding 3 x 3")]
-
-
 @pytest.mark.parametrize("order", some_orders(), ids=lambda o: f"{o.name}-{len(o)}")
 def test_touched_equals_looking_at_every_pair(order):
     near = wb.Neighborhood(RAGGED, 1, order)
@@ -103,18 +89,6 @@ def test_blocks_touched_by_the_windows_of_the_notebook():
         [12.50, 1.56, 1.56, 1.56],
         [18.10, 10.86, 8.48, 12.36],
     ]
-
-
-def test_hilbert_hurts_on_a_line():
-    line, branch = wb.Neighborhood(4096, 256), wb.Dilated([4096], [4])
-    natural, curve = torch.arange(4096), orderings.hilbert((64, 64)).curve
-    by_residue = (natural % 4).argsort(stable=True)
-
-    def percent(pattern, order):
-        return round(100 * float(locality.touched(locality.reordered(pattern, order), 4096).mean()), 2)
-
-    assert [percent(line, natural), percent(line, curve)] == [15.04, 42.97]
-    assert [percent(branch, natural), percent(branch, by_residue)] == [100, 6.25]
 
 
 def test_reordered_permutes_queries_and_keys_alike():

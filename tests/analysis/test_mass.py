@@ -59,18 +59,6 @@ def test_equal_scores_capture_the_density():
         assert float(captured_mass(q, k, pattern).mean()) == pytest.approx(pattern.density(48, 2), rel=1e-6)
 
 
-def test_a_pattern_that_keeps_the_heavy_keys_captures_more_than_its_density():
-    k = torch.nn.functional.one_hot(torch.arange(32) // 8, 4).float().view(1, 32, 1, 4)
-    pattern = BlockSparse(layouts.local(0), 8)
-    assert captured_mass(8 * k, k, pattern)[0] > 2 * pattern.density(32, 1)
-
-
-def test_scale_is_as_in_attention():
-    q, k = tools.Case("", None, 20).inputs(torch.float64)[:2]
-    pattern = Dilated([4], [1])
-    torch.testing.assert_close(captured_mass(q, k, pattern, scale=1.0), captured_mass(q * 8**0.5, k, pattern))
-
-
 def test_no_gradient_is_kept():
     q, k = (x.requires_grad_() for x in tools.Case("", None, 20).inputs(torch.float64)[:2])
     assert not captured_mass(q, k, Dense()).requires_grad

@@ -31,11 +31,6 @@ def test_tokens_are_normalised_and_like_their_neighbours(source):
     assert near[2] > near[0]  # a later head sees a more blurred grid
 
 
-def test_a_field_is_the_same_again():
-    assert torch.equal(samples.field((4, 4), 8, seed=1), samples.field((4, 4), 8, seed=1))
-    assert not torch.equal(samples.field((4, 4), 8, seed=1), samples.field((4, 4), 8, seed=2))
-
-
 def test_more_dimensions_than_channels_are_refused():
     with pytest.raises(ValueError, match="head_dim=9: want at most 8"):
         samples.tokens(samples.field((4, 4), 8), heads=1, head_dim=9)

@@ -9,7 +9,7 @@ from workbench.scaling import compare, on_ranks
 
 
 def facts(rank, world, case, strategy, spoilt=False):
-    """`bench.facts` as if the case were too large for one device. spoilt: one number on the last rank is wrong."""
+    """`on_ranks.facts` as if the case were too large for one device. spoilt: one number on the last rank is wrong."""
     right = api.attention
 
     def attention(*arguments, **named):

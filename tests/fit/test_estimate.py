@@ -26,12 +26,6 @@ def test_four_numbers_in_order():
     assert {"q", "k", "v", "out", "lse"} <= {name for name, _ in found.at_peak}
 
 
-def test_a_card_that_is_smaller_than_the_peak_does_not_do():
-    found = estimate.trace(longnet())
-    assert frontier.reserves(found, found.reserved_bytes) == found.reserved_bytes
-    assert frontier.reserves(found, found.reserved_bytes // 2) is None
-
-
 def test_cards_of_other_habits_are_traced_apart():
     """cuDNN is not there before Hopper, and its backward holds dq in float32; flash holds it too, in rounded sizes."""
     dense = Case(wb.Dense(), 8192, 12, 64, "bfloat16", "torch", "fwdbwd")
@@ -55,13 +49,6 @@ def test_flash_splits_its_keys_where_there_are_few_queries(heads, n, parts):
     """Measured on an H100: 2 heads x 3001 x 80 hold five parts, of 96 columns and an lse each."""
     q = torch.empty(1, heads, n, 80, device="meta")
     assert workspace.flash(q, q, card=H100) == parts * 4 * heads * n * 97
-
-
-def test_flash_pads_a_large_head_dim_to_64():
-    """Measured on an H100: 4 heads x 3000 x 160 hold four parts, of 192 columns and an lse each; delta and dq back."""
-    q = torch.empty(1, 4, 3000, 160, device="meta", dtype=torch.bfloat16)
-    assert workspace.flash(q, q, card=H100) == 37_056_000
-    assert sum(workspace.flash_backward(q, q, card=H100)) == 9_486_336
 
 
 @pytest.mark.parametrize("n, heads, head_dim, measured", [
@@ -152,15 +139,3 @@ def test_a_share_between_head_dims():
     assert estimate.share(lines, 96, 9999) == pytest.approx(96 / ((64 / 0.4 + 128 / 0.5) / 2))
     assert 0.2 < estimate.share(lines, 32, 9999) < 0.4 and 0.5 < estimate.share(lines, 256, 9999) < 0.6
     assert estimate.share(lines[:1], 128, 9999) == pytest.approx(0.4)
-
-
-def test_between_points_and_beyond():
-    points = [(1000, 0.1), (4000, 0.3)]
-    assert estimate.between(points, 2000) == pytest.approx(0.2)
-    assert estimate.between(points, 9000) == 0.3
-    assert estimate.between(points, 500) == pytest.approx(0.05)
-
-
-def test_what_cannot_run_on_a_card_says_why():
-    with pytest.raises(ValueError, match="want one of"):
-        estimate.trace(longnet(), "h900")

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, layouts, patterns
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, attention, layouts
 from workbench.fit import layer
 from workbench.harness import records
 from workbench.probes import baselines
@@ -108,23 +108,3 @@ def test_a_card_says_how_much_memory_a_layer_takes(tmp_path):
     given = 2 * (2 * 8192 * 768 + 4 * (768 * 768 + 768))  # x, upstream gradient and parameters, of 2 bytes each
     ran = rows.drop("A/A")
     assert (ran["peak_bytes"] - ran["extra_bytes"]).tolist() == [given] * 2 and (ran["extra_bytes"] > given / 2).all()
-
-
-@pytest.mark.parametrize("make", [lambda: Predicate(lambda h, i, j: i >= j), lambda: BlockSparse(layouts.local(1), 64)])
-def test_a_prediction_leaves_nothing_on_the_pattern(make):
-    """Flex tables without data, kept under the key of a real card, would be taken by a call on that card."""
-    pattern = make()
-    before = dict(pattern.__dict__)
-    layer.predict(Case(pattern, 256, 2, 32, "bfloat16"))
-    assert pattern.__dict__ == before
-
-
-def test_a_layers_peak_is_predicted_as_it_was_measured():
-    """From the committed records of an H100, whose extra bytes leave out the cuBLAS workspaces of earlier calls."""
-    rows = layer.recorded("h100x1")
-    rows = rows[rows["backend"].isin(["cudnn", "triton"]) & (rows["label"] != "A/A")]
-    assert set(rows["backend"]) == {"cudnn", "triton"}
-    for _, row in rows.iterrows():
-        found = layer.predict(Case(patterns.from_spec(row["pattern_spec"]), int(row["n"]), 12, 64, "bfloat16"), "h100")
-        workspaces = sum(nbytes for name, nbytes in found.at_peak if name == "cuBLAS workspace")
-        assert found.requested_bytes - workspaces == pytest.approx(row["peak_bytes"], rel=1e-5)

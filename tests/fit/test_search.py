@@ -57,12 +57,6 @@ def test_a_good_guess_takes_two_tries_and_a_bad_one_a_few(off, tries):
     assert len(works.tried) <= tries, works.tried
 
 
-def test_a_memory_that_differs_by_little_is_found_where_it_is():
-    works = Works(1_000_000, lambda n: n / 1_000_000, above=False)
-    found = search(works, first=950_000, near=True)
-    assert found.low <= 1_000_000 < found.high and len(works.tried) <= 5
-
-
 def test_where_results_are_wrong_is_found_by_halving():
     """On an H100 a search that went by the bytes took two dozen calls of seconds each, all of them just below."""
     works = Works(29_000, lambda n: n / 32_112, limiter="validity")

@@ -1,41 +1,23 @@
 """Traces without a card: the bytes that a program must take, from its own code."""
 
-import types
-
 import pytest
 import torch
 
 import workbench as wb
-from workbench.fit import estimate, tracer, workspace
+from workbench.fit import allocator, cards, estimate, tracer, workspace
 from workbench.probes.case import Case
 
-CARD = types.SimpleNamespace(
-    key="toy",
-    name="toy",
-    total_bytes=80 << 30,
-    capability=(9, 0),
-    workspace_bytes=32 << 20,
-    context_bytes=0,
-    multiprocessors=132,
-)
+CARD = cards.find("h100")
 
 
 def peak(events):
     """The largest sum of what is alive."""
-    alive, now, most = {}, 0, 0
-    for event in events:
-        if event.nbytes < 0:
-            now -= alive.pop(event.id)
-        else:
-            alive[event.id] = event.nbytes
-            now += event.nbytes
-            most = max(most, now)
-    return most
+    return allocator.replay(events).peak_requested
 
 
 def life(case):
     case = Case(**{**case, "device": "cuda"})
-    return tracer.run(lambda make: case.prepare_from(lambda s: make(s, case.dtype)), CARD, ("q", "k", "v", "grad"))
+    return tracer.run(case, CARD)
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +54,7 @@ def test_our_kernels_hold_their_results_and_no_more(mode):
     pytest.importorskip("triton")
     n, h, d = 65_536, 12, 64
     sizes = {"pattern": wb.Dilated([500, 3000], [1, 3]), "n": n, "heads": h, "head_dim": d, "dtype": "bfloat16"}
-    events, before, (_, backend), *_ = life(sizes | {"backend": "auto", "mode": mode})
+    events, before, backend, *_ = life(sizes | {"backend": "auto", "mode": mode})
     one, row = n * h * d * 2, n * h * 4
     assert backend == "triton"
     want = 4 * one + row if mode == "fwd" else 8 * one + 3 * row  # out, lse; and gradients, lse and delta a row
@@ -131,12 +113,7 @@ def test_what_the_host_keeps_of_a_neighborhood_is_not_on_the_card():
     pattern = wb.Neighborhood((n,), 300)
     sizes = {"pattern": pattern, "n": n, "heads": 1, "head_dim": 16, "dtype": "float32", "backend": "torch"}
     events, *_ = life(sizes)
-    left = sum(x.nbytes for x in events if x.nbytes >= 0) - sum(freed(events))
+    left = allocator.replay(events).requested
     blocks = pattern.blocks(n, 1)
     lists = sum(x.nbytes for x in (blocks.starts, blocks.columns, blocks.full))
     assert left == 4 * n * 16 * 4 + lists  # q, k, v and out
-
-
-def freed(events):
-    born = {x.id: x.nbytes for x in events if x.nbytes >= 0}
-    return [born[x.id] for x in events if x.nbytes < 0]

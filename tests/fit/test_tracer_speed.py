@@ -21,24 +21,17 @@ from workbench.probes.case import Case
 layouts = wb.layouts
 SIZES = {"heads": 12, "head_dim": 64, "device": "cuda"}
 CASES = [
-    (wb.Dense(), "cudnn", 3000, "h100", {}),
     (wb.Dense(), "flash", 3000, "a100-40gb", {}),
     (wb.Dense(), "efficient", 3000, "t4", {"dtype": "float16"}),
     (wb.Dense(True), "torch", 1000, "h100", {"dtype": "float32", "nq": 300}),
-    (wb.Dilated(PAPER, (1, 2, 4, 6, 12)), "torch", 41_216, "h100", {}),
     (wb.Dilated(PAPER, (1, 2, 4, 8, 16)), "torch", 70_001, "a100-40gb", {"mode": "fwd"}),
     (wb.Dilated(PAPER, (1, 2, 4, 6, 12)), "torch", 5000, "rtx2080ti", {}),
     (wb.Dilated((100, 700, 3000), (1, 3, 7), True), "torch", 5000, "h100", {"batch": 2, "kv_heads": 4, "nq": 4100}),
     (wb.Dilated(PAPER, (1, 2, 4, 6, 12)), "triton", 41_216, "h100", {}),
     (wb.BlockSparse(layouts.local(8), 128), "torch", 2176, "h100", {"dtype": "float32"}),
-    (wb.BlockSparse(layouts.local(8), 128, True), "torch", 5000, "h100", {"batch": 2, "kv_heads": 4}),
     (wb.BlockSparse(layouts.local(1) | layouts.global_(1), 64), "torch", 3000, "rtx2080ti", {"mode": "fwd"}),
-    (wb.BlockSparse(layouts.local(3) | layouts.strided(6), (32, 64)), "torch", 2000, "h100", {"nq": 384}),
     (wb.BlockSparse(layouts.random(0.2, per_head=True), 128), "torch", 1280, "h100", {}),
-    (wb.BlockSparse(layouts.local(8), 128), "triton", 12_800, "h100", {}),
     (wb.BlockSparse(layouts.local(8), 128, True), "triton", 12_345, "h100", {"nq": 5000}),
-    (wb.BlockSparse(layouts.random(0.1), 128), "triton", 12_800, "a100-80gb", {}),
-    (wb.Neighborhood((30, 100), 7), "torch", 3000, "h100", {}),
     (wb.Neighborhood((300, 32), 5), "triton", 9600, "h100", {}),
     (wb.Neighborhood((9600,), 300), "triton", 9600, "h100", {"nq": 9000}),
 ]
@@ -47,7 +40,7 @@ CASES = [
 def peaks(case, card):
     """(requested, allocated, reserved) at the peak of a case."""
     case = dataclasses.replace(case, pattern=copy.copy(case.pattern))
-    events, *_ = tracer.run(lambda make: case.prepare_from(lambda s: make(s, case.dtype)), cards.find(card))
+    events, *_ = tracer.run(case, cards.find(card))
     used = allocator.replay(events)
     return used.peak_requested, used.peak_allocated, used.peak_reserved
 
@@ -101,7 +94,7 @@ def lists_made(self):
         yield
 
 
-@pytest.mark.parametrize("number", tools.tiers(range(len(CASES)), [1, 3, 7, 9, 11, 13, 15, 18]))
+@pytest.mark.parametrize("number", tools.tiers(range(len(CASES)), [0, 2, 5, 7, 8, 9, 10, 11]))
 def test_few_calls_take_what_all_of_them_do(monkeypatch, number):
     pattern, backend, n, card, options = CASES[number]
     if backend == "triton":

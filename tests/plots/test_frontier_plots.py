@@ -52,13 +52,6 @@ def test_the_share_is_of_what_inputs_and_results_take(measured):
     assert (share < 1).all() and (share > 0.5).all()
 
 
-def test_a_cross_says_that_time_limits(rows):
-    late = rows.assign(predicted_limiter="time")
-    assert any("limited by time (60 s)" in x.get_text() for x in draw.n_against_budget(late).legends[0].get_texts())
-    never = draw.n_against_budget(rows.assign(predicted_limiter="memory"))
-    assert not any("limited by time" in x.get_text() for x in never.legends[0].get_texts())
-
-
 def test_the_map_names_each_cells_limiter(rows):
     fig = draw.limiter_map(rows[rows["budget_bytes"] == 8 * GIB])
     ax = fig.axes[0]

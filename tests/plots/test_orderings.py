@@ -60,11 +60,6 @@ def test_figure_draws_from_its_data_and_says_what_it_shows(name):
     assert not plt.get_fignums()  # or Jupyter would show it twice
 
 
-def test_times_names_the_first_measured_again():
-    labels = [tick.get_text() for tick in plots.times(times(), PERCENT).axes[0].get_yticklabels()]
-    assert labels == ["row-major", "Hilbert", "row-major again"]
-
-
 def test_block_on_grid_shows_what_is_needed_and_what_is_loaded():
     order = orderings.row_major(GRID)
     kind = plots.block_on_grid(order, touched(order), 12, 1).axes[0].images[0].get_array()

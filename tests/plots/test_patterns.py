@@ -35,12 +35,6 @@ def test_masks_are_coloured_exactly_where_a_query_sees_a_key():
     assert "near" in fig.get_label() and f"{PATTERNS['near'].density(N, 2):.1%}" in fig.get_label()
 
 
-def test_a_key_seen_twice_is_darker_than_one_seen_once():
-    count = PATTERNS["dilated"].multiplicity(N, 1)[0].numpy()
-    image = np.asarray(images(draw.masks({"dilated": PATTERNS["dilated"]}, N))[0]).sum(-1)
-    assert image[count == 2].max() < image[count == 1].min() < image[count == 0].min()
-
-
 def test_heads_shade_the_rows_without_a_key_and_give_the_coverage():
     gappy = wb.Dilated([8], [4])
     fig = draw.heads(gappy, N, 3)
@@ -110,9 +104,3 @@ def test_mass_draws_a_ring_a_head_and_a_bar_a_pattern():
         assert len(ax.patches) == 2 and [float(p.get_width()) for p in ax.patches] == [0.5, 0.5]
         rings = sorted(float(line.get_xdata()[0]) for line in ax.get_lines())
         assert rings == pytest.approx([0, 0, 0.1, 0.1, 0.2, 0.2])
-
-
-def test_a_figure_leaves_pyplot():
-    before = matplotlib.pyplot.get_fignums()
-    draw.masks(PATTERNS, N)
-    assert matplotlib.pyplot.get_fignums() == before

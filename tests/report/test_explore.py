@@ -100,13 +100,6 @@ def test_a_live_kernel_gets_sliders_that_run_the_function(live):
     assert view.value == "<p>9</p>"
 
 
-def test_a_live_figure_is_replaced_with_its_alternative_text(live):
-    width, view = explore(bar, width=[1, 2]).children
-    before = view.value
-    width.index = 1
-    assert 'alt="a bar of 2"' in view.value and view.value != before
-
-
 def test_an_error_after_a_slider_moved_is_shown_and_goes_away(live):
     n, view = explore(lambda n: f"{6 // n}", start={"n": 1}, n=[0, 1, 2]).children
     n.index = 0

@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
@@ -57,12 +56,11 @@ def gone(pid: int) -> bool:
 
 def test_a_notebook_becomes_a_page_and_an_entry_of_the_index(run):
     plot = "import matplotlib.pyplot as plt\nplt.plot([n, 1])\nplt.title('A' + ' line')\nplt.show()"
-    (done,), said, out = run(
-        {"01_one": ["# One thing", PARAMETERS, "print(n, lengths, profile)", plot]}, {"tiny": {"n": 7}}
-    )
+    cells = ["# One thing", PARAMETERS, "print(n, lengths, profile)", plot]
+    (done,), said, out = run({"01_one": cells}, {"tiny": {"n": 7}}, parameters={"lengths": [3, 4]})
     html, entry = done.path.read_text(), index.read(done.path)
     assert (done.name, done.title, done.status, done.failure) == ("01_one", "One thing", "ok", "")
-    assert "7 [1, 2] tiny" in html and 'alt="A line"' in html
+    assert "7 [3, 4] tiny" in html and 'alt="A line"' in html
     assert "[1/1] 01_one ... ok" in said and said.splitlines()[0] == "profile tiny, on a test"
     assert dict(entry["byline"]).keys() == {"device", "profile", "date", "commit", "time"}
     for fact in ("a test", "tiny", "abc1234"):
@@ -72,13 +70,6 @@ def test_a_notebook_becomes_a_page_and_an_entry_of_the_index(run):
         and entry["thumbnail"] in (out / "index.html").read_text()
     )
     assert {path.name for path in out.iterdir()} == {"01_one.html", "index.html"}
-
-
-def test_parameters_asked_for_arrive_as_the_values_they_are(run):
-    (done,), _, _ = run(
-        {"a": [PARAMETERS, "print(type(lengths), lengths, n + 1)"]}, parameters={"lengths": [3, 4], "n": 5}
-    )
-    assert "&lt;class 'list'&gt; [3, 4] 6" in done.path.read_text()
 
 
 @pytest.mark.parametrize("options, message", [
@@ -200,11 +191,10 @@ def test_a_kernel_that_does_not_start_is_a_report_like_any_other(run, monkeypatc
     assert done.failure in done.path.read_text()
 
 
-@pytest.mark.parametrize("inside", ["", "further"])
-def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_runs(run, tmp_path, inside):
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_runs(run, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="out=.*file.*: want a folder that can be written to"):
-        run({"a": [f"open({str(tmp_path / 'ran')!r}, 'w')"]}, out=tmp_path / "file" / inside)
+        run({"a": [f"open({str(tmp_path / 'ran')!r}, 'w')"]}, out=tmp_path / "file" / "further")
     assert not (tmp_path / "ran").exists()
 
 
@@ -214,13 +204,6 @@ def test_what_is_no_report_in_the_folder_does_not_matter(run, tmp_path):
     (tmp_path / "out" / "other.html").write_text("<p>mine")
     _, _, out = run({"01_a": ["# First", "1"]})
     assert "1 report, complete" in (out / "index.html").read_text()
-
-
-def test_how_a_notebook_failed_is_a_sentence_that_ends_in_one_full_stop(run):
-    found, _, _ = run({"a": ["## Here", "raise KeyError"], "b": ["import sys\nsys.exit(3)"]})
-    assert [done.status for done in found] == ["error", "error"]
-    assert found[0].failure == "Failed in cell 1 (“Here”): KeyError."
-    assert found[1].failure == "Failed in cell 1 (import sys): SystemExit: 3."
 
 
 ENDS = ["sys.exit()", "sys.exit(0)", "raise SystemExit(None)"]
@@ -257,22 +240,6 @@ def test_a_full_disk_is_a_sentence_and_the_next_notebook_runs(run, monkeypatch):
     (lost, good), said, _ = run({"01_a": ["1"], "02_b": ["print(6 * 7)"]})
     assert (lost.status, lost.failure) == ("error", f"It could not be written: {full}.")
     assert lost.failure in said and good.status == "ok" and "42" in good.path.read_text()
-
-
-@pytest.mark.parametrize("value", [np.bool_(True), float("nan"), float("inf"), {1, 2}, np.zeros(2)], ids=repr)
-def test_what_json_cannot_hold_is_refused_before_anything_runs(run, tmp_path, value):
-    cell = code("flag = False\nscale = 1.0\nwhatever = None", "parameters")
-    for name in ("flag", "scale", "whatever"):
-        with pytest.raises(ValueError, match=f"parameter {name}=.* of a: should be"):
-            run({"a": [cell, f"open({str(tmp_path / 'ran')!r}, 'w')"]}, parameters={name: value})
-    assert not (tmp_path / "ran").exists()
-
-
-def test_reports_of_earlier_runs_stay_in_the_index(run):
-    _, _, out = run({"01_a": ["# First", "1"]})
-    run({"02_b": ["# Second", "1"]})
-    text = (out / "index.html").read_text()
-    assert text.index("First") < text.index("Second") and "2 reports, complete" in text
 
 
 def test_the_profile_is_chosen_by_the_machine_and_said(run, monkeypatch):
@@ -363,42 +330,20 @@ def draw(width, colour):
 explore(draw, start={"colour": "blue"}, width=[1, 2, 3], colour=["red", "blue"])
 """
 SQUARES = "explore(lambda n: f'<p id=square>{n} x {n} = {n * n} &lt; <b>100</b></p>', n=range(1, 6))"
-FULL = [
-    "# Everything\n\nWith $x^2$ and\n\n$$\\frac{a}{b}$$\n\n| a | b |\n|---|---|\n| 1 | $2$ |", PARAMETERS,
-    "## Players", PLAYERS, SQUARES, "## Tables and bars",
-    "import pandas as pd\npd.DataFrame({f'column {k}': range(3) for k in range(30)})",
-    "from tqdm.auto import tqdm\nfor _ in tqdm(range(3), desc='measuring'): pass",
-    "import ipywidgets\nipywidgets.VBox([ipywidgets.IntSlider(5, description='n')])",
-    "from IPython.display import HTML\nHTML('<script src=https://there.example/x.js></script>')",
-    "HTML('<img src=//there.example/y.png>')", f"x = '{300 * 'long '}'",
-]  # fmt: skip
+FULL = ["# Everything\n\nWith $x^2$", "## Players", PLAYERS, SQUARES, f"x = '{300 * 'long '}'"]
 needs_browser = pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING)
-
-
-@pytest.mark.browser
-@needs_browser
-def test_a_report_in_a_browser_fetches_nothing_and_plays(run):
-    (done,), _, _ = run({"full": FULL})
-    for width in (1200, 390):
-        with browser.tab(done.path, width) as tab:
-            assert tab.requests == [done.path.as_uri()]
-            assert tab.errors == []
-            assert tab.run("document.documentElement.scrollWidth") <= width
-            cut = "[...document.querySelectorAll('.code pre')].some(code => code.scrollWidth > code.clientWidth)"
-            assert not tab.run(cut)
-            assert tab.run("[...document.images].every(image => image.naturalWidth > 0 && image.alt)")
-            assert tab.run("document.querySelectorAll('math').length") == 3
-            assert tab.run("document.querySelector('progress').value") == 3
 
 
 @pytest.mark.browser
 @needs_browser
 def test_players_switch_frames_and_do_not_disturb_each_other(run):
     (done,), _, _ = run({"full": FULL})
-    with browser.tab(done.path) as tab:
+    with browser.tab(done.path, 390) as tab:
         alt, first = "document.querySelector('.wb-frame img').alt", "document.querySelector('.wb-frame img').src"
         values = "[...player.querySelectorAll('output')].map(output => output.value).join()"
         shown = f"[...document.querySelectorAll('.wb-player')].map(player => {values})"
+        assert tab.run("document.documentElement.scrollWidth") <= 390
+        assert tab.run("document.querySelectorAll('math').length") == 1
         assert tab.run(alt) == "blue bar of 1" and tab.run(shown) == ["1,blue", "1"]
         before = tab.run(first)
         tab.slide(".wb-player input", 2)
@@ -413,28 +358,6 @@ def test_players_switch_frames_and_do_not_disturb_each_other(run):
         tab.slide(".wb-player input[aria-label=colour]", 1)
         assert tab.run(first) == before
         assert tab.requests == [done.path.as_uri()] and tab.errors == []
-
-
-@pytest.mark.browser
-@needs_browser
-def test_a_player_is_moved_by_the_keyboard(run):
-    (done,), _, _ = run({"squares": ["from workbench.report.explore import explore", SQUARES]})
-    with browser.tab(done.path) as tab:
-        tab.run("document.querySelector('.wb-player input').focus()")
-        for kind in ("keyDown", "keyUp"):
-            tab.call("Input.dispatchKeyEvent", type=kind, key="ArrowRight", code="ArrowRight", windowsVirtualKeyCode=39)
-        assert tab.run("document.querySelector('#square').textContent").startswith("2 x 2 = 4")
-
-
-@pytest.mark.browser
-@needs_browser
-def test_a_failed_report_and_the_index_fetch_nothing(run):
-    (done,), _, out = run({"bad": ["# Bad", "1 / 0"]})
-    for path in (done.path, out / "index.html"):
-        with browser.tab(path, 390) as tab:
-            assert tab.requests == [path.as_uri()] and tab.errors == []
-            assert tab.run("document.documentElement.scrollWidth") <= 390
-            assert "ZeroDivisionError" in tab.run("document.body.innerText")
 
 
 @pytest.mark.browser

@@ -15,7 +15,7 @@ from workbench.harness import records
 from workbench.patterns.dilated import geometric
 from workbench.probes.case import Case
 from workbench.probes.timing import AA
-from workbench.scaling import compare, link, on_ranks, strategies, sweeps
+from workbench.scaling import compare, lengths, link, on_ranks, strategies, sweeps
 from workbench.scaling.strategies import ONE
 
 MINE = """
@@ -195,13 +195,13 @@ def test_a_rank_that_fails_is_a_row_and_the_sweep_goes_on(own):
 
 
 def test_what_is_settled_is_not_measured_again(rows, folder, monkeypatch):
-    asked, real = [], sweeps._ask
+    asked, real = [], sweeps.ask
 
     def ask(pool, name, arguments):
         asked.append((name, arguments[1]))
         return real(pool, name, arguments)
 
-    monkeypatch.setattr(sweeps, "_ask", ask)
+    monkeypatch.setattr(sweeps, "ask", ask)
     case = {"dilated": Case(DILATED, dtype="float64", **SIZES)}
     same = sweep(folder / "rows", case, sweeps.STRATEGIES)
     first = {x: y | {"from_records": True} for x, y in rows.items() if x[0] == "dilated"}
@@ -242,15 +242,15 @@ def test_a_sweep_of_what_is_not_there_is_refused(folder, cases, names, message):
 def test_two_ranks_hold_a_longer_sequence_and_lengths_are_tried_once(folder):
     options = {"budget_bytes": 24 << 20, "step": 0.2, "first": 4096, "folder": folder / "long", "say": None}
     case = Case(Dilated([64], [2]), 512, 2, 16)
-    one, two = sweeps.longest(case, **options).astype(object).to_dict("records")
+    one, two = lengths.longest(case, **options).astype(object).to_dict("records")
     assert (one["strategy"], two["strategy"]) == (ONE, "sequence") and one["limiter"] == two["limiter"] == "memory"
     assert 1.5 < two["ratio"] == two["n"] / one["n"] < 2.5 and one["reserved_bytes"] <= 24 << 20
     tried = records.load(folder / "long").query("stage == 'length'")
     assert not tried.duplicated(["strategy", "n"]).any() and set(tried["status"]) == {"ok", "oom"}
-    sweeps.longest(case, **options)
+    lengths.longest(case, **options)
     assert len(records.load(folder / "long").query("stage == 'length'")) == len(tried)
     with pytest.raises(ValueError, match="on the CPU want the bytes of a card in software"):
-        sweeps.longest(case, folder=folder / "long", say=None)
+        lengths.longest(case, folder=folder / "long", say=None)
 
 
 def test_no_case_is_begun_after_the_time_and_what_is_measured_comes_all_the_same(rows, folder, capsys):
@@ -377,14 +377,14 @@ LONG = {
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize("strategy", ["sequence", "heads"])
 def test_a_call_too_large_for_one_device_is_compared_with_float64(ranks, name, strategy):
-    case = on_ranks.described(Case(LONG[name], 256, 4, 8, kv_heads=2))
+    case = Case(LONG[name], 256, 4, 8, kv_heads=2)
     for found in ranks(2).run(drawn.facts, case, strategy):
         assert found["errors"]["out"][1] <= 1 and found["compared"] > 8 and found["unchecked"] is None
         assert found["compared_with"].startswith("float64")
 
 
 def test_a_wrong_row_of_a_call_too_large_for_one_device_is_found(ranks):
-    case = on_ranks.described(Case(LONG["longnet"], 256, 4, 8))
+    case = Case(LONG["longnet"], 256, 4, 8)
     right, wrong = ranks(2).run(drawn.facts, case, "sequence", True)
     assert right["errors"]["out"][1] <= 1 and wrong["errors"]["out"][1] > 1
 

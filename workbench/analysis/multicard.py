@@ -197,10 +197,8 @@ def one_case(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of one case on the most ranks: longnet's longest or, without any, that of what comes first."""
     done = first_mode(ok(rows))
     done = done[done["nproc"] == done["nproc"].max()]
-    done = done[
-        done["kind"]
-        == ("longnet-geometric" if "longnet-geometric" in set(done["kind"]) else next(iter(done["kind"]), None))
-    ]
+    first = "longnet-geometric" if "longnet-geometric" in set(done["kind"]) else next(iter(done["kind"]), None)
+    done = done[done["kind"] == first]
     return done[done["n"] == done["n"].max()]
 
 
@@ -279,14 +277,14 @@ def borders(
 ) -> pd.DataFrame:  # fmt: skip
     """What a forward of a 2-D neighborhood moves, from plans alone: a row for each order of cells and number of ranks.
 
-    names: of orders in `orderings`. A row: order, world; bytes, by all ranks; most, the bytes that one rank gets at
-    most; halo, the rows that ranks get over those that they hold, the mean.
+    names: of orders in `orderings`. A row: order, world; bytes, by all ranks; halo, the rows that ranks get over those
+    that they hold, the mean.
     """
     found, n = [], shape[0] * shape[1]
     for name in names:
         pattern = Neighborhood(tuple(shape), radius, getattr(orderings, name)(tuple(shape)))
         for world in worlds:
-            got = plan(pattern, Shards.even(n, world), heads).bytes(itemsize, head_dim).sum(0)
-            line = {"order": name, "world": world, "bytes": int(got.sum()), "most": int(got.max())}
-            found.append(line | {"halo": float(got.sum()) / (2 * n * heads * head_dim * itemsize)})
+            got = int(plan(pattern, Shards.even(n, world), heads).bytes(itemsize, head_dim).sum())
+            halo = got / (2 * n * heads * head_dim * itemsize)
+            found.append({"order": name, "world": world, "bytes": got, "halo": halo})
     return pd.DataFrame(found)

@@ -148,7 +148,7 @@ def uneven(shares: pd.DataFrame, what: str = "card") -> list[str]:
 
 
 def longest(rows: pd.DataFrame, budget_mib: float, step: float, what: str = "card") -> str:
-    """`scaling.sweeps.longest` in a sentence."""
+    """`scaling.lengths.longest` in a sentence."""
     done = rows[rows["status"].eq("ok") & rows["n"].notna()] if len(rows) else rows
     if len(done) < 2:
         return "The search ended without a longest sequence on one device and on several: there is nothing to compare."

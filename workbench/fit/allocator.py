@@ -118,9 +118,8 @@ class Allocator:
             return self._next_handle
         size = -(-nbytes // ROUND) * ROUND
         pool = self._pools[size <= SMALL]
-        block = self._cached(pool, size)
-        if block is None:
-            block = self._new(pool, size, nbytes)
+        at = bisect_left(pool.free, (size,))  # the free block that fits best, if any does
+        block = pool.free.pop(at)[2] if at < len(pool.free) else self._new(pool, size, nbytes)
         left = block.size - size
         if left >= ROUND if pool.small else left > SMALL:
             rest, block = block, block.split_off(size)
@@ -129,10 +128,8 @@ class Allocator:
         self._used[self._next_handle] = block
         self.requested += nbytes
         self.allocated += block.size
-        if self.requested > self.peak_requested:
-            self.peak_requested = self.requested
-        if self.allocated > self.peak_allocated:
-            self.peak_allocated = self.allocated
+        self.peak_requested = max(self.peak_requested, self.requested)
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
         return self._next_handle
 
     def free(self, handle: int) -> None:
@@ -145,10 +142,8 @@ class Allocator:
         self.requested -= block.requested
         self.allocated -= block.size
         block.used = False
-        if block.before is not None:
-            block.merge(block.before)
-        if block.after is not None:
-            block.merge(block.after)
+        block.merge(block.before)
+        block.merge(block.after)
         block.pool.add(block)
 
     def empty_cache(self) -> None:
@@ -158,14 +153,6 @@ class Allocator:
                 if block.before is None and block.after is None:
                     pool.remove(block)
                     self.reserved -= block.size
-
-    # --- where a block comes from ------------------------------------------------------------------------------------
-
-    def _cached(self, pool: _Pool, size: int) -> _Block | None:
-        """The free block that fits best, taken from its pool."""
-        free = pool.free
-        i = bisect_left(free, (size,))
-        return free.pop(i)[2] if i < len(free) else None
 
     def _new(self, pool: _Pool, size: int, nbytes: int) -> _Block:
         """A block of new memory of at least `size` bytes, not in its pool."""
@@ -203,17 +190,14 @@ def replay(events: Iterable[Sequence], limit: int | None = None) -> Allocator:
     """
     allocator = Allocator(limit)
     alive: dict[int, int] = {}
-    malloc, free = allocator.malloc, allocator.free
     for event in events:
         key, nbytes = event[0], event[1]
+        if (key in alive) != (nbytes == -1):
+            raise ValueError(f"event {tuple(event)}: {key!r} is {'already' if key in alive else 'not'} alive")
         if nbytes == -1:
-            if key not in alive:
-                raise ValueError(f"event {tuple(event)}: {key!r} is not alive")
-            free(alive.pop(key))
-        elif key in alive:
-            raise ValueError(f"event {tuple(event)}: {key!r} is already alive")
+            allocator.free(alive.pop(key))
         else:
-            alive[key] = malloc(nbytes)
+            alive[key] = allocator.malloc(nbytes)
     return allocator
 
 

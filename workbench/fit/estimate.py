@@ -1,8 +1,8 @@
 """What a call needs on a card that need not be there: bytes from a trace of the program itself, time from ceilings.
 
-The trace (`probes.trace`) gives every tensor's life in order; a replica of torch's caching allocator replays them
-(`probes.allocator`), and four numbers come out: requested, allocated (rounded), reserved (segments), and what the
-device must have (and the context). Nothing is fitted but what kernels take below the dispatcher (`probes.scratch`),
+The trace (`tracer`) gives every tensor's life in order; a replica of torch's caching allocator replays them
+(`allocator`), and four numbers come out: requested, allocated (rounded), reserved (segments), and what the
+device must have (and the context). Nothing is fitted but what kernels take below the dispatcher (`workspace`),
 which was measured. Time is modelled, and says so: attended pairs over the rate that the same execution reached on an
 H100 at such a length, as a share of the card's ceiling.
 """
@@ -11,39 +11,23 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import json
 import math
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from workbench.engines import torch_rules
 from workbench.fit import allocator, cards, fake_ranks, tracer
 from workbench.fit.tracer import CannotTrace, Event
-from workbench.harness.outcome import attempt
-from workbench.patterns import Dense, Neighborhood, checks
+from workbench.patterns import Dense, Neighborhood
 from workbench.probes import roofline
 from workbench.probes.case import Case
 
 EFFICIENCY = Path(__file__).with_name("efficiency.json")
 KEPT = 512  # traces
-NAMES = ("q", "k", "v", "gradient of out")
-
-
-class Life(NamedTuple):
-    """A trace (`trace.Traced`) of a call by a backend; strategy: the one that a rank of several took."""
-
-    events: list[Event]
-    before: int
-    wrong: str | None
-    kernel: str | None
-    backend: str
-    strategy: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,12 +50,19 @@ class Estimate:
     milliseconds: float | None
     events: list[Event] = field(repr=False)
     strategy: str | None = None
-    measured: bool = False
     wrong: str | None = None
 
     @functools.cached_property
     def at_peak(self) -> list[tuple[str, int]]:
-        return largest(self.events)
+        sizes = {x.id: x.nbytes for x in self.events if x.nbytes >= 0}
+        sums = [*accumulate(x.nbytes if x.nbytes >= 0 else -sizes[x.id] for x in self.events)]
+        alive = {}
+        for event in self.events[: sums.index(max(sums)) + 1] if sums else ():
+            if event.nbytes < 0:
+                del alive[event.id]
+            else:
+                alive[event.id] = event.name, event.nbytes
+        return sorted(alive.values(), key=lambda x: -x[1])
 
 
 def trace(
@@ -88,42 +79,22 @@ def trace(
     if not isinstance(case, Case):
         raise ValueError(f"case={case!r}: want a Case")
     card = cards.find(card)
-    life = _life(case, card, fake_ranks.Rank(world, rank, strategy))
-    found = _estimate(card, life)
-    if world > 1:
-        return replace(found, device_bytes=found.device_bytes + card.communicator_bytes, strategy=life.strategy)
-    return replace(found, milliseconds=milliseconds(case, card, life.backend, life.kernel))
-
-
-def program(
-    prepare: Callable[[Callable], tuple], card: str | cards.Card = "h100", names: tuple[str, ...] = ()
-) -> Estimate:
-    """The estimate of any program, a module's pass, say; its time is not modelled.
-
-    prepare(make) takes its inputs from make(shape, dtype), tensors on the card named by `names`, makes what else it
-    wants on device "cuda", and returns (call, the name of what executes it); call() is traced, its result held.
-    """
-    checks.callable_("prepare", prepare)
-    card = cards.find(card)
-    return _estimate(card, _lived(tracer.run(prepare, card, names)))
-
-
-def _lived(traced: tracer.Traced, strategy: str | None = None) -> Life:
-    return Life(traced.events, traced.before, traced.wrong, traced.kernel, traced.prepared[1], strategy)
-
-
-def _estimate(card: cards.Card, life: Life) -> Estimate:
+    fake_ranks.check(world, rank, strategy)
+    life, strategy = _life(case, card, world, rank, strategy)
     used, prepared = allocator.replay(life.events), life.events[: life.before]
     lives = {x.id: x.nbytes for x in prepared if x.nbytes >= 0}
     inputs = sum(lives.values()) - sum(lives[x.id] for x in prepared if x.nbytes < 0)
     return Estimate(
         card.key, life.backend, inputs, used.peak_requested, used.peak_allocated, used.peak_reserved,
-        used.peak_reserved + card.context_bytes, None, life.events, wrong=life.wrong,
+        used.peak_reserved + card.context_bytes + (card.communicator_bytes if world > 1 else 0),
+        None if world > 1 else milliseconds(case, card, life.backend, life.kernel), life.events, strategy,
+        wrong=life.wrong,
     )  # fmt: skip
 
 
-def _life(case: Case, card: cards.Card, place: fake_ranks.Rank) -> Life:
-    """The life of a case's tensors; cards with the same habits share a trace."""
+def _life(case: Case, card: cards.Card, *place) -> tuple[tracer.Traced, str | None]:
+    """(the life of a case's tensors, the strategy that a rank of several took). place: world, rank and strategy, as of
+    `trace`. Cards of the same habits share a trace."""
     if case.backend == "reference":
         raise CannotTrace("reference computes all N x N scores in float64 on the host, whatever the card: not traced")
     habits = card.capability, card.workspace_bytes, card.multiprocessors, card.key == cards.VIRTUAL
@@ -131,14 +102,8 @@ def _life(case: Case, card: cards.Card, place: fake_ranks.Rank) -> Life:
     if key in _lives:
         return _lives[key]
     on_card = replace(case, device="cuda", pattern=copy.copy(case.pattern))  # which keeps what it finds on the card
-    ranks = None
-    if place.world > 1:
-        on_card, ranks = place.own(on_card, card)
-
-    def prepare(make):
-        return on_card.prepare_from(lambda shape: make(shape, on_card.dtype))
-
-    found = _lived(tracer.run(prepare, card, NAMES), ranks and ranks.strategy)
+    on_card, ranks = fake_ranks.share(on_card, card, *place) if place[0] > 1 else (on_card, None)
+    found = tracer.run(on_card, card), ranks and ranks.strategy
     if key is not None:
         while len(_lives) >= KEPT:
             _lives.pop(next(iter(_lives)))
@@ -146,68 +111,7 @@ def _life(case: Case, card: cards.Card, place: fake_ranks.Rank) -> Life:
     return found
 
 
-_lives: dict[str, Life] = {}
-
-
-def largest(events: list[Event]) -> list[tuple[str, int]]:
-    """(name, bytes) of what is alive at the largest sum, the largest first."""
-    sizes, now, most, at = {}, 0, 0, 0
-    for x, (id, nbytes, _) in enumerate(events, 1):
-        if nbytes < 0:
-            now -= sizes[id]
-        else:
-            sizes[id] = nbytes
-            now += nbytes
-            if now > most:
-                most, at = now, x
-    alive = {}
-    for event in events[:at]:
-        if event.nbytes < 0:
-            del alive[event.id]
-        else:
-            alive[event.id] = event
-    return sorted(((x.name, x.nbytes) for x in alive.values()), key=lambda x: -x[1])
-
-
-def check(case: Case, card: str | cards.Card | None = None) -> dict:
-    """Predicted beside measured, on the CUDA card of this machine: a record's row.
-
-    The call runs once to compile and to fill caches, then again from an emptied allocator with a copy of the pattern,
-    which has its lists to make anew. predicted_* and measured_* are bytes at the peak, inputs included: requested,
-    allocated, reserved; off is (predicted - measured) / measured of the requested.
-    """
-    card = cards.from_device() if card is None else card
-    row = {"probe": "memory"} | case.fields() | {"measured": True, "status": "ok", "error": None}
-    measured = attempt(lambda: peaks(case))
-    predicted = attempt(lambda: trace(case, card))
-    for outcome in (predicted, measured):
-        if outcome.status != "ok":
-            return row | {"status": outcome.status, "error": outcome.error}
-    estimate = predicted.result
-    row |= {"backend": estimate.backend, "card": estimate.card} | measured.result
-    row |= {f"predicted_{x}_bytes": getattr(estimate, f"{x}_bytes") for x in ("requested", "allocated", "reserved")}
-    return row | {"off": row["predicted_requested_bytes"] / row["measured_requested_bytes"] - 1}
-
-
-def peaks(case: Case) -> dict[str, int]:
-    """measured_requested_bytes, measured_allocated_bytes and measured_reserved_bytes on CUDA, in this process."""
-    for last in (False, True):
-        time.sleep(0.1)  # the thread of the backward may still hold the last of its tensors
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_stats()
-        torch.cuda.reset_peak_memory_stats()
-        call, _ = replace(case, device="cuda", pattern=copy.copy(case.pattern)).prepare()
-        result = call()
-        torch.cuda.synchronize()
-        if last:
-            after = torch.cuda.memory_stats()
-        del call, result
-    kinds = {"requested": "requested_bytes", "allocated": "allocated_bytes", "reserved": "reserved_bytes"}
-    return {
-        f"measured_{x}_bytes": after[f"{y}.all.peak"] - before[f"{y}.all.current"] for x, y in kinds.items()
-    }  # fmt: skip
+_lives: dict[str, tuple] = {}
 
 
 # --- time ------------------------------------------------------------------------------------------------------------
@@ -268,4 +172,4 @@ def efficiency() -> dict[str, list[dict]]:
     return json.loads(EFFICIENCY.read_text())["families"] if EFFICIENCY.exists() else {}
 
 
-__all__ = ["CannotTrace", "Estimate", "Event", "check", "program", "trace"]
+__all__ = ["CannotTrace", "Estimate", "Event", "trace"]

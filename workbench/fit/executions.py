@@ -13,13 +13,11 @@ from workbench.engines import dispatch, torch_rules
 from workbench.fit import cards, estimate, frontier
 from workbench.harness.outcome import attempt
 from workbench.harness.processes import imported
-from workbench.patterns import checks
+from workbench.patterns import Dense, Dilated, checks
 from workbench.probes import catalog
 from workbench.probes.case import BASELINES, FUSED, Case
 
 USUAL = ("dense", "longnet-paper", "window-blocks")
-BACKENDS = {"Dense": ("cudnn", "flash", "efficient"), "Dilated": ("triton", "torch")}  # what runs well on a card
-OTHERS = ("triton", "flex")
 LONGEST = {"BlockSparse": 1 << 18, "Neighborhood": 1 << 18}  # the lists of blocks for more take seconds to make
 STEP = 0.05  # half a percent for a prediction, see `frontier.search`
 
@@ -48,31 +46,28 @@ def ways(
 
 
 def executions(
-    names: Iterable[str] = (), backends: Iterable[str] = (), causal=False, card: cards.Card | None = None, **sizes
-) -> dict[str, Callable]:
+    names: Iterable[str], backends: Iterable[str], causal: bool, card: cards.Card, **sizes
+) -> dict[str, frontier.Lengths]:
     """`ways` for every name with every backend.
 
-    names: of `catalog.PATTERNS`, or a pattern's spec as JSON; default USUAL. backends: as in `Case`; default
-    BACKENDS, and of dense attention those of torch's kernels that take the call on the card (`torch_rules`), "auto"
-    where none does.
+    names: of `catalog.PATTERNS`, or a pattern's spec as JSON; USUAL if empty. backends: as in `Case`; if empty those
+    that run the pattern well: of dense attention those of torch's kernels that take the call on the card
+    (`torch_rules`), "auto" where none does.
     sizes: as of `ways`. ValueError for a name that is none, and for sizes that no call has.
     """
-    names, backends = checks.listed("patterns", names), checks.listed("backends", backends)
-    pairs = []
+    names, backends, pairs = checks.listed("patterns", names), checks.listed("backends", backends), []
     for name in names or USUAL:
         pattern = catalog.maker(name)(frontier.FIRST, causal)
-        case, family = Case(pattern, frontier.FIRST, device="cuda", **sizes), type(pattern).__name__
-        usual = BACKENDS.get(family, OTHERS) if card is None or family != "Dense" else _fused(case, card)
+        case = Case(pattern, frontier.FIRST, device="cuda", **sizes)
+        usual = ("triton", "torch" if isinstance(pattern, Dilated) else "flex")
+        if isinstance(pattern, Dense):
+            taken = torch_rules.kernels(
+                card.capability, case.dtype, case.head_dim, grouped=case.kv_heads != case.heads, n=case.n, nq=case.nq,
+                causal=pattern.causal, gradients=case.mode == "fwdbwd",
+            )  # fmt: skip
+            usual = tuple(x for x in taken if x in FUSED) or ("auto",)
         pairs += [f"{name}, {backend}" for backend in backends or usual]
     return ways(pairs, causal=causal, **sizes)
-
-
-def _fused(case: Case, card: cards.Card) -> tuple[str, ...]:
-    taken = torch_rules.kernels(
-        card.capability, case.dtype, case.head_dim, grouped=case.kv_heads != case.heads, n=case.n, nq=case.nq,
-        causal=case.pattern.causal, gradients=case.mode == "fwdbwd",
-    )  # fmt: skip
-    return tuple(x for x in taken if x in FUSED) or ("auto",)
 
 
 def table(
@@ -149,18 +144,18 @@ def _number(x, form: str = ",.0f") -> str:
 
 def _at(at: frontier.Lengths, n: int, card: cards.Card, budget_bytes: int) -> dict:
     """What a way needs at n, and whether the budget has it."""
-    unknown = {"fits": False, "device_bytes": None, "ms": None, "pairs_share": None}
-    made = attempt(lambda: at(n))
-    if made.status != "ok":
-        return unknown | {"note": made.error}
-    case = made.result
-    least = case.dtype.itemsize * case.batch * case.head_dim * n * 2 * (case.heads + case.kv_heads)
-    if n > LONGEST.get(type(case.pattern).__name__, n) and least > budget_bytes:  # its lists may take minutes to make
-        return unknown | {"note": f"q, k, v and out alone are {least / 2**30:,.2f} GiB"}
-    outcome = attempt(lambda: estimate.trace(case, card))
+
+    def traced() -> tuple[Case, estimate.Estimate]:
+        case = at(n)
+        least = case.dtype.itemsize * case.batch * case.head_dim * n * 2 * (case.heads + case.kv_heads)
+        if n > LONGEST.get(type(case.pattern).__name__, n) and least > budget_bytes:  # its lists may take minutes
+            raise ValueError(f"q, k, v and out alone are {least / 2**30:,.2f} GiB")
+        return case, estimate.trace(case, card)
+
+    outcome = attempt(traced)
     if outcome.status != "ok":
-        return unknown | {"note": outcome.error}
-    found = outcome.result
+        return {"fits": False, "device_bytes": None, "ms": None, "pairs_share": None, "note": outcome.error}
+    case, found = outcome.result
     reserved = frontier.reserves(found, budget_bytes)
     device = found.device_bytes if reserved is None else reserved + card.context_bytes
     return {

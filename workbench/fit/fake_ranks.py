@@ -11,10 +11,10 @@ in them, is not of torch's allocator, and is not in a trace.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+import types
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from workbench.distributed import api, call
 from workbench.distributed.group import OneStream, Ranks
@@ -25,39 +25,33 @@ from workbench.fit.fake_cuda import CUDA, META, OnCard
 from workbench.probes.case import Case
 
 
-@dataclass(frozen=True)
-class Rank:
-    """Rank `rank` of `world`, each with an even shard of the keys; strategy as in `distributed.attention`."""
+def check(world: int, rank: int, strategy: str) -> None:
+    """ValueError for what is no rank of so many, and no strategy of `distributed.attention`."""
+    if type(world) is not int or type(rank) is not int or not 0 <= rank < world:
+        raise ValueError(f"rank={rank!r} of world={world!r}: want ints, 0 <= rank < world")
+    call.check_strategy(strategy)
 
-    world: int
-    rank: int = 0
-    strategy: str = "auto"
 
-    def __post_init__(self):
-        if type(self.world) is not int or type(self.rank) is not int or not 0 <= self.rank < self.world:
-            raise ValueError(f"rank={self.rank!r} of world={self.world!r}: want ints, 0 <= rank < world")
-        call.check_strategy(self.strategy)
+def share(case: Case, card: Card, world: int, rank: int, strategy: str) -> tuple[Case, Lone]:
+    """(a rank's part of a case whose n and nq are of all ranks, each with an even shard of the keys: a call of
+    `distributed.attention` among ranks of which the others are not there, these ranks)."""
+    ranks = Lone(case, card, world, rank)
+    queries, keys = ranks.held[rank]
 
-    def own(self, case: Case, card: Card) -> tuple[Case, Lone]:
-        """(the rank's part of a case whose n and nq are of all ranks: a call of `distributed.attention` among ranks of
-        which the others are not there, these ranks)."""
-        ranks = Lone(self, case, card)
-        queries, keys = ranks.held[self.rank]
+    def attention(q, k, v):
+        return api.attention(q, k, v, case.pattern, ranks, strategy, backend=case.backend)
 
-        def attention(q, k, v):
-            return api.attention(q, k, v, case.pattern, ranks, self.strategy, backend=case.backend)
-
-        attention.__name__ = case.fields()["backend"]  # for the estimate
-        return replace(case, n=keys, nq=queries, backend=attention), ranks
+    attention.__name__ = case.fields()["backend"]  # for the estimate
+    return replace(case, n=keys, nq=queries, backend=attention), ranks
 
 
 class Lone(Ranks):
     """Ranks of which only one is there, on a card. held: (queries, keys) of each."""
 
-    def __init__(self, place: Rank, case: Case, card: Card):
-        super().__init__(self, place.world, place.rank, CUDA)
-        shards = Shards.even(case.n, place.world)
-        self.held = [(len(queries_of(shards[x], case.n, case.nq)), shards.lengths[x]) for x in range(place.world)]
+    def __init__(self, case: Case, card: Card, world: int, rank: int):
+        super().__init__(self, world, rank, CUDA)
+        shards = Shards.even(case.n, world)
+        self.held = [(len(queries_of(shards[x], case.n, case.nq)), shards.lengths[x]) for x in range(world)]
         self.pattern, self.card = case.pattern, card
 
     @property
@@ -65,7 +59,7 @@ class Lone(Ranks):
         """The one that the last call took."""
         return call.last(self.pattern).plan.strategy
 
-    def gather(self, names, numbers, dtype=torch.int64) -> Known:
+    def gather(self, names, numbers, dtype=torch.int64):
         """The others tell the same but for the rows that they hold. The tensors are those of `group.Gathering`."""
         mine = torch.empty(len(numbers), dtype=dtype, device=META)
         rows = [torch.empty_like(mine) for _ in self.held]
@@ -75,7 +69,7 @@ class Lone(Ranks):
         told = torch.tensor(numbers).repeat(self.world, 1)
         if "keys" in names:
             told[:, [names.index("queries"), names.index("keys")]] = torch.tensor(self.held)
-        return Known(told)
+        return types.SimpleNamespace(wait=lambda: told)  # a `group.Gathering`
 
     def all_to_all(self, target, source, into, out, wait=True) -> OneStream:
         return OneStream()
@@ -88,14 +82,6 @@ class Lone(Ranks):
         """It takes a third of the time so."""
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             yield
-
-
-class Known:
-    def __init__(self, told: Tensor):
-        self.told = told
-
-    def wait(self) -> Tensor:
-        return self.told
 
 
 class OnOneStream(OneStream):

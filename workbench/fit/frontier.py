@@ -1,8 +1,8 @@
 """The frontier: the longest sequence that runs on a budget of memory, predicted for any card, measured on this machine.
 
 A prediction looks for it in traces of the program (`fit.estimate`), a measurement in calls, each in a fresh process
-(`harness.processes`); one way of looking, `largest`, serves both. What stands in the way at the next length has a
-name, the limiter: memory, time, validity (the call runs and computes wrongly), launch (the execution or the device
+(`harness.processes`); one way of looking, `search.largest`, serves both. What stands in the way at the next length has
+a name, the limiter: memory, time, validity (the call runs and computes wrongly), launch (the execution or the device
 refuses such a size) or search (nothing does, up to the longest length asked for).
 
 Dimensions: N keys, H heads, D head_dim.
@@ -62,7 +62,7 @@ class Options:
     strategy: str = "auto"
 
     def __post_init__(self):
-        fake_ranks.Rank(self.world, self.rank or 0, self.strategy)  # refuses what there is not
+        fake_ranks.check(self.world, self.rank or 0, self.strategy)
 
     @property
     def place(self) -> dict:
@@ -211,7 +211,6 @@ PREDICTED = {"n": "n", "limiter": "limiter", "error": "error", "bytes": "reserve
 
 def _predicted(at: Lengths, card, asked: dict, place: dict, where: dict) -> dict:
     """A search's fields, from traces."""
-    works = set()
 
     def tried(n: int) -> Tried:
         try:
@@ -219,16 +218,12 @@ def _predicted(at: Lengths, card, asked: dict, place: dict, where: dict) -> dict
             each = [(_trace(case, card, **here), here) for here in _places(case, place)]
             found, here = max(each, key=lambda one: one[0].reserved_bytes)  # the first rank that runs out ends them all
         except (Exception, SystemExit) as error:
-            outcome = Outcome(status_of(error), sentence(error))
-            if isinstance(error, estimate.CannotTrace) or outcome.status not in ("refused", "unsupported") or not works:
-                raise Stopped(outcome) from None
-            return Tried("launch", None, {"error": outcome.error})
+            why = Outcome(status_of(error), sentence(error))
+            raise Stopped(why, always=isinstance(error, estimate.CannotTrace)) from None
         reserved = reserves(found, asked["budget_bytes"])
         lateness = (found.milliseconds or 0) / 1000 / asked["seconds"]
         slow = "time" if lateness > 1 else None
         limiter = "memory" if reserved is None else "validity" if found.wrong else slow
-        if limiter is None:
-            works.add(n)
         return Tried(limiter, max((reserved or found.reserved_bytes) / asked["budget_bytes"], lateness), {
             "backend": found.backend, "peak_bytes": found.requested_bytes, "reserved_bytes": reserved,
             "extra_bytes": found.requested_bytes - found.inputs_bytes, "milliseconds": found.milliseconds,
@@ -244,8 +239,8 @@ def _places(case: Case, place: dict) -> list[dict]:
     if not place or place["rank"] is not None:
         return [place]
     world = place["world"]
-    ranks = {0, world // 2, world - 1, fake_ranks.busiest(case, world, place["strategy"])}
-    return [place | {"rank": rank} for rank in sorted(ranks)]
+    busiest = fake_ranks.busiest(case, world, place["strategy"])
+    return [place | {"rank": rank} for rank in sorted({0, world // 2, world - 1, busiest})]
 
 
 def _whole(grain: int, case: Case, world: int) -> int:
@@ -292,18 +287,12 @@ def _trace(case: Case, card, **place) -> estimate.Estimate:
 
 def _measured(at: Lengths, asked: dict, where: dict, check: bool, recorder, server: Server, say) -> dict:
     """A search's fields, from probes, each of which is a row of the journal."""
-    works = set()
 
     def tried(n: int) -> Tried:
         row = probed(at(n), asked, check, recorder, server, say)
-        limiter = row["limiter"]
-        if row["status"] in ("refused", "unsupported") and works:
-            limiter = "launch"
-        elif limiter is None and row["status"] != "ok":
+        if row["limiter"] is None and row["status"] != "ok":
             raise Stopped(Outcome(row["status"], row["error"]))
-        if limiter is None:
-            works.add(n)
-        return Tried(limiter, row["load"], {x: row.get(x) for x in (*FOUND, "error")})
+        return Tried(row["limiter"], row["load"], {x: row.get(x) for x in (*FOUND, "error")})
 
     found = largest(tried, **where)
     return found.fields() | {"measured_n": found.fields()["n"], "probes": len(found.tried)}

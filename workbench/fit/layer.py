@@ -6,7 +6,6 @@ Dimensions: N tokens, E embed_dim, H heads, D = E / H head_dim.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.engines import dispatch
 from workbench.engines.layers import MultiheadAttention
-from workbench.fit import estimate
 from workbench.harness import records
 from workbench.harness.outcome import Outcome, attempt
 from workbench.patterns import Dense, Dilated, checks
@@ -76,19 +74,6 @@ def measure(
     return pd.DataFrame([rows[label] for label in (*cases, timing.AA) if label in rows])
 
 
-def predict(case: Case, card="h100") -> estimate.Estimate:
-    """What `measure` would find on a card that need not be there: bytes of a layer's pass, x and parameters too."""
-    # a pattern keeps its tables, and those of a trace have no data
-    case = replace(case, pattern=copy.copy(case.pattern), device="cuda")
-    case = _cases({"layer": case}, ())["layer"]
-
-    def prepare(make):
-        x, upstream = (make((1, case.n, _width(case)), case.dtype) for _ in range(2))
-        return _pass(case, x.requires_grad_(), upstream)[:2]
-
-    return estimate.program(prepare, card, ("x", "gradient of the output"))
-
-
 def _width(case: Case) -> int:
     return case.heads * case.head_dim
 
@@ -140,14 +125,6 @@ def _inputs(case: Case) -> tuple[Tensor, Tensor]:
 
 def _prepare(case: Case, x: Tensor, upstream: Tensor) -> tuple[Callable[[], tuple], dict]:
     """(one forward and backward pass, its backend, pairs and how many bytes it is given); it ran once."""
-    call, backend, wanted = _pass(case, x, upstream)
-    call()
-    given = sum(t.nbytes for t in (*wanted, upstream))
-    return call, {"backend": backend, "pairs": case.pattern.pairs(case.n, case.heads), "given_bytes": given}
-
-
-def _pass(case: Case, x: Tensor, upstream: Tensor) -> tuple[Callable[[], tuple], str, tuple]:
-    """(one forward and backward pass, its backend, the tensors whose gradients it gives)."""
     pattern, backend = case.pattern, case.backend
     make, kernel = MultiheadAttention, contextlib.nullcontext
     if backend in others.MODULES:
@@ -171,15 +148,15 @@ def _pass(case: Case, x: Tensor, upstream: Tensor) -> tuple[Callable[[], tuple],
             y = layer(x)
         return torch.autograd.grad(y, wanted, upstream)
 
-    return call, backend, wanted
+    call()
+    given = sum(t.nbytes for t in (*wanted, upstream))
+    return call, {"backend": backend, "pairs": pattern.pairs(case.n, case.heads), "given_bytes": given}
 
 
 def _peak(call: Callable, device: str, given: int) -> dict:
     """extra_bytes and peak_bytes of one pass; nothing on a CPU."""
-    if not device.startswith("cuda"):
-        return {}
-    outcome = attempt(lambda: memory.measure(call, device).extra_bytes)
-    if outcome.status != "ok":
+    outcome = attempt(lambda: memory.measure(call, device).extra_bytes) if device.startswith("cuda") else None
+    if outcome is None or outcome.status != "ok":
         return {}
     return {"extra_bytes": outcome.result, "peak_bytes": outcome.result + given}
 

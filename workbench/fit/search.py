@@ -44,11 +44,14 @@ class Found:
 
 
 class Stopped(Exception):
-    """Raised while a length is tried: the search cannot go on, for the reason in `outcome`."""
+    """Raised while a length is tried: the search cannot go on, for the reason in `outcome`.
 
-    def __init__(self, outcome: Outcome):
+    A refusal, where a shorter length worked, is of such a size and limits it; always: it is not, it is of any length.
+    """
+
+    def __init__(self, outcome: Outcome, always: bool = False):
         super().__init__(outcome.error)
-        self.outcome = outcome
+        self.outcome, self.always = outcome, always or outcome.status not in ("refused", "unsupported")
 
 
 def largest(
@@ -64,7 +67,9 @@ def largest(
         try:
             tried[n] = works(n)
         except Stopped as stop:
-            return Found(low, high, tried, stop.outcome)
+            if stop.always or not low:
+                return Found(low, high, tried, stop.outcome)
+            tried[n] = Tried("launch", None, {"error": stop.outcome.error})
         width = math.inf if high is None else high - low
         low, high = (n, high) if tried[n].limiter is None else (low, n)
         late = high is not None and tried[high].limiter == "time"

@@ -1,12 +1,12 @@
 """The life of every tensor of a program, from running the program itself on tensors without data.
 
 Tensors of the card are `meta` tensors: they have shapes, strides and storages, and the real code runs on them, its
-Python, its autograd, the bodies of our operators. A function mode tells the program that it is on the card (`absent`);
-a dispatch mode sees each storage come, and a weak reference sees it go. What the program computes on the CPU is
-computed, but of lists of blocks only the lengths, and of equal calls not all are made (`shortcuts`). What depends on
-data that the card would have cannot be traced, and raises.
+Python, its autograd, the bodies of our operators. A function mode tells the program that it is on the card
+(`fake_cuda`); a dispatch mode sees each storage come, and a weak reference sees it go. What the program computes on the
+CPU is computed, but of lists of blocks only the lengths, and of equal calls not all are made (`tracer_shortcuts`). What
+depends on data that the card would have cannot be traced, and raises.
 
-Below the dispatcher some kernels take scratch of their own: `scratch` has what was measured of it, by operator.
+Below the dispatcher some kernels take scratch of their own: `workspace` has what was measured of it, by operator.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import functools
 import gc
 import itertools
 import weakref
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workbench.engines import torch_rules
+from workbench.engines import operators, torch_backend, torch_rules, triton_backend  # noqa: F401 (operators)
 from workbench.engines.torch.fused import OFFSETS, span
 from workbench.fit import workspace
 from workbench.fit.cards import Card
 from workbench.fit.fake_cuda import CUDA, CannotTrace, OnCard, impersonate
 from workbench.fit.tracer_shortcuts import Shortcuts
+from workbench.probes.case import Case
 
 
 class Event(NamedTuple):
@@ -40,7 +40,7 @@ class Event(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """events; the first `before` of them are the preparation's, which returned `prepared`.
+    """events; the first `before` of them are the preparation's. backend: what executes the call.
 
     wrong: what is known to compute wrongly (`WRONG_PAST_2_31`), None where nothing is. kernel: the one that torch's
     scaled_dot_product_attention took, the last if it was called more than once, None if it was not.
@@ -48,32 +48,28 @@ class Traced(NamedTuple):
 
     events: list[Event]
     before: int
-    prepared: tuple
+    backend: str
     wrong: str | None
     kernel: str | None
 
 
-def run(program: Callable[[Callable], tuple], card: Card, names: tuple[str, ...] = ()) -> Traced:
-    """The life of a program's tensors on a card.
-
-    program(make) prepares: it takes its inputs from make(shape, dtype), tensors on the card, and returns (call, ...);
-    then call() is run once, and its result lives on until the last event. names: of the inputs, in order.
-    """
+def run(case: Case, card: Card) -> Traced:
+    """The life of the tensors of a case on "cuda", called once; its result lives on until the last event."""
     _settle()
     with uncollected(), impersonate(card), Births(card) as births, Shortcuts(births).taken():
         try:
             with births.functions:
-                births.words = iter(names)
-                prepared = program(lambda shape, dtype: torch.empty(shape, dtype=dtype, device=CUDA))
+                births.words = iter(INPUTS)
+                call, backend = case.prepare_from(lambda shape: torch.empty(shape, dtype=case.dtype, device=CUDA))
                 births.words, before = iter(()), len(births.events)
-                result = prepared[0]()
+                result = call()
         except (NotImplementedError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError) or not _about_data(error):
+            if isinstance(error, torch.OutOfMemoryError) or not any(x in str(error).lower() for x in ABOUT_DATA):
                 raise
             raise CannotTrace(f"it cannot be run without data: {str(error).strip().splitlines()[0]}"[:400]) from None
         events = list(births.events)
     del result
-    return Traced(events, before, prepared, "; ".join(sorted(births.wrong)) or None, births.functions.kernel)
+    return Traced(events, before, backend, "; ".join(sorted(births.wrong)) or None, births.functions.kernel)
 
 
 @contextlib.contextmanager
@@ -98,9 +94,7 @@ def _settle() -> None:
     has_triton()
 
 
-def _about_data(error: BaseException) -> bool:
-    text = str(error).lower()
-    return any(word in text for word in ("meta", "data-dependent", "fake", "no data", "nonzero"))
+ABOUT_DATA = ("meta", "data-dependent", "fake", "no data", "nonzero")
 
 
 class Births(TorchDispatchMode):
@@ -119,7 +113,7 @@ class Births(TorchDispatchMode):
         self.watched: dict[int, weakref.ref] = {}
         self.place: dict[int, int] = {}  # an id: the place of its birth in `events`
         self.functions = OnCard(card)
-        self.bodies = _bodies()
+        self.bodies = operators.BODIES  # our operators and the Python that they run
         self.words = iter(())  # names for what comes next
         self.ids = itertools.count(1)
         self.workspaces: set[bool] = set()  # of which of the two threads, see `hidden`
@@ -140,26 +134,20 @@ class Births(TorchDispatchMode):
             kind = _kind(func)
             if kind == "view":
                 return func(*args, **kwargs)
-            if kind in ("out", "in place") and args[0].is_meta:  # it makes no storage, and its result is an argument
+            if kind is not None and args[0].is_meta:  # many are slow Python without data, and the result is an argument
                 return kwargs["out"] if kind == "out" else args[0]
             return self.follow(func, name, args, kwargs)
 
     def follow(self, func, name: str, args, kwargs):
-        out = _run(func, args, kwargs)
-        if isinstance(out, Tensor):
-            self.born(out, name)
-            if out.is_meta or any(isinstance(x, Tensor) and x.is_meta for x in args):
-                self.hidden(name, args)
-            return out
+        out = func(*args, **kwargs)
         results = out if isinstance(out, (tuple, list)) else (out,)
-        words = ATTENTION.get(name, ())
         if name in WRONG_PAST_2_31 and max(max(span(x), x.numel()) for x in args[:4]) > OFFSETS:
             self.wrong.add(WRONG_PAST_2_31[name])
         if name in ASKED_FOR_LSE and not args[4]:
             results = (results[0], None, *results[2:])  # the card's kernel makes no lse then, meta's does
         if name == EFFICIENT:
             results = results[:2]  # its seed and offset are on the CPU where there is no dropout
-        for x, word in itertools.zip_longest(results, words[: len(results)], fillvalue=name):
+        for x, word in itertools.zip_longest(results, ATTENTION.get(name, ())[: len(results)], fillvalue=name):
             if isinstance(x, Tensor):
                 self.born(x, word)
         if any(isinstance(x, Tensor) and x.is_meta for x in (*results, *args)):
@@ -211,7 +199,7 @@ class Births(TorchDispatchMode):
             self.events += [Event(id, -1, "") for id in taken.values() if id is not None]
 
 
-FORWARD, BACKWARD = ("out", "lse"), ("dq", "dk", "dv")
+INPUTS, FORWARD, BACKWARD = ("q", "k", "v", "gradient of out"), ("out", "lse"), ("dq", "dk", "dv")
 ATTENTION = {
     f"_scaled_dot_product_{kernel}_attention{direction}": words
     for kernel in ("cudnn", "flash", "efficient")
@@ -226,66 +214,24 @@ EFFICIENT = "_scaled_dot_product_efficient_attention"
 ASKED_FOR_LSE = {"_scaled_dot_product_cudnn_attention", EFFICIENT}
 
 
-def _bodies() -> dict:
-    """Our operators and the Python that they run."""
-    from workbench.engines import operators, torch_backend, triton_backend  # noqa: F401  (they define operators)
+# --- operators that make no storage ----------------------------------------------------------------------------------
 
-    return operators.BODIES
-
-
-# --- results that need not be asked for ------------------------------------------------------------------------------
-
-
-def _run(func, args, kwargs):
-    """func's result. On tensors without data many operators are slow Python: the shape, strides, dtype and device of
-    their results are kept, and used again for arguments that are alike."""
-    kind = _kind(func)
-    if kind != "new" or not (isinstance(args[0], Tensor) and args[0].is_meta):
-        return func(*args, **kwargs)
-    key = func, *map(_like, args), *((name, _like(x)) for name, x in kwargs.items())
-    if key not in _results:
-        if len(_results) >= KEPT:
-            _results.clear()
-        out = func(*args, **kwargs)
-        made = out if isinstance(out, tuple) else (out,)
-        forms = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in made]
-        _results[key] = isinstance(out, tuple), forms
-        return out
-    several, forms = _results[key]
-    made = tuple(torch.empty_strided(*x[:2], dtype=x[2], device=x[3]) if isinstance(x, tuple) else x for x in forms)
-    return made if several else made[0]
-
-
-def _like(x) -> tuple:
-    """What results depend on."""
-    if isinstance(x, Tensor):
-        return x.shape, x.stride(), x.dtype, x.is_meta
-    return x.__class__, x if x.__hash__ else repr(x)  # 1 is not 1.0
-
-
-KEPT = 4096
-_results: dict[tuple, tuple] = {}
 VIEWS = {"select", "slice", "split", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view"}
-SLOW = {
-    "cumsum", "empty_like", "floor_divide", "index_add_", "index_copy_", "index_select", "logsumexp", "masked_fill_",
-    "matmul", "sum", "zeros_like",
-}  # beside what works element by element  # fmt: skip
+WRITERS = {
+    "cumsum", "floor_divide", "index_add_", "index_copy_", "index_select", "logsumexp", "masked_fill_", "matmul", "sum",
+}  # in place or to an "out", beside what works element by element  # fmt: skip
 
 
 @functools.cache
 def _kind(func) -> str | None:
-    """Of an operator whose result need not be asked for each time: whether it is "new", args[0] or kwargs["out"]."""
+    """Of an operator that makes no storage: "view", "in place" (its result is args[0]) or "out" (kwargs["out"])."""
     name, returns = func.overloadpacket.__name__, func._schema.returns
     if name in VIEWS:
         return "view"
-    if name in ATTENTION:
-        return "new"
     if len(returns) != 1 or str(returns[0].type) != "Tensor":
         return None
-    if torch.Tag.pointwise not in func.tags and name not in SLOW:
+    if torch.Tag.pointwise not in func.tags and name not in WRITERS:
         return None
     if name.endswith("_"):
         return "in place"
-    if any(x.name == "out" for x in func._schema.arguments):
-        return "out"
-    return "new" if returns[0].alias_info is None else None
+    return "out" if any(x.name == "out" for x in func._schema.arguments) else None

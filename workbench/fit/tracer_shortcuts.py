@@ -43,8 +43,6 @@ class Shortcuts:
             (block_sparse, "split", self.few_stacks),
             (torch_backend, "blocks_of", self.blocks_of),
             (triton_backend, "plan_of", plan_of),
-            (dilated, "select", unseen(dilated.select)),
-            (fused, "_chunks", _chunks),
             (dilated, "pieces", lambda *x, make=dilated.pieces: self.repeated(make(*x), _shape, 4)),
             (dilated, "parts", lambda *x, make=dilated.parts: self.repeated(make(*x), _shape, 6)),
             (fused, "range", lambda *x: self.repeated(range(*x), lambda start: start + x[2] <= x[1], 6)),
@@ -245,22 +243,6 @@ def few(times: int, most: int) -> int:
     may alternate between two places.
     """
     return times if times <= most + 1 else most + (times - most) % 2
-
-
-def unseen(function: Callable) -> Callable:
-    """A function that makes views only, or no tensor of the card, where nobody follows it: three times as fast."""
-
-    def unfollowed(*arguments):
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            return function(*arguments)
-
-    return unfollowed
-
-
-def _chunks(x: Tensor, most: int | None = None) -> tuple[Tensor, ...]:
-    """`fused._chunks`, which mostly has nothing to cut."""
-    most = fused.MAX_BATCH if most is None else most
-    return (x,) if x.shape[0] <= most else x.split(most)
 
 
 def _shape(piece) -> tuple:

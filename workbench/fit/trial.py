@@ -114,7 +114,9 @@ def call(case: Case, budget_bytes: int | None, seconds: float, check: bool) -> d
             result, milliseconds = timed(seconds)
     found |= {"backend": backend, "extra_bytes": found["peak_bytes"] - inputs}
     found |= {"median_ms": milliseconds, "samples_ms": [milliseconds]}
-    return found | (_valid(case, made, result) if check else {})
+    results = [*result] if case.mode == "fwdbwd" else [result]
+    del result  # `_valid` may let go of what is on the card
+    return found | (_valid(case, made, results) if check else {})
 
 
 @contextlib.contextmanager
@@ -137,29 +139,26 @@ def card_of(budget_bytes: int | None, cuda: bool):
         yield lambda: {"peak_bytes": card.peak_requested_bytes, "reserved_bytes": card.peak_reserved_bytes}
 
 
-def _valid(case: Case, made: list, result) -> dict:
+def _valid(case: Case, made: list, results: list) -> dict:
     """valid: whether sampled rows are right, None where there was no memory to tell, or where dk and dv have too many
     softmaxes behind them to be checked; error: what is wrong, or was not checked.
 
     Where the call has left no room for that on the card, its tensors move to the host's memory, if they fit there.
     """
-    outcome = attempt(lambda: _checked(case, made, result))
-    if outcome.status == "oom" and case.device.startswith("cuda"):
-        results = list(result) if case.mode == "fwdbwd" else [result]
-        size = sum(x.numel() * x.element_size() for x in (*made, *results))
-        if size < 0.8 * psutil.virtual_memory().available:
-            del result
-            for tensors in (results, made):
-                for i, x in enumerate(tensors):
-                    tensors[i] = x.detach().cpu()
-            outcome = attempt(lambda: _checked(case, made, results if case.mode == "fwdbwd" else results[0]))
+    outcome = attempt(lambda: _checked(case, made, results))
+    size = sum(x.numel() * x.element_size() for x in (*made, *results))
+    if outcome.status == "oom" and made[0].is_cuda and size < 0.8 * psutil.virtual_memory().available:
+        for tensors in (results, made):
+            for i, x in enumerate(tensors):
+                tensors[i] = x.detach().cpu()
+        outcome = attempt(lambda: _checked(case, made, results))
     if outcome.status == "ok":
         found = outcome.result
         return {"valid": False if found.wrong else found.ok or None, "error": None if found.ok else str(found)}
     return {"valid": None if outcome.status == "oom" else False, "error": f"rows not checked: {outcome.error}"}
 
 
-def _checked(case: Case, made: list, result) -> validity.Validity:
+def _checked(case: Case, made: list, results: list) -> validity.Validity:
     gradients = case.mode == "fwdbwd"
-    returned = dict(zip(("dq", "dk", "dv"), result, strict=True)) if gradients else {"out": result}
+    returned = dict(zip(("dq", "dk", "dv") if gradients else ("out",), results, strict=True))
     return validity.check(case, returned, made, pairs=PAIRS.get(made[0].device.type) if gradients else None)

@@ -4,7 +4,7 @@
         out = wb.attention(q, k, v, pattern)  # computed for real, or torch.OutOfMemoryError
     card.peak_reserved_bytes
 
-Every tensor is allocated on a replica of torch's CUDA allocator (`probes.allocator`) as long as its storage lives. What
+Every tensor is allocated on a replica of torch's CUDA allocator (`fit.allocator`) as long as its storage lives. What
 an operator returns is allocated before it computes, so one that does not fit takes no memory and no time here either.
 """
 
@@ -13,12 +13,13 @@ from __future__ import annotations
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch._library.custom_ops import _maybe_get_opdef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from workbench.fit import cards
 from workbench.fit.allocator import MIB, Allocator, OutOfMemory
@@ -184,21 +185,9 @@ def _sizes(func, args, kwargs, on_meta: dict) -> list[int]:
 
 
 def _on_meta(x):
-    if isinstance(x, Tensor):
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=META)
-    if isinstance(x, (list, tuple)):
-        return [_on_meta(y) for y in x]
-    if isinstance(x, dict):
-        return {key: _on_meta(y) for key, y in x.items()}
-    return x
+    return tree_map_only(Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META), x)
 
 
-def _tensors(x) -> Iterator[Tensor]:
+def _tensors(x) -> list[Tensor]:
     """The tensors in nested lists, tuples and dictionaries."""
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, (list, tuple)):
-        for y in x:
-            yield from _tensors(y)
-    elif isinstance(x, dict):
-        yield from _tensors(list(x.values()))
+    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.colors import LogNorm, to_rgb
@@ -17,36 +16,26 @@ from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
 from workbench.distributed import Plan, Shards
 from workbench.patterns import Neighborhood
 from workbench.plots import orderings, style
-from workbench.plots.patterns import family_color
 from workbench.plots.scaling import rank_ticks
 
 CELLS = 128  # ranks that are drawn one by one: of more, neighbours are summed
 
 
-def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64, mode: str = "fwd"):
-    """A column for each plan {name: `workbench.distributed.Plan`}. Above: bytes from each rank (row) to each (column),
-    white for none. Below: the pairs that each rank computes, over their mean.
-
-    itemsize, head_dim, mode: as in `Plan.bytes`
-    """
+def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64):
+    """A column for each plan {name: `workbench.distributed.Plan`}. Above: bytes from each rank (row) to each (column)
+    in a forward (see `Plan.bytes`), white for none. Below: the pairs that each rank computes, over their mean."""
     if not plans:
         return style.blank("Nothing ran whose plan could be drawn.")
-    style.use()
     many, size = len(plans), EngFormatter("B", places=1)
-    fig, axes = plt.subplots(
-        2,
-        many,
-        figsize=(2.2 * many + 1, 4.8),
-        height_ratios=(3, 1),
-        squeeze=False,
-        sharey="row" if many == 1 else False,
-    )
-    sent = {name: grouped(plan.bytes(itemsize, head_dim, mode=mode).numpy()) for name, plan in plans.items()}
+    shared = {"squeeze": False, "sharey": "row" if many == 1 else False}
+    fig, axes = style.subplots(2, many, figsize=(2.2 * many + 1, 4.8), height_ratios=(3, 1), **shared)
+    moved = {name: plan.bytes(itemsize, head_dim).numpy() for name, plan in plans.items()}
+    sent = {name: grouped(x) for name, x in moved.items()}
     seen = np.concatenate([x[x > 0] for x in sent.values()] or [np.zeros(0)])
     norm = LogNorm(seen.min(), max(seen.max(), seen.min() * 2)) if len(seen) else None
     told = []
     for (name, plan), above, below in zip(plans.items(), *axes, strict=True):
-        total = int(plan.bytes(itemsize, head_dim, mode=mode).sum())
+        total = int(moved[name].sum())
         ends = (-0.5, plan.world - 0.5)
         shown = np.ma.masked_equal(sent[name], 0)
         image = above.imshow(
@@ -63,7 +52,7 @@ def traffic(plans: Mapping[str, object], itemsize: int = 2, head_dim: int = 64, 
         for axis in (above.xaxis, above.yaxis, below.xaxis):
             axis.set_major_locator(MaxNLocator(4, integer=True))
         share = plan.pairs.astype(float) / max(1.0, float(plan.pairs.mean()))
-        color = family_color(type(plan.pattern).__name__)
+        color = style.family_color(type(plan.pattern).__name__)
         below.fill_between(np.arange(plan.world + 1) - 0.5, np.append(share, share[-1]), step="post", color=color, lw=0)
         below.axhline(1, color="#666666", lw=0.8)
         below.set(xlabel=f"rank; max / mean {plan.balance:.2f}", ylabel="pairs", xlim=ends, ylim=(0, None))
@@ -86,8 +75,7 @@ def grouped(sent: np.ndarray) -> np.ndarray:
 def borders(rows: pd.DataFrame):
     """For each order of a 2-D neighborhood's cells, against the number of ranks: the bytes that a forward moves, and
     the rows that a rank gets over those that it holds. rows: of `multicard.borders`."""
-    style.use()
-    fig, axes = plt.subplots(1, 2, figsize=(9.6, 3.9))
+    fig, axes = style.subplots(1, 2, figsize=(9.6, 3.9))
     for ax, column in zip(axes, ("bytes", "halo"), strict=True):
         for name, line in rows.groupby("order", sort=False):
             look = {"color": orderings.color(name), "marker": orderings.MARKERS.get(name, "o"), "ms": 5}
@@ -112,9 +100,8 @@ def shards(orders, world: int, radius: int, rank: int | None = None):
 
     orders: of `workbench.orderings`, of one shape; radius: of the neighborhood; rank: by default the middle one.
     """
-    style.use()
     rank = world // 2 if rank is None else rank
-    fig, axes = plt.subplots(1, len(orders), figsize=(3.3 * len(orders) + 0.3, 3.9), squeeze=False)
+    fig, axes = style.subplots(1, len(orders), figsize=(3.3 * len(orders) + 0.3, 3.9), squeeze=False)
     words = []
     for ax, order in zip(axes[0], orders, strict=True):
         place = order.rank.reshape(order.shape).numpy()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.lines import Line2D
@@ -17,11 +16,10 @@ EXACT = 1e-17  # where an error of 0 is drawn on a log axis
 
 def figure(rows: pd.DataFrame):
     """Errors (dots) left of their budgets (bars), values and gradients, from the rows of `probes.error.table`."""
-    style.use()
     ran = rows[rows.status == "ok"].copy()
     ran["error_grad"], ran["budget_grad"] = _worst_gradient(ran)
     lines = list(dict.fromkeys(zip(ran.pattern + np.where(ran.causal, ", causal", ""), ran.backend, strict=True)))
-    fig, axes = plt.subplots(1, 2, figsize=(9.4, 1.5 + 0.26 * len(lines)), sharey=True)
+    fig, axes = style.subplots(1, 2, figsize=(9.4, 1.5 + 0.26 * len(lines)), sharey=True)
     for ax, what, title in zip(axes, ("out", "grad"), ("values", "gradients (worst of dq, dk, dv)"), strict=True):
         for r in ran.itertuples():
             error, budget = getattr(r, f"error_{what}"), getattr(r, f"budget_{what}")
@@ -107,14 +105,12 @@ def _short(x: float) -> str:
 
 def _worst_gradient(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     """(error, budget) of the gradient nearest to its budget; NaN where there is none."""
-    names = [name for name in ("dq", "dk", "dv") if f"error_{name}" in rows]
-    if not names:
-        nothing = pd.Series(np.nan, index=rows.index)
-        return nothing, nothing
-    errors = rows[[f"error_{name}" for name in names]].to_numpy(dtype=float)
-    budgets = rows[[f"budget_{name}" for name in names]].to_numpy(dtype=float)
+    errors, budgets = (
+        rows.reindex(columns=[f"{kind}_{name}" for name in ("dq", "dk", "dv")]).to_numpy(dtype=float)
+        for kind in ("error", "budget")
+    )
     with np.errstate(invalid="ignore", divide="ignore"):
-        worst = np.argmax(np.nan_to_num(errors / budgets, nan=-1), axis=1)
+        worst = np.nan_to_num(errors / budgets, nan=-1).argmax(axis=1)
     line = np.arange(len(rows))
     return pd.Series(errors[line, worst], rows.index), pd.Series(budgets[line, worst], rows.index)
 

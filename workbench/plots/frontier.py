@@ -18,7 +18,6 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, PercentFormatter
 
 from workbench.plots import style
-from workbench.plots.patterns import family_color
 
 GIB = 1 << 30
 LINES = {"eager": ":", "flash": "--", "flex": "--", "efficient": "-."}  # of a backend; the others are solid
@@ -36,8 +35,7 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     rows: of `frontier.sweep`, with `label`. A line is predicted, a filled marker was measured here, a cross says that
     time limits there, not memory. recorded: measured rows of another machine, drawn pale and hollow, with its name.
     """
-    style.use()
-    fig, (left, right) = plt.subplots(1, 2, figsize=(9.6, 5), width_ratios=(3, 2))
+    fig, (left, right) = style.subplots(1, 2, figsize=(9.6, 5), width_ratios=(3, 2))
     handles, words, budgets = {}, [], set()
     for frame, pale in ((recorded, True), (rows, False)):
         if frame is None or frame.empty:
@@ -79,9 +77,8 @@ def limiter_map(rows: pd.DataFrame):
 
     rows: of `frontier.sweep` with `label`, in the order in which cards and ways are to stand.
     """
-    style.use()
     names, on = list(dict.fromkeys(rows["label"])), list(dict.fromkeys(rows["card"]))
-    fig, ax = plt.subplots(figsize=(1.5 + 1.15 * len(on), 0.8 + 0.55 * len(names)))
+    fig, ax = style.subplots(figsize=(1.5 + 1.15 * len(on), 0.8 + 0.55 * len(names)))
     words, seen = [], {}
     for row in rows.to_dict("records"):
         x, y = on.index(row["card"]), names.index(row["label"])
@@ -94,10 +91,9 @@ def limiter_map(rows: pd.DataFrame):
     ax.set(xlim=(-0.5, len(on) - 0.5), ylim=(len(names) - 0.5, -0.5))
     ax.set(xticks=range(len(on)), xticklabels=on, yticks=range(len(names)), yticklabels=names)
     ax.xaxis.tick_top()
-    ax.grid(False)
     ax.tick_params(length=0)
-    for side in ax.spines.values():
-        side.set_visible(False)
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
     known = [x for x in LIMITS if x in seen]
     patches = [Patch(facecolor=LIMITS[x], edgecolor="#999999", label=x) for x in known]
     fig.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=9, title="limited by",
@@ -110,13 +106,12 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
 
     lives: {title: `frontiers.alive`}. Names beyond the `most` largest are drawn as one, "others".
     """
-    style.use()
     lives = {title: life.rename(columns=_short).T.groupby(level=0, sort=False).sum().T for title, life in lives.items()}
     size = pd.concat([life.max() for life in lives.values()]).groupby(level=0, sort=False).max()
     kept = set(size.nlargest(most).index)
     order = [name for name in size.index if name in kept]  # of birth
     colors = dict(zip(order, sns.color_palette(PALETTE, len(order)), strict=True)) | {"others": "#d0d0d0"}
-    fig, axes = plt.subplots(1, len(lives), figsize=(3.3 * len(lives), 4.8), sharey=True, squeeze=False)
+    fig, axes = style.subplots(1, len(lives), figsize=(3.3 * len(lives), 4.8), sharey=True, squeeze=False)
     words = []
     for ax, (title, life) in zip(axes[0], lives.items(), strict=True):
         own = [name for name in order if name in life]
@@ -128,8 +123,7 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
                      colors=[colors[x] for x in [*own, "others"]])  # fmt: skip
         peak = int(total.argmax())
         ax.axhline(total[peak] / GIB, color="black", linewidth=1, linestyle="--")
-        ax.annotate(f"peak {style.number(total[peak] / GIB)} GiB", (at[0], total[peak] / GIB), xytext=(3, 4),
-                    textcoords="offset points", fontsize=9)  # fmt: skip
+        style.note(ax, f"peak {style.number(total[peak] / GIB)} GiB", (at[0], total[peak] / GIB), (3, 4))
         ax.set(title=title, xlabel="allocations and frees", xlim=(at[0], at[-1]))
         parts = ", ".join(f"{x} {life[x].iloc[peak] / GIB:.2f}" for x in own if life[x].iloc[peak])
         words.append(f"{title}: peak {total[peak] / GIB:.2f} GiB, of which {parts}")
@@ -146,18 +140,16 @@ def claims(rows: pd.DataFrame):
 
     rows: of `frontiers.claims`.
     """
-    style.use()
-    fig, ax = plt.subplots(figsize=(8, 0.55 * len(rows) + 1.9))
+    fig, ax = style.subplots(figsize=(8, 0.55 * len(rows) + 1.9))
     names = [f"{r.report}, {r.what}\n{r.card}, {r.heads} x {r.head_dim} {r.dtype}" for r in rows.itertuples()]
     y = np.arange(len(rows))
     best = rows[["dense_n", "dilated_n"]].max(axis=1)
     ax.hlines(y, rows["theirs"], best, color="#cccccc", linewidth=2, zorder=1)
     ax.scatter(rows["theirs"], y, color="#777777", marker="X", s=55, label="in the report")
-    ax.scatter(rows["dilated_n"], y, color=style.COLORS["dilated"], marker="s", s=42, label="dilated, predicted")
+    ax.scatter(rows["dilated_n"], y, color=style.COLORS["Dilated"], marker="s", s=42, label="dilated, predicted")
     ax.scatter(rows["dense_n"], y, facecolor="none", edgecolor="black", marker="o", s=75, label="dense, predicted")
     for place, (low, high) in enumerate(zip(rows["theirs"], best, strict=True)):
-        ax.annotate(f"{style.number(high / low)} times", (high, place), xytext=(10, 0), textcoords="offset points",
-                    va="center", fontsize=9)  # fmt: skip
+        style.note(ax, f"{style.number(high / low)} times", (high, place), (10, 0), va="center")
     ax.set(xscale="log", yticks=y, yticklabels=names, ylim=(len(rows) - 0.5, -0.5), xlabel="longest N (tokens)")
     ax.set_xlim(rows["theirs"].min() / 1.5, best.max() * 4)
     style.log_ticks(ax.xaxis, tokens)
@@ -170,9 +162,8 @@ def claims(rows: pd.DataFrame):
 
 def four_numbers(rows: pd.DataFrame, n: int):
     """Bars: requested, allocated, reserved and device bytes at the peak, a group a way; rows: `frontiers.numbers`."""
-    style.use()
     kinds = {"requested": "#c6dbef", "allocated": "#6baed6", "reserved": "#2171b5", "device": "#08306b"}
-    fig, ax = plt.subplots(figsize=(1.6 + 1.7 * len(rows), 4.2))
+    fig, ax = style.subplots(figsize=(1.6 + 1.7 * len(rows), 4.2))
     x = np.arange(len(rows))
     for place, (kind, color) in enumerate(kinds.items()):
         bars = ax.bar(x + 0.21 * (place - 1.5), rows[kind] / GIB, 0.2, color=color, label=kind)
@@ -195,7 +186,7 @@ def tokens(n: float) -> str:
 def _line(ax, line: pd.DataFrame, scale, pale: bool) -> Line2D:
     """Draw predicted and measured N times scale; returns a line that looks like them, for the legend."""
     family, backend = line["pattern_spec"].iloc[0]["pattern"], str(line["label"].iloc[0]).split(", ")[-1]
-    look = {"color": family_color(family), "alpha": 0.45 if pale else 1}
+    look = {"color": style.family_color(family), "alpha": 0.45 if pale else 1}
     stroke = {"linestyle": LINES.get(backend, "-"), "linewidth": 1 if pale else 1.8}
     ax.plot(line["budget_bytes"], line["predicted_n"].astype(float) * scale, **stroke, **look)
     if line["measured_n"].isna().all():

@@ -14,13 +14,9 @@ from workbench.plots import style
 
 # Paul Tol's muted scheme: colour-blind safe, and apart from the colours that stand for patterns.
 COLORS = {
-    "row_major": "#CC6677",
-    "tiles": "#999933",
-    "morton": "#44AA99",
-    "hilbert": "#332288",
-    "random": style.COLORS["muted"],
-    "natural": "#CC6677",  # row-major on a line
-}
+    "row_major": "#CC6677", "tiles": "#999933", "morton": "#44AA99", "hilbert": "#332288",
+    "random": style.COLORS["muted"], "natural": "#CC6677",  # row-major on a line
+}  # fmt: skip
 MARKERS = {"row_major": "s", "tiles": "D", "morton": "^", "hilbert": "o", "random": "x"}
 EMPTY, FAINT = "#f2f2f2", "#d9d9d9"
 
@@ -58,11 +54,9 @@ def curves(orders):
             ax.add_collection(lines)
             ax.plot(*points[0], "o", color=style.COLORS["accent"], ms=6, zorder=3)
             ax.set_aspect("equal")
-        ax.set(xlim=(-0.7, order.shape[-1] - 0.3), ylim=(order.shape[-2] - 0.3, -0.7), xticks=[], yticks=[])
-        ax.grid(False)
+        ax.set(xlim=(-0.7, order.shape[-1] - 0.3), ylim=(order.shape[-2] - 0.3, -0.7))
         ax.set_title(label(order.name))
-        for side in ax.spines.values():
-            side.set_visible(False)
+        style.bare(ax)
     bar = fig.colorbar(plt.cm.ScalarMappable(cmap=ListedColormap(cmap(np.linspace(0.15, 1, 200)))), ax=axes, shrink=0.8)
     bar.set_ticks([0, 1], labels=["first", "last"])
     bar.set_label("token", labelpad=-12)
@@ -74,8 +68,7 @@ def curves(orders):
 
 def locality(extent, within):
     """Left: how wide a run of tokens lies on the grid (`locality.extent`); right: how near neighbours are in tokens."""
-    style.use()
-    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.9))
+    fig, (left, right) = style.subplots(1, 2, figsize=(10, 3.9))
     _lines(left, extent, "length", "extent")
     lengths = np.array(sorted(extent["length"].unique()))
     left.plot(lengths, np.sqrt(lengths), ":", color="black", lw=1.2, label="a square: the least")
@@ -97,8 +90,7 @@ def locality(extent, within):
 
 def blocks(matrices: dict, title: str):
     """Matrices of touched blocks, bool (query blocks, key blocks), by the name of the ordering (or a label)."""
-    style.use()
-    fig, axes = plt.subplots(1, len(matrices), figsize=(2.75 * len(matrices), 3.35), squeeze=False)
+    fig, axes = style.subplots(1, len(matrices), figsize=(2.75 * len(matrices), 3.35), squeeze=False)
     for i, (ax, (name, seen)) in enumerate(zip(axes[0], matrices.items(), strict=True)):
         _matrix(ax, seen, color(name))
         ax.set_title(f"{label(name)}: {100 * seen.mean():.1f}%")
@@ -110,8 +102,7 @@ def blocks(matrices: dict, title: str):
 
 def touched_by_side(frame):
     """`locality.blocks_touched` of sliding windows: percent against the side of the window."""
-    style.use()
-    fig, ax = plt.subplots(figsize=(6.5, 3.6))
+    fig, ax = style.subplots(figsize=(6.5, 3.6))
     _lines(ax, frame, "side", "percent")
     ax.set_yscale("log", base=2)
     ax.yaxis.set_major_formatter("{x:g}%")
@@ -129,8 +120,7 @@ def block_on_grid(order, seen, block: int, radius: int):
 
     seen: bool (query blocks, key blocks), `locality.touched` of a neighborhood of this radius.
     """
-    style.use()
-    fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.3), width_ratios=[1.15, 1])
+    fig, (left, right) = style.subplots(1, 2, figsize=(8.6, 4.3), width_ratios=[1.15, 1])
     token = order.rank.view(order.shape).numpy()
     middle = token[tuple(side // 2 for side in order.shape)] // block
     own, touched = token // block == middle, seen[middle][token // block]
@@ -141,7 +131,7 @@ def block_on_grid(order, seen, block: int, radius: int):
     kind = np.where(own, 3, np.where(needed, 2, np.where(touched, 1, 0)))
     palette = [EMPTY, "#E3C9A0", style.COLORS["accent"], color(order.name)]
     left.imshow(kind, cmap=ListedColormap(palette), vmin=-0.5, vmax=3.5, interpolation="nearest")
-    _bare(left)
+    style.bare(left)
     _outline(left, order.shape)
     names = ["not touched", "loaded, not needed", "needed: in some query's window", f"the {block} queries of one block"]
     handles = [plt.Rectangle((0, 0), 1, 1, facecolor=c, edgecolor=FAINT) for c in palette]
@@ -159,17 +149,16 @@ def block_on_grid(order, seen, block: int, radius: int):
 
 def runs_on_picture(features, orders, length: int, title: str):
     """A picture of cells (rows, cols, pixels * 3), in [0, 1]; only a run of `length` tokens in the middle is lit."""
-    style.use()
     rows, cols, pixels = features.shape
     side = round((pixels / 3) ** 0.5)
     picture = features.view(rows, cols, side, side, 3).transpose(1, 2).reshape(rows * side, cols * side, 3).numpy()
-    fig, axes = plt.subplots(1, len(orders), figsize=(2.5 * len(orders), 2.5 * rows / cols + 0.7))
+    fig, axes = style.subplots(1, len(orders), figsize=(2.5 * len(orders), 2.5 * rows / cols + 0.7))
     for ax, order in zip(axes, orders, strict=True):
         rank = order.rank.view(order.shape).numpy()
         start = (len(order) - length) // 2
         lit = ((rank >= start) & (rank < start + length)).repeat(side, 0).repeat(side, 1)[..., None]
         ax.imshow(np.where(lit, picture, 0.82 + 0.18 * picture.mean(2, keepdims=True)))
-        _bare(ax)
+        style.bare(ax)
         ax.set_title(label(order.name))
     fig.suptitle(title, x=0.01, ha="left", fontsize=11)
     names = ", ".join(label(order.name) for order in orders)
@@ -178,13 +167,12 @@ def runs_on_picture(features, orders, length: int, title: str):
 
 def similarity(frame, level: float):
     """`locality.similarity`: at each distance along the order, and on average up to it."""
-    style.use()
-    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.9), sharey=True)
+    fig, (left, right) = style.subplots(1, 2, figsize=(10, 3.9), sharey=True)
     for ax, value in ((left, "similarity"), (right, "run")):
         _lines(ax, frame, "lag", value, markers=False)
         ax.axhline(0, color="#666666", lw=0.8)
     right.axhline(level, color="black", lw=1, ls=":")
-    _beside(right, f"{level:g}", frame["lag"].max(), level, (-20, 4))
+    style.note(right, f"{level:g}", (frame["lag"].max(), level), (-20, 4), va="center")
     left.set(xlabel="tokens apart along the order", ylabel="similarity of the patches", title="At this distance")
     right.set(xlabel="tokens apart, at most", title="On average up to this distance")
     right.legend(fontsize=9)
@@ -197,8 +185,7 @@ def similarity(frame, level: float):
 
 def times(frame, percent: dict[str, float]):
     """The time of the same attention under each order: `timing.compare`'s table, and the percent of blocks touched."""
-    style.use()
-    fig, ax = plt.subplots(figsize=(8.5, 0.5 * len(frame) + 1.1))
+    fig, ax = style.subplots(figsize=(8.5, 0.5 * len(frame) + 1.1))
     orders = [frame.index[0] if name == "A/A" else name for name in frame.index]
     again = frame.index == "A/A"
     y = np.arange(len(frame))
@@ -210,7 +197,7 @@ def times(frame, percent: dict[str, float]):
     pairs = zip(frame["median_ms"], orders, strict=True)
     said = [f"{style.number(t)} ms, {percent[o]:.1f}% of the blocks" for t, o in pairs]
     for text, end, at in zip(said, frame["q90_ms"], y, strict=True):
-        _beside(ax, text, end, at, (6, 0))
+        style.note(ax, text, (end, at), (6, 0), va="center")
     names = [label(o) + " again" * bool(a) for o, a in zip(orders, again, strict=True)]
     ax.set_yticks(y, names)
     ax.set_xlim(0, 1.5 * frame["q90_ms"].max())
@@ -223,9 +210,8 @@ def times(frame, percent: dict[str, float]):
 
 def neighbours(frame, radius: int, what: str):
     """`locality.neighbours`: for every branch, how much of a token's surroundings shares its segment, and is seen."""
-    style.use()
     branches = frame["branch"].unique()
-    fig, axes = plt.subplots(1, 2, figsize=(10, 0.62 * len(branches) + 1.6), sharey=True)
+    fig, axes = style.subplots(1, 2, figsize=(10, 0.62 * len(branches) + 1.6), sharey=True)
     side = 2 * radius + 1
     titles = {"inside": "In the token's segment", "seen": "Seen by the token in some head"}
     for ax, (value, title) in zip(axes, titles.items(), strict=True):
@@ -253,10 +239,9 @@ def neighbours(frame, radius: int, what: str):
 
 def fields(grids: dict, cell, layers: int, what: str):
     """Receptive fields, `locality.field_on_grid` by the ordering's name: after how many layers each cell is known."""
-    style.use()
     shape = next(iter(grids.values())).shape
     size = (2.6 * len(grids) + 1, 2.6 * shape[0] / shape[1] + 0.75)
-    fig, axes = plt.subplots(1, len(grids), figsize=size, squeeze=False)
+    fig, axes = style.subplots(1, len(grids), figsize=size, squeeze=False)
     ramp = plt.get_cmap(style.SEQUENTIAL)(np.linspace(0.85, 0.25, layers))
     cmap = ListedColormap([to_rgb(FAINT), *ramp[:, :3]]).with_extremes(bad="white")
     norm = BoundaryNorm(np.arange(-0.5, layers + 1), cmap.N)
@@ -264,7 +249,7 @@ def fields(grids: dict, cell, layers: int, what: str):
         shown = np.where(grid < 0, 0, np.where(grid == 0, 1, grid))
         image = ax.imshow(np.ma.masked_invalid(shown), cmap=cmap, norm=norm, interpolation="nearest")
         ax.plot(cell[1], cell[0], "*", color=style.COLORS["accent"], mec="black", mew=0.6, ms=13)
-        _bare(ax)
+        style.bare(ax)
         _outline(ax, shape)
         ax.set_title(label(name))
     bar = fig.colorbar(image, ax=axes, shrink=0.85, ticks=range(layers + 1))
@@ -297,17 +282,6 @@ def _matrix(ax, seen, shade: str) -> None:
     ax.set_yticks([0, last])
 
 
-def _bare(ax) -> None:
-    ax.set(xticks=[], yticks=[])
-    ax.grid(False)
-    for side in ax.spines.values():
-        side.set_visible(False)
-
-
 def _outline(ax, shape) -> None:
     box = plt.Rectangle((-0.5, -0.5), shape[1], shape[0], fill=False, edgecolor="#999999", lw=0.8, clip_on=False)
     ax.add_patch(box)
-
-
-def _beside(ax, text: str, x: float, y: float, offset) -> None:
-    ax.annotate(text, (x, y), xytext=offset, textcoords="offset points", va="center", fontsize=9)

@@ -18,21 +18,9 @@ from workbench.analysis.reach import reach as reached
 from workbench.patterns import Dilated, Pattern
 from workbench.plots import style
 
-FAMILY = {
-    "Dense": "dense",
-    "Dilated": "dilated",
-    "BlockSparse": "block-sparse",
-    "Neighborhood": "neighborhood",
-    "Predicate": "predicate",
-}
 MARKERS = "os^Dv<>P"
 UNCOVERED = "#f3d9b1"
 MOST = 4  # panels side by side
-
-
-def family_color(family: str) -> str:
-    """The colour of a class of patterns: the same one in every figure."""
-    return style.COLORS[FAMILY.get(family, "predicate")]
 
 
 # --- what attends to what ---------------------------------------------------------------------------------------------
@@ -84,7 +72,7 @@ def reach(patterns: dict[str, Pattern], n: int, heads: int, layers: int):
     ends = []
     for x, (name, pattern) in enumerate(patterns.items()):
         seen = reached(pattern, n, heads, layers)
-        share, color = seen.double().mean((1, 2)).numpy(), family_color(type(pattern).__name__)
+        share, color = seen.double().mean((1, 2)).numpy(), style.family_color(type(pattern).__name__)
         ax.plot(range(layers + 1), share, color=color, marker=MARKERS[x % len(MARKERS)], ms=5, label=name)
         strips[x].imshow(
             seen[:, n // 2].numpy(), aspect="auto", cmap=_cmap(color), vmin=0, vmax=1, interpolation="nearest"
@@ -103,10 +91,9 @@ def reach(patterns: dict[str, Pattern], n: int, heads: int, layers: int):
 
 
 def _panels(many: int):
-    style.use()
     columns = min(many, MOST)
     rows = -(-many // columns)
-    fig, axes = plt.subplots(rows, columns, figsize=(2.3 * columns + 0.4, 2.85 * rows), squeeze=False)
+    fig, axes = style.subplots(rows, columns, figsize=(2.3 * columns + 0.4, 2.85 * rows), squeeze=False)
     for ax in axes.flat[many:]:
         ax.remove()
     for ax in axes[:, 0]:
@@ -121,7 +108,7 @@ def _grid(ax, count: np.ndarray, pattern: Pattern, deepest: int | None = None, s
 
     shade: mark the rows that see nothing.
     """
-    color = family_color(type(pattern).__name__)
+    color = style.family_color(type(pattern).__name__)
     deepest = max(1, int(count.max()) if count.size and deepest is None else deepest or 1)
     image = np.asarray(_cmap(color, deepest)(count / deepest))[..., :3]
     if shade:
@@ -145,19 +132,16 @@ def _cmap(color: str, deepest: int = 1):
 
 def cost(table: pd.DataFrame):
     """Pairs (counted) and predicted bytes (modelled, dashed) against N, from the rows of `analysis.cost.table`."""
-    style.use()
-    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.9))
+    fig, (left, right) = style.subplots(1, 2, figsize=(9, 3.9))
     for x, (name, rows) in enumerate(table.groupby("pattern", sort=False)):
-        look = {"color": family_color(rows.family.iloc[0]), "marker": MARKERS[x % len(MARKERS)]}
+        look = {"color": style.family_color(rows.family.iloc[0]), "marker": MARKERS[x % len(MARKERS)]}
         left.plot(rows.n, rows.pairs, label=name, ms=5, **look)
         # lines that coincide show as nested markers
         right.plot(rows.n, rows.predicted_bytes, "--", ms=12 - 2.5 * min(x, 4), mfc="none", mew=1.4, **look)
     scores = table.drop_duplicates("n").sort_values("n")
     right.plot(scores.n, scores.scores_bytes, ":", color=style.COLORS["muted"])
-    right.annotate(
-        "an N x N matrix of scores", (scores.n.iloc[-1], scores.scores_bytes.iloc[-1]), xytext=(-8, 0),
-        textcoords="offset points", ha="right", va="center", fontsize=8, color="#666666",
-    )  # fmt: skip
+    look = {"ha": "right", "va": "center", "fontsize": 8, "color": "#666666"}
+    style.note(right, "an N x N matrix of scores", (scores.n.iloc[-1], scores.scores_bytes.iloc[-1]), (-8, 0), **look)
     left.set(title="pairs attended (counted)", ylabel=f"pairs, all {table.heads.iloc[0]} heads")
     right.set(title="memory of a fused forward (modelled)", ylabel="predicted bytes")
     for ax in (left, right):
@@ -173,10 +157,9 @@ def cost(table: pd.DataFrame):
 
 def times(table: pd.DataFrame):
     """Every sample of `workbench.probes.timing.compare`, a line an alternative; the bar is the median."""
-    style.use()
-    fig, ax = plt.subplots(figsize=(7.5, 1.1 + 0.42 * len(table)))
+    fig, ax = style.subplots(figsize=(7.5, 1.1 + 0.42 * len(table)))
     for y, r in enumerate(table.itertuples()):
-        color = style.COLORS["muted"] if r.Index == "A/A" else style.COLORS["dilated"]
+        color = style.COLORS["muted"] if r.Index == "A/A" else style.COLORS["Dilated"]
         ax.plot(r.samples_ms, [y] * len(r.samples_ms), "o", color=color, alpha=0.5, ms=6, mew=0)
         ax.plot(r.median_ms, y, "|", color="black", ms=20, mew=2)
     names = [f"{table.index[0]}, again (A/A)" if name == "A/A" else name for name in table.index]
@@ -195,10 +178,9 @@ def attention_maps(sources: dict[str, Tensor], qk: dict[str, Tensor]):
 
     sources: name -> (rows, cols, channels). qk: name -> (1, rows * cols, heads, head_dim), queries and keys at once.
     """
-    style.use()
     many = next(iter(qk.values())).shape[2]
     size = (1.85 * (many + 1), 2.15 * len(sources))
-    fig, axes = plt.subplots(len(sources), many + 1, figsize=size, squeeze=False)
+    fig, axes = style.subplots(len(sources), many + 1, figsize=size, squeeze=False)
     for line, (name, features) in zip(axes, sources.items(), strict=True):
         rows, cols, _ = features.shape
         middle = rows // 2 * cols + cols // 2
@@ -223,9 +205,8 @@ def mass(table: pd.DataFrame):
 
     table: columns source, pattern, family, head, density, mass.
     """
-    style.use()
     sources, names = list(dict.fromkeys(table.source)), list(dict.fromkeys(table.pattern))
-    fig, axes = plt.subplots(
+    fig, axes = style.subplots(
         1, len(sources), figsize=(4.7 * len(sources), 1.4 + 0.42 * len(names)), sharex=True, sharey=True, squeeze=False
     )
     heads = sorted(table["head"].unique())
@@ -234,7 +215,7 @@ def mass(table: pd.DataFrame):
             y = names.index(r.pattern)
             if r.head == heads[0]:
                 ax.barh(y, r.density, height=0.62, color="#d9d9d9", zorder=1)
-            look = {"ms": 4 + 2 * heads.index(r.head), "mfc": "none", "mec": family_color(r.family), "mew": 1.6}
+            look = {"ms": 4 + 2 * heads.index(r.head), "mfc": "none", "mec": style.family_color(r.family), "mew": 1.6}
             ax.plot(r.mass, y, "o", **look)
         ax.set(title=source, xlabel="share", xlim=(0, 1.04))
         ax.xaxis.set_major_formatter(PercentFormatter(1))

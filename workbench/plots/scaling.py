@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
@@ -16,9 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from workbench.harness.machine import short_name
 from workbench.plots import style
-from workbench.plots.patterns import family_color
 from workbench.probes.timing import AA
 from workbench.scaling.strategies import ONE, SHORT
 
@@ -37,10 +34,9 @@ def picture(path: str, machine: str = "h200x2") -> None:
 
     rows = multicard.ok(multicard.recorded([machine])[0])
     rows = rows[rows["kind"].isin(multicard.KINDS)].sort_values("kind", key=lambda x: x.map(multicard.KINDS.index))
-    fig, first = speedups(rows), rows.iloc[0]
+    first = rows.iloc[0]
     sizes = f"{first['dtype']}, {int(first['heads'])} heads x {int(first['head_dim'])}"
-    fig.suptitle(f"{int(rows['nproc'].max())} x {first['run_device']}, {sizes}", fontsize=10)
-    fig.savefig(path, dpi=110, metadata={"Description": fig.get_label()})
+    style.save(speedups(rows), path, f"{int(rows['nproc'].max())} x {first['run_device']}, {sizes}")
 
 
 def speedups(rows: pd.DataFrame, recorded: pd.DataFrame | None = None, most: Callable[[int], int] | None = None):
@@ -50,7 +46,6 @@ def speedups(rows: pd.DataFrame, recorded: pd.DataFrame | None = None, most: Cal
     rows, recorded: of `multicard.ok`; the recorded ones, of another machine, are drawn pale and hollow, with its name.
     most: the function of the number of ranks that gives the best speed-up possible here; drawn if below that number.
     """
-    style.use()
     names = [x for x in COLORS if x != ONE and x in set(rows["strategy"])]
     names += sorted({*rows["strategy"]} - {*names, ONE, AA})
     drawn = rows[rows["strategy"].isin(names)]
@@ -61,7 +56,7 @@ def speedups(rows: pd.DataFrame, recorded: pd.DataFrame | None = None, most: Cal
     lines = [(world, mode) for world in sorted(set(drawn["nproc"])) for mode in modes]
     frames = [x for x in (recorded, rows) if x is not None and len(x)]
     widths = [2.1 if len({n for x in frames for n in x[x["kind"] == kind]["n"]}) > 1 else 1.5 for kind in kinds]
-    fig, axes = plt.subplots(
+    fig, axes = style.subplots(
         len(lines), len(kinds), figsize=(1.3 + sum(widths), 1.2 + 2.6 * len(lines)), width_ratios=widths,
         squeeze=False, sharey="row", sharex="col",
     )  # fmt: skip
@@ -107,8 +102,8 @@ def _ideal(ax, world: int, most: int | None, labelled: bool) -> None:
         ax.axhline(most, color=style.COLORS["accent"], lw=1.2, ls=(0, (6, 3)), zorder=1)
         notes[most] = "what this machine allows"
     for y, note in notes.items() if labelled else ():
-        ax.annotate(note, (0.02, y), xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points",
-                    fontsize=8, color="#444444")  # fmt: skip
+        look = {"xycoords": ("axes fraction", "data"), "fontsize": 8, "color": "#444444"}
+        style.note(ax, note, (0.02, y), (0, 3), **look)
 
 
 def _lines(ax, rows: pd.DataFrame, names: list[str], lengths: list[int], pale: bool) -> dict:
@@ -123,9 +118,8 @@ def _lines(ax, rows: pd.DataFrame, names: list[str], lengths: list[int], pale: b
         color = COLORS.get(name, "#555555")
         look = {"color": color, "marker": MARKS.get(name, "v"), "ms": 6, "lw": 1, "alpha": 0.55 if pale else 1}
         look |= {"markerfacecolor": "white"} if pale else {}
-        device = f" · {short_name(str(some['run_device'].iloc[0])).upper()}" if pale else ""
         ax.errorbar(place, some["speedup"], yerr=ends, elinewidth=1.5, capsize=2, **look)
-        found[SHORT.get(name, name) + device] = Line2D([], [], **look)
+        found[SHORT.get(name, name) + (f" · {style.device(some)}" if pale else "")] = Line2D([], [], **look)
     return found
 
 
@@ -142,7 +136,6 @@ def cards(rows: pd.DataFrame, what: str = "card"):
 
     rows: of `multicard.ok`, of one case and one number of ranks. what: the word for a card in the legend and text.
     """
-    style.use()
     order = [*COLORS, *sorted({*rows["strategy"]} - {*COLORS})]
     rows = rows[rows["strategy"] != AA].set_index("strategy")
     names = [x for x in order if x in rows.index]
@@ -153,7 +146,7 @@ def cards(rows: pd.DataFrame, what: str = "card"):
     panels = {"peak_by_card": ("at the peak (MiB)", 2**20), "sent_bytes": ("sent (MiB)", 2**20),
               "busy": ("computing, of the time", 1)}  # fmt: skip
     high = 0.8 / world
-    fig, axes = plt.subplots(1, 3, figsize=(10, 1.5 + len(names) * (0.3 + 0.13 * world)), sharey=True)
+    fig, axes = style.subplots(1, 3, figsize=(10, 1.5 + len(names) * (0.3 + 0.13 * world)), sharey=True)
     words = []
     for ax, (column, (label, unit)) in zip(axes, panels.items(), strict=True):
         largest = 0
@@ -191,12 +184,12 @@ def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
     """
     if modelled.empty:
         return style.blank("No forward of one device ran: there is no rate from which to model many.")
-    style.use()
-    fig, axes = plt.subplots(1, 2, figsize=(9.6, 4.4), sharey=True)
+    fig, axes = style.subplots(1, 2, figsize=(9.6, 4.4), sharey=True)
     handles, words = {}, []
     for ax, (scaling, title) in zip(axes, SCALINGS.items(), strict=True):
         for shift, (kind, line) in enumerate(modelled[modelled["scaling"] == scaling].groupby("kind", sort=False)):
-            line, color = line[line["status"] == "ok"].sort_values("world"), _kind_color(line)
+            color = style.family_color(line["pattern_spec"].iloc[0]["pattern"])
+            line = line[line["status"] == "ok"].sort_values("world")
             ax.plot(line["world"], line["efficiency"], ls="--", lw=1.6, color=color)
             ax.fill_between(line["world"], line["least"], line["efficiency"], color=color, alpha=0.15, lw=0)
             handles[f"{kind}, modelled"] = Line2D([], [], ls="--", lw=1.6, color=color)
@@ -220,10 +213,6 @@ def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
     order = sorted(handles, key=lambda x: ("measured" in x, list(handles).index(x)))
     fig.legend([handles[x] for x in order], order, loc="outside lower center", ncols=3, fontsize=9)
     return style.finish(fig, f"Speed-up over the number of ranks. {'; '.join(words)}.")
-
-
-def _kind_color(rows: pd.DataFrame) -> str:
-    return family_color(rows["pattern_spec"].iloc[0]["pattern"])
 
 
 def rank_ticks(ax, worlds) -> None:

@@ -6,14 +6,12 @@ alternative text.
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.ticker import FuncFormatter, LogLocator
 
 from workbench.harness.narrate import first_mode
 from workbench.plots import style
-from workbench.plots.patterns import family_color
 from workbench.plots.style import MARKERS, MODES
 
 LINES = {"cudnn": "-", "sdpa": "-", "flash": "--", "efficient": ":"}
@@ -30,7 +28,7 @@ def time_against_n(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
         _line(ax, line, line["median_ms"], pale)
         if not pale:
             low, high = np.transpose(samples)
-            ax.vlines(line["n"], low, high, color=family_color(line["family"].iloc[0]), alpha=0.5, linewidth=4)
+            ax.vlines(line["n"], low, high, color=style.family_color(line["family"].iloc[0]), alpha=0.5, linewidth=4)
 
     fig = _panels(rows, recorded, draw, "time per call (ms)")
     slow = _last(rows)
@@ -53,11 +51,9 @@ def rate(rows: pd.DataFrame, ceilings: dict, recorded: pd.DataFrame | None = Non
                 if top is None:
                     continue
                 ax.axhline(top, color=color, linewidth=1.2, linestyle=(0, (6, 3)))
-                ax.annotate(
-                    f"{dtype} matmul here" if frame is rows else f"{dtype} matmul, {style.device(frame)}", (0.01, top),
-                    xycoords=("axes fraction", "data"), xytext=(0, 4), textcoords="offset points", fontsize=8,
-                    color=color, bbox={"color": "white", "alpha": 0.8, "pad": 1},
-                )  # fmt: skip
+                text = f"{dtype} matmul here" if frame is rows else f"{dtype} matmul, {style.device(frame)}"
+                look = {"fontsize": 8, "color": color, "bbox": {"color": "white", "alpha": 0.8, "pad": 1}}
+                style.note(ax, text, (0.01, top), (0, 4), xycoords=("axes fraction", "data"), **look)
         ax.margins(y=0.15)
     ends = ", ".join(f"{r.label} {r.tflops:.3g}" for r in _last(rows).itertuples()) or "nothing ran"
     return style.finish(fig, f"Rate over attended pairs against N in TFLOP/s. At the longest N: {ends}.")
@@ -65,8 +61,7 @@ def rate(rows: pd.DataFrame, ceilings: dict, recorded: pd.DataFrame | None = Non
 
 def break_even(rows: pd.DataFrame):
     """Speed-up over the fastest dense kernel against sparsity, its 95% interval, and what the pairs alone promise."""
-    style.use()
-    fig, ax = plt.subplots(figsize=(6.4, 4))
+    fig, ax = style.subplots(figsize=(6.4, 4))
     sparse = rows[~rows["name"].isin(["dense", "A/A"])].sort_values("sparsity")
     noise = rows[rows["name"] == "A/A"]
     x = sparse["sparsity"] * 100
@@ -75,7 +70,7 @@ def break_even(rows: pd.DataFrame):
     ax.axhspan(noise["speedup_low"].min(), noise["speedup_high"].max(), **band)
     ax.plot(x, sparse["ideal"], color=style.COLORS["muted"], linestyle="--", label="fewer pairs, same rate")
     ends = sparse["speedup"] - sparse["speedup_low"], sparse["speedup_high"] - sparse["speedup"]
-    color = style.COLORS["block-sparse"]
+    color = style.COLORS["BlockSparse"]
     ax.errorbar(x, sparse["speedup"], yerr=ends, color=color, marker="^", capsize=3, label="measured, 95% interval")
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(base=10, subs=(0.5, 1, 2, 5)))
@@ -92,10 +87,9 @@ def against_dense(rows: pd.DataFrame):
 
     rows: of `probes.suite.rates`, those whose `suite` begins with "longnet".
     """
-    style.use()
     ours = rows[(rows["label"] == "workbench") & rows["suite"].str.startswith("longnet")]
     modes = [mode for mode in MODES if mode in set(ours["mode"])]
-    fig, axes = plt.subplots(1, len(modes), figsize=(4.8 * len(modes), 3.9), sharey=True, squeeze=False)
+    fig, axes = style.subplots(1, len(modes), figsize=(4.8 * len(modes), 3.9), sharey=True, squeeze=False)
     words = []
     for ax, mode in zip(axes[0], modes, strict=True):
         chosen = ours[ours["mode"] == mode].sort_values(
@@ -103,7 +97,7 @@ def against_dense(rows: pd.DataFrame):
         )
         names = [_sizes(row) for row in chosen.itertuples()]
         places = {name: y for y, name in enumerate(dict.fromkeys(names))}
-        for n, marker, color in zip(sorted(set(chosen["n"])), "os^", ("#9ecae1", style.COLORS["dilated"], "black"),
+        for n, marker, color in zip(sorted(set(chosen["n"])), "os^", ("#9ecae1", style.COLORS["Dilated"], "black"),
                                     strict=False):  # fmt: skip
             some = chosen["n"] == n
             y = [places[name] for name, keep in zip(names, some, strict=True) if keep]
@@ -122,25 +116,24 @@ def times_faster(rows: pd.DataFrame):
 
     rows: of `probes.suite.rates`, groups whose baseline is dense attention at the same N.
     """
-    style.use()
     compared = set(rows.loc[rows["label"] == rows["against"], "suite"])
     names = [x for x in dict.fromkeys(rows.sort_values("n", kind="stable")["suite"]) if x in compared]
     if not names:
         return style.blank("Dense attention was not timed beside these.")
-    fig, axes = plt.subplots(1, len(names), figsize=(2.6 * len(names) + 1, 3.6), squeeze=False)
-    colors = {"triton": style.COLORS["block-sparse"], "flex": "#9a9a9a"}
+    fig, axes = style.subplots(1, len(names), figsize=(2.6 * len(names) + 1, 3.6), squeeze=False)
+    colors = {"triton": style.COLORS["BlockSparse"], "flex": "#9a9a9a"}
     words = []
     for ax, name in zip(axes[0], names, strict=True):
         group = rows[(rows["suite"] == name) & (rows["label"] != "A/A") & (rows["label"] != rows["against"])]
         dense = rows[(rows["suite"] == name) & (rows["label"] == rows["against"])].iloc[0]
         ideal = dense["pairs"] / group["pairs"].iloc[0]
         ends = group["speedup"] - group["speedup_low"], group["speedup_high"] - group["speedup"]
-        shade = [colors.get(x, style.COLORS["dilated"]) for x in group["label"]]
+        shade = [colors.get(x, style.COLORS["Dilated"]) for x in group["label"]]
         bars = ax.bar(group["label"].str.replace(", ", ",\n"), group["speedup"], yerr=ends, color=shade, capsize=3)
         ax.bar_label(bars, [_gained(r) for r in group.itertuples()], padding=2, fontsize=9)
         ax.axhline(ideal, color=style.COLORS["muted"], linestyle="--")
-        ax.annotate(f"pairs alone: {ideal:.1f}x", (0.02, ideal), xycoords=("axes fraction", "data"),
-                    xytext=(0, 3), textcoords="offset points", fontsize=8, color="#555555")  # fmt: skip
+        look = {"xycoords": ("axes fraction", "data"), "fontsize": 8, "color": "#555555"}
+        style.note(ax, f"pairs alone: {ideal:.1f}x", (0.02, ideal), (0, 3), **look)
         n = style.length(group["n"].iloc[0])
         ax.set_title(f"{group['pattern'].iloc[0]}, N = {n}\n{MODES[group['mode'].iloc[0]]}", fontsize=10)
         ax.set_ylim(0, 1.18 * max(ideal, group["speedup_high"].max()))
@@ -157,13 +150,12 @@ def _gained(row, digits: int = 1) -> str:
 
 def beside_peers(rows: pd.DataFrame):
     """Bars: the rate over attended pairs (TFLOP/s) of each alternative, a panel a group."""
-    style.use()
     names = list(dict.fromkeys(rows["suite"]))
-    fig, axes = plt.subplots(1, len(names), figsize=(2.7 * len(names) + 1, 3.6), sharey=True, squeeze=False)
+    fig, axes = style.subplots(1, len(names), figsize=(2.7 * len(names) + 1, 3.6), sharey=True, squeeze=False)
     words = []
     for ax, name in zip(axes[0], names, strict=True):
         group = rows[(rows["suite"] == name) & (rows["label"] != "A/A")]
-        shade = [style.COLORS["dilated"] if x == "workbench" else "#9a9a9a" for x in group["label"]]
+        shade = [style.COLORS["Dilated"] if x == "workbench" else "#9a9a9a" for x in group["label"]]
         bars = ax.bar(group["label"].str.replace(" ", "\n"), group["tflops"], color=shade)
         ax.bar_label(bars, fmt="%.0f", padding=2)
         n = group["n"].max()
@@ -185,17 +177,14 @@ def picture(path: str, kind: str = "h100x1") -> None:
     from workbench.probes import speed
 
     rows, _ = speed.recorded(kind)
-    fig = time_against_n(rows)
     first = rows.iloc[0]
     sizes = f"{int(first['heads'])} heads x {int(first['head_dim'])}"
-    fig.suptitle(f"{first['run_device']}, {first['dtype']}, {sizes}", fontsize=10)
-    fig.savefig(path, dpi=110, metadata={"Description": fig.get_label()})
+    style.save(time_against_n(rows), path, f"{first['run_device']}, {first['dtype']}, {sizes}")
 
 
 def _panels(rows, recorded, draw, ylabel):
-    style.use()
     modes = [mode for mode in MODES if mode in set(rows["mode"])]
-    fig, axes = plt.subplots(1, len(modes), figsize=(4.4 * len(modes), 4.6), sharey=True, squeeze=False)
+    fig, axes = style.subplots(1, len(modes), figsize=(4.4 * len(modes), 4.6), sharey=True, squeeze=False)
     for ax, mode in zip(axes[0], modes, strict=True):
         for frame, pale in ((recorded, True), (rows, False)):
             if frame is None or not len(frame):
@@ -221,7 +210,7 @@ def _line(ax, line, y, pale):
     first = line.iloc[0]
     label = f"{first['label']} ({first['backend']})" + (f" · {style.device(line)}" if pale else "")
     ax.plot(
-        line["n"], y, LINES.get(first["backend"], "-"), label=label, color=family_color(first["family"]),
+        line["n"], y, LINES.get(first["backend"], "-"), label=label, color=style.family_color(first["family"]),
         marker=MARKERS.get(first["family"], "v"), markersize=5, linewidth=1.1 if pale else 1.8,
         alpha=0.45 if pale else 1, markerfacecolor="white" if pale else None,
     )  # fmt: skip

@@ -6,42 +6,38 @@ import matplotlib.pyplot as plt
 import seaborn as sns
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from workbench.harness.machine import short_name
 from workbench.harness.narrate import MODES as MODES
 from workbench.harness.narrate import number as number
 
 # Colour-blind safe (Okabe-Ito); one meaning a colour across all notebooks.
 COLORS = {
-    "dense": "#000000",
-    "dilated": "#0072B2",
-    "block-sparse": "#D55E00",
-    "neighborhood": "#009E73",
-    "predicate": "#CC79A7",
-    "accent": "#E69F00",
-    "muted": "#999999",
-}
+    "Dense": "#000000", "Dilated": "#0072B2", "BlockSparse": "#D55E00", "Neighborhood": "#009E73",
+    "Predicate": "#CC79A7", "accent": "#E69F00", "muted": "#999999",
+}  # fmt: skip
 SEQUENTIAL = "mako_r"
 MARKERS = {"Dense": "o", "Dilated": "s", "BlockSparse": "^", "Neighborhood": "D", "Predicate": "v"}
 
 
 def use() -> None:
-    """Set the style; every plotting function calls it, so that a notebook need not."""
-    sns.set_theme(
-        context="notebook",
-        style="whitegrid",
-        rc={
-            "figure.dpi": 110,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "grid.color": "#e6e6e6",
-            "axes.edgecolor": "#666666",
-            "axes.titlesize": 11,
-            "axes.titleweight": "bold",
-            "axes.titlelocation": "left",
-            "axes.labelsize": 10,
-            "legend.frameon": False,
-            "figure.constrained_layout.use": True,
-        },
-    )
+    """Set the style; every figure does, so that a notebook need not."""
+    own = {
+        "figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False, "grid.color": "#e6e6e6",
+        "axes.edgecolor": "#666666", "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
+        "axes.labelsize": 10, "legend.frameon": False, "figure.constrained_layout.use": True,
+    }  # fmt: skip
+    sns.set_theme(context="notebook", style="whitegrid", rc=own)
+
+
+def subplots(*grid, **options):
+    """`plt.subplots` in the style."""
+    use()
+    return plt.subplots(*grid, **options)
+
+
+def family_color(family: str) -> str:
+    """The colour of a class of patterns: the same one in every figure."""
+    return COLORS.get(family, COLORS["Predicate"])
 
 
 def length(n: float) -> str:
@@ -69,19 +65,35 @@ def apart(values, room: float) -> list:
     return kept
 
 
+def note(ax, text: str, at: tuple, offset=(0, 0), **look) -> None:
+    """Small text, `offset` points away from a place."""
+    ax.annotate(text, at, xytext=offset, textcoords="offset points", **{"fontsize": 9} | look)
+
+
+def bare(ax) -> None:
+    """Take ticks, grid and frame away."""
+    ax.set(xticks=[], yticks=[])
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+
+
 def device(rows) -> str:
     """The short name of the device that recorded rows are from: H100 for "NVIDIA H100 80GB HBM3"."""
-    name = str(rows["run_device"].iloc[0])
-    return next((word for word in name.split() if word[:1] in "HABLGT" and any(c.isdigit() for c in word)), name)
+    return short_name(str(rows["run_device"].iloc[0])).upper()
 
 
 def blank(why: str):
     """A figure that says why there is nothing to draw."""
-    use()
-    fig, ax = plt.subplots(figsize=(6, 0.6))
+    fig, ax = subplots(figsize=(6, 0.6))
     ax.axis("off")
     ax.text(0, 0.5, why, va="center", fontsize=10)
     return finish(fig, why)
+
+
+def save(fig, path: str, title: str) -> None:
+    """Write a figure with a title over it: a picture for the README."""
+    fig.suptitle(title, fontsize=10)
+    fig.savefig(path, dpi=110, metadata={"Description": fig.get_label()})
 
 
 def finish(fig, alt: str):

@@ -75,25 +75,19 @@ def run(
     for number, path in enumerate(paths, 1):
         say(f"[{number}/{len(paths)}] {path.stem} ... ")
         asked = {key: value for key, value in (parameters or {}).items() if key in settled[path.stem]}
-        _run_one(path, settled[path.stem], asked, chosen, folder, timeout, machine, say, reports)
+        from workbench.report import kernel  # papermill: a second
+
+        begun, state = time.gmtime(), kernel.load(path)
+        try:
+            kernel.execute(path, settled[path.stem], timeout, state)
+        finally:  # also when it is interrupted
+            report = _export(state, path, chosen, asked, folder, machine, begun)
+            reports.append(report)
+            size = report.path.stat().st_size if report.path.exists() else 0
+            note = f"  ({size / 1e6:.1f} MB: more than {MOST_BYTES / 1e6:g} MB)" if size > MOST_BYTES else ""
+            why = f"  {report.failure}" if report.failure else ""
+            say(f"{report.status} {_duration(report.seconds)}  {_shown(report.path)}{note}{why}\n")
     return reports
-
-
-def _run_one(path, parameters, asked, profile, folder, timeout, machine, say, reports) -> None:
-    """Run and export a notebook, also when it is interrupted; add what became of it to `reports` and the index."""
-    from workbench.report import kernel  # papermill: a second
-
-    begun = time.gmtime()
-    state = kernel.load(path)
-    try:
-        kernel.execute(path, parameters, timeout, state)
-    finally:
-        report = _export(state, path, profile, asked, folder, machine, begun)
-        reports.append(report)
-        size = report.path.stat().st_size if report.path.exists() else 0
-        note = f"  ({size / 1e6:.1f} MB: more than {MOST_BYTES / 1e6:g} MB)" if size > MOST_BYTES else ""
-        why = f"  {report.failure}" if report.failure else ""
-        say(f"{report.status} {_duration(report.seconds)}  {_shown(report.path)}{note}{why}\n")
 
 
 def _export(state, path: Path, profile: str, asked: dict, folder: Path, machine: dict, begun) -> Report:

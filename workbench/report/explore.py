@@ -90,14 +90,11 @@ def _live(frame: Callable[..., str], values: dict[str, list], first: dict):
 
     sliders = {
         name: widgets.SelectionSlider(
-            options=[(_label(option), index) for index, option in enumerate(options)],
-            index=options.index(first[name]),
-            description=name.replace("_", " "),
-            continuous_update=False,
-            style={"description_width": "initial"},
+            options=[(_label(option), index) for index, option in enumerate(options)], index=options.index(first[name]),
+            description=name.replace("_", " "), continuous_update=False, style={"description_width": "initial"},
         )
         for name, options in values.items()
-    }
+    }  # fmt: skip
     view = widgets.HTML(frame(**first))
 
     def redraw(_) -> None:

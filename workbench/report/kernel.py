@@ -110,7 +110,8 @@ class Engine(NBClientEngine):
     @classmethod
     def execute_managed_notebook(cls, nb_man, kernel_name, *, run: Run, folder: Path, limit: float, **_):
         mark = uuid.uuid4().hex
-        with _scratch() as scratch, open(Path(scratch, "log"), "w+b") as log:
+        folders = tempfile.TemporaryDirectory(prefix="wb-", ignore_cleanup_errors=True)
+        with folders as scratch, open(Path(scratch, "log"), "w+b") as log:
             km = _manager(kernel_name, scratch)
             client = Client(nb_man, run, limit, lambda: kill(mark), log, km=km, startup_timeout=120)
             client.extra_arguments = list(KERNEL_OPTIONS)
@@ -187,10 +188,6 @@ def _marked(process: psutil.Process, mark: str) -> bool:
         return process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, OSError):
         return False  # gone, or somebody else's
-
-
-def _scratch() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="wb-", ignore_cleanup_errors=True)
 
 
 def _manager(kernel_name: str, scratch: str) -> AsyncKernelManager:

@@ -91,8 +91,7 @@ def _drawn(model: str, states: dict) -> str:
     state, name = entry.get("state", {}), entry.get("model_name", "Widget")
     if "children" in state:
         direction = "column" if name in ("VBoxModel", "AccordionModel", "TabModel") else "row"
-        inner = "".join(_drawn(child, states) for child in state["children"])
-        return f'<div class="widget-{direction}">{inner}</div>'
+        return f'<div class="widget-{direction}">{"".join(_drawn(x, states) for x in state["children"])}</div>'
     if name == "OutputModel":
         return "".join(_output(output) for output in state.get("outputs", []))
     label = f"{escape(state['description'])} " if state.get("description") else ""

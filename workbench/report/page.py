@@ -115,10 +115,7 @@ class Exporter(HTMLExporter):
         yield "mathml", lambda tex: Markup(mathml(tex.strip().strip("$"), "block"))
 
 
-@functools.cache
-def _exporter() -> Exporter:
-    """One for all: its templates take a while to compile."""
-    return Exporter()
+_exporter = functools.cache(Exporter)  # one for all: its templates take a while to compile
 
 
 def render(nb, path: Path, facts: dict) -> str:

@@ -15,6 +15,7 @@ of several kinds (`[128, 128, "sliding", 17]`) keeps length and order.
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import math
 import os
@@ -28,22 +29,23 @@ MARK = "WORKBENCH_RUN"  # in the environment of a kernel of `workbench report`, 
 
 def declared(nb: dict, name: str = "notebook") -> dict[str, object]:
     """Parameter -> default, from the literals of the cell tagged `parameters`; ValueError where one is no literal."""
-    cells = [cell for cell in nb["cells"] if "parameters" in cell["metadata"].get("tags", [])]
-    found = {}
+    cells, found = [cell for cell in nb["cells"] if "parameters" in cell["metadata"].get("tags", [])], {}
     try:
         statements = ast.parse(nbs.source(cells[0])).body if cells else []
     except SyntaxError as error:
         raise ValueError(f"{name}: its parameters cell is not Python ({error}); it takes `name = literal`") from None
     for statement in statements:
-        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-        if not isinstance(statement, ast.Assign | ast.AnnAssign) or not isinstance(targets[0], ast.Name):
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                continue  # a docstring
-            raise ValueError(f"{name}: `{ast.unparse(statement)}` in its parameters cell, which takes `name = literal`")
-        try:
-            found[targets[0].id] = ast.literal_eval(statement.value)
-        except (ValueError, TypeError):
-            raise ValueError(f"{name}: parameter `{ast.unparse(statement)}` is not a literal") from None
+        match statement:
+            case ast.Assign([ast.Name(key), *_], value) | ast.AnnAssign(ast.Name(key), _, value):
+                try:
+                    found[key] = ast.literal_eval(value)
+                except (ValueError, TypeError):
+                    raise ValueError(f"{name}: parameter `{ast.unparse(statement)}` is not a literal") from None
+            case ast.Expr(ast.Constant()):
+                pass  # a docstring
+            case _:
+                words = f"`{ast.unparse(statement)}` in its parameters cell, which takes `name = literal`"
+                raise ValueError(f"{name}: {words}")
     return found
 
 
@@ -75,12 +77,9 @@ def fits(value: object, default: object, rule: dict) -> bool:
     An int may stand for a float and a tuple for a list; a bool is no int.
     """
     if isinstance(default, dict):
-        about = {key: {} for key in default} | rule.get("keys", {})
-        return (
-            isinstance(value, dict)
-            and set(default) <= set(value) <= set(about)
-            and all(fits(item, default.get(key, _example(about[key])), about[key]) for key, item in value.items())
-        )
+        about = _keys(default, rule)
+        known = isinstance(value, dict) and set(default) <= set(value) <= set(about)
+        return known and all(fits(item, *about[key]) for key, item in value.items())
     if isinstance(default, list | tuple):
         least, most = _lengths(default, rule)
         if not isinstance(value, list | tuple) or not least <= len(value) <= most:
@@ -98,9 +97,9 @@ def fits(value: object, default: object, rule: dict) -> bool:
     return isinstance(value, kinds) and isinstance(value, bool) == isinstance(default, bool) and _allowed(value, rule)
 
 
-def _lengths(default: list | tuple, rule: dict) -> tuple[int, float]:
+def _lengths(default: list | tuple, rule: dict) -> list:
     length = rule.get("length", [min(1, len(default)), math.inf])
-    return tuple(length) if isinstance(length, list) else (length, length)
+    return length if isinstance(length, list) else [length] * 2
 
 
 def _allowed(value: object, rule: dict) -> bool:
@@ -122,9 +121,11 @@ def _is_json(value: object) -> bool:
     return True
 
 
-def _example(rule: dict) -> object:
-    """A value of the kind of a key that the default does not have."""
-    return rule.get("least", rule.get("choices", [None])[0])
+def _keys(default: dict, rule: dict) -> dict[str, tuple]:
+    """key -> (its default or, where there is none, a value of its kind, and its rule)."""
+    about = {key: {} for key in default} | rule.get("keys", {})
+    examples = {key: own.get("least", own.get("choices", [None])[0]) for key, own in about.items()} | default
+    return {key: (examples[key], own) for key, own in about.items()}
 
 
 def wanted(default: object, rule: dict) -> str:
@@ -145,9 +146,8 @@ def wanted(default: object, rule: dict) -> str:
     if "choices" in rule:
         words.append(f"{each}one of {', '.join(map(json.dumps, rule['choices']))}")
     if isinstance(default, dict):
-        about = {key: {} for key in default} | rule.get("keys", {})
-        words += [f"{key}: {wanted(default.get(key, _example(own)), own)}" for key, own in about.items()]
-    return ", ".join(words) if not isinstance(default, dict) else f"{words[0]} of {'; '.join(words[1:])}"
+        return f"dict of {'; '.join(f'{key}: {wanted(*own)}' for key, own in _keys(default, rule).items())}"
+    return ", ".join(words)
 
 
 def settle(notebooks: dict[str, dict], profile: str, asked: dict[str, object]) -> dict[str, dict[str, object]]:
@@ -183,9 +183,10 @@ def _settled(name: str, nb: dict, own: dict, profile: str, asked: dict) -> dict[
                 accepted = f"should be {wanted(own[key], rule)}, such as {own[key]!r}"
                 raise ValueError(f"{origin} {key}={value!r} of {name}: {accepted}. {_known({name: own})}")
             settled[key] = value
-    for key, other in ((key, rule["as_long_as"]) for key, rule in rules(nb).items() if "as_long_as" in rule):
+    for key, rule in rules(nb).items():
+        other = rule.get("as_long_as", key)
         one, two = ((own | settled)[x] for x in (key, other))
-        if len(one) != len(two):
+        if other != key and len(one) != len(two):
             raise ValueError(f"parameters {key}={one!r}, {other}={two!r} of {name}: want lists of one length")
     return settled
 
@@ -229,10 +230,8 @@ def apply(notebook: str, values: dict[str, object]) -> None:
 
 def _read(value: object, default: object) -> object:
     if isinstance(value, str) and default is not None and not isinstance(default, str):
-        try:
+        with contextlib.suppress(ValueError):
             return json.loads(value)
-        except ValueError:
-            pass
     return value
 
 

@@ -62,7 +62,7 @@ def one_device(case: Case, rank: int, world: int) -> tuple[dict[str, Tensor] | N
 
 
 def with_one_device(work: Work, results: dict[str, Tensor], expected: dict[str, Tensor], world: int) -> dict:
-    """errors, compared and compared_with of `bench.facts`, against the one-device call.
+    """errors, compared and compared_with of `on_ranks.facts`, against the one-device call.
 
     A row's error is ||got - want|| over its size, ||want||. In the dq of a query that sees few keys, or the dk of a key
     that few see, nearly everything cancels; so ||out||, or ||dv||, which for inputs N(0, 1) are of the same scale, is
@@ -104,12 +104,13 @@ class _Drawn(Exact):
 
 
 def with_float64(work: Work, results: dict[str, Tensor]) -> dict:
-    """errors, compared and compared_with of `bench.facts`, against float64, of some of this rank's rows of out.
+    """errors, compared and compared_with of `on_ranks.facts`, against float64, of some of this rank's rows of out.
 
     In each run of rows that the rank has, these are the ones of `validity.sample` (at both sides of edges and of where
     offsets no longer fit into 32 bits, and random ones) and, for each dilated branch and head, the last row it keeps.
     """
     case, exact, at = work.case, _Drawn(work.case), defaultdict(list)
+    branches = [getattr(case.pattern, x, ()) for x in ("segment_lengths", "dilation_rates")]
     shift, place = case.n - case.nq, 0
     for rows in work.share.rows("out", case) if results else ():
         shape = (len(work.share.batch), len(rows), case.heads, case.head_dim)
@@ -117,7 +118,7 @@ def with_float64(work: Work, results: dict[str, Tensor]) -> dict:
         for b, i, h in sample(shape, case.pattern, first, case.seed):
             at[work.share.batch.start + b, h].append((place + i, first + i))
         last = rows.stop - 1 + shift
-        for branch, (w, r) in enumerate(zip(*_branches(case.pattern), strict=True)):
+        for branch, (w, r) in enumerate(zip(*branches, strict=True)):
             for h in range(case.heads):
                 o = case.pattern.offset(branch, h, case.heads)
                 kept = None if o is None else last // w * w + (last % w - o) // r * r + o
@@ -134,10 +135,6 @@ def with_float64(work: Work, results: dict[str, Tensor]) -> dict:
         relative = max(relative, _largest(off.norm(dim=1) / size.clamp(min=torch.finfo(case.dtype).tiny)))
     errors = {"out": [absolute, relative / allowed]} if compared else {}
     return {"errors": errors, "compared": compared, "compared_with": "float64, keys drawn again"}
-
-
-def _branches(pattern) -> tuple:
-    return getattr(pattern, "segment_lengths", ()), getattr(pattern, "dilation_rates", ())
 
 
 def _largest(x: Tensor) -> float:

@@ -84,12 +84,8 @@ def modelled(
             plan, sizes = outcome.result, (one.dtype.itemsize, one.head_dim, one.batch)
             seconds, most = (plan.seconds(pairs_per_second, bytes_per_second, *sizes, overlap=x) for x in (True, False))
             alone = one.batch * float(sum(plan.pairs)) / pairs_per_second
-            row |= {
-                "seconds": seconds,
-                "speedup": alone / seconds,
-                "efficiency": alone / seconds / world,
-                "least": alone / most / world,
-            }
-            row |= {"bytes_per_rank": int(plan.bytes(*sizes).sum(1).max()), "balance": plan.balance}
+            row |= {"seconds": seconds, "speedup": alone / seconds, "efficiency": alone / seconds / world}
+            row |= {"least": alone / most / world, "balance": plan.balance}
+            row |= {"bytes_per_rank": int(plan.bytes(*sizes).sum(1).max())}
         rows.append(row)
     return pd.DataFrame(rows)

@@ -1,4 +1,4 @@
-"""What ranks do to measure a strategy: functions for a `Pool`, called on every rank alike; a case comes as JSON.
+"""What ranks do to measure a strategy: functions for a `Pool`, called on every rank alike.
 
 A result is this rank's; the caller (`scaling.sweeps`) combines the ranks. Time is measured by `times`, on cards in a
 pool of ranks that do nothing else; all else by `facts`.
@@ -9,6 +9,7 @@ Dimensions: B batch, N positions, H heads, D head_dim.
 from __future__ import annotations
 
 import gc
+import math
 import random
 import time
 from collections.abc import Callable
@@ -19,7 +20,6 @@ import torch.distributed as dist
 
 from workbench.distributed.traffic import Traffic
 from workbench.fit.trial import card_of
-from workbench.patterns import from_spec
 from workbench.probes import memory
 from workbench.probes.case import Case
 from workbench.probes.timing import AA
@@ -29,21 +29,6 @@ from workbench.scaling.strategies import Work
 CALLS = 3  # over which the busy share is measured
 FEWEST = 3  # samples, however long they take: fewer show no spread
 NO_WORK = ("nccl", "Memcpy", "Memset")  # how names of what a profile shows on a card begin that is no computation
-
-
-def described(case: Case) -> dict:
-    """A case as JSON, for `read`."""
-    names = ("n", "heads", "head_dim", "backend", "mode", "device", "batch", "kv_heads", "nq", "seed")
-    fields = {name: getattr(case, name) for name in names}
-    return fields | {"pattern": case.pattern.spec(), "dtype": str(case.dtype).removeprefix("torch.")}
-
-
-def read(case: dict) -> Case:
-    return Case(**case | {"pattern": from_spec(case["pattern"])})
-
-
-def _place() -> tuple[int, int]:
-    return dist.get_rank(), dist.get_world_size()
 
 
 def _job(function: Callable) -> Callable:
@@ -91,7 +76,7 @@ def _timed(device: str, work: Callable) -> float:
 
 
 @_job
-def facts(case: dict, strategy: str, checked: bool = True) -> dict:
+def facts(case: Case, strategy: str, checked: bool = True) -> dict:
     """What a strategy takes in memory and communication, and whether its results are right.
 
     peak_bytes, extra_bytes: at the peak of the first call, with and without the inputs; a list by card: one, or all for
@@ -103,7 +88,7 @@ def facts(case: dict, strategy: str, checked: bool = True) -> dict:
         for a forward that one device cannot do, against float64; compared_with: which of the two
     compared: how many rows of out or dq; unchecked: why nothing was compared, or None
     """
-    case, (rank, world) = read(case), _place()
+    rank, world = dist.get_rank(), dist.get_world_size()
     expected, why = compare.one_device(case, rank, world) if checked else (None, None)
     work = strategies.prepare(strategy, case, rank, world)
     by_rank_0 = strategy == "data parallel"
@@ -114,7 +99,8 @@ def facts(case: dict, strategy: str, checked: bool = True) -> dict:
         with Traffic() as traffic:
             results = work(out=True)
         _sync(case.device)
-        found = {"extra_bytes": extra, "peak_bytes": [extra[0] + work.inputs_bytes, *extra[1:]], "unchecked": why}
+        given = sum(x.numel() * x.element_size() for x in work.inputs)
+        found = {"extra_bytes": extra, "peak_bytes": [extra[0] + given, *extra[1:]], "unchecked": why}
         found |= {"sent_bytes": None if by_rank_0 else traffic.rows, "control_bytes": traffic.control}
         found |= {"errors": {}, "compared": 0, "compared_with": None}
         if expected is not None:
@@ -175,12 +161,10 @@ def busy(work: Work, cards: int = 1) -> list[float | None]:
 
 def covered(spans: list[tuple[int, int]]) -> int:
     """The length of the union of intervals."""
-    total, end = 0, None
+    total, end = 0, -math.inf
     for start, stop in sorted(spans):
-        if end is None or start > end:
-            total, end = total + stop - start, stop
-        elif stop > end:
-            total, end = total + stop - end, stop
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
     return total
 
 
@@ -188,14 +172,14 @@ def covered(spans: list[tuple[int, int]]) -> int:
 
 
 @_job
-def times(case: dict, names: list[str], samples: int, seconds: float, at_once: bool = True) -> dict:
+def times(case: Case, names: list[str], samples: int, seconds: float, at_once: bool = True) -> dict:
     """{strategy: milliseconds of each round on this rank}; "A/A" is the first strategy again.
 
     In each round all are timed, in a random order that is the same on all ranks. A sample begins at a barrier and ends
     when this rank is done. seconds: after about so long no second warm-up call is made, and no round is begun once
     there are FEWEST. at_once: whether the inputs of all strategies are there at once; if not, a sample makes its own.
     """
-    case, (rank, world) = read(case), _place()
+    rank, world = dist.get_rank(), dist.get_world_size()
     made: dict = {}
     works = {name: strategies.prepare(name, case, rank, world, made) for name in names} if at_once else {}
     begin = time.perf_counter()
@@ -233,7 +217,7 @@ def _alone(name: str, case: Case, rank: int, world: int) -> float:
 
 def _over(begin: float, seconds: float) -> bool:
     """Whether the time is over by rank 0's clock: the same answer on all ranks."""
-    answer = torch.tensor([int(time.perf_counter() - begin > seconds)])
+    answer = torch.tensor(time.perf_counter() - begin > seconds)
     dist.broadcast(answer, 0)
     return bool(answer)
 
@@ -241,7 +225,7 @@ def _over(begin: float, seconds: float) -> bool:
 @_job
 def link(sizes: list[int], samples: int, device: str) -> list[list[float]]:
     """By size, the milliseconds of all-to-alls in which this rank sends so many bytes, equally to each other rank."""
-    rank, world = _place()
+    rank, world = dist.get_rank(), dist.get_world_size()
     found = []
     for size in sizes:
         splits = [0 if x == rank else size // (world - 1) for x in range(world)]
@@ -255,12 +239,12 @@ def link(sizes: list[int], samples: int, device: str) -> list[list[float]]:
 
 
 @_job
-def fits(case: dict, strategy: str, budget_bytes: int | None) -> dict:
+def fits(case: Case, strategy: str, budget_bytes: int | None) -> dict:
     """Peak bytes, and the milliseconds of a second call, on a card limited to budget_bytes, with the inputs made there.
 
     What the call raises, such as out of memory, is raised.
     """
-    case, (rank, world) = read(case), _place()
+    rank, world = dist.get_rank(), dist.get_world_size()
     if case.device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
     with card_of(budget_bytes, case.device.startswith("cuda")) as used:

@@ -83,10 +83,14 @@ def plan(strategy: str, case: Case, world: int) -> Plan | None:
     return call.choose(strategy, sizes, case.dtype.itemsize, case.head_dim)[0]
 
 
+def check_name(strategy: str) -> None:
+    if strategy not in STRATEGIES and not (isinstance(strategy, str) and all(strategy.partition(":"))):
+        raise ValueError(f"strategy={strategy!r}: want one of {', '.join(STRATEGIES)}, or your own as module:function")
+
+
 def check(strategy: str, case: Case, world: int) -> None:
     """ValueError with the reason if a strategy cannot do the case, NotImplementedError if it cannot on this device."""
-    if strategy not in STRATEGIES and ":" not in strategy:
-        raise ValueError(f"strategy={strategy!r}: want one of {', '.join(STRATEGIES)}, or your own as module:function")
+    check_name(strategy)
     if case.backend not in BACKENDS:
         raise ValueError(f"backend={case.backend!r}: want one of {', '.join(BACKENDS)}, the same for all strategies")
     if ":" in strategy:
@@ -187,10 +191,6 @@ class Work:
             result = self.function(*leaves)
             found = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(result, leaves, upstream), strict=True))
         return found | {"out": result.detach()} if out else found
-
-    @property
-    def inputs_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in self.inputs)
 
 
 def prepare(strategy: str, case: Case, rank: int, world: int, made: dict | None = None) -> Work:

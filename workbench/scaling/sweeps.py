@@ -1,7 +1,7 @@
 """Several cards: what each strategy of using them gives, against one card on the same global N.
 
-`sweep` measures strategies (`distributed.strategies`), a row each; `longest` finds how long a sequence can be. Ranks
-run in a `Pool`, on CUDA with a card each, else as processes over gloo. What they run is in `distributed.bench`.
+`sweep` measures strategies (`scaling.strategies`), a row each. Ranks run in a `Pool`, on CUDA with a card each, else as
+processes over gloo. What they run is in `on_ranks`. How long a sequence can be is in `lengths`.
 
 Dimensions: B batch, N keys, H heads, D head_dim.
 """
@@ -17,9 +17,6 @@ import numpy as np
 import pandas as pd
 
 from workbench.fit.executions import aligned
-from workbench.fit.frontier import GRAIN, TIME_STEP, Lengths, lengths_of
-from workbench.fit.search import Stopped, Tried, largest
-from workbench.fit.trial import COLD_S, SETUP_S
 from workbench.harness import records
 from workbench.harness.narrate import beyond_noise
 from workbench.harness.outcome import Outcome, attempt
@@ -28,12 +25,9 @@ from workbench.patterns import checks
 from workbench.probes.case import Case, source_of
 from workbench.probes.timing import AA, speedup
 from workbench.scaling import strategies as ways
-from workbench.scaling.on_ranks import described
 from workbench.scaling.strategies import ONE, STRATEGIES
 
-BENCH = "workbench.scaling.on_ranks"
-JOB_S, CALL_S = 600.0, 60.0  # seconds that a job of the ranks, and a call whose length is tried, may take
-LIMIT_N = 1 << 30  # the longest sequence that is tried
+JOB_S = 600.0  # seconds that a job of the ranks may take
 MEASURED = (
     "samples_ms", "median_ms", "speedup", "speedup_low", "speedup_high", "peak_bytes", "extra_bytes", "peak_by_card",
     "extra_by_card", "sent_bytes", "control_bytes", "planned_bytes", "busy", "valid", "limiter", "max_abs_error",
@@ -67,9 +61,10 @@ def sweep(
         compared_with: one device or, for a forward that it cannot do, float64; unchecked: why nothing was compared
     On cards times are taken in a pool of their own, in which no profiler ever ran.
     """
-    wanted, end = _wanted(strategies), _end(within_s)
+    wanted = _wanted(strategies)
+    end = math.inf if within_s is None else time.monotonic() + checks.number("within_s", within_s, above=-1)
     samples, seconds = checks.whole("samples", samples, 1), checks.number("seconds", seconds)
-    backend = _backend(checks.named("cases", cases, "Case").values())
+    backend = backend_of(checks.named("cases", cases, "Case").values())
     recorder = records.start("scaling", profile, folder)
     say, rows = say or (lambda *_, **__: None), []
     with contextlib.ExitStack() as pools:
@@ -78,7 +73,7 @@ def sweep(
             for_times = pools.enter_context(Pool(nproc, backend))
         for number, (label, case) in enumerate(cases.items(), 1):
             fields = {"stage": "sweep", "nproc": nproc, "check": True, "rounds": samples} | case.fields()
-            known = {name: _settled(recorder, fields | _who(name, nproc)) for name in (*wanted, AA)}
+            known = {name: _settled(recorder, fields | who(name, nproc)) for name in (*wanted, AA)}
             todo = [name for name in wanted if known[name] is None]
             if todo and time.monotonic() > end:
                 say(f"{number}/{len(cases)}: {label}: not begun, time is over; run it again to go on", flush=True)
@@ -90,7 +85,7 @@ def sweep(
                 facts |= {name: _facts(name, case, nproc, for_facts) for name in todo}
                 fresh = _times(facts, case, for_times, samples, seconds)
             fields["label"] = label
-            rows += _recorded(known, fresh, lambda name, of=fields: of | _who(name, nproc), recorder, say)
+            rows += _recorded(known, fresh, lambda name, of=fields: of | who(name, nproc), recorder, say)
     return pd.DataFrame(rows)
 
 
@@ -106,7 +101,15 @@ def _recorded(known: dict, fresh: dict, fields: Callable[[str], dict], recorder,
     return rows
 
 
-def _backend(cases: Iterable[Case]) -> str:
+def _wanted(strategies: Iterable[str]) -> list[str]:
+    wanted = [ONE, *dict.fromkeys(x for x in checks.listed("strategies", strategies) if x != ONE)]
+    for name in wanted:
+        ways.check_name(name)
+    return wanted
+
+
+def backend_of(cases: Iterable[Case]) -> str:
+    """The backend of a pool for cases; ValueError for what is no case, and for cases on several kinds of device."""
     cases = list(cases)
     for case in cases:
         if not isinstance(case, Case):
@@ -117,26 +120,8 @@ def _backend(cases: Iterable[Case]) -> str:
     return "nccl" if kinds == {"cuda"} else "gloo"
 
 
-def _wanted(strategies: Iterable[str]) -> list[str]:
-    wanted = [ONE, *dict.fromkeys(x for x in checks.listed("strategies", strategies) if x != ONE)]
-    for name in wanted:
-        _check_strategy(name)
-    return wanted
-
-
-def _end(within_s: float | None) -> float:
-    """The time after which no case is begun."""
-    return math.inf if within_s is None else time.monotonic() + checks.number("within_s", within_s, above=-1)
-
-
-def _check_strategy(name: str) -> None:
-    if name in STRATEGIES:
-        return
-    if not isinstance(name, str) or not all(name.partition(":")):
-        raise ValueError(f"strategy={name!r}: want one of {', '.join(STRATEGIES)}, or your own as module:function")
-
-
-def _who(name: str, nproc: int) -> dict:
+def who(name: str, nproc: int) -> dict:
+    """The fields of a row that say which strategy it is, on how many ranks."""
     source = source_of(name)  # a user's strategy is another one once it has been edited
     return {"strategy": name, "world": 1 if name in (ONE, AA) else nproc, "strategy_source": source}
 
@@ -160,7 +145,7 @@ def _facts(name: str, case: Case, nproc: int, pool: Pool) -> dict:
     if plan is not None:
         sizes = (case.dtype.itemsize, case.head_dim, case.batch)
         row["planned_bytes"] = plan.bytes(*sizes, mode=case.mode).sum(1).tolist()
-    outcome = _ask(pool, "facts", [described(case), name, name != ONE])
+    outcome = ask(pool, "facts", [case, name, name != ONE])
     row |= {"status": outcome.status, "error": outcome.error}
     return row | _together(name, outcome.result) if outcome.status == "ok" else row
 
@@ -199,10 +184,10 @@ def _times(facts: dict[str, dict], case: Case, pool: Pool, samples: int, seconds
     rows = dict(facts)
     if not able:
         return rows
-    arguments = [described(case), able, samples, seconds]
-    outcome = _ask(pool, "times", arguments)
+    arguments = [case, able, samples, seconds]
+    outcome = ask(pool, "times", arguments)
     if outcome.status == "oom":  # each is able, but not beside the inputs of the others
-        outcome = _ask(pool, "times", [*arguments, False])
+        outcome = ask(pool, "times", [*arguments, False])
     if outcome.status != "ok":
         return rows | {name: rows[name] | {"status": outcome.status, "error": outcome.error} for name in able}
     taken = {name: np.max([rank[name] for rank in outcome.result], axis=0).tolist() for name in outcome.result[0]}
@@ -217,10 +202,10 @@ def _times(facts: dict[str, dict], case: Case, pool: Pool, samples: int, seconds
     return rows
 
 
-def _ask(pool: Pool, function: str, arguments: list, timeout_s: float = JOB_S) -> JobOutcome | Outcome:
-    """A job's outcome; the pool's ValueError, such as for a module that it cannot find, is the outcome "refused"."""
+def ask(pool: Pool, function: str, arguments: list, timeout_s: float = JOB_S) -> JobOutcome | Outcome:
+    """The outcome of a job of `on_ranks`; the pool's ValueError, such as for a module it cannot find, is "refused"."""
     try:
-        return pool.attempt(f"{BENCH}:{function}", arguments, timeout_s)
+        return pool.attempt(f"workbench.scaling.on_ranks:{function}", arguments, timeout_s)
     except ValueError as error:
         return Outcome("refused", str(error))
 
@@ -273,91 +258,3 @@ def failed(rows: pd.DataFrame) -> bool:
 
 def _number(x, form: str, unit: float = 1) -> str:
     return "" if x is None or x != x else format(x / unit, form)
-
-
-# --- length -----------------------------------------------------------------------------------------------------------
-
-
-def longest(
-    case: Case | Lengths, nproc: int = 2, strategy: str = "sequence", *, budget_bytes: int | None = None,
-    first: int = 1 << 14, step: float = 0.01, profile="quick", folder=None, say: Callable | None = print,
-) -> pd.DataFrame:  # fmt: skip
-    """The longest N that runs on one device, and on nproc ranks by a strategy: two rows, each with what limits it.
-
-    case: one that is tried at other N (`Case.at`), or a function of N that gives it. budget_bytes: what a card's
-    tensors may take; by default, on CUDA, the card's memory; required on the CPU, which has no such limit.
-    first: the N per rank with which to begin; step: the search ends when what works and what does not are apart by this
-    share of N. A call may take CALL_S.
-    Each N tried is a record (stage "length") and is not tried again; the results are records (stage "longest").
-    A row: n, limiter (as in `frontier.search`), peak_bytes and reserved_bytes of the card that takes most, median_ms,
-    ratio (n over that of one device).
-    ValueError for arguments that make no sense, and on the CPU without a budget.
-    """
-    at = lengths_of(case, GRAIN, LIMIT_N, step, CALL_S)
-    _check_strategy(strategy)
-    nproc, first = checks.whole("nproc", nproc, 1), checks.whole("first", first, 1)
-    if budget_bytes is not None:
-        budget_bytes = checks.whole("budget_bytes", budget_bytes, 1)
-    example = at(GRAIN)
-    if budget_bytes is None and _backend([example]) == "gloo":
-        raise ValueError("budget_bytes=None: on the CPU want the bytes of a card in software, e.g. 1 << 28")
-    recorder, rows = records.start("scaling", profile, folder), []
-    asked = {"nproc": nproc, "budget_bytes": budget_bytes, "seconds": CALL_S}
-    for name, world in ((ONE, 1), (strategy, nproc)):
-        who = _who(name, world) | {"world": world} | asked
-        with Pool(world, _backend([example])) as pool:
-            found = largest(_lengths(at, who, pool, recorder, say), first * world, LIMIT_N, GRAIN, step, TIME_STEP)
-        row = example.fields() | who | {"stage": "longest", "grain": GRAIN, "step": step, "limit_n": LIMIT_N}
-        row |= {"peak_bytes": None, "reserved_bytes": None, "median_ms": None} | found.fields()
-        if row["nq"] == example.n:
-            row["nq"] = row["n"]
-        alone = rows[0]["n"] if rows else row["n"]
-        row["ratio"] = row["n"] / alone if row["n"] and alone else None
-        rows.append(recorder.row(**row))
-        if say:
-            say(f"{name} on {world}: N = {row['n']:,}, limited by {row['limiter']}" if row["status"] == "ok" else
-                f"{name} on {world}: {row['status']}: {row['error']}", flush=True)  # fmt: skip
-    return pd.DataFrame(rows)
-
-
-def _lengths(at: Lengths, who: dict, pool: Pool, recorder, say) -> Callable[[int], Tried]:
-    """The function for `largest` that tries a length, unless the journal has its result."""
-    works = set()
-
-    def tried(n: int) -> Tried:
-        case = at(n)
-        key = case.fields() | who | {"stage": "length"}
-        row = next(iter(recorder.rows(**key)[::-1]), None)
-        if row is None or row["status"] not in (*records.SETTLED, "timeout"):
-            row = recorder.row(**key | _length(case, who, pool))
-            if say:
-                say(f"  {who['strategy']}, N = {n:,}: {row['status']}", flush=True)
-        limiter = {"oom": "memory", "timeout": "time"}.get(row["status"])
-        if row["status"] in ("refused", "unsupported") and works:
-            limiter = "launch"
-        elif row["status"] == "ok":
-            limiter = "time" if row["median_ms"] > 1000 * who["seconds"] else None
-        elif limiter is None:
-            raise Stopped(Outcome(row["status"], row["error"]))
-        if limiter is None:
-            works.add(n)
-        return Tried(limiter, row["load"], {x: row[x] for x in ("peak_bytes", "reserved_bytes", "median_ms", "error")})
-
-    return tried
-
-
-def _length(case: Case, who: dict, pool: Pool) -> dict:
-    """A row's fields for one length: status and error, peaks, time and load (see `Tried`)."""
-    row = dict.fromkeys(("peak_bytes", "reserved_bytes", "median_ms", "load"))
-    refused = attempt(lambda: ways.check(who["strategy"], case, who["world"]))
-    if refused.status != "ok":
-        return row | {"status": refused.status, "error": refused.error}
-    arguments = [described(case), who["strategy"], who["budget_bytes"]]
-    outcome = _ask(pool, "fits", arguments, 2 * who["seconds"] + COLD_S + SETUP_S)
-    row |= {"status": outcome.status, "error": outcome.error}
-    if outcome.status == "ok":
-        row |= {x: max(rank[x] for rank in outcome.result) for x in ("peak_bytes", "reserved_bytes")}
-        row["median_ms"] = max(rank["milliseconds"] for rank in outcome.result)
-        budget = who["budget_bytes"] or outcome.result[0]["card_bytes"]
-        row["load"] = max(row["reserved_bytes"] / budget, row["median_ms"] / 1000 / who["seconds"])
-    return row
