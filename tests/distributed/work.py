@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests import tools
 from tests.distributed import races
-from tests.distributed.cases import CASES, drawn
+from tests.distributed.cases import CASES
 from tests.tools import Case
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, VirtualCard, attention, layouts
 from workbench.distributed import Plan, Shards, api, buffers, call, exchange, plans
+from workbench.distributed.call import plans_of
 from workbench.distributed.sequence import Executor
 from workbench.distributed.shards import clip
 from workbench.engines import partial
@@ -123,15 +124,10 @@ def in_one_stage(rank, world, id):
         return exact(rank, world, id)
 
 
-def plans_of(pattern) -> dict:
-    """The plans that are kept with a pattern."""
-    return call._kept_with(pattern)["plans"]
-
-
 def plan_of(case, lengths, strategy="sequence") -> Plan:
     sizes = (case.pattern(), Shards(tuple(lengths)), case.heads, case.kv_heads or case.heads)
     nq = case.n if case.nq is None else case.nq
-    return call.choose(strategy, (*sizes, nq), 8, case.head_dim)[0]
+    return call.choose(strategy, (*sizes, nq), 8, case.head_dim)
 
 
 # --- mutants ----------------------------------------------------------------------------------------------------------
@@ -237,24 +233,6 @@ def on_streams(rank, world, id, forgets=None, hastens=None, by_host=False):
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def blind_to_the_future(rank, world):
-    """Asserts that keys from t0 on change no bit of the rows before t0, and some rows after."""
-    for pattern in (Dilated([64, 24, 8], [3, 2, 1], True), Dense(True), BlockSparse(layouts.local(2), 8, True)):
-        case = Case("", lambda p=pattern: p, 64, heads=2)
-        q, k, v, *_ = case.inputs(torch.float32)
-        rows = rows_of(case, drawn(64, world, 5), rank)[0]
-
-        def whole(k, v, rows=rows, q=q, pattern=pattern):
-            out, lse = run(pattern)(q[:, rows], k[:, rows], v[:, rows], pattern)
-            full, full_lse = torch.zeros_like(q), torch.zeros(1, 2, 64)
-            full[:, rows], full_lse[:, :, rows] = out, lse
-            dist.all_reduce(full)
-            dist.all_reduce(full_lse)
-            return full, full_lse
-
-        tools.check_past(whole, k, v, (1, 17, 32, 33, 63))
-
-
 def dtype_errors(rank, world, name, lengths):
     """By pattern {quantity: (error, budget)} of all rows, put together from all ranks, without a gradient of lse."""
     dtype = getattr(torch, name)
@@ -323,53 +301,45 @@ def alive() -> int:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
+FAILS = {  # what raises on the last rank, and what it raises
+    "out of memory": (Executor, "allocate", torch.OutOfMemoryError("no room for 3 GB")),
+    "bug": (Executor, "allocate", KeyError("lost")),
+    "out of memory by heads": (torch.Tensor, "new_empty", torch.OutOfMemoryError("no room")),
+}
+
+
 def refused(rank, world, what):
     """(kind of error, its text) that this rank got, before any row was sent; afterwards a correct call has to work."""
-    case = Case("", lambda: Dilated([64], [2]), 64, heads=4)
-    mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
-    last, (q, k, v, *_) = rank == world - 1, mine
-    pattern, options = case.pattern(), {}
-    stack = contextlib.ExitStack()
-    if what == "pattern" and last:
-        pattern = Dilated([64], [2], causal=True)
-    elif what == "ordering":
-        pattern = Neighborhood((8, 8), 1, orderings.random((8, 8), int(last)))
-    elif what == "dtype" and last:
-        q, k, v = q.float(), k.float(), v.float()
-    elif what == "shape" and last:
-        q, k, v = (x[..., :4] for x in (q, k, v))
-    elif what == "scale" and last:
-        options["scale"] = 0.5
-    elif what == "queries" and last:
-        q = q[:, 1:]
-    elif what == "v" and last:
-        v = v[:, 1:]
-    elif what == "device" and last:
-        q, k, v = (x.to("meta") for x in (q, k, v))
-    elif what == "layout" and last:
-        q = q.to_sparse()
-    elif what == "requires_grad" and last:
-        q = q.clone().requires_grad_()
-    elif what == "strategy":
-        options["strategy"] = "ring"
-    elif what == "backend":
-        options["backend"] = "flex"
-    elif what == "heads":
-        options["strategy"], (q, k, v) = "heads", (x[:, :, :3] for x in (q, k, v))
-    elif what == "predicate":
-        pattern = Predicate(tools.every_third)
-    elif what == "tokens":
-        pattern = Neighborhood((9, 9), 1)
-    elif what in ("out of memory", "bug") and last:
-        error = torch.OutOfMemoryError("no room for 3 GB") if what == "out of memory" else KeyError("lost")
-        stack.enter_context(patch.object(Executor, "allocate", side_effect=error))
-    elif what == "out of memory by heads":
-        options["strategy"] = "heads"
-        if last:
-            stack.enter_context(patch.object(torch.Tensor, "new_empty", side_effect=torch.OutOfMemoryError("no room")))
-    with stack, Counted(world) as counted:
+    case, last = Case("", lambda: Dilated([64], [2]), 64, heads=4), rank == world - 1
+    q, k, v, *_ = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
+
+    def each(change):
+        return {name: change(x) for name, x in zip("qkv", (q, k, v), strict=True)}
+
+    on_all = {
+        "ordering": {"pattern": Neighborhood((8, 8), 1, orderings.random((8, 8), int(last)))},
+        "strategy": {"strategy": "ring"},
+        "heads": each(lambda x: x[:, :, :3]) | {"strategy": "heads"},
+        "predicate": {"pattern": Predicate(tools.every_third)},
+        "tokens": {"pattern": Neighborhood((9, 9), 1)},
+        "out of memory by heads": {"strategy": "heads"},
+    }
+    on_last = {
+        "pattern": {"pattern": Dilated([64], [2], causal=True)},
+        "dtype": each(torch.Tensor.float),
+        "shape": each(lambda x: x[..., :4]),
+        "scale": {"scale": 0.5},
+        "queries": {"q": q[:, 1:]},
+        "v": {"v": v[:, 1:]},
+        "device": each(lambda x: x.to("meta")),
+        "requires_grad": {"q": q.clone().requires_grad_()},
+    }
+    call = {"q": q, "k": k, "v": v, "pattern": case.pattern()} | on_all.get(what, {})
+    call |= on_last.get(what, {}) if last else {}
+    fails = patch.object(*FAILS[what][:2], side_effect=FAILS[what][2]) if what in FAILS and last else Counted(world)
+    with fails, Counted(world) as counted:
         try:
-            api.attention(q, k, v, pattern, **options)
+            api.attention(**call)
             found = None
         except Exception as error:
             found = type(error).__name__, str(error)
@@ -484,16 +454,16 @@ def flips(rank, world):
             want = tools.oracle(inputs, pattern)
             got = tools.differentiate(run(pattern, "auto"), shard(inputs, rows), pattern)
             error = max(float((x - part(name, want[name], rows)).abs().max()) for name, x in got.items())
-            found.append((call.last(pattern).plan.strategy, error))
+            found.append((list(plans_of(pattern).values())[-1].plan.strategy, error))
     return found
 
 
-def gradient_of_a_gradient(rank, world, strategy):
+def gradient_of_a_gradient(rank, world):
     """What this rank raises if a gradient taken with create_graph is differentiated again."""
     case = Case("", lambda: Dense(), 8, heads=2)
     q, k, v, *_ = shard(case.inputs(torch.float64), rows_of(case, [8 // world] * world, rank))
     q.requires_grad_()
-    out = api.attention(q, k, v, case.pattern(), strategy=strategy)
+    out = api.attention(q, k, v, case.pattern(), strategy="sequence")
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     try:
         (out.sum() + dq.square().sum()).backward()
@@ -524,10 +494,8 @@ def partly_used(rank, world):
     return worst
 
 
-def checkpointed(rank, world, how):
-    """The largest difference that activation checkpointing or torch.compile around the call makes: 0."""
-    from torch.utils.checkpoint import checkpoint
-
+def compiled(rank, world):
+    """The largest difference that torch.compile around the call makes: 0."""
     pattern = Dilated([64, 24], [2, 1], True)
     case = Case("", lambda: pattern, 64)
     mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
@@ -535,12 +503,8 @@ def checkpointed(rank, world, how):
     def layer(q, k, v):
         return api.attention(q * 2, k, v, pattern, strategy="sequence") + 1
 
-    wrapped = {
-        "checkpoint": lambda *x: checkpoint(layer, *x, use_reentrant=False),
-        "compile": torch.compile(layer, backend="aot_eager"),
-    }[how]
     results = []
-    for function in (layer, wrapped):
+    for function in (layer, torch.compile(layer, backend="aot_eager")):
         leaves = [x.clone().requires_grad_() for x in mine[:3]]
         out = function(*leaves)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, mine[3])])
@@ -557,19 +521,6 @@ def explained(rank, world):
             api.attention(q, k, v, pattern)
         found.append((api.explain(q, k, v, pattern), sum(counted.sent)))
     return found
-
-
-def once_again(rank, world):
-    """How many agreements the first call takes, and a second one of the same sizes."""
-    pattern = Dilated([64], [2])
-    case = Case("", lambda: pattern, 64)
-    q, k, v, *_ = shard(case.inputs(torch.float32), rows_of(case, [64 // world] * world, rank))
-    counts, real = [], dist.all_gather
-    for _ in range(2):
-        with patch.object(dist, "all_gather", side_effect=real) as gathered:
-            api.attention(q, k, v, pattern)
-        counts.append(gathered.call_count)
-    return counts
 
 
 def alternating(rank, world):
@@ -604,23 +555,6 @@ def autocast(rank, world):
     return str(inside.dtype), float((inside - outside).abs().max())
 
 
-def alone(rank, world):
-    """A group of one rank is `workbench.attention`, by a bit."""
-    groups = [dist.new_group([x]) for x in range(world)]
-    case = Case("", lambda: Dilated([8, 32], [1, 2]), 40)
-    q, k, v, *_ = case.inputs(torch.float32)
-    pattern = case.pattern()
-    return bool(torch.equal(api.attention(q, k, v, pattern, groups[rank]), attention(q, k, v, pattern)))
-
-
-def why_not_heads(rank, world, id):
-    try:
-        exact(rank, world, id, "heads")
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -643,7 +577,7 @@ def peak(rank, world, case, strategy) -> int:
 
 def on_card(pattern):
     """The index tensors that a plan made ready keeps on the card."""
-    for executor in (x.executor for x in plans_of(pattern).values() if isinstance(x.executor, Executor)):
+    for executor in (x for x in plans_of(pattern).values() if isinstance(x, Executor)):
         every = executor.every
         copies = [*(placed.copies for placed in every), *executor.exchange.copies.values()]
         copied = [view.rows for some in copies for copy in some for view in (copy.source, copy.target)]

@@ -4,12 +4,14 @@ Example: causal dense attention, 8 positions on 2 ranks. Rank 1 holds 4 to 7 and
 empty. A halo is a list of `HeadRows`: positions in the whole sequence, and the key heads for which they are needed. A
 key head needs a position if one of the query heads that share it has a query on this rank that sees the position.
 
-A rank's queries are those of its positions that are among the last Nq of the sequence. Each kind of pattern has its
-rule: `dense`, `DilatedHalo`, `BlockHalo`, `NeighborhoodHalo`.
+A rank's queries are those of its positions that are among the last nq of the sequence's n. Each kind of pattern has its
+rule: the function `dense`, and `DilatedHalo`, `BlockHalo` and `NeighborhoodHalo`, whose `halo(own)` is that of the rank
+that holds the positions `own`. They are made once a plan, of (pattern, n, nq, query heads, key heads).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from functools import cached_property
@@ -25,7 +27,7 @@ from workbench.patterns.neighborhood import box_sums
 
 
 class HeadRows(NamedTuple):
-    """Positions, and the key heads for which their rows are needed."""
+    """Some key heads, and the positions, ascending, whose rows of k and v are needed for each of them."""
 
     heads: tuple[int, ...]
     rows: Rows
@@ -40,7 +42,10 @@ def queries_of(own: range, n: int, nq: int) -> range:
 
 
 def dense(causal: bool, n: int, key_heads: int, own: range, work: list[range]) -> list[HeadRows]:
-    """Everything or, if causal, what comes before the last query. work: the queries that the rank computes."""
+    """The halo of a rank that holds `own`: everything else or, if causal, what comes before its last query.
+
+    work: the queries that it computes, in ranges, which other ranks may hold (`Plan.work`)
+    """
     if not any(work) or not key_heads:
         return []
     stop = max(x.stop for x in work if x) if causal else n
@@ -54,13 +59,13 @@ def _head_rows(heads, rows) -> list[HeadRows]:
 # --- dilated ----------------------------------------------------------------------------------------------------------
 
 
-PERIOD = 1 << 22  # up to which one period is tabulated; beyond it all positions are listed to be counted
+PERIOD = 1 << 22  # of residues that are tabulated; of a longer one, positions are listed to be counted
 
 
 class Residues:
-    """The positions t with t mod r = o for at least one (o, r) of `classes`, 0 <= o < r; counted in closed form.
+    """A periodic set of positions: all t with t mod r = o for at least one (o, r) of `classes`, where 0 <= o < r.
 
-    An example: {(0, 4), (1, 2)} are the positions 0, 1, 3, 4, 5, 7, 8, ...
+    Example: {(0, 4), (1, 2)} are the positions 0, 1, 3, 4, 5, 7, 8, ... `below` counts them without listing them.
     """
 
     def __init__(self, classes: frozenset[tuple[int, int]]):
@@ -70,7 +75,7 @@ class Residues:
 
     @cached_property
     def table(self) -> np.ndarray:
-        """int64 (period + 1,): [x] is how many of the positions 0 ... x - 1 are kept."""
+        """int64 (period + 1,): [x] is how many of the positions 0 ... x - 1 are in the set."""
         period = math.lcm(*(r for _, r in self.classes))
         kept = np.zeros(period + 1, dtype=np.int64)
         for o, r in self.classes:
@@ -78,26 +83,24 @@ class Residues:
         return kept.cumsum()
 
     def below(self, x: np.ndarray) -> np.ndarray:
-        """How many positions in [0, x) are kept, for each x."""
+        """How many positions of the set are in [0, x), for each x; ints of any shape -> int64 of that shape."""
         x = np.asarray(x, dtype=np.int64)
         if len(self.classes) == 1:
             o, r = self.classes[0]
             return np.maximum(0, (x - o + r - 1) // r)
         if math.lcm(*(r for _, r in self.classes)) > PERIOD:
-            return np.searchsorted(self.rows(0, int(x.max(initial=0)))[0].numpy(), x)
+            return np.searchsorted(self.rows(0, int(x.max(initial=0))).numpy(), x)
         whole, rest = np.divmod(x, len(self.table) - 1)
         return whole * self.table[-1] + self.table[rest]
 
-    def rows(self, start: int, stop: int) -> list[range | torch.Tensor]:
-        """The kept positions in [start, stop), ascending, as one piece of `Rows`."""
+    def rows(self, start: int, stop: int) -> range | Tensor:
+        """The positions of the set in [start, stop), ascending: a range of one class, else int64."""
         pieces = [clip(range(o, stop, r), start, stop) for o, r in self.classes]
-        if len(pieces) == 1:
-            return pieces
-        return [torch.cat([*map(as_tensor, pieces)]).unique()]
+        return pieces[0] if len(pieces) == 1 else torch.cat([*map(as_tensor, pieces)]).unique()
 
 
 class Interval(NamedTuple):
-    """Positions [start, stop) of other ranks, and for each key head which of them it needs (None: none)."""
+    """Positions [start, stop) of other ranks, and by key head the set of those that it needs (None: none of them)."""
 
     start: int
     stop: int
@@ -105,9 +108,11 @@ class Interval(NamedTuple):
 
 
 class DilatedHalo:
-    """The kept keys of each segment that crosses a border of the shard and has a kept query in it.
+    """What dilated attention needs of other ranks, all of it in the segments that cross a border of the shard.
 
-    offsets: for each key head and branch, the offsets of its query heads in the branch
+    A branch of segment length w and rate r keeps, in each segment, every r-th position from an offset on, which depends
+    on the head. If a head keeps one of the rank's queries in such a segment, it needs all the keys that it keeps there.
+    branches: (w, r); offsets: [key head][branch], the different offsets of the query heads that share the key head
     """
 
     def __init__(self, pattern: Dilated, n: int, nq: int, heads: int, key_heads: int):
@@ -123,30 +128,28 @@ class DilatedHalo:
         self._needed: dict[tuple, tuple[Residues | None, ...]] = {}
 
     def intervals(self, own: range) -> list[Interval]:
-        """Ascending and disjoint: left of the shard and, unless causal, right of it."""
+        """Left of the shard and, unless causal, right of it, ascending and disjoint. In each, the same segments lie."""
         queries = queries_of(own, self.n, self.nq)
         if not queries:
             return []
-        left, right = [], []  # (the segment's far end, branch, start of the segment, the rank's queries in it)
+        outside = []  # (what a segment has on one side of the shard, branch, the segment's start, the queries in it)
         for b, (w, _) in enumerate(self.branches):
             start = queries.start // w * w
             if start < own.start:
-                left.append((start, b, start, range(queries.start, min(queries.stop, start + w))))
+                outside.append((range(start, own.start), b, start, range(queries.start, min(queries.stop, start + w))))
             start = (own.stop - 1) // w * w
             stop = min(self.n, start + w)
             if stop > own.stop and not self.pattern.causal:
-                right.append((stop, b, start, range(max(queries.start, start), queries.stop)))
-        found = []
-        edges = sorted({x for x, *_ in left})
-        for start, stop in zip(edges, edges[1:] + [own.start], strict=True) if edges else ():
-            found.append(Interval(start, stop, self._needs([x[1:] for x in left if x[0] <= start])))
-        edges = sorted({x for x, *_ in right})
-        for start, stop in zip([own.stop] + edges[:-1], edges, strict=True) if edges else ():
-            found.append(Interval(start, stop, self._needs([x[1:] for x in right if x[0] >= stop])))
+                outside.append((range(own.stop, stop), b, start, range(max(queries.start, start), queries.stop)))
+        found, edges = [], sorted({x for part, *_ in outside for x in (part.start, part.stop)})
+        for start, stop in itertools.pairwise(edges):
+            active = [of for part, *of in outside if part.start <= start and stop <= part.stop]
+            if active:  # not between the two sides
+                found.append(Interval(start, stop, self._needs(active)))
         return found
 
-    def _needs(self, active) -> tuple[Residues | None, ...]:
-        """For each key head what it needs of a position that is in all active segments.
+    def _needs(self, active: list[tuple[int, int, range]]) -> tuple[Residues | None, ...]:
+        """For each key head, which positions of an interval that lies in all active segments it needs.
 
         active: (branch, start of its segment, the rank's queries in it). Only residues of these count, so that many
         ranks share the result.
@@ -155,7 +158,7 @@ class DilatedHalo:
         for b, start, queries in active:
             r = self.branches[b][1]
             here = (0, r) if len(queries) >= r else ((queries.start - start) % r, len(queries))
-            key.append((b, start % r, *here))
+            key.append((b, r, start % r, *here))
         key = tuple(key)
         if key not in self._needed:
             by_offsets = {offsets: self._union(key, offsets) for offsets in set(self.offsets)}
@@ -163,21 +166,15 @@ class DilatedHalo:
         return self._needed[key]
 
     def _union(self, active, offsets) -> Residues | None:
-        """The positions kept by a branch for one of these offsets, where also a query is kept for it.
+        """The positions that a branch keeps for one of these offsets, if it also keeps a query of the rank for it.
 
-        active: (branch, its segment's start mod r, the first query's place in the segment mod r, how many queries). r
-        queries in a row have every offset.
+        active: (branch, its rate r, its segment's start mod r, the first query's place in the segment mod r, how many
+        queries). r queries in a row have every offset.
         """
-        classes = set()
-        for b, start, first, count in active:
-            r = self.branches[b][1]
-            classes |= {((start + o) % r, r) for o in offsets[b] if (o - first) % r < count}
-        if not classes:
-            return None
-        classes = frozenset(classes)
-        if classes not in self._unions:
-            self._unions[classes] = Residues(classes)
-        return self._unions[classes]
+        classes = frozenset(
+            ((start + o) % r, r) for b, r, start, first, count in active for o in offsets[b] if (o - first) % r < count
+        )
+        return self._unions.setdefault(classes, Residues(classes)) if classes else None
 
     def halo(self, own: range) -> list[HeadRows]:
         intervals = self.intervals(own)
@@ -185,16 +182,16 @@ class DilatedHalo:
         for g in range(self.key_heads):
             alike.setdefault(tuple(id(z.residues[g]) for z in intervals), []).append(g)
         rows = [
-            Rows.of(piece for z in intervals if z.residues[x[0]] for piece in z.residues[x[0]].rows(z.start, z.stop))
+            Rows.of(needed.rows(z.start, z.stop) for z in intervals if (needed := z.residues[x[0]]))
             for x in alike.values()
         ]
         return _head_rows(map(tuple, alike.values()), rows)
 
     def units(self, shards: Shards) -> Tensor:
-        """int64 (world, world): how many (row, key head) rank [p, .] needs of rank [., s], in closed form.
+        """int64 (world, world): how many (row, key head) rank [p, .] needs of rank [., s], without listing them.
 
-        Intervals with the same residues share one count of every rank's rows; what lies outside an interval at its two
-        ends is then subtracted.
+        Intervals that need the same residues share one count of these in every rank's shard. An interval gets the count
+        of each shard that it touches, less what the first and the last of them have outside the interval.
         """
         total, bounds = np.zeros((shards.world, shards.world), dtype=np.int64), shards.bounds.numpy()
         alike: dict[tuple, list[tuple[int, int, int]]] = {}
@@ -222,7 +219,10 @@ class DilatedHalo:
 
 
 class BlockHalo:
-    """The rows of each key block that one of the rank's query blocks sees; if causal, up to the last query."""
+    """The rows of each key block that one of the rank's query blocks sees; if causal, up to the last query that does.
+
+    layouts: one for all sequences, or one for each entry of the batch; what one of them needs is sent for all
+    """
 
     CELLS = 1 << 22  # of the block grid, evaluated at once
 
@@ -234,9 +234,11 @@ class BlockHalo:
         self.per_head = pattern.layout.per_head
 
     def visible(self, own: range) -> tuple[Tensor, Tensor]:
-        """(last, pairs) of the rank's queries. last: int64 (key heads, or 1 if all heads share the layout; key blocks),
-        the last query that sees a block, 0 if not causal, -1 if none sees it. pairs: int64 scalar,
-        the (head, query, key) of all visible blocks.
+        """(last, pairs) of the queries of the rank that holds `own`.
+
+        last: int64 (sets, key blocks), where a set is a key head, or all if heads share the layout: the position of
+            the last query of the query blocks that see a key block (0 if the pattern is not causal); -1 if none does
+        pairs: int64 scalar, how many (head, query, key) visible blocks have, summed over `layouts`
         """
         (bq, bk), n = self.block_size, self.n
         rows, cols = -(-n // bq), -(-n // bk)
@@ -289,7 +291,7 @@ class BlockHalo:
 
 
 class NeighborhoodHalo:
-    """The tokens that some of the rank's queries see."""
+    """The tokens of other ranks that lie within the radius of one of the rank's queries."""
 
     def __init__(self, pattern: Neighborhood, n: int, nq: int, heads: int, key_heads: int):
         self.pattern, self.n, self.nq, self.key_heads = pattern, n, nq, key_heads
@@ -302,7 +304,10 @@ class NeighborhoodHalo:
         return _head_rows([tuple(range(self.key_heads))], [Rows.of([token]).without(own)])
 
     def near(self, tokens: Tensor) -> Tensor:
-        """The tokens that these see, and that see these, int64, ascending: within the radius of one of their cells."""
+        """Those that see one of these tokens, which are those that one of these sees: within the radius of its cell.
+
+        tokens: positions in the sequence, int64 (M,) -> positions, int64, ascending, `tokens` among them
+        """
         if not len(tokens):
             return tokens
         shape, radius = self.pattern.shape, self.pattern.radius

@@ -70,7 +70,7 @@ class Executor:
     def __init__(self, plan: Plan, ranks: Ranks, batch: int, head_dim: int):
         self.plan, self.ranks, self.layout = plan, ranks, plan.layout
         self.exchange = Exchange(plan, ranks, batch, head_dim)
-        self.queries = QueryExchange(plan, ranks) if plan.zigzag else None
+        self.queries, self.back = QueryExchange.both(plan, ranks) if plan.zigzag else (None, None)
         work, rank = plan.work(ranks.rank), ranks.rank
 
         def placed(stage: Stage | None, found: list[Partial]) -> list[Placed]:
@@ -100,11 +100,10 @@ class Executor:
         """All partials in the order in which they run."""
         return [*self.first, *self.second, *itertools.chain(*(found for _, found in self.stages))]
 
-    def to(self, device) -> Executor:
+    def to(self, device) -> None:
         """Move the indices that copies need to the device."""
         for each in (self.exchange, *self.every):
             each.to(device)
-        return self
 
     def allocate(self, q: Tensor, k: Tensor, backward: bool) -> Buffers:
         """The buffers of a forward or a backward. q (B, queries held or computed, H, D), k (B, L, G, D)."""
@@ -144,11 +143,18 @@ class Executor:
 
     def held_here(self, x: Tensor) -> Tensor:
         """x (B, Q, ...), of queries that the rank computes -> (B, Lq, ...), of those that it holds."""
-        return self.queries.back(x) if self.queries else x
+        if self.back is None:
+            return x
+        rows = self.back.keep(x)
+        self.back.exchange(x, rows)
+        return rows
 
 
 class Run:
-    """What forward and backward share: the order of the attention and of the exchange beside it."""
+    """What forward and backward share: the order of the attention and of the exchange beside it.
+
+    `attend`, of each, computes a partial, whose rows have arrived in the buffers of stage number x, and merges it.
+    """
 
     def __init__(self, executor: Executor, k: Tensor, v: Tensor, buffers: Buffers, call):
         self.executor, self.k, self.v, self.buffers = executor, k, v, buffers
@@ -193,10 +199,6 @@ class Run:
                 self._cast(x + ahead)
             self.attend_stage(stage, found, x)
             done = streams.mark()  # noqa: F841
-
-    def attend(self, placed: Placed, x: int) -> None:
-        """Attend to a partial, whose rows have arrived in the buffers of stage number x, and merge what it gives."""
-        raise NotImplementedError
 
     def attend_stage(self, stage: Stage, found: list[Placed], x: int) -> None:
         for placed in found:

@@ -1,12 +1,15 @@
 """The life of every tensor of a program, from running the program itself on tensors without data.
 
 Tensors of the card are `meta` tensors: they have shapes, strides and storages, and the real code runs on them, its
-Python, its autograd, the bodies of our operators. A function mode tells the program that it is on the card (`absent`);
-a dispatch mode sees each storage come, and a weak reference sees it go. What the program computes on the CPU is
-computed, but of lists of blocks only the lengths, and of equal calls not all are made (`shortcuts`). What depends on
-data that the card would have cannot be traced, and raises.
+Python, its autograd, the bodies of our operators. A function mode tells the program that it is on the card
+(`fake_cuda.OnCard`). A dispatch mode, `Births`, sees each new storage, and a weak reference tells when it is freed.
+What the program computes on the CPU is computed, except what `tracer_shortcuts` leaves out: of lists of blocks all but
+the lengths, and calls equal to earlier ones. What depends on data that the card would have raises `CannotTrace`.
 
-Below the dispatcher some kernels take scratch of their own: `scratch` has what was measured of it, by operator.
+Example: x = make((4,), torch.float32), then call() is lambda: (x + x) * 2. The events are the births of x (16 bytes, by
+its name), "add" (16) and "mul" (16), and the death of "add", which nothing holds any longer.
+
+Some kernels take memory of their own, which no dispatch mode sees: `workspace` has its size, by operator.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ from workbench.fit.tracer_shortcuts import Shortcuts
 
 
 class Event(NamedTuple):
-    """The birth of a storage of nbytes, or with nbytes -1 the death of the one with this id."""
+    """The birth of a storage of nbytes, or with nbytes -1 the death of the one with this id.
+
+    name: what it holds ("out", "dq", an input's name), or the operator that made it; "" in a death
+    """
 
     id: int
     nbytes: int
@@ -40,10 +46,12 @@ class Event(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """events; the first `before` of them are the preparation's, which returned `prepared`.
+    """What `run` has seen.
 
-    wrong: what is known to compute wrongly (`WRONG_PAST_2_31`), None where nothing is. kernel: the one that torch's
-    scaled_dot_product_attention took, the last if it was called more than once, None if it was not.
+    events: in order; the first `before` of them come from the preparation
+    prepared: what program(make) returned
+    wrong: what is known to compute wrongly (`WRONG_PAST_2_31`), None if nothing is
+    kernel: the one that torch's scaled_dot_product_attention took, in the last such call, None if there was none
     """
 
     events: list[Event]
@@ -56,8 +64,10 @@ class Traced(NamedTuple):
 def run(program: Callable[[Callable], tuple], card: Card, names: tuple[str, ...] = ()) -> Traced:
     """The life of a program's tensors on a card.
 
-    program(make) prepares: it takes its inputs from make(shape, dtype), tensors on the card, and returns (call, ...);
-    then call() is run once, and its result lives on until the last event. names: of the inputs, in order.
+    program(make) prepares: it takes its inputs, tensors on the card, from make(shape, dtype), and returns a tuple whose
+    first entry is a function, call. Then call() is run once; its result lives on until the last event.
+    names: of the inputs, in the order in which they are made
+    CannotTrace if the program asks for data; torch.OutOfMemoryError and other errors of the program go through.
     """
     _settle()
     with uncollected(), impersonate(card), Births(card) as births, Shortcuts(births).taken():
@@ -99,15 +109,18 @@ def _settle() -> None:
 
 
 def _about_data(error: BaseException) -> bool:
+    """Whether torch raised it because a tensor has no data, by its words."""
     text = str(error).lower()
     return any(word in text for word in ("meta", "data-dependent", "fake", "no data", "nonzero"))
 
 
 class Births(TorchDispatchMode):
-    """Follows the storages of meta tensors.
+    """Within it, the births and deaths of storages of meta tensors are noted, in `events`.
 
-    events: births and deaths, in order. functions: the mode that makes "cuda" mean meta. wrong: what of it is known to
-    compute wrongly.
+    wrong: what of the operators that ran is known to compute wrongly
+    functions: the mode that makes "cuda" mean meta; it is entered beside this one
+    bodies: our operators and their Python, which is run in their place
+    words: an iterator of names for the next storages, before operators' own names are used
     """
 
     def __init__(self, card: Card):
@@ -145,6 +158,7 @@ class Births(TorchDispatchMode):
             return self.follow(func, name, args, kwargs)
 
     def follow(self, func, name: str, args, kwargs):
+        """Run an operator of torch; note the storages of its results, and what its kernel takes beside them."""
         out = _run(func, args, kwargs)
         if isinstance(out, Tensor):
             self.born(out, name)
@@ -167,6 +181,7 @@ class Births(TorchDispatchMode):
         return out
 
     def born(self, x: Tensor, name: str) -> None:
+        """Note the storage of a tensor, and watch it, unless it is known (x is a view), empty or not on the card."""
         if not x.is_meta:
             return
         storage = x.untyped_storage()
@@ -177,24 +192,30 @@ class Births(TorchDispatchMode):
         self.watched[address] = weakref.ref(storage, lambda _: self.died(address))
 
     def died(self, address: int) -> None:
+        """Note that the storage at this address is gone; called by its weak reference."""
         self.watched.pop(address, None)
         gone = self.alive.pop(address, None)
         if gone is not None:
             self.events.append(Event(gone, -1, ""))
 
     def add(self, nbytes: int, name: str) -> int:
+        """Note a birth; returns its id."""
         id = next(self.ids)
         self.place[id] = len(self.events)
         self.events.append(Event(id, nbytes, name))
         return id
 
     def rename(self, x: Tensor, name: str) -> None:
+        """Name a storage that is alive by what our operator returns it as."""
         place = self.place.get(self.alive.get(x.untyped_storage()._cdata))
         if place is not None:
             self.events[place] = self.events[place]._replace(name=name)
 
     def hidden(self, name: str, args) -> None:
-        """What the kernel of an operator takes beside its results."""
+        """Note what the kernel of an operator takes beside its results, and frees again.
+
+        A step of `workspace.of` is the bytes of a block that is taken or, negative, ~ the place of one that is freed.
+        """
         if name in workspace.MATRIX_PRODUCTS and self.card.workspace_bytes:
             backward = torch._C._current_graph_task_id() != -1  # on a card that has a thread and so a handle of its own
             if backward not in self.workspaces:
@@ -237,8 +258,8 @@ def _bodies() -> dict:
 
 
 def _run(func, args, kwargs):
-    """func's result. On tensors without data many operators are slow Python: the shape, strides, dtype and device of
-    their results are kept, and used again for arguments that are alike."""
+    """func's result. On tensors without data many operators are slow Python, so the shapes, strides, dtypes and devices
+    of their results are kept, and new tensors are made from them when arguments are alike."""
     kind = _kind(func)
     if kind != "new" or not (isinstance(args[0], Tensor) and args[0].is_meta):
         return func(*args, **kwargs)
@@ -257,7 +278,7 @@ def _run(func, args, kwargs):
 
 
 def _like(x) -> tuple:
-    """What results depend on."""
+    """What the form of a result depends on, of one argument: as a key, a tensor by its form, all else by its value."""
     if isinstance(x, Tensor):
         return x.shape, x.stride(), x.dtype, x.is_meta
     return x.__class__, x if x.__hash__ else repr(x)  # 1 is not 1.0
@@ -274,7 +295,11 @@ SLOW = {
 
 @functools.cache
 def _kind(func) -> str | None:
-    """Of an operator whose result need not be asked for each time: whether it is "new", args[0] or kwargs["out"]."""
+    """What is known of an operator's result, so that it need not be run each time; None: nothing, run it.
+
+    "view": shares the storage of an argument. "in place": it is args[0]. "out": it is kwargs["out"]. "new": it has
+    storages of its own, whose form depends on the arguments' forms alone.
+    """
     name, returns = func.overloadpacket.__name__, func._schema.returns
     if name in VIEWS:
         return "view"
