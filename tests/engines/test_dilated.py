@@ -5,15 +5,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests import tools
 from workbench import Dense, Dilated, attention
-from workbench.engines.torch import dilated
-
-LONGNET_64 = tools.longnet(512)  # on 64 tokens
 
 
 def inputs(n, heads=2, d=8, nq=None, kv_heads=None, batch=1, dtype=torch.float64, grad=False):
@@ -26,45 +21,6 @@ def run(q, k, v, pattern):
 
 
 # --- the fused calls -------------------------------------------------------------------------------------------------
-
-
-def counted(pattern, n, nq, heads, key_heads):
-    """How often each (head, query, key) is in a fused call; each call's key heads must belong to its query heads."""
-    count = torch.zeros(heads, n, n, dtype=torch.int32)
-    for p in dilated.pieces(pattern, n, nq, heads, key_heads):
-        q_heads, k_heads = range(heads)[p.heads], range(key_heads)[p.key_heads]
-        group = len(q_heads) // len(k_heads)
-        assert [h // (heads // key_heads) for h in q_heads] == [g for g in k_heads for _ in range(group)]
-        for s in range(p.count):
-            segment = range(p.start + s * p.length, p.start + (s + 1) * p.length)
-            i, j = torch.tensor(segment[p.queries]), torch.tensor(segment[p.keys])
-            assert len(i) and len(j) and q_heads  # nothing empty reaches a fused kernel
-            assert not p.causal or torch.equal(i, j)
-            seen = j <= i[:, None] if p.causal else torch.ones(len(i), len(j), dtype=torch.bool)
-            for h in q_heads:
-                count[h, i[:, None], j] += seen.int()
-    return count[:, n - nq :]
-
-
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(
-    st.integers(1, 50), st.integers(0, 50), st.integers(1, 4), st.integers(1, 4), st.booleans(),
-    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9)), min_size=1, max_size=4),
-    st.sampled_from([{}, {"offsets": "blocked"}, {"heads": "partition"}]),
-)  # fmt: skip
-def test_the_fused_calls_add_up_to_the_pattern(n, less, key_heads, group, causal, branches, rule):
-    nq, heads = max(1, n - less), key_heads * group
-    pattern = Dilated(*zip(*branches, strict=True), causal=causal, **rule)
-    assert torch.equal(counted(pattern, n, nq, heads, key_heads), pattern.multiplicity(n, heads, nq))
-
-
-def test_nothing_is_gathered():
-    pattern = LONGNET_64()
-    for batch in (1, 2):
-        x = torch.randn(batch, 67, 12, 8)
-        for piece in dilated.pieces(pattern, 67, 67, 12, 12):
-            for view in dilated.select(x, piece, piece.keys, piece.key_heads):
-                assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() and view.stride(-1) == 1
 
 
 def peak_above_inputs(call, trace) -> int:
@@ -107,7 +63,7 @@ def test_a_branch_whose_lse_is_exactly_zero_counts_with_weight_one():
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 129])
+@pytest.mark.parametrize("n", [1, 7, 129])
 def test_one_long_undilated_branch_is_dense_attention(n, causal):
     q, k, v = inputs(n, heads=3, batch=2)
     want = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal).transpose(1, 2)
@@ -146,13 +102,12 @@ def test_cached_decoding_step_by_step_is_the_full_run(kv_heads):
 # --- rows that no branch reaches -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("w, r, heads", [([6, 12], [2, 4], 3), ([16], [8], 3), ([12], [4], 2)], ids=str)
-def test_uncovered_rows_are_zero_in_values_and_gradients(w, r, heads):
-    pattern, (q, k, v) = Dilated(w, r), inputs(48, heads=heads, grad=True)
+def test_uncovered_rows_are_zero_in_values_and_gradients():
+    pattern, (q, k, v) = Dilated([6, 12], [2, 4]), inputs(48, heads=3, grad=True)
     out, lse = run(q, k, v, pattern)
     dark = -torch.inf == lse[0].T  # (N, H)
     dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (torch.randn_like(out), torch.randn_like(lse)))
     assert dark.any() and not dark.all()
     assert not any(x[0][dark].any() for x in (out, dq, dk, dv))  # a row that is dark as a query is so as a key
     assert all(x.isfinite().all() for x in (out, dq, dk, dv))
-    torch.testing.assert_close((~dark).double().mean(0), pattern.coverage(48, heads))
+    torch.testing.assert_close((~dark).double().mean(0), pattern.coverage(48, 3))

@@ -25,8 +25,7 @@ LARGE = {  # what tiles, cuDNN and several exchanges take: (pattern, sizes, leng
     "dense-head-dim-128": (Dense(), {"heads": 2, "head_dim": 128}, (1500, 2596)),
     "dense-causal": (Dense(True), {"heads": 4, "head_dim": 64}, EVEN),
     "dense-causal-uneven": (Dense(True), {"heads": 2, "head_dim": 128}, (1100, 2996)),
-    "dense-grouped": (Dense(True), {"heads": 4, "kv_heads": 2, "head_dim": 64}, EVEN),
-    "dense-two-sequences": (Dense(True), {"heads": 2, "head_dim": 64, "batch": 2}, EVEN),
+    "dense-grouped": (Dense(True), {"heads": 4, "kv_heads": 2, "head_dim": 64, "batch": 2}, EVEN),
     "geometric": (Dilated([512, 1024, 4096], [1, 2, 4]), {"heads": 8, "head_dim": 64}, EVEN),
     "geometric-causal": (Dilated([512, 1024, 4096], [1, 2, 4], True), {"heads": 8, "head_dim": 64}, EVEN),
     "geometric-uneven": (Dilated([500, 1700, 4096], [1, 3, 5], True),
@@ -42,8 +41,7 @@ LARGE = {  # what tiles, cuDNN and several exchanges take: (pattern, sizes, leng
     "window": (Neighborhood((4096,), 200), {"heads": 4, "head_dim": 64}, EVEN),
     "grid": (HILBERT, {"heads": 4, "head_dim": 64}, (1152, 1152)),
 }  # fmt: skip
-SMALL = ("rates-that-share-no-divisor-causal", "last-queries", "partition", "dense-one-holds-all-causal",
-         "blocks-wide-and-ragged", "grid-of-some-cells", "same-rows-for-two-branches")  # fmt: skip
+SMALL = ("rates-that-share-no-divisor-causal", "last-queries", "dense-one-holds-all-causal", "blocks-wide-and-ragged")
 HEADS = ("dense", "dense-causal-uneven", "geometric", "blocks", "grid")
 
 
