@@ -47,6 +47,20 @@ def part(name: str, x, rows):
     return x[:, :, of_q] if name == "lse" else x[:, of_q if name in ("out", "dq") else of_k]
 
 
+def mine_of(pattern, rank, world, dtype=torch.float64, n=64, **sizes) -> list[torch.Tensor]:
+    """A rank's q, k, v and upstream gradients of a case in even shards."""
+    case = Case("", lambda: pattern, n, **sizes)
+    return shard(case.inputs(dtype), rows_of(case, [n // world] * world, rank))
+
+
+def raised(call, *given, **options) -> tuple[str, str] | None:
+    """(kind of error, its text) of what a call raises."""
+    try:
+        call(*given, **options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
 def run(pattern, strategy="sequence", **options):
     return lambda q, k, v, p: api.attention(q, k, v, pattern, strategy=strategy, return_lse=True, **options)
 
@@ -262,8 +276,7 @@ def strided(rank, world):
     """The largest difference of results between contiguous inputs and permuted ones, also in the last dimension: 0."""
     worst = 0.0
     for pattern in (Dilated([64, 24], [2, 1], True), Dense(), Dense(True), BlockSparse(layouts.strided(2), 8)):
-        case = Case("", lambda p=pattern: p, 64, heads=4)
-        mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
+        mine = mine_of(pattern, rank, world, heads=4)
         plain = tools.differentiate(run(pattern), [x.contiguous() for x in mine], pattern)
         for order in ((3, 1, 0, 2), (0, 2, 1, 3)):  # how the dimensions lie in memory
             back = [order.index(x) for x in range(4)]
@@ -276,8 +289,7 @@ def strided(rank, world):
 def living_bytes(rank, world, times):
     """(bytes of tensors alive after 1 + `times` iterations, the most inside the last one)."""
     patterns = [Dilated([64, 24], [2, 1]), Dense(True), BlockSparse(layouts.local(1), 8)]
-    case = Case("", None, 64, heads=2)
-    mine = shard(case.inputs(torch.float32), rows_of(case, [64 // world] * world, rank))
+    mine = mine_of(None, rank, world, torch.float32)
     seen, real = [], exchange.Exchange.add
 
     def add(*x):
@@ -310,8 +322,8 @@ FAILS = {  # what raises on the last rank, and what it raises
 
 def refused(rank, world, what):
     """(kind of error, its text) that this rank got, before any row was sent; afterwards a correct call has to work."""
-    case, last = Case("", lambda: Dilated([64], [2]), 64, heads=4), rank == world - 1
-    q, k, v, *_ = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
+    pattern, last = Dilated([64], [2]), rank == world - 1
+    q, k, v, *_ = mine_of(pattern, rank, world, heads=4)
 
     def each(change):
         return {name: change(x) for name, x in zip("qkv", (q, k, v), strict=True)}
@@ -334,15 +346,11 @@ def refused(rank, world, what):
         "device": each(lambda x: x.to("meta")),
         "requires_grad": {"q": q.clone().requires_grad_()},
     }
-    call = {"q": q, "k": k, "v": v, "pattern": case.pattern()} | on_all.get(what, {})
+    call = {"q": q, "k": k, "v": v, "pattern": pattern} | on_all.get(what, {})
     call |= on_last.get(what, {}) if last else {}
     fails = patch.object(*FAILS[what][:2], side_effect=FAILS[what][2]) if what in FAILS and last else Counted(world)
     with fails, Counted(world) as counted:
-        try:
-            api.attention(**call)
-            found = None
-        except Exception as error:
-            found = type(error).__name__, str(error)
+        found = raised(api.attention, **call)
     assert sum(counted.sent) == 0, "data moved before the refusal"
     case = CASES["geometric"]
     assert max(compare(rank, case[0], case[1][world]).values()) < TOLERANCE
@@ -351,39 +359,31 @@ def refused(rank, world, what):
 
 def out_of_memory_backward(rank, world, strategy):
     """What this rank raises if the last one has no memory for the backward; then the same backward, with memory."""
-    case = Case("", lambda: Dilated([64], [2]), 64, heads=4)
-    mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
-    leaves = [x.clone().requires_grad_() for x in mine[:3]]
-    out = api.attention(*leaves, case.pattern(), strategy=strategy)
-    error = torch.OutOfMemoryError("no room") if rank == world - 1 else None
-    found, where = None, {"sequence": (Executor, "allocate"), "heads": (torch.Tensor, "new_empty")}[strategy]
-    with patch.object(*where, side_effect=error) if error else contextlib.nullcontext():
-        try:
-            out.backward(mine[3], retain_graph=True)
-        except Exception as raised:
-            found = type(raised).__name__, str(raised)
-    out.backward(mine[3])
+    pattern, (*mine, g, _) = Dilated([64], [2]), mine_of(Dilated([64], [2]), rank, world, heads=4)
+    leaves = [x.clone().requires_grad_() for x in mine]
+    out = api.attention(*leaves, pattern, strategy=strategy)
+    where = {"sequence": (Executor, "allocate"), "heads": (torch.Tensor, "new_empty")}[strategy]
+    error = patch.object(*where, side_effect=torch.OutOfMemoryError("no room"))
+    with error if rank == world - 1 else contextlib.nullcontext():
+        found = raised(out.backward, g, retain_graph=True)
+    out.backward(g)
     assert all(x.grad is not None for x in leaves)
     return found
 
 
 def changed_before_the_backward(rank, world):
     """What this rank raises if the last one has written into its queries since; then a backward of unchanged ones."""
-    case = Case("", lambda: Dilated([64], [2]), 64, heads=4)
-    mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
-    leaves, found = [x.clone().requires_grad_() for x in mine[:3]], None
+    pattern, (*mine, g, _) = Dilated([64], [2]), mine_of(Dilated([64], [2]), rank, world, heads=4)
+    leaves, found = [x.clone().requires_grad_() for x in mine], []
     for changed in (True, False):
         q = leaves[0] * 1
-        out = api.attention(q, *leaves[1:], case.pattern(), strategy="sequence")
+        out = api.attention(q, *leaves[1:], pattern, strategy="sequence")
         if changed and rank == world - 1:
             with torch.no_grad():
                 q.add_(1)
-        try:
-            out.backward(mine[3])
-        except RuntimeError as raised:
-            found = str(raised)
-    assert all(x.grad is not None for x in leaves)
-    return found
+        found.append(raised(out.backward, g))
+    assert found[1] is None and all(x.grad is not None for x in leaves)
+    return found[0][1]
 
 
 def left_by_an_error(rank, world, backward, where):
@@ -425,7 +425,6 @@ def out_of_memory_beside(rank, world, backward, forgets=()):
     pattern, inputs, rows = case.pattern(), case.inputs(torch.float64), rows_of(case, shards[world], rank)
     want, mine = tools.oracle(inputs, pattern), shard(inputs, rows)
     error = torch.OutOfMemoryError("no room") if rank == world - 1 else None
-    found = None
     with races.Races(by_host=True) as races_found:
         call = run(pattern, group=races_found.ranks)
         tools.differentiate(call, mine, pattern)  # from now on the plan is there
@@ -435,10 +434,8 @@ def out_of_memory_beside(rank, world, backward, forgets=()):
         out = call(*leaves, pattern)[0] if backward else None
         where = patch.object(partial, "backward" if backward else "forward", side_effect=error)
         with where if error else contextlib.nullcontext():
-            try:
-                out.backward(mine[3], retain_graph=True) if backward else call(*leaves, pattern)
-            except Exception as raised:
-                found = type(raised).__name__, str(raised)
+            again = (out.backward, mine[3], None, True) if backward else (call, *leaves, pattern)
+            found = raised(*again)
         got = tools.differentiate(call, mine, pattern)
     assert max(float((x - part(name, want[name], rows)).abs().max()) for name, x in got.items()) < TOLERANCE
     return found, sorted(races_found.found)
@@ -460,15 +457,11 @@ def flips(rank, world):
 
 def gradient_of_a_gradient(rank, world):
     """What this rank raises if a gradient taken with create_graph is differentiated again."""
-    case = Case("", lambda: Dense(), 8, heads=2)
-    q, k, v, *_ = shard(case.inputs(torch.float64), rows_of(case, [8 // world] * world, rank))
+    q, k, v, *_ = mine_of(Dense(), rank, world, n=8)
     q.requires_grad_()
-    out = api.attention(q, k, v, case.pattern(), strategy="sequence")
+    out = api.attention(q, k, v, Dense(), strategy="sequence")
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    try:
-        (out.sum() + dq.square().sum()).backward()
-    except RuntimeError as error:
-        return str(error)
+    return raised((out.sum() + dq.square().sum()).backward)[1]
 
 
 # --- around it --------------------------------------------------------------------------------------------------------
@@ -497,8 +490,7 @@ def partly_used(rank, world):
 def compiled(rank, world):
     """The largest difference that torch.compile around the call makes: 0."""
     pattern = Dilated([64, 24], [2, 1], True)
-    case = Case("", lambda: pattern, 64)
-    mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
+    mine = mine_of(pattern, rank, world)
 
     def layer(q, k, v):
         return api.attention(q * 2, k, v, pattern, strategy="sequence") + 1
@@ -515,8 +507,7 @@ def explained(rank, world):
     """By pattern (the sentence of `explain`, bytes that this rank's forward sent) of a call by "auto"."""
     found = []
     for pattern in (Dilated([64], [4]), Dense()):
-        case = Case("", lambda p=pattern: p, 64, heads=4)
-        q, k, v, *_ = shard(case.inputs(torch.float32), rows_of(case, [64 // world] * world, rank))
+        q, k, v, *_ = mine_of(pattern, rank, world, torch.float32, heads=4)
         with Counted(world) as counted:
             api.attention(q, k, v, pattern)
         found.append((api.explain(q, k, v, pattern), sum(counted.sent)))
@@ -546,9 +537,7 @@ def alternating(rank, world):
 
 
 def autocast(rank, world):
-    pattern = Dense()
-    case = Case("", lambda: pattern, 64)
-    mine = shard(case.inputs(torch.float32), rows_of(case, [64 // world] * world, rank))
+    pattern, mine = Dense(), mine_of(Dense(), rank, world, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         inside = api.attention(*mine[:3], pattern)
     outside = api.attention(*(x.bfloat16() for x in mine[:3]), pattern)

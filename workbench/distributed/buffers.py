@@ -4,11 +4,11 @@ A partial (`partials.Partial`) names positions of the sequence. `Placed` finds, 
 these are. Queries are rows of q (B, Q, H, D). Keys are rows of the rank's own k and v (B, L, G, D), or of the flat
 buffer that a stage of the exchange fills (`exchange.Exchange.rows`). For each call then
 
-    take     queries -> (B, R, h, D), the call's q
-    gather   own and received keys -> (B, M, g, D), the call's k and v: a view if they lie together, else a copy
-    views, each    the rows of out that the call's results belong to, and these results cut alike, to be merged
-    overwrite      put the call's results into out, where they are not merged
-    scatter  the gradients of the call's keys -> added to those of own rows, or put into the buffer that returns them
+    take         gives the call's q (B, R, h, D),
+    gather       its k and v (B, M, g, D), of own and received rows: a view if they lie together, else a copy,
+    views, each  the rows of out that its results belong to, and its results cut alike, to be merged,
+    overwrite    puts its results into out where they are not merged,
+    scatter      adds the gradients of its keys to those of own rows, or puts them into the buffer that returns them.
 
 Example: of 8 positions rank 1 holds 4 to 7. For the partial of its queries on keys 0 to 3, which rank 0 sends, `take`
 is q itself, and `gather` a view of the buffer, as rank 0's rows lie there in order.
@@ -34,8 +34,9 @@ from workbench.distributed.plans import Stage
 class Placed:
     """A partial, and where its rows lie on this rank.
 
-    stage: of the exchange, which brings some of its keys; None if all are the rank's own
-    work: the ranges of queries that the rank computes, one or two; they lie one after the other in q
+    stage: the stage of the exchange that brings some of its keys; None if all are the rank's own
+    batch: the entries of the batch that it is for
+    work (when it is made): the ranges of queries that the rank computes, one or two, which lie one after the other in q
 
     Queries:
     queries: strided views of q; side by side along the heads they are the call's q

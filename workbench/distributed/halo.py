@@ -5,8 +5,8 @@ empty. A halo is a list of `HeadRows`: positions in the whole sequence, and the 
 key head needs a position if one of the query heads that share it has a query on this rank that sees the position.
 
 A rank's queries are those of its positions that are among the last nq of the sequence's n. Each kind of pattern has its
-rule: the function `dense`, and `DilatedHalo`, `BlockHalo` and `NeighborhoodHalo`, whose `halo(own)` is that of the rank
-that holds the positions `own`. They are made once a plan, of (pattern, n, nq, query heads, key heads).
+rule for the rank that holds the positions `own`: `dense`, `DilatedHalo`, `block_sparse` and `neighborhood`. `Plan.halo`
+asks the right one, where the rank has queries at all.
 """
 
 from __future__ import annotations
@@ -41,19 +41,13 @@ def queries_of(own: range, n: int, nq: int) -> range:
 # --- dense ------------------------------------------------------------------------------------------------------------
 
 
-def dense(causal: bool, n: int, key_heads: int, own: range, work: list[range]) -> list[HeadRows]:
-    """The halo of a rank that holds `own`: everything else or, if causal, what comes before its last query.
+def dense(causal: bool, n: int, own: range, work: list[range]) -> Rows:
+    """Everything but `own` or, if causal, what of it comes before the last query.
 
-    work: the queries that it computes, in ranges, which other ranks may hold (`Plan.work`)
+    work: the queries that the rank computes, in ranges, some not empty; other ranks may hold them (`Plan.work`)
     """
-    if not any(work) or not key_heads:
-        return []
     stop = max(x.stop for x in work if x) if causal else n
-    return _head_rows([tuple(range(key_heads))], [Rows.of([range(stop)]).without(own)])
-
-
-def _head_rows(heads, rows) -> list[HeadRows]:
-    return [HeadRows(h, r) for h, r in zip(heads, rows, strict=True) if len(r)]
+    return Rows.of([range(stop)]).without(own)
 
 
 # --- dilated ----------------------------------------------------------------------------------------------------------
@@ -185,7 +179,7 @@ class DilatedHalo:
             Rows.of(needed.rows(z.start, z.stop) for z in intervals if (needed := z.residues[x[0]]))
             for x in alike.values()
         ]
-        return _head_rows(map(tuple, alike.values()), rows)
+        return [HeadRows(tuple(heads), x) for heads, x in zip(alike.values(), rows, strict=True) if len(x)]
 
     def units(self, shards: Shards) -> Tensor:
         """int64 (world, world): how many (row, key head) rank [p, .] needs of rank [., s], without listing them.
@@ -218,107 +212,81 @@ class DilatedHalo:
 # --- block-sparse -----------------------------------------------------------------------------------------------------
 
 
-class BlockHalo:
-    """The rows of each key block that one of the rank's query blocks sees; if causal, up to the last query that does.
+CELLS = 1 << 22  # of the block grid, evaluated at once
 
-    layouts: one for all sequences, or one for each entry of the batch; what one of them needs is sent for all
+
+def visible_blocks(pattern: BlockSparse, n: int, heads: int, key_heads: int, queries: range) -> tuple[Tensor, Tensor]:
+    """(last, pairs) of some queries, one at least.
+
+    last: int64 (sets, key blocks), where a set is a key head, or all if heads share the layout: the position of the
+        last query of the query blocks that see a key block (0 if the pattern is not causal); -1 if none does
+    pairs: int64 scalar, how many (head, query, key) visible blocks have, summed over the entries of the batch where
+        each has a layout of its own
     """
+    (bq, bk), layouts = pattern.block_size, [one.layout for one in pattern.each()]
+    rows, cols, end = -(-n // bq), -(-n // bk), (queries.stop - 1) // bq + 1
+    sets, alike = (key_heads, 1) if pattern.layout.per_head else (1, heads)  # heads that see the same
+    last, pairs = torch.full((sets, cols), -1), torch.zeros((), dtype=torch.int64)
+    step = max(1, CELLS // (cols * sets))
+    widths = torch.full((cols,), bk)
+    widths[-1] = n - (cols - 1) * bk
+    for start in range(queries.start // bq, end, step):
+        block = torch.arange(start, min(start + step, end), dtype=torch.int32)
+        low = (block.long() * bq).clamp(min=queries.start)
+        high = ((block.long() + 1) * bq).clamp(max=queries.stop)
+        latest = high - 1 if pattern.causal else torch.zeros_like(low)
+        reach = int(latest[-1]) // bk + 1 if pattern.causal else cols
+        seen = torch.zeros(sets, len(block), reach, dtype=torch.bool)
+        j = torch.arange(reach, dtype=torch.int32)
+        for h, layout in itertools.product(range(heads // alike), layouts):
+            head = torch.full((1, 1, 1), h, dtype=torch.int32)
+            one = layout.visible(head, block.view(1, -1, 1), j.view(1, 1, -1), (rows, cols))
+            one = one.expand(1, len(block), reach)[0]
+            seen[h * sets // heads] |= one
+            pairs = pairs + ((one * widths[:reach]).sum(1) * (high - low)).sum() * alike
+        found = torch.where(seen, latest.view(1, -1, 1), -1).amax(1)
+        last[:, :reach] = torch.maximum(last[:, :reach], found)
+    return last, pairs
 
-    CELLS = 1 << 22  # of the block grid, evaluated at once
 
-    def __init__(self, pattern: BlockSparse, n: int, nq: int, heads: int, key_heads: int):
-        self.n, self.nq, self.key_heads, self.heads = n, nq, key_heads, heads
-        self.pattern, self.block_size = pattern, pattern.block_size
-        batch = pattern.batch
-        self.layouts = [pattern.layout] if batch is None else [pattern.layout.for_batch(b) for b in range(batch)]
-        self.per_head = pattern.layout.per_head
-
-    def visible(self, own: range) -> tuple[Tensor, Tensor]:
-        """(last, pairs) of the queries of the rank that holds `own`.
-
-        last: int64 (sets, key blocks), where a set is a key head, or all if heads share the layout: the position of
-            the last query of the query blocks that see a key block (0 if the pattern is not causal); -1 if none does
-        pairs: int64 scalar, how many (head, query, key) visible blocks have, summed over `layouts`
-        """
-        (bq, bk), n = self.block_size, self.n
-        rows, cols = -(-n // bq), -(-n // bk)
-        queries = queries_of(own, n, self.nq)
-        sets = self.key_heads if self.per_head else 1
-        last, pairs = torch.full((sets, cols), -1), torch.zeros((), dtype=torch.int64)
-        if not queries or not self.heads:
-            return last, pairs
-        step = max(1, self.CELLS // max(1, cols * sets))
-        widths = torch.full((cols,), bk)
-        widths[-1] = n - (cols - 1) * bk
-        for start in range(queries.start // bq, (queries.stop - 1) // bq + 1, step):
-            block = torch.arange(start, min(start + step, (queries.stop - 1) // bq + 1), dtype=torch.int32)
-            low = (block.long() * bq).clamp(min=queries.start)
-            high = ((block.long() + 1) * bq).clamp(max=queries.stop)
-            latest = high - 1 if self.pattern.causal else torch.zeros_like(low)
-            reach = int(latest[-1]) // bk + 1 if self.pattern.causal else cols
-            seen = torch.zeros(sets, len(block), reach, dtype=torch.bool)
-            j = torch.arange(reach, dtype=torch.int32)
-            for h in range(self.heads if self.per_head else 1):
-                head = torch.full((1, 1, 1), h, dtype=torch.int32)
-                for layout in self.layouts:
-                    one = layout.visible(head, block.view(1, -1, 1), j.view(1, 1, -1), (rows, cols))
-                    one = one.expand(1, len(block), reach)[0]
-                    seen[h * sets // self.heads] |= one
-                    each = (one * widths[:reach]).sum(1) * (high - low)
-                    pairs = pairs + each.sum() * (1 if self.per_head else self.heads)
-            found = torch.where(seen, latest.view(1, -1, 1), -1).amax(1)
-            last[:, :reach] = torch.maximum(last[:, :reach], found)
-        return last, pairs
-
-    def halo(self, own: range) -> list[HeadRows]:
-        last, _ = self.visible(own)
-        bk = self.block_size[1]
-        found = []
-        for one in last:
-            block = (one >= 0).nonzero().flatten()
-            position = (block[:, None] * bk + torch.arange(bk)).flatten()
-            until = one[block].repeat_interleave(bk)
-            keep = position < self.n
-            if self.pattern.causal:
-                keep &= position <= until
-            found.append(Rows.of([position[keep]]).without(own))
-        if not self.per_head:
-            return _head_rows([tuple(range(self.key_heads))], found) if self.key_heads else []
-        return _head_rows([(g,) for g in range(self.key_heads)], found)
+def block_sparse(pattern: BlockSparse, n: int, heads: int, key_heads: int, own: range, queries: range) -> list[Rows]:
+    """By key head, or once if all heads share the layout, the rows of the key blocks that one of the query blocks sees;
+    if causal, up to the last query that does. What one entry of the batch needs is needed for all."""
+    bk, found = pattern.block_size[1], []
+    for last in visible_blocks(pattern, n, heads, key_heads, queries)[0]:
+        block = (last >= 0).nonzero().flatten()
+        position = (block[:, None] * bk + torch.arange(bk)).flatten()
+        keep = position < n
+        if pattern.causal:
+            keep &= position <= last[block].repeat_interleave(bk)
+        found.append(Rows.of([position[keep]]).without(own))
+    return found
 
 
 # --- neighborhood -----------------------------------------------------------------------------------------------------
 
 
-class NeighborhoodHalo:
-    """The tokens of other ranks that lie within the radius of one of the rank's queries."""
+def neighborhood(pattern: Neighborhood, own: range, queries: range) -> Rows:
+    """The tokens of other ranks that lie within the radius of one of the queries."""
+    return Rows.of([near(pattern, torch.arange(queries.start, queries.stop))]).without(own)
 
-    def __init__(self, pattern: Neighborhood, n: int, nq: int, heads: int, key_heads: int):
-        self.pattern, self.n, self.nq, self.key_heads = pattern, n, nq, key_heads
 
-    def halo(self, own: range) -> list[HeadRows]:
-        queries = queries_of(own, self.n, self.nq)
-        if not queries or not self.key_heads:
-            return []
-        token = self.near(torch.arange(queries.start, queries.stop))
-        return _head_rows([tuple(range(self.key_heads))], [Rows.of([token]).without(own)])
+def near(pattern: Neighborhood, tokens: Tensor) -> Tensor:
+    """Those that see one of these tokens, which are those that one of these sees: within the radius of its cell.
 
-    def near(self, tokens: Tensor) -> Tensor:
-        """Those that see one of these tokens, which are those that one of these sees: within the radius of its cell.
-
-        tokens: positions in the sequence, int64 (M,) -> positions, int64, ascending, `tokens` among them
-        """
-        if not len(tokens):
-            return tokens
-        shape, radius = self.pattern.shape, self.pattern.radius
-        cells = self.pattern.coordinates(tokens)
-        low = [max(0, int(x.min()) - r) for x, r in zip(cells, radius, strict=True)]
-        high = [min(side, int(x.max()) + r + 1) for x, r, side in zip(cells, radius, shape, strict=True)]
-        near = torch.zeros([h - x for x, h in zip(low, high, strict=True)], dtype=torch.int32)
-        near[tuple(x - o for x, o in zip(cells, low, strict=True))] = 1
-        spot = box_sums(near, radius).nonzero(as_tuple=True)
-        cell = torch.zeros_like(spot[0])
-        for x, o, side in zip(spot, low, shape, strict=True):
-            cell = cell * side + x + o
-        found = self.pattern.rank[cell]
-        return found[found >= 0].sort().values
+    tokens: positions in the sequence, int64 (M,) -> positions, int64, ascending, `tokens` among them
+    """
+    if not len(tokens):
+        return tokens
+    shape, radius = pattern.shape, pattern.radius
+    cells = pattern.coordinates(tokens)
+    low = [max(0, int(x.min()) - r) for x, r in zip(cells, radius, strict=True)]
+    high = [min(side, int(x.max()) + r + 1) for x, r, side in zip(cells, radius, shape, strict=True)]
+    box = torch.zeros([h - x for x, h in zip(low, high, strict=True)], dtype=torch.int32)
+    box[tuple(x - o for x, o in zip(cells, low, strict=True))] = 1
+    spot = box_sums(box, radius).nonzero(as_tuple=True)
+    cell = torch.zeros_like(spot[0])
+    for x, o, side in zip(spot, low, shape, strict=True):
+        cell = cell * side + x + o
+    found = pattern.rank[cell]
+    return found[found >= 0].sort().values

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from workbench.distributed import views
+from workbench.distributed.halo import near
 from workbench.distributed.plans import Plan, Stage
 from workbench.distributed.shards import Rows, Shards, clip
 from workbench.engines.torch.dilated import offset_slices, share_heads
@@ -314,10 +315,9 @@ def _border(plan: Plan, rank: int) -> views.Gathered:
     """
     kept = plan.views.setdefault((rank, "border"), {})
     if not kept:
-        near, own, queries = plan.finder.near, plan.shards[rank], plan.queries(rank)
-        needed = _needed(plan, rank, plan.stages[0])
-        border = Rows.of([near(needed)]).within(queries.start, queries.stop).positions
-        beside = Rows.of([near(border)]).within(own.start, own.stop).positions
+        own, queries, needed = plan.shards[rank], plan.queries(rank), _needed(plan, rank, plan.stages[0])
+        border = Rows.of([near(plan.pattern, needed)]).within(queries.start, queries.stop).positions
+        beside = Rows.of([near(plan.pattern, border)]).within(own.start, own.stop).positions
         beside = beside[~torch.isin(beside, border)]
         kept[None] = views.neighborhood(plan.pattern, torch.cat([needed, beside, border]), len(border))
     return kept[None]

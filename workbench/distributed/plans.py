@@ -141,11 +141,9 @@ class Plan:
     # --- what moves ---------------------------------------------------------------------------------------------------
 
     @cached_property
-    def finder(self):
-        """What finds a rank's halo, by the kind of pattern; None for dense."""
-        kinds = {Dilated: halo.DilatedHalo, BlockSparse: halo.BlockHalo, Neighborhood: halo.NeighborhoodHalo}
-        kind = next((finder for kind, finder in kinds.items() if isinstance(self.pattern, kind)), None)
-        return kind and kind(self.pattern, self.n, self.nq, self.heads, self.kv_heads)
+    def dilated(self) -> halo.DilatedHalo:
+        """What finds halos of a dilated pattern, and keeps what ranks share of them."""
+        return halo.DilatedHalo(self.pattern, self.n, self.nq, self.heads, self.kv_heads)
 
     def halo(self, rank: int) -> list[HeadRows]:
         """The rows of other ranks that a rank needs; key heads that need the same rows share an entry."""
@@ -170,8 +168,8 @@ class Plan:
     @cached_property
     def units(self) -> Tensor:
         """int64 (world, world): how many (row, key head) rank [s, .] sends to rank [., t]."""
-        if isinstance(self.finder, halo.DilatedHalo):
-            return self.finder.units(self.shards).T.contiguous()
+        if isinstance(self.pattern, Dilated):
+            return self.dilated.units(self.shards).T.contiguous()
         total = torch.zeros(self.world, self.world, dtype=torch.int64)
         for rank in range(self.world):
             for heads, rows in self._find(rank):
@@ -179,9 +177,19 @@ class Plan:
         return total
 
     def _find(self, rank: int) -> list[HeadRows]:
-        if self.finder is not None:
-            return self.finder.halo(self.shards[rank])
-        return halo.dense(self.pattern.causal, self.n, self.kv_heads, self.shards[rank], self.work(rank))
+        pattern, own, work, heads = self.pattern, self.shards[rank], self.work(rank), range(self.kv_heads)
+        if not any(work) or not heads:
+            return []
+        if isinstance(pattern, Dilated):
+            return self.dilated.halo(own)
+        if isinstance(pattern, Dense):
+            found = [halo.dense(pattern.causal, self.n, own, work)]
+        elif isinstance(pattern, Neighborhood):
+            found = [halo.neighborhood(pattern, own, work[0])]
+        else:
+            found = halo.block_sparse(pattern, self.n, self.heads, self.kv_heads, own, work[0])
+        of = [(head,) for head in heads] if len(found) > 1 else [tuple(heads)]
+        return [HeadRows(*one) for one in zip(of, found, strict=True) if len(one[1])]
 
     @cached_property
     def moved(self) -> Tensor:
@@ -236,7 +244,9 @@ class Plan:
         """(world,) Python ints: (head, query, key) that each rank computes; for block-sparse, all of visible blocks."""
         pattern, ranks = self.pattern, range(self.world)
         if isinstance(pattern, BlockSparse):
-            return np.array([int(self.finder.visible(self.shards[rank])[1]) for rank in ranks], dtype=object)
+            sizes = pattern, self.n, self.heads, self.kv_heads
+            every = [self.queries(rank) if self.heads else range(0) for rank in ranks]
+            return np.array([int(halo.visible_blocks(*sizes, x)[1]) if x else 0 for x in every], dtype=object)
         if isinstance(pattern, Dense):  # the queries see what the last ones of a sequence that ends with them do
             each = [[(x.stop if pattern.causal else self.n, len(x)) for x in self.work(rank)] for rank in ranks]
             return np.array([sum(pattern.pairs(n, self.heads, nq) for n, nq in x) for x in each], dtype=object)

@@ -200,6 +200,13 @@ class Run:
             self.attend_stage(stage, found, x)
             done = streams.mark()  # noqa: F841
 
+    def computed(self, x: Tensor) -> Tensor:
+        """x (B, queries held, ...) -> (B, queries computed, ...), in which those of other ranks are still to come."""
+        if self.executor.queries is None:
+            return x
+        self.moves.append((x, rows := self.executor.queries.keep(x)))
+        return rows
+
     def attend_stage(self, stage: Stage, found: list[Placed], x: int) -> None:
         for placed in found:
             self.attend(placed, x)
@@ -221,8 +228,7 @@ class Forward(Run):
     def __init__(self, executor: Executor, q: Tensor, k: Tensor, v: Tensor, call):
         super().__init__(executor, k, v, executor.allocate(q, k, backward=False), call)
         self.out, self.lse = self.buffers.results
-        self.q = executor.queries.keep(q) if executor.queries else q
-        self.moves = [(q, self.q)] if executor.queries else []
+        self.q = self.computed(q)
 
     def attend(self, placed: Placed, x: int) -> None:
         keys = placed.gather(self.k, self.v, self.buffers.received[x % len(self.buffers.received)])
@@ -270,15 +276,8 @@ class Backward(Run):
         self.held = len(executor.plan.queries(executor.ranks.rank))
         if grad is None:
             grad = self.out.new_zeros(self.out.shape[0], self.held, *self.out.shape[2:])
-        self.grad = self._computed(grad)
-        self.grad_lse = grad_lse if grad_lse is None else self._computed(grad_lse.transpose(1, 2)).transpose(1, 2)
-
-    def _computed(self, x: Tensor) -> Tensor:
-        """x (B, queries held, ...) -> (B, queries computed, ...), in which those of other ranks are still to come."""
-        if self.executor.queries is None:
-            return x
-        self.moves.append((x, rows := self.executor.queries.keep(x)))
-        return rows
+        self.grad = self.computed(grad)
+        self.grad_lse = grad_lse if grad_lse is None else self.computed(grad_lse.transpose(1, 2)).transpose(1, 2)
 
     def attend(self, placed: Placed, x: int) -> None:
         received, returned = (side[x % len(side)] for side in (self.buffers.received, self.buffers.returned))
@@ -326,7 +325,7 @@ class Backward(Run):
         """[dq, dk, dv]. any_grad_lse: whether lse has a gradient on some rank; where queries move, it moves too."""
         if any_grad_lse and self.grad_lse is None and self.executor.queries:
             none = self.lse.new_zeros(self.lse.shape[0], self.held, self.lse.shape[1])
-            self.grad_lse = self._computed(none).transpose(1, 2)
+            self.grad_lse = self.computed(none).transpose(1, 2)
         self.run()
         self._add_returned()
         self.buffers.release()
