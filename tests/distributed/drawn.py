@@ -1,4 +1,4 @@
-"""What a rank runs in `test_scaling` for cases that one device cannot hold."""
+"""What a rank runs in the tests of scaling for cases that one device cannot hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workbench.scaling import compare, on_ranks
 
 
 def facts(rank, world, case, strategy, spoilt=False):
-    """`bench.facts` as if the case were too large for one device. spoilt: one number on the last rank is wrong."""
+    """`on_ranks.facts` as if the case were too large for one device. spoilt: one number on the last rank is wrong."""
     right = api.attention
 
     def attention(*arguments, **named):

@@ -20,7 +20,6 @@ from workbench import layouts
 from workbench.analysis.multicard import one_thread
 from workbench.distributed import Shards, plan
 from workbench.distributed.plans import Stage
-from workbench.distributed.shards import Rows, clip
 from workbench.patterns import orderings
 from workbench.plots import distributed as draw
 
@@ -79,20 +78,6 @@ def test_pairs_of_the_ranks_are_those_of_the_pattern(id):
     first = case.n - found.nq
     want = [int(count[:, [x - first for part in found.work(p) for x in part]].sum()) for p in range(3)]
     assert found.pairs.tolist() == want
-
-
-@pytest.mark.parametrize("id", ["geometric", "blocks-by-head", "dense-causal", "grid-hilbert"])
-def test_parcels_of_all_stages_are_the_halo(id):
-    case, shards = CASES[id]
-    found = plan_of(case, shards[4], "sequence")
-    sent = torch.zeros_like(found.units)
-    for stage in found.stages:
-        for source in range(4):
-            for target in range(4):
-                for heads, rows in found.parcels(source, target, stage):
-                    sent[source, target] += len(heads) * len(rows)
-                    assert set(heads) <= set(stage.heads)
-    assert torch.equal(sent, found.units) and bool(sent.any())
 
 
 def test_local_branches_move_nothing_and_a_branch_across_shards_moves_what_it_keeps():
@@ -173,16 +158,6 @@ def test_wrong_lengths_and_modes_are_refused():
 
 
 # --- sets of positions ------------------------------------------------------------------------------------------------
-
-
-def test_rows_find_within_and_without():
-    rows = Rows.of([range(1, 20, 3), torch.tensor([21, 22, 30]), range(0)])
-    assert rows.within(4, 22).positions.tolist() == [4, 7, 10, 13, 16, 19, 21]
-    assert rows.without(range(7, 22)).positions.tolist() == [1, 4, 22, 30]
-    assert rows.find(range(21, 23)).tolist() == [7, 8]
-    assert Rows.of([range(1, 20, 3)]).find(range(4, 17, 6)) == slice(1, 6, 2)
-    assert rows.counts(Shards((5, 0, 15, 11))).tolist() == [2, 0, 5, 3]
-    assert clip(range(2, 30, 7), 3, 20) == range(9, 20, 7)
 
 
 def test_a_stage_brings_about_a_sixteenth_but_not_few_rows():

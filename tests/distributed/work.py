@@ -247,29 +247,29 @@ def on_streams(rank, world, id, forgets=None, hastens=None, by_host=False):
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def dtype_errors(rank, world, name, lengths):
-    """By pattern {quantity: (error, budget)} of all rows, put together from all ranks, without a gradient of lse."""
-    dtype = getattr(torch, name)
-    found = []
-    for pattern in (Dilated([64, 24], [2, 1]), Dense(True), BlockSparse(layouts.strided(2), 8)):
-        case = Case("", lambda p=pattern: p, 64, heads=4, kv_heads=2, head_dim=16)
-        inputs = case.inputs(dtype)
-        inputs[4].zero_()
-        want = tools.oracle(inputs, pattern)
-        rows = rows_of(case, lengths, rank)
-        got = tools.differentiate(run(pattern), shard(inputs, rows), pattern)
-        budget = tools.budgets(pattern, inputs, want)
-        assert got["out"].dtype == dtype and got["dk"].dtype == dtype and got["lse"].dtype == torch.float32
-        whole = {name: torch.zeros(want[name].shape, dtype=torch.float64) for name in tools.NAMES}
-        for name, x in got.items():
-            part(name, whole[name], rows).copy_(x)
-            dist.all_reduce(whole[name])
-        each = {
-            n: tools.relative(x, want[n], None if n == "out" else inputs[3]) for n, x in whole.items() if n != "lse"
-        }
-        found.append({n: (each[n], budget[n]) for n in each})
-        assert tools.lse_error(whole["lse"], want["lse"]) < tools.LSE[dtype]
+def whole_errors(rank, case, lengths, dtype, strategy="sequence", device="cpu") -> dict[str, tuple[float, float]]:
+    """(error, what is allowed) of out, lse, dq, dk and dv, put together from all ranks, without a gradient of lse."""
+    pattern, inputs = case.pattern(), case.inputs(dtype, device)
+    inputs[4].zero_()
+    want, rows = tools.oracle(inputs, pattern), rows_of(case, lengths, rank)
+    with tools.poisoned(device):
+        got = tools.differentiate(tools.without_lse(run(pattern, strategy)), shard(inputs, rows), pattern)
+    budget, found = tools.budgets(pattern, inputs, want), {}
+    for name, x in got.items():
+        whole = torch.zeros(want[name].shape, dtype=torch.float64, device=device)
+        part(name, whole, rows).copy_(x)
+        dist.all_reduce(whole)
+        upstream = None if name == "out" else inputs[3]
+        error = tools.lse_error(whole, want[name]) if name == "lse" else tools.relative(whole, want[name], upstream)
+        found[name] = error, budget[name]
     return found
+
+
+def dtype_errors(rank, world, name, lengths):
+    """`whole_errors` by pattern."""
+    patterns = Dilated([64, 24], [2, 1]), Dense(True), BlockSparse(layouts.strided(2), 8)
+    cases = [Case("", lambda p=x: p, 64, heads=4, kv_heads=2, head_dim=16) for x in patterns]
+    return [whole_errors(rank, case, lengths, getattr(torch, name)) for case in cases]
 
 
 def strided(rank, world):

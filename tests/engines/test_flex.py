@@ -122,34 +122,6 @@ def test_equal_shapes_are_compiled_once(traced):
     assert count == [1]
 
 
-def blocks_of(tables, shape):
-    """The tables as bool (batch, layouts, lines, columns): partial blocks, full blocks."""
-    out = []
-    for number, table in (tables[:2], tables[2:]):
-        dense = torch.zeros(shape, dtype=torch.bool)
-        for x in torch.cartesian_prod(*(torch.arange(s) for s in shape[:3])).tolist():
-            columns = table[tuple(x)][: number[tuple(x)]].long()
-            assert columns.diff().gt(0).all()  # the kernels stop early, at the end of the sequence
-            dense[(*x, columns)] = True
-        out.append(dense)
-    return out
-
-
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("nq", [300, 100, 1])
-def test_tables_hold_the_blocks_of_the_pattern(nq, wide):
-    pattern = BlockSparse(layouts.random(0.4, per_head=True), (64, 32), causal=True)
-    blocks = pattern.blocks(300, 3, nq)
-    shape = (1, 3, blocks.rows, blocks.cols)
-    count = pattern.multiplicity(300, 3, 300)
-    count = torch.nn.functional.pad(count, (0, 20, 0, 20)).unflatten(2, (10, 32)).unflatten(1, (5, 64))
-    some = count.any(4).any(2)[None, :, blocks.first :]
-    partial, full = blocks_of(flex.key_tables([blocks], "cpu", wide), shape)
-    assert torch.equal(partial | full, some) and not (partial & full).any()
-    by_key = blocks_of(flex.query_tables([blocks], "cpu"), (1, 3, blocks.cols, blocks.rows))
-    assert all(torch.equal(x, y.transpose(2, 3)) for x, y in zip((partial, full), by_key, strict=True))
-
-
 def test_tables_do_not_grow_with_batch_or_heads_and_stay_small():
     def nbytes(n, block, heads):
         pattern = BlockSparse(layouts.local(4) | layouts.global_(1) | layouts.strided(16), block)

@@ -21,10 +21,6 @@ def equal(one, other):
     return all(map(torch.equal, one, other))
 
 
-def test_nothing_merged_with_nothing_is_nothing():
-    assert equal(merge(nothing(3), nothing(3)), nothing(3))
-
-
 def test_rows_that_see_nothing_are_independent_of_their_neighbours():
     one, other = part(0, 4), part(1, 4)
     for x, row in ((one, 0), (one, 1), (other, 1), (other, 2)):

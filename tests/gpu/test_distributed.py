@@ -54,26 +54,10 @@ def found(name: str) -> tuple[tools.Case, tuple[int, ...]]:
 
 
 def errors(name: str, dtype: str, strategy: str) -> dict[str, tuple[float, float]]:
-    """On a rank: (error, what is allowed) of the whole of out, lse, dq, dk and dv, put together from all ranks."""
+    """On a rank: `work.whole_errors`."""
     import torch.distributed as dist
 
-    rank, (case, lengths) = dist.get_rank(), found(name)
-    pattern, inputs = case.pattern(), case.inputs(getattr(torch, dtype), "cuda")
-    inputs[4].zero_()
-    want, rows = tools.oracle(inputs, pattern), work.rows_of(case, lengths, rank)
-    with tools.poisoned("cuda"):
-        got = tools.differentiate(tools.without_lse(work.run(pattern, strategy)), work.shard(inputs, rows), pattern)
-    budget, result = tools.budgets(pattern, inputs, want), {}
-    for quantity, x in got.items():
-        whole = torch.zeros(want[quantity].shape, dtype=torch.float64, device="cuda")
-        work.part(quantity, whole, rows).copy_(x)
-        dist.all_reduce(whole)
-        if quantity == "lse":
-            error = tools.lse_error(whole, want["lse"])
-        else:
-            error = tools.relative(whole, want[quantity], None if quantity == "out" else inputs[3])
-        result[quantity] = error, budget[quantity]
-    return result
+    return work.whole_errors(dist.get_rank(), *found(name), getattr(torch, dtype), strategy, "cuda")
 
 
 @pytest.fixture(scope="module")
