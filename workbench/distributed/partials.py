@@ -8,7 +8,7 @@ queries, overwrites what an earlier one gave for them (`Partial.overwritten`).
 `own_partials` gives the calls that need the rank's own rows only, `stage_partials` those that need received ones too,
 by pattern:
 
-    dense          own keys in one call, the keys of all other ranks in another; causal: whole blocks and triangles
+    dense          own keys in one call, those that a stage brings in another; causal: whole blocks and triangles
     dilated        whole segments inside the shard, by the pattern itself; of a segment that crosses a border the kept
                    queries here on all its kept keys, which is dense attention
     block-sparse   shards of whole blocks: own blocks, and the blocks of others; else one call on both side by side
@@ -55,9 +55,10 @@ class HeadGroup(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Partial:
-    """One call on q (B, R + spare, h, D) and k, v (B, M, g, D), and which rows and heads of the sequence these are.
+    """One call: of R queries on M keys, with h query heads on g key heads, and which rows and heads these are.
 
-    pattern: numbers the call's own rows and heads from 0, and so takes its queries for the last of its keys
+    The call's q is (B, R + spare, h, D), its k and v are (B, M, g, D).
+    pattern: in the call's own numbering, heads and keys from 0; the queries are the last positions, as in every call
     groups: of heads, which lie side by side in the call in this order; each has R queries and M keys, not the same ones
     spare: rows of padding to be added behind the queries, whose results are dropped
     batch: the one entry of the batch that this is for, or None for all
@@ -313,14 +314,13 @@ def _border(plan: Plan, rank: int) -> views.Gathered:
 
     Its keys are those rows, then the own ones that the queries see, at the end the queries themselves.
     """
-    kept = plan.views.setdefault((rank, "border"), {})
-    if not kept:
+    if (rank, "border") not in plan.views:
         own, queries, needed = plan.shards[rank], plan.queries(rank), _needed(plan, rank, plan.stages[0])
         border = Rows.of([near(plan.pattern, needed)]).within(queries.start, queries.stop).positions
         beside = Rows.of([near(plan.pattern, border)]).within(own.start, own.stop).positions
         beside = beside[~torch.isin(beside, border)]
-        kept[None] = views.neighborhood(plan.pattern, torch.cat([needed, beside, border]), len(border))
-    return kept[None]
+        plan.views[rank, "border"] = views.neighborhood(plan.pattern, torch.cat([needed, beside, border]), len(border))
+    return plan.views[rank, "border"]
 
 
 def _own_cells(plan: Plan, rank: int) -> list[Partial]:

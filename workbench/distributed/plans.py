@@ -93,7 +93,7 @@ class Plan:
         self.zigzag = isinstance(pattern, Dense) and pattern.causal
         self._halos: dict[int, list[HeadRows]] = {}
         self._parcels: dict[tuple[int, int, Stage], list[HeadRows]] = {}
-        self.views: dict[tuple, dict] = {}  # the patterns on gathered keys, which `partials` keeps here
+        self.views: dict[tuple, object] = {}  # the patterns on gathered keys, which `partials` keeps here
 
     @cached_property
     def layout(self) -> Layout:
