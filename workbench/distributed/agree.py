@@ -65,10 +65,12 @@ class Agreement:
             self._reasons(str(error))
 
     def _tell(self, state: int, numbers: list[int]) -> None:
+        """Start to gather this rank's state and numbers."""
         self.proposed = True
         self.pending = self.ranks.gather(("state", *self.names), [state, *numbers])
 
     def _told(self) -> Tensor:
+        """What was gathered, int64 (world, 1 + len(names)): each rank's state and numbers."""
         told, self.pending = self.pending.wait(), None  # what was gathered takes no memory from here on
         return told
 

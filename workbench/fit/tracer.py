@@ -142,6 +142,8 @@ class Births(TorchDispatchMode):
         return False  # torch.compile is not followed, and to forbid it takes time at every call
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """One of our operators runs as Python. Of torch's, views and those that return an argument make no storage; all
+        others are followed."""
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if func in self.bodies:  # an operator of ours: its Python, as it runs on the card
             with self, self.functions:
@@ -212,9 +214,9 @@ class Births(TorchDispatchMode):
             self.events[place] = self.events[place]._replace(name=name)
 
     def hidden(self, name: str, args) -> None:
-        """Note what the kernel of an operator takes beside its results, and frees again.
+        """Note what the kernel of an operator takes beside its results, and frees again at its end.
 
-        A step of `workspace.of` is the bytes of a block that is taken or, negative, ~ the place of one that is freed.
+        `workspace.of` gives it in steps: the bytes of a block that is taken, or ~i where the i-th block is freed early.
         """
         if name in workspace.MATRIX_PRODUCTS and self.card.workspace_bytes:
             backward = torch._C._current_graph_task_id() != -1  # on a card that has a thread and so a handle of its own
