@@ -22,7 +22,7 @@ def group_of(nodeid: str) -> str:
     path = nodeid.partition("::")[0]
     if path.endswith("notebooks/test_reports.py"):
         return nodeid
-    alone = "test_plan.py", "test_views.py", "test_eight.py"
+    alone = "test_plan.py", "test_views.py"
     ranks = any(x in path for x in ("/distributed/", "/scaling/")) and not path.endswith(alone)
     return "ranks" if ranks or path.endswith("test_ranks.py") else path
 

@@ -105,9 +105,6 @@ def test_conda_environment_installs_what_make_installs():
     assert last == {"pip": ["-c constraints.txt", "-e .[test]"]}
     recipe = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert "pip install --quiet -c constraints.txt -e '.[test]'" in recipe
-
-
-def test_conda_environment_has_valid_specs():
     assert ENVIRONMENT["name"] == PROJECT["name"] and ENVIRONMENT["channels"][0] == "conda-forge"
     python = ENVIRONMENT["dependencies"][0].removeprefix("python=")
     assert SpecifierSet(PROJECT["requires-python"]).contains(python)
@@ -241,6 +238,7 @@ def test_make_says_what_python_lacks(checkout, case, message):
     python.write_text(f'#!/bin/sh\ncase "$*" in "{case}"*) exit 1;; esac\n')
     run = make(checkout, "report", f"PYTHON={python}")
     assert run.returncode != 0 and message in run.stderr
+    assert "no-such-python: not found" in make(checkout, "report", "PYTHON=no-such-python").stderr
 
 
 @needs_make

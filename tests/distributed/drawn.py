@@ -1,4 +1,4 @@
-"""What a rank runs in `test_scaling` for cases that one device cannot hold."""
+"""What a rank runs in the tests of scaling for cases that one device cannot hold."""
 
 from __future__ import annotations
 

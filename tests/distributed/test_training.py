@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 
@@ -61,15 +59,7 @@ def test_checkpoints_change_no_bit_and_all_ranks_exchange_again_in_the_same_orde
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", train.WRAPS)
 def test_compiled_steps_are_those_of_one_device(ranks, wrap):
-    for parameter, loss, graphs in ranks(4).run(train.compiled, *MESHES["2x2-uneven"], "dilated", wrap, "aot_eager"):
-        assert parameter < TOLERANCE and loss < TOLERANCE and graphs > 1, graphs
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler, which TorchInductor needs on a CPU")
-@pytest.mark.parametrize("wrap", ["inside-ddp", "inside-checkpoints"])
-def test_steps_compiled_to_machine_code_are_those_of_one_device(ranks, wrap):
-    for parameter, loss, graphs in ranks(2).run(train.compiled, *MESHES["1x2-uneven"], "dilated", wrap, "inductor"):
+    for parameter, loss, graphs in ranks(4).run(train.compiled, *MESHES["2x2-uneven"], "dilated", wrap):
         assert parameter < TOLERANCE and loss < TOLERANCE and graphs > 1, graphs
 
 
@@ -101,18 +91,15 @@ def test_refusals_say_what_is_wanted(ranks):
     for (uneven, none, many, dtype), shape, again in ranks(2).run(train.refused):
         assert "data=3, sequence=1: want integers whose product is the 2 ranks" in uneven
         assert "data=0" in none and "data=2, sequence=3" in many
-        assert dtype == "dtype=torch.int8: want one of torch.bfloat16, torch.float16"
+        assert dtype == "dtype=<class 'int'>: want one of torch.bfloat16, torch.float16"
         assert shape == [1, 2] and again
 
 
 def test_without_a_process_group():
     with pytest.raises(ValueError, match="want a process group: run under workbench.harness.ranks"):
         training.mesh()
-    x, layers = (
-        torch.randn(2, 20, 5, dtype=torch.float64),
-        [train.model("dilated", alone=alone) for alone in (True, False)],
-    )
-    assert torch.equal(layers[0](x), layers[1](x)) and "ranks=1" in repr(layers[1])
+    x, (one, other) = torch.randn(2, 20, 5).double(), (train.model("dilated", alone=alone) for alone in (True, False))
+    assert torch.equal(one(x), other(x)) and "ranks=1" in repr(other)
 
 
 @pytest.mark.slow

@@ -136,28 +136,18 @@ def checkpointed(rank, world, parts, lengths, name, strategy):
     return float((found[0] - found[1]).abs().max()), exchanges, traffic.calls
 
 
-def layers_in_checkpoints(net, compile):
-    layers = [Checkpointed(compile(x)) if isinstance(x, training.Layer) else x for x in net]
-    return DistributedDataParallel(nn.Sequential(*layers))
-
-
 WRAPS = {
-    "inside-ddp": lambda net, compile: DistributedDataParallel(compile(net)),
-    "around-ddp": lambda net, compile: compile(DistributedDataParallel(net)),
-    "inside-checkpoints": layers_in_checkpoints,
+    "inside-ddp": lambda net: DistributedDataParallel(torch.compile(net, backend="aot_eager")),
+    "around-ddp": lambda net: torch.compile(DistributedDataParallel(net), backend="aot_eager"),
 }
 
 
-def compiled(rank, world, parts, lengths, name, wrap, backend):
+def compiled(rank, world, parts, lengths, name, wrap):
     """(errors against one device, graphs that were compiled)"""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-
-    def compiling(net):
-        return WRAPS[wrap](net, lambda x: torch.compile(x, backend=backend))
-
     try:
-        found = errors(rank, world, parts, lengths, name, wrap=compiling)
+        found = errors(rank, world, parts, lengths, name, wrap=WRAPS[wrap])
         return *found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
     finally:
         torch._dynamo.reset()
@@ -232,16 +222,10 @@ def copied(rank, world):
 
 
 def refused(rank, world):
-    found = []
-    net = DistributedDataParallel(nn.Linear(2, 2))
-    for call in (
-        lambda: training.mesh(3),
-        lambda: training.mesh(0),
-        lambda: training.mesh(2, 3),
-        lambda: training.compress(net, torch.int8),
-    ):
+    found, net = [], DistributedDataParallel(nn.Linear(2, 2))
+    for call, *given in ((training.mesh, 3), (training.mesh, 0), (training.mesh, 2, 3), (training.compress, net, int)):
         try:
-            call()
+            call(*given)
         except ValueError as error:
             found.append(str(error))
     again = training.mesh() is training.mesh()

@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests import tools
 from tests.distributed import races
-from tests.distributed.cases import CASES, drawn
+from tests.distributed.cases import CASES
 from tests.tools import Case
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, VirtualCard, attention, layouts
 from workbench.distributed import Plan, Shards, api, buffers, call, exchange, plans
+from workbench.distributed.call import plans_of
 from workbench.distributed.sequence import Executor
 from workbench.distributed.shards import clip
 from workbench.engines import partial
@@ -44,6 +45,20 @@ def shard(inputs, rows):
 def part(name: str, x, rows):
     of_q, of_k = rows
     return x[:, :, of_q] if name == "lse" else x[:, of_q if name in ("out", "dq") else of_k]
+
+
+def mine_of(pattern, rank, world, dtype=torch.float64, n=64, **sizes) -> list[torch.Tensor]:
+    """A rank's q, k, v and upstream gradients of a case in even shards."""
+    case = Case("", lambda: pattern, n, **sizes)
+    return shard(case.inputs(dtype), rows_of(case, [n // world] * world, rank))
+
+
+def raised(call, *given, **options) -> tuple[str, str] | None:
+    """(kind of error, its text) of what a call raises."""
+    try:
+        call(*given, **options)
+    except Exception as error:
+        return type(error).__name__, str(error)
 
 
 def run(pattern, strategy="sequence", **options):
@@ -123,15 +138,10 @@ def in_one_stage(rank, world, id):
         return exact(rank, world, id)
 
 
-def plans_of(pattern) -> dict:
-    """The plans that are kept with a pattern."""
-    return call._kept_with(pattern)["plans"]
-
-
 def plan_of(case, lengths, strategy="sequence") -> Plan:
     sizes = (case.pattern(), Shards(tuple(lengths)), case.heads, case.kv_heads or case.heads)
     nq = case.n if case.nq is None else case.nq
-    return call.choose(strategy, (*sizes, nq), 8, case.head_dim)[0]
+    return call.choose(strategy, (*sizes, nq), 8, case.head_dim)
 
 
 # --- mutants ----------------------------------------------------------------------------------------------------------
@@ -237,55 +247,36 @@ def on_streams(rank, world, id, forgets=None, hastens=None, by_host=False):
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def blind_to_the_future(rank, world):
-    """Asserts that keys from t0 on change no bit of the rows before t0, and some rows after."""
-    for pattern in (Dilated([64, 24, 8], [3, 2, 1], True), Dense(True), BlockSparse(layouts.local(2), 8, True)):
-        case = Case("", lambda p=pattern: p, 64, heads=2)
-        q, k, v, *_ = case.inputs(torch.float32)
-        rows = rows_of(case, drawn(64, world, 5), rank)[0]
-
-        def whole(k, v, rows=rows, q=q, pattern=pattern):
-            out, lse = run(pattern)(q[:, rows], k[:, rows], v[:, rows], pattern)
-            full, full_lse = torch.zeros_like(q), torch.zeros(1, 2, 64)
-            full[:, rows], full_lse[:, :, rows] = out, lse
-            dist.all_reduce(full)
-            dist.all_reduce(full_lse)
-            return full, full_lse
-
-        tools.check_past(whole, k, v, (1, 17, 32, 33, 63))
+def whole_errors(rank, case, lengths, dtype, strategy="sequence", device="cpu") -> dict[str, tuple[float, float]]:
+    """(error, what is allowed) of out, lse, dq, dk and dv, put together from all ranks, without a gradient of lse."""
+    pattern, inputs = case.pattern(), case.inputs(dtype, device)
+    inputs[4].zero_()
+    want, rows = tools.oracle(inputs, pattern), rows_of(case, lengths, rank)
+    with tools.poisoned(device):
+        got = tools.differentiate(tools.without_lse(run(pattern, strategy)), shard(inputs, rows), pattern)
+    budget, found = tools.budgets(pattern, inputs, want), {}
+    for name, x in got.items():
+        whole = torch.zeros(want[name].shape, dtype=torch.float64, device=device)
+        part(name, whole, rows).copy_(x)
+        dist.all_reduce(whole)
+        upstream = None if name == "out" else inputs[3]
+        error = tools.lse_error(whole, want[name]) if name == "lse" else tools.relative(whole, want[name], upstream)
+        found[name] = error, budget[name]
+    return found
 
 
 def dtype_errors(rank, world, name, lengths):
-    """By pattern {quantity: (error, budget)} of all rows, put together from all ranks, without a gradient of lse."""
-    dtype = getattr(torch, name)
-    found = []
-    for pattern in (Dilated([64, 24], [2, 1]), Dense(True), BlockSparse(layouts.strided(2), 8)):
-        case = Case("", lambda p=pattern: p, 64, heads=4, kv_heads=2, head_dim=16)
-        inputs = case.inputs(dtype)
-        inputs[4].zero_()
-        want = tools.oracle(inputs, pattern)
-        rows = rows_of(case, lengths, rank)
-        got = tools.differentiate(run(pattern), shard(inputs, rows), pattern)
-        budget = tools.budgets(pattern, inputs, want)
-        assert got["out"].dtype == dtype and got["dk"].dtype == dtype and got["lse"].dtype == torch.float32
-        whole = {name: torch.zeros(want[name].shape, dtype=torch.float64) for name in tools.NAMES}
-        for name, x in got.items():
-            part(name, whole[name], rows).copy_(x)
-            dist.all_reduce(whole[name])
-        each = {
-            n: tools.relative(x, want[n], None if n == "out" else inputs[3]) for n, x in whole.items() if n != "lse"
-        }
-        found.append({n: (each[n], budget[n]) for n in each})
-        assert tools.lse_error(whole["lse"], want["lse"]) < tools.LSE[dtype]
-    return found
+    """`whole_errors` by pattern."""
+    patterns = Dilated([64, 24], [2, 1]), Dense(True), BlockSparse(layouts.strided(2), 8)
+    cases = [Case("", lambda p=x: p, 64, heads=4, kv_heads=2, head_dim=16) for x in patterns]
+    return [whole_errors(rank, case, lengths, getattr(torch, name)) for case in cases]
 
 
 def strided(rank, world):
     """The largest difference of results between contiguous inputs and permuted ones, also in the last dimension: 0."""
     worst = 0.0
     for pattern in (Dilated([64, 24], [2, 1], True), Dense(), Dense(True), BlockSparse(layouts.strided(2), 8)):
-        case = Case("", lambda p=pattern: p, 64, heads=4)
-        mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
+        mine = mine_of(pattern, rank, world, heads=4)
         plain = tools.differentiate(run(pattern), [x.contiguous() for x in mine], pattern)
         for order in ((3, 1, 0, 2), (0, 2, 1, 3)):  # how the dimensions lie in memory
             back = [order.index(x) for x in range(4)]
@@ -298,8 +289,7 @@ def strided(rank, world):
 def living_bytes(rank, world, times):
     """(bytes of tensors alive after 1 + `times` iterations, the most inside the last one)."""
     patterns = [Dilated([64, 24], [2, 1]), Dense(True), BlockSparse(layouts.local(1), 8)]
-    case = Case("", None, 64, heads=2)
-    mine = shard(case.inputs(torch.float32), rows_of(case, [64 // world] * world, rank))
+    mine = mine_of(None, rank, world, torch.float32)
     seen, real = [], exchange.Exchange.add
 
     def add(*x):
@@ -323,56 +313,44 @@ def alive() -> int:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
+FAILS = {  # what raises on the last rank, and what it raises
+    "out of memory": (Executor, "allocate", torch.OutOfMemoryError("no room for 3 GB")),
+    "bug": (Executor, "allocate", KeyError("lost")),
+    "out of memory by heads": (torch.Tensor, "new_empty", torch.OutOfMemoryError("no room")),
+}
+
+
 def refused(rank, world, what):
     """(kind of error, its text) that this rank got, before any row was sent; afterwards a correct call has to work."""
-    case = Case("", lambda: Dilated([64], [2]), 64, heads=4)
-    mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
-    last, (q, k, v, *_) = rank == world - 1, mine
-    pattern, options = case.pattern(), {}
-    stack = contextlib.ExitStack()
-    if what == "pattern" and last:
-        pattern = Dilated([64], [2], causal=True)
-    elif what == "ordering":
-        pattern = Neighborhood((8, 8), 1, orderings.random((8, 8), int(last)))
-    elif what == "dtype" and last:
-        q, k, v = q.float(), k.float(), v.float()
-    elif what == "shape" and last:
-        q, k, v = (x[..., :4] for x in (q, k, v))
-    elif what == "scale" and last:
-        options["scale"] = 0.5
-    elif what == "queries" and last:
-        q = q[:, 1:]
-    elif what == "v" and last:
-        v = v[:, 1:]
-    elif what == "device" and last:
-        q, k, v = (x.to("meta") for x in (q, k, v))
-    elif what == "layout" and last:
-        q = q.to_sparse()
-    elif what == "requires_grad" and last:
-        q = q.clone().requires_grad_()
-    elif what == "strategy":
-        options["strategy"] = "ring"
-    elif what == "backend":
-        options["backend"] = "flex"
-    elif what == "heads":
-        options["strategy"], (q, k, v) = "heads", (x[:, :, :3] for x in (q, k, v))
-    elif what == "predicate":
-        pattern = Predicate(tools.every_third)
-    elif what == "tokens":
-        pattern = Neighborhood((9, 9), 1)
-    elif what in ("out of memory", "bug") and last:
-        error = torch.OutOfMemoryError("no room for 3 GB") if what == "out of memory" else KeyError("lost")
-        stack.enter_context(patch.object(Executor, "allocate", side_effect=error))
-    elif what == "out of memory by heads":
-        options["strategy"] = "heads"
-        if last:
-            stack.enter_context(patch.object(torch.Tensor, "new_empty", side_effect=torch.OutOfMemoryError("no room")))
-    with stack, Counted(world) as counted:
-        try:
-            api.attention(q, k, v, pattern, **options)
-            found = None
-        except Exception as error:
-            found = type(error).__name__, str(error)
+    pattern, last = Dilated([64], [2]), rank == world - 1
+    q, k, v, *_ = mine_of(pattern, rank, world, heads=4)
+
+    def each(change):
+        return {name: change(x) for name, x in zip("qkv", (q, k, v), strict=True)}
+
+    on_all = {
+        "ordering": {"pattern": Neighborhood((8, 8), 1, orderings.random((8, 8), int(last)))},
+        "strategy": {"strategy": "ring"},
+        "heads": each(lambda x: x[:, :, :3]) | {"strategy": "heads"},
+        "predicate": {"pattern": Predicate(tools.every_third)},
+        "tokens": {"pattern": Neighborhood((9, 9), 1)},
+        "out of memory by heads": {"strategy": "heads"},
+    }
+    on_last = {
+        "pattern": {"pattern": Dilated([64], [2], causal=True)},
+        "dtype": each(torch.Tensor.float),
+        "shape": each(lambda x: x[..., :4]),
+        "scale": {"scale": 0.5},
+        "queries": {"q": q[:, 1:]},
+        "v": {"v": v[:, 1:]},
+        "device": each(lambda x: x.to("meta")),
+        "requires_grad": {"q": q.clone().requires_grad_()},
+    }
+    call = {"q": q, "k": k, "v": v, "pattern": pattern} | on_all.get(what, {})
+    call |= on_last.get(what, {}) if last else {}
+    fails = patch.object(*FAILS[what][:2], side_effect=FAILS[what][2]) if what in FAILS and last else Counted(world)
+    with fails, Counted(world) as counted:
+        found = raised(api.attention, **call)
     assert sum(counted.sent) == 0, "data moved before the refusal"
     case = CASES["geometric"]
     assert max(compare(rank, case[0], case[1][world]).values()) < TOLERANCE
@@ -381,39 +359,31 @@ def refused(rank, world, what):
 
 def out_of_memory_backward(rank, world, strategy):
     """What this rank raises if the last one has no memory for the backward; then the same backward, with memory."""
-    case = Case("", lambda: Dilated([64], [2]), 64, heads=4)
-    mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
-    leaves = [x.clone().requires_grad_() for x in mine[:3]]
-    out = api.attention(*leaves, case.pattern(), strategy=strategy)
-    error = torch.OutOfMemoryError("no room") if rank == world - 1 else None
-    found, where = None, {"sequence": (Executor, "allocate"), "heads": (torch.Tensor, "new_empty")}[strategy]
-    with patch.object(*where, side_effect=error) if error else contextlib.nullcontext():
-        try:
-            out.backward(mine[3], retain_graph=True)
-        except Exception as raised:
-            found = type(raised).__name__, str(raised)
-    out.backward(mine[3])
+    pattern, (*mine, g, _) = Dilated([64], [2]), mine_of(Dilated([64], [2]), rank, world, heads=4)
+    leaves = [x.clone().requires_grad_() for x in mine]
+    out = api.attention(*leaves, pattern, strategy=strategy)
+    where = {"sequence": (Executor, "allocate"), "heads": (torch.Tensor, "new_empty")}[strategy]
+    error = patch.object(*where, side_effect=torch.OutOfMemoryError("no room"))
+    with error if rank == world - 1 else contextlib.nullcontext():
+        found = raised(out.backward, g, retain_graph=True)
+    out.backward(g)
     assert all(x.grad is not None for x in leaves)
     return found
 
 
 def changed_before_the_backward(rank, world):
     """What this rank raises if the last one has written into its queries since; then a backward of unchanged ones."""
-    case = Case("", lambda: Dilated([64], [2]), 64, heads=4)
-    mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
-    leaves, found = [x.clone().requires_grad_() for x in mine[:3]], None
+    pattern, (*mine, g, _) = Dilated([64], [2]), mine_of(Dilated([64], [2]), rank, world, heads=4)
+    leaves, found = [x.clone().requires_grad_() for x in mine], []
     for changed in (True, False):
         q = leaves[0] * 1
-        out = api.attention(q, *leaves[1:], case.pattern(), strategy="sequence")
+        out = api.attention(q, *leaves[1:], pattern, strategy="sequence")
         if changed and rank == world - 1:
             with torch.no_grad():
                 q.add_(1)
-        try:
-            out.backward(mine[3])
-        except RuntimeError as raised:
-            found = str(raised)
-    assert all(x.grad is not None for x in leaves)
-    return found
+        found.append(raised(out.backward, g))
+    assert found[1] is None and all(x.grad is not None for x in leaves)
+    return found[0][1]
 
 
 def left_by_an_error(rank, world, backward, where):
@@ -455,7 +425,6 @@ def out_of_memory_beside(rank, world, backward, forgets=()):
     pattern, inputs, rows = case.pattern(), case.inputs(torch.float64), rows_of(case, shards[world], rank)
     want, mine = tools.oracle(inputs, pattern), shard(inputs, rows)
     error = torch.OutOfMemoryError("no room") if rank == world - 1 else None
-    found = None
     with races.Races(by_host=True) as races_found:
         call = run(pattern, group=races_found.ranks)
         tools.differentiate(call, mine, pattern)  # from now on the plan is there
@@ -465,10 +434,8 @@ def out_of_memory_beside(rank, world, backward, forgets=()):
         out = call(*leaves, pattern)[0] if backward else None
         where = patch.object(partial, "backward" if backward else "forward", side_effect=error)
         with where if error else contextlib.nullcontext():
-            try:
-                out.backward(mine[3], retain_graph=True) if backward else call(*leaves, pattern)
-            except Exception as raised:
-                found = type(raised).__name__, str(raised)
+            again = (out.backward, mine[3], None, True) if backward else (call, *leaves, pattern)
+            found = raised(*again)
         got = tools.differentiate(call, mine, pattern)
     assert max(float((x - part(name, want[name], rows)).abs().max()) for name, x in got.items()) < TOLERANCE
     return found, sorted(races_found.found)
@@ -484,21 +451,17 @@ def flips(rank, world):
             want = tools.oracle(inputs, pattern)
             got = tools.differentiate(run(pattern, "auto"), shard(inputs, rows), pattern)
             error = max(float((x - part(name, want[name], rows)).abs().max()) for name, x in got.items())
-            found.append((call.last(pattern).plan.strategy, error))
+            found.append((list(plans_of(pattern).values())[-1].plan.strategy, error))
     return found
 
 
-def gradient_of_a_gradient(rank, world, strategy):
+def gradient_of_a_gradient(rank, world):
     """What this rank raises if a gradient taken with create_graph is differentiated again."""
-    case = Case("", lambda: Dense(), 8, heads=2)
-    q, k, v, *_ = shard(case.inputs(torch.float64), rows_of(case, [8 // world] * world, rank))
+    q, k, v, *_ = mine_of(Dense(), rank, world, n=8)
     q.requires_grad_()
-    out = api.attention(q, k, v, case.pattern(), strategy=strategy)
+    out = api.attention(q, k, v, Dense(), strategy="sequence")
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    try:
-        (out.sum() + dq.square().sum()).backward()
-    except RuntimeError as error:
-        return str(error)
+    return raised((out.sum() + dq.square().sum()).backward)[1]
 
 
 # --- around it --------------------------------------------------------------------------------------------------------
@@ -524,23 +487,16 @@ def partly_used(rank, world):
     return worst
 
 
-def checkpointed(rank, world, how):
-    """The largest difference that activation checkpointing or torch.compile around the call makes: 0."""
-    from torch.utils.checkpoint import checkpoint
-
+def compiled(rank, world):
+    """The largest difference that torch.compile around the call makes: 0."""
     pattern = Dilated([64, 24], [2, 1], True)
-    case = Case("", lambda: pattern, 64)
-    mine = shard(case.inputs(torch.float64), rows_of(case, [64 // world] * world, rank))
+    mine = mine_of(pattern, rank, world)
 
     def layer(q, k, v):
         return api.attention(q * 2, k, v, pattern, strategy="sequence") + 1
 
-    wrapped = {
-        "checkpoint": lambda *x: checkpoint(layer, *x, use_reentrant=False),
-        "compile": torch.compile(layer, backend="aot_eager"),
-    }[how]
     results = []
-    for function in (layer, wrapped):
+    for function in (layer, torch.compile(layer, backend="aot_eager")):
         leaves = [x.clone().requires_grad_() for x in mine[:3]]
         out = function(*leaves)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, mine[3])])
@@ -551,25 +507,11 @@ def explained(rank, world):
     """By pattern (the sentence of `explain`, bytes that this rank's forward sent) of a call by "auto"."""
     found = []
     for pattern in (Dilated([64], [4]), Dense()):
-        case = Case("", lambda p=pattern: p, 64, heads=4)
-        q, k, v, *_ = shard(case.inputs(torch.float32), rows_of(case, [64 // world] * world, rank))
+        q, k, v, *_ = mine_of(pattern, rank, world, torch.float32, heads=4)
         with Counted(world) as counted:
             api.attention(q, k, v, pattern)
         found.append((api.explain(q, k, v, pattern), sum(counted.sent)))
     return found
-
-
-def once_again(rank, world):
-    """How many agreements the first call takes, and a second one of the same sizes."""
-    pattern = Dilated([64], [2])
-    case = Case("", lambda: pattern, 64)
-    q, k, v, *_ = shard(case.inputs(torch.float32), rows_of(case, [64 // world] * world, rank))
-    counts, real = [], dist.all_gather
-    for _ in range(2):
-        with patch.object(dist, "all_gather", side_effect=real) as gathered:
-            api.attention(q, k, v, pattern)
-        counts.append(gathered.call_count)
-    return counts
 
 
 def alternating(rank, world):
@@ -595,30 +537,11 @@ def alternating(rank, world):
 
 
 def autocast(rank, world):
-    pattern = Dense()
-    case = Case("", lambda: pattern, 64)
-    mine = shard(case.inputs(torch.float32), rows_of(case, [64 // world] * world, rank))
+    pattern, mine = Dense(), mine_of(Dense(), rank, world, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         inside = api.attention(*mine[:3], pattern)
     outside = api.attention(*(x.bfloat16() for x in mine[:3]), pattern)
     return str(inside.dtype), float((inside - outside).abs().max())
-
-
-def alone(rank, world):
-    """A group of one rank is `workbench.attention`, by a bit."""
-    groups = [dist.new_group([x]) for x in range(world)]
-    case = Case("", lambda: Dilated([8, 32], [1, 2]), 40)
-    q, k, v, *_ = case.inputs(torch.float32)
-    pattern = case.pattern()
-    return bool(torch.equal(api.attention(q, k, v, pattern, groups[rank]), attention(q, k, v, pattern)))
-
-
-def why_not_heads(rank, world, id):
-    try:
-        exact(rank, world, id, "heads")
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -643,7 +566,7 @@ def peak(rank, world, case, strategy) -> int:
 
 def on_card(pattern):
     """The index tensors that a plan made ready keeps on the card."""
-    for executor in (x.executor for x in plans_of(pattern).values() if isinstance(x.executor, Executor)):
+    for executor in (x for x in plans_of(pattern).values() if isinstance(x, Executor)):
         every = executor.every
         copies = [*(placed.copies for placed in every), *executor.exchange.copies.values()]
         copied = [view.rows for some in copies for copy in some for view in (copy.source, copy.target)]

@@ -61,15 +61,3 @@ def test_agrees_with_the_oracle(of, products):
     (case,) = (case for case in CASES if case.id == of[0])
     tools.check(case, torch.float32, backend="triton", through_lse=of[1])
     assert products
-
-
-def test_calls_are_few():
-    from workbench.engines.triton.cudnn_views import groups
-
-    for heads in (8, 12, 16, 40):
-        for r in (1, 2, 4, 6, 12, 16, 64):
-            offsets = [h % r for h in range(heads)]
-            found = groups(offsets, [5] * heads)
-            members = sorted(first + step * x for first, step, count in found for x in range(count))
-            assert members == list(range(heads))
-            assert len(found) == min(min(r, heads), -(-heads // r))

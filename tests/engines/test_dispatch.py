@@ -60,39 +60,25 @@ REFUSED = {
     "no-pattern": (bad(pattern="dense"), "pattern='dense': want a pattern"),
     "a-class-for-a-pattern": (bad(pattern=Dense), "want a pattern, e.g. Dense()"),
     "no-tensor": (bad(q=t(1, 6, 2, 4).numpy()), "q is a ndarray: want a tensor"),
-    "no-tensor-for-v": (bad(v=[1.0]), "v is a list: want a tensor"),
-    "three-dimensions": (bad(q=t(6, 2, 4)), "q (6, 2, 4), k (1, 6, 2, 4), v (1, 6, 2, 4): want q (B, Nq, H, D)"),
     "another-batch": (bad(q=t(3, 6, 2, 4)), "q (3, 6, 2, 4), k (1, 6, 2, 4)"),
     "another-head-dim": (bad(q=t(1, 6, 2, 5)), "q (1, 6, 2, 5), k (1, 6, 2, 4)"),
-    "v-of-another-head-dim": (bad(v=t(1, 6, 2, 5)), "v (1, 6, 2, 5): want one batch and head_dim for q, k and v"),
     "v-of-another-length": (bad(v=t(1, 7, 2, 4)), "v (1, 7, 2, 4): want one batch"),
     "head-dim-0": (bad(q=t(1, 6, 2, 0), k=t(1, 6, 2, 0)), "head_dim is 0"),
     "6-heads-on-4": (bad(q=t(1, 6, 6, 4), k=t(1, 6, 4, 4)), "4 key heads do not divide 6 query heads"),
-    "2-heads-on-4": (bad(k=t(1, 6, 4, 4)), "4 key heads do not divide 2 query heads"),
     "heads-on-none": (bad(k=t(1, 6, 0, 4)), "0 key heads do not divide 2 query heads"),
     "more-queries-than-keys": (bad(k=t(1, 5, 2, 4)), "6 queries on 5 keys; queries are the last ones, Nq <= N"),
     "float16-on-q-only": (bad(q=t(1, 6, 2, 4, dtype=half)), "dtypes float16, float32, float32 of q (1, 6, 2, 4)"),
-    "float16-on-v-only": (bad(v=t(1, 6, 2, 4, dtype=half)), "dtypes float32, float32, float16 of q (1, 6, 2, 4)"),
     "integers": (bad(*[t(1, 6, 2, 4, dtype=torch.int64)] * 3), "want one of float64, float32, bfloat16, float16"),
-    "complex": (bad(*[t(1, 6, 2, 4, dtype=torch.complex64)] * 3), "want one of float64, float32, bfloat16, float16"),
     "another-device": (bad(q=t(1, 6, 2, 4).to("meta")), "devices meta, cpu, cpu"),
     "scale-nan": (bad(scale=math.nan), "scale=nan: want a finite number above 0"),
-    "scale-infinite": (bad(scale=math.inf), "scale=inf: want a finite number above 0"),
     "scale-0": (bad(scale=0), "scale=0: want a finite number above 0"),
-    "scale-negative": (bad(scale=-0.5), "scale=-0.5: want a finite number above 0"),
     "scale-text": (bad(scale="1"), "scale='1': want a finite number above 0"),
     "unknown-backend": (bad(backend="cuda"), "backend='cuda': want 'auto' or one of 'reference', 'torch', 'flex'"),
     "causal": (bad(causal=True), "causal=True: attention has no such option; the pattern says it, e.g. Dense(causal"),
-    "is-causal": (bad(is_causal=False), "is_causal=False: attention has no such option; the pattern says it"),
-    "a-mask": (bad(attn_mask=None), "attn_mask=None: attention has no such option; which pairs attend"),
     "dropout": (bad(dropout_p=0.0), "dropout_p=0.0: attention has no such option; the weights are not dropped out"),
-    "grouped": (bad(enable_gqa=True), "enable_gqa=True: attention has no such option; key heads are shared by groups"),
     "misspelled": (bad(scales=1.0), "scales=1.0: attention has no such option; see its help"),
     "return-lse-by-a-word": (bad(return_lse="yes"), "return_lse='yes': want True or False"),
-    "a-tensor-for-a-pattern": (bad(pattern=t(1, 6, 2, 4)), "pattern=torch.float32 (1, 6, 2, 4): want a pattern"),
-    "no-backend": (bad(backend=None), "backend=None: want 'auto'"),
     "another-neighborhood": (bad(pattern=Neighborhood((3, 3), 1)), "n=6 on a neighborhood of shape (3, 3): want n=9"),
-    "another-grid-of-blocks": (bad(pattern=BlockSparse(tools.only_block_0(3), 4)), "(3, 3), want (2, 2) blocks"),
     "a-layout-of-3-sequences": (bad(pattern=BlockSparse(tools.batch_layout(3, 2, 2, 2), 4)),
                                 "the layout is for a batch of 3, but q (1, 6, 2, 4)"),
     "a-layout-of-4-heads": (bad(pattern=BlockSparse(tools.batch_layout(1, 4, 2, 2), 4)), "4 heads, want 2"),
@@ -107,25 +93,19 @@ def test_bad_input_is_refused_with_the_value_and_what_would_do(call, message):
         attention(*given, pattern, **options)
 
 
+@pytest.mark.parametrize("run", [reference, explain])
+@pytest.mark.parametrize("id", ["6-heads-on-4", "more-queries-than-keys", "no-tensor", "no-pattern"])
+def test_the_reference_and_explain_refuse_what_attention_refuses(run, id):
+    (given, pattern, _), message = REFUSED[id]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run(*given, pattern)
+
+
 def test_every_function_of_q_and_k_refuses_an_option_by_name():
     for run in (attention, reference, explain, captured_mass, distributed.attention):
         x = [t(1, 6, 2, 4)] * (2 if run is captured_mass else 3)
         with pytest.raises(ValueError, match=f"causal=True: {run.__name__} has no such option; the pattern says it"):
             run(*x, Dense(), causal=True)
-
-
-@pytest.mark.parametrize("id", ["6-heads-on-4", "more-queries-than-keys", "no-tensor", "no-pattern", "scale-text"])
-def test_the_reference_refuses_what_attention_refuses(id):
-    (given, pattern, options), message = REFUSED[id]
-    with pytest.raises(ValueError, match=re.escape(message)):
-        reference(*given, pattern, **options)
-
-
-@pytest.mark.parametrize("id", ["6-heads-on-4", "more-queries-than-keys", "float16-on-q-only", "no-pattern"])
-def test_explain_refuses_what_attention_refuses(id):
-    (given, pattern, _), message = REFUSED[id]
-    with pytest.raises(ValueError, match=re.escape(message)):
-        explain(*given, pattern)
 
 
 # --- backends --------------------------------------------------------------------------------------------------------
@@ -148,14 +128,6 @@ def test_a_backend_asked_for_by_name_never_falls_back(monkeypatch):
     for name in ("reference", "torch"):
         attention(q, k, v, Dense(), backend=name)
     assert ran == ["reference", "torch"]
-
-
-def test_why_not():
-    q, k, v = tensors()
-    assert dispatch.why_not("torch", q, k, v, Dense()) is None
-    assert dispatch.why_not("reference", q, k, v, Dense()) is None
-    assert "float64" in dispatch.why_not("flex", *tensors(dtype=torch.float64), Dense())
-    assert dispatch.why_not("triton3", q, k, v, Dense()).startswith("backend='triton3': want 'auto' or one of")
 
 
 @every_pattern
@@ -223,15 +195,6 @@ def wrong(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_neither_cudnn_nor_flash_is_taken_where_they_are_wrong(wrong, backend):
-    q, k, v = tensors(dtype=torch.float64)
-    out = attention(q.requires_grad_(), k, v, Dense(True), backend=backend)
-    assert tools.relative(out.detach(), reference(q, k, v, Dense(True))[0].detach()) < 1e-10
-    assert wrong == [["efficient", "unfused"]]
-    assert torch.backends.cuda.cudnn_sdp_enabled()  # again
-
-
 @pytest.mark.parametrize("past", [False, True], ids=["before", "past-2^31"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=tools.name_of)
 def test_memory_efficient_attention_gets_as_many_key_heads_as_query_heads(dtype, past, monkeypatch):
@@ -256,12 +219,14 @@ def test_memory_efficient_attention_gets_as_many_key_heads_as_query_heads(dtype,
 
 
 def test_the_order_of_torchs_kernels_is_left_alone(wrong):
-    """Set within a block, it would be flash before cuDNN behind it."""
-    order, was_set = torch._C._get_sdp_priority_order(), []
+    """Set within a block, it would be flash before cuDNN behind it. Neither is taken where they are wrong."""
+    order, was_set, (q, k, v) = torch._C._get_sdp_priority_order(), [], tensors(dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch._C, "_set_sdp_priority_order", was_set.append)
-        attention(*tensors(), Dense())
+        out = attention(q.requires_grad_(), k, v, Dense(True)).detach()
+    assert tools.relative(out, reference(q, k, v, Dense(True))[0].detach()) < 1e-10
     assert wrong == [["efficient", "unfused"]] and was_set == []
+    assert torch.backends.cuda.cudnn_sdp_enabled()  # again
     assert order.index(SDPBackend.EFFICIENT_ATTENTION.value) < order.index(SDPBackend.MATH.value)
 
 
@@ -304,19 +269,8 @@ def assert_right(q, k, v, pattern, tolerance=1e-10, **options):
 
 
 @every_pattern
-@pytest.mark.parametrize("head_dim", [1, 3, 300])
-@pytest.mark.parametrize("n", [1, 2, 6])
-def test_one_token_and_odd_head_dims(pattern, n, head_dim):
-    assert_right(*tensors(nq=n, n=n, d=head_dim, dtype=torch.float64), pattern)
-    assert_right(*tensors(nq=1, n=n, d=head_dim, dtype=torch.float64), pattern)
-
-
-@every_pattern
-@pytest.mark.parametrize(
-    "sizes", [{"b": 0}, {"heads": 0}, {"heads": 0, "kv_heads": 3}, {"nq": 0}, {"nq": 0, "n": 0}],
-    ids=["batch-0", "heads-0", "heads-0-on-3", "queries-0", "keys-0"],
-)  # fmt: skip
-@pytest.mark.parametrize("backend", ["torch", "reference", "auto"])
+@pytest.mark.parametrize("sizes", [{"b": 0}, {"heads": 0}, {"nq": 0}, {"nq": 0, "n": 0}], ids=str)
+@pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_nothing_to_do(pattern, sizes, backend):
     q, k, v = (x.requires_grad_() for x in tensors(**sizes))
     alone, both = (attention(q, k, v, pattern, backend=backend, return_lse=lse) for lse in (False, True))
@@ -327,14 +281,6 @@ def test_nothing_to_do(pattern, sizes, backend):
     assert attention(q, k, v, pattern).shape == q.shape
 
 
-@every_pattern
-@pytest.mark.parametrize("kv_heads", [6, 3, 2, 1])
-def test_grouped_queries_are_repeated_key_heads(pattern, kv_heads):
-    q, k, v = tensors(nq=5, heads=6, kv_heads=kv_heads, dtype=torch.float64)
-    wide = (x.repeat_interleave(6 // kv_heads, 2) for x in (k, v))
-    torch.testing.assert_close(attention(q, k, v, pattern), attention(q, *wide, pattern), rtol=1e-12, atol=1e-12)
-
-
 def strided(x, how):
     """The same numbers in other strides."""
     if how == "last-stride-2":
@@ -343,15 +289,11 @@ def strided(x, how):
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if how == "last-dimension-outside":
         return x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
-    if how == "every-second-token":
-        return x.repeat_interleave(2, 1)[:, ::2]
     return torch.cat([x, x], 2)[:, :, : x.shape[2]]  # part of a wider projection
 
 
 @every_pattern
-@pytest.mark.parametrize(
-    "how", ["last-stride-2", "heads-outside", "last-dimension-outside", "every-second-token", "part-of-a-projection"]
-)
+@pytest.mark.parametrize("how", ["last-stride-2", "heads-outside", "last-dimension-outside", "part-of-a-projection"])
 def test_strided_inputs_give_the_same_numbers(pattern, how):
     given = [x.requires_grad_() for x in tensors(b=2, nq=5, heads=4, kv_heads=2, dtype=torch.float64)]
     views = [strided(x, how) for x in given]
@@ -386,7 +328,7 @@ def test_broadcast_inputs_and_upstream_gradients_of_stride_0(pattern):
 @every_pattern
 def test_a_scale_of_ones_own(pattern):
     q, k, v = tensors(dtype=torch.float64)
-    for scale in (1, 0.3, 1e-30, 30.0, np.float32(0.5), np.int64(2)):
+    for scale in (1, 0.3, 30.0, np.float32(0.5)):
         assert_right(q, k, v, pattern, scale=scale)
     torch.testing.assert_close(attention(q, k, v, pattern), attention(q, k, v, pattern, scale=0.5))
 
@@ -441,14 +383,6 @@ def test_autocast_leaves_what_is_wide_inside_wide(monkeypatch):
     assert tools.lse_error(lse, want) < 1e-6
 
 
-def test_autocast_gradients_come_back_in_the_inputs_dtype():
-    q, k, v = (x.requires_grad_() for x in tensors())
-    with torch.autocast("cpu", torch.bfloat16):
-        out = attention(q, k, v, Dilated([4, 8], [1, 2]))
-        out.float().sum().backward()
-    assert all(x.grad.dtype == torch.float32 and x.grad.isfinite().all() for x in (q, k, v))
-
-
 def test_auto_goes_on_with_torch_where_flex_cannot_compile_and_says_so(monkeypatch):
     from workbench.engines import flex
 
@@ -470,8 +404,3 @@ def test_the_package_leaves_the_compiler_alone():
     """Importing torch._dynamo takes two seconds, of every process."""
     code = "import sys, workbench; workbench.attention; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_which_kernels_are_allowed_is_a_constant_where_it_is_compiled():
-    asked = torch.compile(lambda x: x + len(dispatch.kernels_right_past_2_31()), backend="eager", fullgraph=True)
-    assert asked(torch.zeros(())) == len(dispatch.kernels_right_past_2_31())

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests import tools
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, layouts, reference
+from workbench import BlockSparse, Dense, Neighborhood, Predicate, layouts, reference
 from workbench.engines import flex
 from workbench.patterns import orderings
 
@@ -25,23 +25,6 @@ def inputs(n, nq=None, batch=1, heads=2, key_heads=None, d=16, dtype=torch.float
 def run(q, k, v, pattern):
     assert flex.why_not(q, k, v, pattern) is None
     return flex.forward(q, k, v, pattern, q.shape[-1] ** -0.5, False)[0]
-
-
-def error(out, want):
-    return float((out.double() - want).norm() / want.norm())
-
-
-def budget(q, k, v, pattern, want):
-    """2e-6 in float32; in 16 bit twice the error of torch's own attention under the same mask plus one rounding."""
-    if q.dtype == torch.float32:
-        return 2e-6
-    each = [pattern.for_batch(x) for x in range(pattern.batch)] if getattr(pattern, "batch", None) else [pattern]
-    mask = torch.stack([x.multiplicity(k.shape[1], q.shape[2], q.shape[1]) > 0 for x in each])
-    out = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, enable_gqa=True
-    ).transpose(1, 2)
-    out = out.masked_fill(~mask.any(-1).transpose(1, 2)[..., None], 0)
-    return 2 * (error(out, want) + error(want.to(q.dtype), want))
 
 
 @contextlib.contextmanager
@@ -96,17 +79,14 @@ def test_equals_the_oracle(case):
     want, lse = reference(q, k, v, pattern)
     out = run(q, k, v, pattern)
     assert out.dtype == q.dtype and out.shape == q.shape
-    assert error(out, want) <= budget(q, k, v, pattern, want)
+    error, allowed = tools.relative(out, want), 2e-6
+    if q.dtype != torch.float32:  # twice the error of torch's own attention under the same mask, plus one rounding
+        own = tools.torch_own(q, k, v, pattern)[0]
+        allowed = 2 * (tools.relative(own, want) + tools.relative(want.to(q.dtype), want))
+    assert error <= allowed
     empty = (lse == -torch.inf).transpose(1, 2)
     assert bool(empty.any()) == ("nothing" in case or "empty" in case)
     assert not out[empty].any()
-
-
-@compiles
-@pytest.mark.slow
-def test_a_single_query_that_sees_nothing():
-    out = run(*inputs(600, nq=1), Predicate(lambda h, i, j: j > i))
-    assert not out.any()  # NaN is something
 
 
 @compiles
@@ -117,14 +97,6 @@ def test_needs_inputs_without_gradients_but_takes_them_under_no_grad():
     assert "no backward on a CPU" in flex.why_not(q, k, v, pattern)
     with torch.no_grad():
         torch.testing.assert_close(run(q, k, v, pattern), run(q, k.detach(), v, pattern), rtol=0, atol=0)
-
-
-@compiles
-@pytest.mark.slow
-def test_inside_a_compiled_function():
-    pattern, (q, k, v) = CASES["only key block 0"]
-    doubled = torch.compile(lambda q: 2 * run(q, k, v, pattern), backend="eager")
-    torch.testing.assert_close(doubled(q), 2 * run(q, k, v, pattern), rtol=0, atol=0)
 
 
 @compiles
@@ -148,38 +120,6 @@ def test_equal_shapes_are_compiled_once(traced):
             flex.forward(q, k, v, Neighborhood((5, 6), 1, order), 0.25, False)
         flex.forward(q * 2, k, v, Neighborhood((5, 6), 1, order), 0.25, False)
     assert count == [1]
-    with compilations() as count:
-        for seed in (0, 6):  # at most 4 and at most 3 full blocks a row
-            flex.forward(q, k, v, BlockSparse(layouts.random(0.4, seed), 4, causal=True), 0.25, False)
-    assert count == [1]
-
-
-def blocks_of(tables, shape):
-    """The tables as bool (batch, layouts, lines, columns): partial blocks, full blocks."""
-    out = []
-    for number, table in (tables[:2], tables[2:]):
-        dense = torch.zeros(shape, dtype=torch.bool)
-        for x in torch.cartesian_prod(*(torch.arange(s) for s in shape[:3])).tolist():
-            columns = table[tuple(x)][: number[tuple(x)]].long()
-            assert columns.diff().gt(0).all()  # the kernels stop early, at the end of the sequence
-            dense[(*x, columns)] = True
-        out.append(dense)
-    return out
-
-
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("nq", [300, 100, 1])
-def test_tables_hold_the_blocks_of_the_pattern(nq, wide):
-    pattern = BlockSparse(layouts.random(0.4, per_head=True), (64, 32), causal=True)
-    blocks = pattern.blocks(300, 3, nq)
-    shape = (1, 3, blocks.rows, blocks.cols)
-    count = pattern.multiplicity(300, 3, 300)
-    count = torch.nn.functional.pad(count, (0, 20, 0, 20)).unflatten(2, (10, 32)).unflatten(1, (5, 64))
-    some = count.any(4).any(2)[None, :, blocks.first :]
-    partial, full = blocks_of(flex.key_tables([blocks], "cpu", wide), shape)
-    assert torch.equal(partial | full, some) and not (partial & full).any()
-    by_key = blocks_of(flex.query_tables([blocks], "cpu"), (1, 3, blocks.cols, blocks.rows))
-    assert all(torch.equal(x, y.transpose(2, 3)) for x, y in zip((partial, full), by_key, strict=True))
 
 
 def test_tables_do_not_grow_with_batch_or_heads_and_stay_small():
@@ -200,28 +140,6 @@ def test_lookup_tables_reach_past_the_last_block():
     last = torch.tensor(255)  # of the block that holds the last token
     visible(torch.tensor(0), last, last)
     assert flex.plan_of(pattern, q, k) is flex.plan_of(pattern, q, k)
-
-
-@pytest.mark.parametrize("shape", [(0, 5, 2, 4), (2, 0, 2, 4), (2, 5, 0, 4)], ids=["batch", "queries", "heads"])
-def test_nothing_in_nothing_out(shape):
-    b, nq, h, d = shape
-    q, k, v = torch.empty(shape), torch.randn(b, 5, h, d), torch.randn(b, 5, h, d)
-    out, lse = flex.forward(q, k, v, Dense(), 0.5, True)
-    assert out.shape == shape and lse.shape == (b, h, nq)
-
-
-REFUSED = {
-    "no float64": (inputs(8, dtype=torch.float64), Dense(), False),
-    "no lse on a CPU": (inputs(8), Dense(), True),
-    "how often a query sees a key": (inputs(8), Dilated([4], [2]), False),
-    "on a CPU or CUDA here, not on meta": ([x.to("meta") for x in inputs(8)], Dense(), False),
-}
-
-
-@pytest.mark.parametrize("reason", REFUSED)
-def test_says_why_not(reason):
-    arguments, pattern, return_lse = REFUSED[reason]
-    assert reason in flex.why_not(*arguments, pattern, return_lse)
 
 
 def test_says_that_there_is_no_compiler():

@@ -1,5 +1,3 @@
-import math
-
 import pytest
 import torch
 
@@ -23,16 +21,6 @@ def equal(one, other):
     return all(map(torch.equal, one, other))
 
 
-def test_nothing_merged_with_nothing_is_nothing():
-    assert equal(merge(nothing(3), nothing(3)), nothing(3))
-
-
-def test_nothing_changes_nothing_exactly():
-    x = part(0, 4, 3)
-    assert equal(merge(x, nothing(4, 3)), x)
-    assert equal(merge(nothing(4, 3), x), x)
-
-
 def test_rows_that_see_nothing_are_independent_of_their_neighbours():
     one, other = part(0, 4), part(1, 4)
     for x, row in ((one, 0), (one, 1), (other, 1), (other, 2)):
@@ -42,29 +30,6 @@ def test_rows_that_see_nothing_are_independent_of_their_neighbours():
     assert torch.equal(out[1], torch.zeros(5)) and lse[1] == -torch.inf
     assert torch.equal(out[2], one[0][2]) and lse[2] == one[1][2]
     assert out.isfinite().all()
-
-
-def test_the_order_does_not_matter():
-    a, b, c = part(0, 7), part(1, 7), part(2, 7)
-    results = [merge(merge(a, b), c), merge(a, merge(c, b)), merge(merge(c, a), b)]
-    for out, lse in results[1:]:
-        torch.testing.assert_close(out, results[0][0], rtol=1e-14, atol=1e-14)
-        torch.testing.assert_close(lse, results[0][1], rtol=1e-14, atol=1e-14)
-
-
-def test_merging_with_itself_keeps_out_and_adds_ln_2():
-    out, lse = part(0, 6)
-    twice, lse_twice = merge((out, lse), (out, lse))
-    torch.testing.assert_close(twice, out, rtol=1e-15, atol=1e-15)
-    torch.testing.assert_close(lse_twice, lse + math.log(2), rtol=1e-15, atol=1e-15)
-
-
-def test_an_lse_of_exactly_zero_is_a_weight_of_one():
-    out, _ = part(0, 2)
-    other, _ = part(1, 2)
-    merged, lse = merge((out, torch.zeros(2, dtype=torch.float64)), (other, torch.zeros(2, dtype=torch.float64)))
-    torch.testing.assert_close(merged, (out + other) / 2)
-    torch.testing.assert_close(lse, torch.full((2,), math.log(2), dtype=torch.float64))
 
 
 @pytest.mark.parametrize("distance", [800.0, -800.0])

@@ -161,16 +161,3 @@ def test_gradients_by_finite_differences(id):
 
     small = tools.Case("", None, 12 if id.startswith("dilated") else case.n, 5, case.heads, case.kv_heads, 2)
     assert torch.autograd.gradcheck(finite, [x.requires_grad_() for x in small.inputs(torch.float64)[:3]])
-
-
-def test_scores_far_beyond_the_range_of_exp():
-    q, k, v = (x * 1e3 for x in sizes(9).inputs(torch.float64)[:3])
-    out, lse = reference(q, k, v, Dense(True))
-    assert out.isfinite().all() and lse.isfinite().all() and lse.abs().max() > 1e5
-
-
-def test_no_heads_no_queries_no_keys():
-    for b, nq, n, h in ((1, 4, 4, 0), (1, 0, 4, 2), (1, 0, 0, 2), (0, 4, 4, 2)):
-        q, k = torch.randn(b, nq, h, 3), torch.randn(b, n, h, 3)
-        out, lse = reference(q, k, k, Dilated([4], [1]))
-        assert out.shape == q.shape and lse.shape == (b, h, nq)

@@ -14,9 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from tests import tools
 from tests.tools import TABLE
 from workbench import BlockSparse, Dilated, Neighborhood, Predicate, attention, layouts, reference
-from workbench.engines import flex, torch_backend
+from workbench.engines import torch_backend
 from workbench.engines.operators import handle_of
-from workbench.engines.torch import fused
 
 PATTERNS = {
     "dense": lambda: TABLE["dense-prime-causal"].pattern(),
@@ -48,15 +47,6 @@ def close(one, other):  # compiled, an unused lse has a gradient of zeros and no
 # --- autograd --------------------------------------------------------------------------------------------------------
 
 
-@every_pattern
-def test_gradcheck(pattern):
-    def finite(q, k, v):
-        out, lse = run(q, k, v, pattern)
-        return out, torch.where(lse == -torch.inf, 0, lse)
-
-    assert torch.autograd.gradcheck(finite, inputs(n=9, nq=7, heads=2, kv_heads=1, d=2))
-
-
 @pytest.mark.parametrize("which", range(3), ids="qkv")
 def test_a_gradient_of_one_input_only(which):
     leaves = inputs()
@@ -66,15 +56,6 @@ def test_a_gradient_of_one_input_only(which):
     run(*alone, pattern)[0].sum().backward()
     assert torch.equal(alone[which].grad, want)
     assert all(x.grad is None for y, x in enumerate(alone) if y != which)
-
-
-def test_rows_with_an_lse_of_infinity_have_exactly_no_gradient():
-    """What lets a part be differentiated under the whole's lse where some rows see nothing of it."""
-    for kind in ("cpu", "unfused"):
-        q, k, v, grad, out = (torch.randn(1, 2, 5, 4, dtype=torch.float64) for _ in range(5))
-        lse = torch.full((1, 2, 5), torch.inf, dtype=torch.float64)
-        each = fused._BACKWARD[kind](grad, q, k, v, None, out, lse, False, 0.5)
-        assert len(each) == 3 and not any(x.any() for x in each)
 
 
 def test_the_pattern_lives_until_the_backward():
@@ -169,26 +150,6 @@ def test_a_compiled_function_takes_one_pattern_after_another(compiled, grad):
             close(torch.autograd.grad(got[0].sum(), (q, k, v)), torch.autograd.grad(want[0].sum(), (q, k, v)))
 
 
-def test_a_compiled_call_outlives_its_pattern(compiled):
-    fast, _ = compiled(run)
-    q, k, v = inputs()
-    want = torch.autograd.grad(run(q, k, v, Dilated([4, 8], [1, 2]))[0].sum(), (q, k, v))
-    out = fast(q, k, v, Dilated([4, 8], [1, 2]))[0]
-    gc.collect()
-    close(torch.autograd.grad(out.sum(), (q, k, v)), want)
-
-
-@pytest.mark.skipif(flex.no_cpu_kernel() is not None, reason=str(flex.no_cpu_kernel()))
-def test_inductor():
-    torch._dynamo.reset()
-    pattern = Dilated([4, 8], [1, 2], causal=True)
-    fast = torch.compile(lambda q, k, v: run(2 * q, k, v, pattern)[0] + 1, fullgraph=True)
-    q, k, v = inputs(dtype=torch.float32)
-    got, want = fast(q, k, v), run(2 * q, k, v, pattern)[0] + 1
-    torch.testing.assert_close(got, want)
-    torch.testing.assert_close(torch.autograd.grad(got.sum(), q), torch.autograd.grad(want.sum(), q))
-
-
 # --- copies ----------------------------------------------------------------------------------------------------------
 
 
@@ -205,13 +166,6 @@ def test_a_pattern_serves_sizes_in_turn():
     pattern = BlockSparse(layouts.local(1), 4)
     for n, nq, heads in ((13, 13, 2), (29, 29, 2), (13, 5, 2), (13, 13, 3), (13, 13, 2)):
         tools.check(tools.Case("sizes in turn", lambda: pattern, n, nq, heads), torch.float64)
-
-
-def test_the_span_of_a_view_is_that_of_its_own_strides():
-    x = torch.empty(6, 2, 1, 3, 4)  # rows first, as what travels between ranks lies
-    assert fused.span(x) == x.numel()
-    assert fused.span(x[:, 1].permute(1, 0, 2, 3)) == 5 * 24 + 12
-    assert fused.span(torch.empty(1, 5).expand(7, 5)) == 5
 
 
 def test_lists_of_blocks_are_made_once_for_all_numbers_of_heads_that_see_the_same(monkeypatch):

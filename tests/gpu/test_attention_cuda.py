@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests import tools
-from workbench import BlockSparse, Dense, Dilated, attention, explain, layouts, reference
-from workbench.engines.torch import fused
+from workbench import BlockSparse, Dense, Dilated, attention, explain, layouts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
 
@@ -30,17 +29,6 @@ def test_agrees_with_the_oracle(case, dtype):
     tools.check(case, dtype, device="cuda")
 
 
-KERNELS = {torch.bfloat16: "flash", torch.float16: "flash", torch.float32: "efficient", torch.float64: "unfused"}
-
-
-@pytest.mark.parametrize("dtype, kind", KERNELS.items(), ids=str)
-def test_each_dtype_takes_its_kernel(dtype, kind):
-    q = torch.zeros(1, 2, 16, 64, device="cuda", dtype=dtype)
-    assert fused.kernel(q) == kind
-    assert fused.kernel(q, torch.zeros(1, 1, 16, 16, device="cuda", dtype=dtype)) == "unfused"
-    assert fused.kernel(q[..., :20]) == "unfused"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=tools.name_of)
 def test_more_segments_than_a_grid_dimension_takes(dtype):
     n = 3 * 70_000
@@ -56,29 +44,6 @@ def test_more_segments_than_a_grid_dimension_takes(dtype):
             x = x[..., part] if name == "lse" else x[:, part]
             error = tools.lse_error(x, want[name]) if name == "lse" else tools.relative(x, want[name])
             assert error <= budget[name], name
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=tools.name_of)
-def test_autocast_leaves_what_is_wide_inside_wide(dtype):
-    case = tools.TABLE["blocks-with-a-predicate"]
-    q, k, v = case.inputs(dtype, "cuda")[:3]
-    want, want_lse = reference(q, k, v, case.pattern())
-    with torch.autocast("cuda", dtype):
-        out, lse = attention(q.float(), k.float(), v.float(), case.pattern(), return_lse=True, backend="torch")
-    assert out.dtype == dtype and tools.lse_error(lse, want_lse) < tools.LSE[dtype]
-    torch.testing.assert_close(out, attention(q, k, v, case.pattern(), backend="torch"), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("make", [tools.longnet(16, True), lambda: BlockSparse(layouts.local(1), 128, causal=True)],
-                         ids=["longnet", "local"])  # fmt: skip
-@pytest.mark.parametrize("dtype", tools.DTYPES, ids=tools.name_of)
-def test_the_past_does_not_change_by_a_bit_with_the_future(make, dtype):
-    q, k, v = tools.Case("", None, 1111, heads=4, head_dim=64).inputs(dtype, "cuda")[:3]
-    out = attention(q, k, v, make(), backend="torch")
-    for t0 in (1, 128, 700):
-        k2, v2 = k.clone(), v.clone()
-        k2[:, t0:], v2[:, t0:] = 10 * k[:, t0:] + 3, -v[:, t0:]
-        assert torch.equal(out[:, :t0], attention(q, k2, v2, make(), backend="torch")[:, :t0])
 
 
 def test_strided_inputs_and_upstream_gradients_give_the_same_numbers():

@@ -25,8 +25,7 @@ LARGE = {  # what tiles, cuDNN and several exchanges take: (pattern, sizes, leng
     "dense-head-dim-128": (Dense(), {"heads": 2, "head_dim": 128}, (1500, 2596)),
     "dense-causal": (Dense(True), {"heads": 4, "head_dim": 64}, EVEN),
     "dense-causal-uneven": (Dense(True), {"heads": 2, "head_dim": 128}, (1100, 2996)),
-    "dense-grouped": (Dense(True), {"heads": 4, "kv_heads": 2, "head_dim": 64}, EVEN),
-    "dense-two-sequences": (Dense(True), {"heads": 2, "head_dim": 64, "batch": 2}, EVEN),
+    "dense-grouped": (Dense(True), {"heads": 4, "kv_heads": 2, "head_dim": 64, "batch": 2}, EVEN),
     "geometric": (Dilated([512, 1024, 4096], [1, 2, 4]), {"heads": 8, "head_dim": 64}, EVEN),
     "geometric-causal": (Dilated([512, 1024, 4096], [1, 2, 4], True), {"heads": 8, "head_dim": 64}, EVEN),
     "geometric-uneven": (Dilated([500, 1700, 4096], [1, 3, 5], True),
@@ -42,8 +41,7 @@ LARGE = {  # what tiles, cuDNN and several exchanges take: (pattern, sizes, leng
     "window": (Neighborhood((4096,), 200), {"heads": 4, "head_dim": 64}, EVEN),
     "grid": (HILBERT, {"heads": 4, "head_dim": 64}, (1152, 1152)),
 }  # fmt: skip
-SMALL = ("rates-that-share-no-divisor-causal", "last-queries", "partition", "dense-one-holds-all-causal",
-         "blocks-wide-and-ragged", "grid-of-some-cells", "same-rows-for-two-branches")  # fmt: skip
+SMALL = ("rates-that-share-no-divisor-causal", "last-queries", "dense-one-holds-all-causal", "blocks-wide-and-ragged")
 HEADS = ("dense", "dense-causal-uneven", "geometric", "blocks", "grid")
 
 
@@ -56,26 +54,10 @@ def found(name: str) -> tuple[tools.Case, tuple[int, ...]]:
 
 
 def errors(name: str, dtype: str, strategy: str) -> dict[str, tuple[float, float]]:
-    """On a rank: (error, what is allowed) of the whole of out, lse, dq, dk and dv, put together from all ranks."""
+    """On a rank: `work.whole_errors`."""
     import torch.distributed as dist
 
-    rank, (case, lengths) = dist.get_rank(), found(name)
-    pattern, inputs = case.pattern(), case.inputs(getattr(torch, dtype), "cuda")
-    inputs[4].zero_()
-    want, rows = tools.oracle(inputs, pattern), work.rows_of(case, lengths, rank)
-    with tools.poisoned("cuda"):
-        got = tools.differentiate(tools.without_lse(work.run(pattern, strategy)), work.shard(inputs, rows), pattern)
-    budget, result = tools.budgets(pattern, inputs, want), {}
-    for quantity, x in got.items():
-        whole = torch.zeros(want[quantity].shape, dtype=torch.float64, device="cuda")
-        work.part(quantity, whole, rows).copy_(x)
-        dist.all_reduce(whole)
-        if quantity == "lse":
-            error = tools.lse_error(whole, want["lse"])
-        else:
-            error = tools.relative(whole, want[quantity], None if quantity == "out" else inputs[3])
-        result[quantity] = error, budget[quantity]
-    return result
+    return work.whole_errors(dist.get_rank(), *found(name), getattr(torch, dtype), strategy, "cuda")
 
 
 @pytest.fixture(scope="module")

@@ -30,36 +30,29 @@ def rule(dtype, head_dim, kv_heads, lengths, causal, gradients):
     return torch_rules.kernels(torch.cuda.get_device_capability(), dtype, head_dim, **options)
 
 
-def test_torch_says_the_same():
+def ran(q, k, v, backend: str, causal: bool) -> str | None:
+    """Why a kernel asked for by name does not run forward and, where q has a gradient, backward; None if it does."""
+    try:
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1])
+        if q.requires_grad:
+            torch.autograd.grad(out.sum(), (q, k, v))
+    except RuntimeError as error:
+        return str(error).splitlines()[0][:100]
+
+
+def test_torch_says_and_does_the_same():
     cuda, off = torch.backends.cuda, []
     asked = {"cudnn": cuda.can_use_cudnn_attention, "flash": cuda.can_use_flash_attention,
              "efficient": cuda.can_use_efficient_attention}  # fmt: skip
-    for dtype, head_dim, kv_heads, lengths, causal, gradients in CALLS:
+    for call in CALLS:
+        dtype, head_dim, kv_heads, lengths, causal, gradients = call
         q, k, v = inputs(dtype, head_dim, kv_heads, lengths, gradients)
-        params = cuda.SDPAParams(q, k, v, None, 0.0, causal, kv_heads != 8)
-        taken = rule(dtype, head_dim, kv_heads, lengths, causal, gradients)
-        for name in FUSED:
-            if asked[name](params) != (name in taken):
-                off.append(f"{name} {dtype} x{head_dim} on {kv_heads} {lengths} {causal=} {gradients=}: rule {taken}")
-    assert not off, f"{len(off)} of {len(CALLS)}:\n" + "\n".join(off[:40])
-
-
-def test_what_is_taken_runs_by_name_and_what_is_not_does_not():
-    off = []
-    for dtype, head_dim, kv_heads, lengths, causal, gradients in CALLS:
-        q, k, v = inputs(dtype, head_dim, kv_heads, lengths, gradients)
-        taken = rule(dtype, head_dim, kv_heads, lengths, causal, gradients)
+        params, taken = cuda.SDPAParams(q, k, v, None, 0.0, causal, kv_heads != 8), rule(*call)
         for name, backend in FUSED.items():
-            try:
-                with sdpa_kernel(getattr(SDPBackend, backend)):
-                    out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=kv_heads != 8)
-                if gradients:
-                    torch.autograd.grad(out.sum(), (q, k, v))
-                ran = None
-            except RuntimeError as error:
-                ran = str(error).splitlines()[0][:100]
-            if (ran is None) != (name in taken):
-                off.append(f"{name} {dtype} x{head_dim} on {kv_heads} {lengths} {causal=} {gradients=}: {ran}")
+            says, fails = asked[name](params), ran(q, k, v, backend, causal)
+            if {says, fails is None} != {name in taken}:
+                off.append(f"{name} {call}: torch says {says}, and {fails or 'runs it'}")
     assert not off, f"{len(off)} of {len(CALLS)}:\n" + "\n".join(off[:40])
 
 
@@ -72,6 +65,6 @@ def test_the_first_is_what_torch_picks(dtype, head_dim, kv_heads):
     call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
-    ran = {event.key for event in profile.key_averages()}
+    names = {event.key for event in profile.key_averages()}
     first = rule(dtype, head_dim, kv_heads, (4096, 4096), False, False)[0]
-    assert f"aten::_scaled_dot_product_{'attention_math' if first == 'math' else f'{first}_attention'}" in ran
+    assert f"aten::_scaled_dot_product_{'attention_math' if first == 'math' else f'{first}_attention'}" in names

@@ -1,11 +1,11 @@
 """Attention over several ranks. A call runs through these files, in this order:
 
-    api        what a user calls
-    call       checks this rank's input, agrees with the other ranks on a plan (`agree`), and runs it as one autograd function
-    plans      who sends which rows to whom, by arithmetic alone: `shards` who holds what, `halo` who needs what
-    sequence   one rank's run of such a plan: its own rows, then those that arrive, stage by stage
-               (`partials`: as which calls; `buffers`: where their rows lie; `exchange`: how rows are packed and sent)
-    ulysses    the other strategy: all rows, for a part of the heads
+api        what a user calls
+call       checks this rank's input, agrees with the other ranks on a plan (`agree`), and runs it as one autograd function
+plans      who sends which rows to whom, by arithmetic alone: `shards` who holds what, `halo` who needs what
+sequence   one rank's run of such a plan: its own rows, then those that arrive, stage by stage
+           (`partials`: as which calls; `buffers`: where their rows lie; `exchange`: how rows are packed and sent)
+ulysses    the other strategy: all rows, for a part of the heads
 """  # noqa: E501 (a table)
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, group=None, strat
         return f"one rank: {dispatch.explain(q, k, v, pattern)}"
     with Agreement(ranks, call.PROPOSED) as agreement:
         q, k, v, this = call.check(q, k, v, pattern, ranks, strategy, None, "auto", False)
-        prepared, _ = call.start(this, agreement, q, k, lambda _: None)
+        plan = call.start(this, agreement, q, k, lambda _: None)[0].plan
     sizes = q.element_size(), q.shape[3], q.shape[0]
-    forward, backward = (prepared.plan.bytes(*sizes, mode=mode) for mode in ("fwd", "bwd"))
+    forward, backward = (plan.bytes(*sizes, mode=mode) for mode in ("fwd", "bwd"))
     return (
-        f"{prepared.plan.strategy}: {prepared.why}; forward moves {int(forward.sum()):,} bytes, at most "
+        f"{plan.strategy}: {plan.why}; forward moves {int(forward.sum()):,} bytes, at most "
         f"{int(forward.sum(0).max()):,} to one rank, and backward {int(backward.sum()):,}"
     )

@@ -1,14 +1,20 @@
-"""Where the rows of a partial lie, and how they come together for its call and go back.
+"""Where the rows of a partial lie on this rank, and how they come together for its call and go back.
 
 A partial (`partials.Partial`) names positions of the sequence. `Placed` finds, once a plan, which rows of which tensors
-these are: own rows of k and v (B, L, G, D), or rows of a flat buffer that an exchange has filled. For each call then
-    take     gives the partial's queries (B, its queries, its heads, D),
-    gather   gives its keys and values (B, M, its key heads, D): a view if they lie together, else a copy,
-    each     cuts its results so that they can be merged into out,
-    scatter  adds the gradients of its keys to those of own rows, or puts them into the buffer that returns them.
+these are. Queries are rows of q (B, Q, H, D). Keys are rows of the rank's own k and v (B, L, G, D), or of the flat
+buffer that a stage of the exchange fills (`exchange.Exchange.rows`). For each call then
 
-Dimensions: B batch, L rows of this rank, Q queries that it computes, H query heads, G key heads, D head_dim, M keys of
-the partial; of a strided view, C steps of R rows and h heads each.
+    take         gives the call's q (B, R, h, D),
+    gather       its k and v (B, M, g, D), of own and received rows: a view if they lie together, else a copy,
+    views, each  the rows of out that its results belong to, and its results cut alike, to be merged,
+    overwrite    puts its results into out where they are not merged,
+    scatter      adds the gradients of its keys to those of own rows, or puts them into the buffer that returns them.
+
+Example: of 8 positions rank 1 holds 4 to 7. For the partial of its queries on keys 0 to 3, which rank 0 sends, `take`
+is q itself, and `gather` a view of the buffer, as rank 0's rows lie there in order.
+
+Dimensions: B batch, L rows of this rank, Q queries that it computes, H query heads, G key heads, D head_dim; of the
+partial: R queries, M keys, h query heads, g key heads; of a strided view: C steps of R rows and c heads each.
 """
 
 from __future__ import annotations
@@ -26,17 +32,27 @@ from workbench.distributed.plans import Stage
 
 
 class Placed:
-    """A partial, and the stage of the exchange that it waits for (None: it needs no row of another rank).
+    """A partial, and where its rows lie on this rank.
 
-    work: the queries that the rank computes, in one range or two, which lie one after the other in its q
-    keys, key_heads: how many the partial has
-    copies: which bring its keys together, and whose gradients go back the same way
-    all_own: whether its keys are rows of the rank's own k and v, which one indexing gives
-    in_buffer: its keys as rows of the stage's receive buffer, if they lie there one after the other, but for the
-        `trailing` ones at the end: the rank's own rows, which are copied there, or padding that no query sees
-    full: whether the copies fill all keys
-    border_rows: the partial's queries, int64, as rows of q, if they are no range; its results overwrite what is there
-    overwritten: the queries, int64, as rows of q, whose results another partial overwrites; or None
+    stage: the stage of the exchange that brings some of its keys; None if all are the rank's own
+    batch: the entries of the batch that it is for
+    work (when it is made): the ranges of queries that the rank computes, one or two, which lie one after the other in q
+
+    Queries:
+    queries: strided views of q; side by side along the heads they are the call's q
+    heads: where the heads of each view begin in the call, and h at the end
+    border_rows: instead of them rows of q, int64, if the queries are no range: its results overwrite what is there
+    overwritten: rows of q, int64, of the queries whose results another partial overwrites; or None
+
+    Keys:
+    keys, key_heads: M and g
+    copies: from own rows (`block` None) or from blocks of the buffer (`source`) to the call's keys (`target`);
+        gradients go back the same way
+    full: whether they fill all keys, so that none is padding
+    all_own: whether one indexing of the rank's own k and v gives the keys
+    in_buffer: the part of the buffer that is the keys in their order, but for the `trailing` last ones: the rank's own
+        rows, which are copied there, or padding that no query sees. None if there is no such part
+
     first: whether the partial is the first to write where its results go (see `FirstWrites`)
     """
 
@@ -67,9 +83,9 @@ class Placed:
         )
 
     def _in_buffer(self) -> tuple[Block | None, int]:
-        """(where in the stage's receive buffer the partial's keys lie in order, how many at the end are not received).
+        """(`in_buffer`, `trailing`).
 
-        (None, 0) if they do not lie there. They do if, by each of the copies, the first key would begin at one element.
+        The keys lie in order if each copy, from its own place, puts the first of all keys at the same element.
         """
         received = [x for x in self.copies if x.block is not None]
         steps = [(x.block, *step) for x in received for step in zip(x.source.each(), x.target.each(), strict=True)]
@@ -85,7 +101,8 @@ class Placed:
         return (block, trailing) if self.full or len(received) == len(self.copies) else (None, 0)
 
     def _start(self, block: Block, source: tuple, target: tuple) -> int | None:
-        """Where the first key would begin in the buffer, if all keys lay as those of one step of a copy do, or None."""
+        """At which element the first key would lie if all keys lay as those of one step of a copy do; None if these are
+        not consecutive, or not of all key heads. source, target: (rows, heads)."""
         (rows, heads), (to, to_heads) = source, target
         if any(isinstance(x, Tensor) or (x.step or 1) > 1 for x in (rows, heads, to, to_heads)):
             return None
@@ -95,18 +112,18 @@ class Placed:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def views(self, x: Tensor) -> list[Tensor]:
-        """x (B, Q, H, ...) -> the partial's rows of it: views (B, R, C, h, ...), one for each view."""
+        """x (B, Q, H, ...) -> the partial's rows of it: a view (B, R, C, c, ...) for each of `queries`."""
         x = x[self.batch]
         return [view.of(x) for view in self.queries]
 
     def each(self, x: Tensor) -> list[Tensor]:
-        """x (B, R + spare rows, heads of the partial, ...) -> views as those of `views`, without the spare rows."""
+        """x (B, R + spare, h, ...), of the call -> views of it that belong to those of `views`, one each."""
         x = x[:, : x.shape[1] - self.partial.spare]
         pairs = zip(self.queries, itertools.pairwise(self.heads), strict=True)
         return [x[:, :, first:last].unflatten(2, (view.count, -1)) for view, (first, last) in pairs]
 
     def take(self, x: Tensor, value: float = 0) -> Tensor:
-        """x (B, Q, H, ...) -> (B, R + spare rows, heads of the partial, ...): a view if it can be one, else a copy.
+        """x (B, Q, H, ...) -> (B, R + spare, h, ...), for the call: a view if it can be one, else a copy.
 
         value: what spare rows are filled with
         """
@@ -122,13 +139,16 @@ class Placed:
         return rows
 
     def overwrite(self, x: Tensor, part: Tensor) -> None:
-        """Put the results of `border_rows` into x (B, Q, H, ...), in place."""
+        """Put part (B, R, h, ...), the call's results for `border_rows`, into x (B, Q, H, ...), in place."""
         x[self.batch, :, self.partial.groups[0].heads].index_copy_(1, self.border_rows, part.to(x.dtype))
 
     # --- keys ---------------------------------------------------------------------------------------------------------
 
     def gather(self, k: Tensor, v: Tensor, received: Tensor) -> list[Tensor]:
-        """The partial's keys and values, (B, M, its key heads, D) each: views if they can be, else copies."""
+        """[keys, values] of the call, (B, M, g, D) each: views if they can be, else copies.
+
+        k, v: of the rank (B, L, G, D); received: the flat buffer that the stage has filled
+        """
         if self.all_own:  # by one indexing each, since the first kernel waits for it
             source = self.copies[0].source
             return [x[self.batch, source.rows, source.heads] for x in (k, v)]
@@ -147,8 +167,8 @@ class Placed:
         return list(gathered.chunk(2))
 
     def scatter(self, dk: Tensor, dv: Tensor, totals: tuple[Tensor, Tensor], returned: Tensor) -> None:
-        """Add the gradients of the partial's keys and values to `totals`, those of the rank's own rows (B, L, G, D
-        each), and to `returned`, those of received rows, laid out as these were received."""
+        """Add dk and dv of the call (B, M, g, D) to those of own rows, `totals` (B, L, G, D each), and to those of
+        received rows, `returned`, a flat buffer that is laid out as the one in which these have arrived."""
         for block, source, target, first in self.copies:
             if block is None:
                 to = [x[self.batch] for x in totals]
@@ -161,11 +181,11 @@ class Placed:
 class FirstWrites:
     """Which partials are the first to write to their rows of out or of gradients: these copy, later ones add or merge.
 
-    So a buffer of which all is first written by a copy needs no zeros to begin with.
     placed: in the order in which they run; sets `first` of each, and of its copies
-    rows, own: how many (row, head) of out, and of the gradients of the rank's keys, are first written by a copy
-    received: by stage, how many elements of the buffer of returned gradients are
-    Strided rows are taken for all rows between the first and the last.
+    Results that are all first written by a copy need no zeros to begin with. So counted is how much is:
+    rows: (batch entry, row, head) of out and of dq; own: of dk and dv of the rank's own rows
+    received: by stage, elements of the buffer that returns gradients
+    Strided rows count as all rows from the first to the last: then a partial may add to zeros instead.
     """
 
     def __init__(self, placed: list[Placed], batch: int):
@@ -204,7 +224,7 @@ class FirstWrites:
 
 
 def _rows(queries: range, work: list[range]) -> slice:
-    """The rows of a head group's queries among those that the rank computes."""
+    """A head group's queries, positions, as rows of q, which has the queries of `work`."""
     start = 0
     for part in work:
         if part and part.start <= queries.start < part.stop:

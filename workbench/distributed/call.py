@@ -26,35 +26,22 @@ from workbench.engines import dispatch, partial
 from workbench.engines.operators import transformed
 from workbench.engines.torch.fused import unit_stride
 from workbench.patterns import Dense, Pattern
+from workbench.patterns.checks import choice
 
 STRATEGIES = ("auto", "sequence", "heads")
 PLANS = 8  # kept with a pattern: the layers that share it may differ in heads, group and strategy
-SAME = (  # what has to be the same on all ranks
-    "pattern",
-    "shape",
-    "dtype",
-    "device",
-    "strategy",
-    "scale",
-    "backend",
-    "return_lse",
-    "requires_grad",
-)
+# What has to be the same on all ranks.
+SAME = "pattern", "shape", "dtype", "device", "strategy", "scale", "backend", "return_lse", "requires_grad"
 PROPOSED = ("queries", "keys", "plan", *SAME)  # how many rows the rank has, its kept plan, and a hash of each of SAME
 
 
-class Prepared(NamedTuple):
-    """A plan, why it was chosen, and what runs it on this rank. Kept with the pattern for similar calls."""
-
-    plan: Plan
-    why: str
-    executor: sequence.Executor | ulysses.Executor
+Executor = sequence.Executor | ulysses.Executor  # a plan, made ready to run on this rank
 
 
 class Call(NamedTuple):
     """One call whose input is right on this rank.
 
-    key: what a plan has to be for; kept: the plan of an earlier call with this key, or None
+    key: what a plan has to be for; kept: the executor of an earlier call with this key, or None
     numbers: what this rank proposes, see PROPOSED
     """
 
@@ -65,7 +52,7 @@ class Call(NamedTuple):
     backend: str
     return_lse: bool
     key: tuple
-    kept: Prepared | None
+    kept: Executor | None
     numbers: list[int]
 
 
@@ -73,8 +60,7 @@ class Call(NamedTuple):
 
 
 def check_strategy(strategy: str) -> None:
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r}: want one of {', '.join(map(repr, STRATEGIES))}")
+    choice("strategy", strategy, *STRATEGIES)
 
 
 def check(q, k, v, pattern, ranks: Ranks, strategy, scale, backend, return_lse) -> tuple[Tensor, Tensor, Tensor, Call]:
@@ -97,22 +83,16 @@ def check(q, k, v, pattern, ranks: Ranks, strategy, scale, backend, return_lse) 
         raise ValueError(f"q is on {q.device}, and the group moves what is on CUDA")
     scale = None if scale is None else float(scale)  # ranks compare it
     key = (ranks.group, q.shape, k.shape, q.device, q.dtype, strategy)
-    kept = recall(pattern, key)
-    numbers = [q.shape[1], k.shape[1], kept.plan.digest if kept else 0]
-    numbers += _hashes(q, k, v, pattern, strategy, scale, backend, return_lse)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return q, k, v, Call(ranks, pattern, strategy, scale, backend, return_lse, key, kept, numbers)
-
-
-def _hashes(q, k, v, pattern, strategy, scale, backend, return_lse) -> list[int]:
-    """A hash of each of SAME."""
-    kept = _kept_with(pattern)
-    if "digest" not in kept:
-        kept["digest"] = digest(describe(pattern))
+    plans = plans_of(pattern)
+    if kept := plans.pop(key, None):
+        plans[key] = kept  # now the most recently used one
     wanted = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
     shape = [q.shape[0], *q.shape[2:], k.shape[2]]
-    words = (shape, q.dtype, q.device.type, strategy, scale, backend, return_lse, wanted)
-    return [kept["digest"], *(_hash(repr(x)) for x in words)]
+    words = (shape, q.dtype, q.device.type, strategy, scale, backend, return_lse, wanted)  # of SAME, all but the first
+    numbers = [q.shape[1], k.shape[1], kept.plan.digest if kept else 0]
+    numbers += [pattern.kept("digest", (), lambda: digest(describe(pattern))), *(_hash(repr(x)) for x in words)]
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    return q, k, v, Call(ranks, pattern, strategy, scale, backend, return_lse, key, kept, numbers)
 
 
 _hash = functools.lru_cache(256)(digest)
@@ -121,10 +101,10 @@ _hash = functools.lru_cache(256)(digest)
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def start(call: Call, agreement: Agreement, q: Tensor, k: Tensor, run: Callable) -> tuple[Prepared, object]:
-    """(the plan that all ranks have, this rank's run of it, begun), or an error on all ranks.
+def start(call: Call, agreement: Agreement, q: Tensor, k: Tensor, run: Callable) -> tuple[Executor, object]:
+    """(the executor of the plan that all ranks have, this rank's run of it, begun), or an error on all ranks.
 
-    run(prepared) -> a run whose attention to the rank's own rows has been started
+    run(executor) -> a run whose attention to the rank's own rows has been started
     """
     running = _begin(agreement, call.numbers, call.kept and functools.partial(run, call.kept))
     told = agreement.settle()
@@ -134,11 +114,10 @@ def start(call: Call, agreement: Agreement, q: Tensor, k: Tensor, run: Callable)
     call.ranks.streams(q.device).join()  # what is thrown away may still be in use there
     del running
     with Agreement(call.ranks, ("plan",)) as again:
-        prepared = _make(call, told[:, :2].tolist(), q, k)
-        keep(call.pattern, call.key, prepared)
-        running = _begin(again, [prepared.plan.digest], functools.partial(run, prepared))
+        executor = _make(call, told[:, :2].tolist(), q, k)
+        running = _begin(again, [executor.plan.digest], functools.partial(run, executor))
         same(again.settle(), ("plan",))
-    return prepared, running
+    return executor, running
 
 
 def _begin(agreement: Agreement, numbers: list[int], run: Callable | None):
@@ -157,8 +136,9 @@ def _begin(agreement: Agreement, numbers: list[int], run: Callable | None):
     return running
 
 
-def _make(call: Call, held: list[tuple[int, int]], q: Tensor, k: Tensor) -> Prepared:
-    """The plan and this rank's executor. held: (queries, keys) of each rank. ValueError where these do not fit."""
+def _make(call: Call, held: list[tuple[int, int]], q: Tensor, k: Tensor) -> Executor:
+    """The executor of a new plan, kept with the pattern. held: (queries, keys) of each rank; ValueError where these do
+    not fit. The least recently used plan is forgotten; where ranks forget different ones, all make the plan anew."""
     queries, lengths = zip(*held, strict=True)
     shards, nq, (b, _, h, d) = Shards(lengths), sum(queries), q.shape
     for p, count in enumerate(queries):
@@ -169,53 +149,41 @@ def _make(call: Call, held: list[tuple[int, int]], q: Tensor, k: Tensor) -> Prep
                 f"queries, so want {want}, those that are among its keys"
             )
     with call.ranks.unfollowed():
-        plan, why = choose(call.strategy, (call.pattern, shards, h, k.shape[2], nq), q.element_size(), d)
+        plan = choose(call.strategy, (call.pattern, shards, h, k.shape[2], nq), q.element_size(), d)
         by_heads = isinstance(plan, ulysses.HeadsPlan)
         executor = ulysses.Executor(plan, call.ranks) if by_heads else sequence.Executor(plan, call.ranks, b, d)
-    return Prepared(plan, why, executor.to(q.device))
+    executor.to(q.device)  # takes memory there
+    plans = plans_of(call.pattern)
+    plans.pop(call.key, None)
+    plans[call.key] = executor
+    if len(plans) > PLANS:
+        del plans[next(iter(plans))]
+    return executor
 
 
-def choose(strategy: str, sizes: tuple, itemsize: int, head_dim: int) -> tuple[Plan, str]:
-    """(the plan, why it). sizes: the arguments of `Plan`. ValueError where the strategy asked for is not possible."""
+def choose(strategy: str, sizes: tuple, itemsize: int, head_dim: int) -> Plan:
+    """A plan that says `why` it. sizes: the arguments of `Plan`. ValueError where the strategy is not possible."""
     if strategy == "heads":
-        return ulysses.HeadsPlan(*sizes), "asked for by name"
+        return ulysses.HeadsPlan(*sizes)
     plan = Plan(*sizes)
     if strategy == "sequence":
-        return plan, "asked for by name"
+        return plan
     try:
         other = ulysses.HeadsPlan(*sizes)
     except ValueError as error:
-        return plan, f"not possible by heads ({error})"
-    most = [int(x.bytes(itemsize, head_dim).sum(0).max()) for x in (plan, other)]
-    if most[1] < most[0]:
-        return other, f"it brings one rank at most {most[1]:,} bytes, the rows that queries touch are {most[0]:,}"
-    return plan, f"the rows that queries touch are at most {most[0]:,} bytes for one rank, by heads it is {most[1]:,}"
+        plan.why = f"not possible by heads ({error})"
+        return plan
+    rows, by_heads = (int(x.bytes(itemsize, head_dim).sum(0).max()) for x in (plan, other))
+    if by_heads < rows:
+        other.why = f"it brings one rank at most {by_heads:,} bytes, the rows that queries touch are {rows:,}"
+        return other
+    plan.why = f"the rows that queries touch are at most {rows:,} bytes for one rank, by heads it is {by_heads:,}"
+    return plan
 
 
-def _kept_with(pattern: Pattern) -> dict:
-    return pattern.kept("shared", (), lambda: {"plans": {}})
-
-
-def recall(pattern: Pattern, key: tuple) -> Prepared | None:
-    """The plan made for a call like this one, or None. It becomes the most recently used."""
-    plans = _kept_with(pattern)["plans"]
-    if key in plans:
-        plans[key] = plans.pop(key)
-    return plans.get(key)
-
-
-def last(pattern: Pattern) -> Prepared:
-    """The plan of the last call on a pattern."""
-    return list(_kept_with(pattern)["plans"].values())[-1]
-
-
-def keep(pattern: Pattern, key: tuple, prepared: Prepared) -> None:
-    """Keep a plan, and forget the least recently used. Ranks may forget differently: then all make the plan anew."""
-    plans = _kept_with(pattern)["plans"]
-    plans.pop(key, None)
-    plans[key] = prepared
-    while len(plans) > PLANS:
-        del plans[next(iter(plans))]
+def plans_of(pattern: Pattern) -> dict[tuple, Executor]:
+    """What is kept with the pattern, by `Call.key`, the most recently used one last."""
+    return pattern.kept("plans", (), dict)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -229,15 +197,14 @@ class Attend(torch.autograd.Function):
         q, k, v = map(unit_stride, (q, k, v))
         needs_gradients = any(ctx.needs_input_grad)
         with call.ranks.streams(q.device).joined():
-            prepared, running = start(
-                call, agreement, q, k, lambda prepared: prepared.executor.forward(q, k, v, call, needs_gradients)
+            executor, running = start(
+                call, agreement, q, k, lambda executor: executor.forward(q, k, v, call, needs_gradients)
             )
             out, lse, saved = running.finish()
             del running
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.executor = call._replace(kept=None), prepared.executor
-        back = prepared.executor.held_here
+        ctx.call, ctx.executor, back = call._replace(kept=None), executor, executor.held_here
         return back(out), back(lse.transpose(1, 2)).transpose(1, 2) if call.return_lse else None
 
     @staticmethod

@@ -65,8 +65,9 @@ class StridedView(NamedTuple):
         """This view with one more step, another of one step, or None if that does not lie where a next step has to."""
         if isinstance(self.rows, Tensor) or isinstance(other.rows, Tensor):
             return None
-        if not (_alike(self.rows, other.rows) and _alike(self.heads, other.heads)):
-            return None
+        for x, y in ((self.rows, other.rows), (self.heads, other.heads)):
+            if length(x) != length(y) or length(x) > 1 and (x.step or 1) != (y.step or 1):
+                return None
         ahead = other.rows.start - self.rows.start, other.heads.start - self.heads.start
         shifts = ahead if self.count == 1 else (self.row_shift, self.head_shift)
         if min(shifts) < 0 or not any(shifts) or ahead != (self.count * shifts[0], self.count * shifts[1]):
@@ -108,20 +109,13 @@ def joined(copies: Iterable[Copy]) -> list[Copy]:
     for copy in copies:
         last = found[-1] if found and found[-1].block == copy.block else None
         longer = [getattr(last, x).extended(getattr(copy, x)) for x in ("source", "target")] if last else [None]
-        if all(longer):
-            found[-1] = last._replace(source=longer[0], target=longer[1])
-        else:
-            found.append(copy)
+        found[-1:] = [last._replace(source=longer[0], target=longer[1])] if all(longer) else [*found[-1:], copy]
     return found
 
 
 def strided_views(views: Iterable[StridedView]) -> list[StridedView]:
     """Views of one step each, in their order, as few as possible."""
-    found: list[StridedView] = []
-    for view in views:
-        longer = found[-1].extended(view) if found else None
-        found[-1:] = [longer] if longer else [*found[-1:], view]
-    return found
+    return [copy.source for copy in joined(Copy(None, view, view) for view in views)]
 
 
 def evenly(pairs: list[tuple[int, int]]) -> list[tuple[slice, slice]]:
@@ -135,11 +129,6 @@ def evenly(pairs: list[tuple[int, int]]) -> list[tuple[slice, slice]]:
 
 def length(x: slice | Tensor) -> int:
     return len(x) if isinstance(x, Tensor) else len(range(x.start, x.stop, x.step or 1))
-
-
-def _alike(x: slice, y: slice) -> bool:
-    many = length(x)
-    return many == length(y) and (many < 2 or (x.step or 1) == (y.step or 1))
 
 
 def _shifted(x: slice, by: int) -> slice:

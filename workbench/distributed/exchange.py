@@ -20,8 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workbench.distributed.copies import Block, Copy, StridedView, evenly, joined
+from workbench.distributed.copies import Block, Copy, StridedView, evenly, joined, length
 from workbench.distributed.group import OneStream, Ranks
+from workbench.distributed.halo import HeadRows
 from workbench.distributed.plans import Plan, Stage
 from workbench.distributed.shards import as_index, clip
 
@@ -55,29 +56,26 @@ class Exchange:
         self.splits: dict[Stage, tuple[list[int], list[int]]] = {}
         self.copies: dict[Stage, list[Copy]] = {}
         for stage in plan.stages:
-            sides = [self._slots([plan.parcels(rank, x, stage) for x in range(plan.world)], mine=True),
-                     self._slots([plan.parcels(x, rank, stage) for x in range(plan.world)], mine=False)]  # fmt: skip
-            self.slots[stage] = tuple(slots for slots, _ in sides)
-            self.splits[stage] = tuple(splits for _, splits in sides)
-            self.copies[stage] = joined(
-                copy for line in self.slots[stage][0] for slot in line for copy in _copies(slot)
-            )
+            sent = self._slots([plan.parcels(rank, x, stage) for x in range(plan.world)], mine=True)
+            received = self._slots([plan.parcels(x, rank, stage) for x in range(plan.world)], mine=False)
+            self.slots[stage], self.splits[stage] = zip(sent, received, strict=True)
+            self.copies[stage] = joined(copy for line in sent[0] for slot in line for copy in _copies(slot))
         self.room = [max((sum(x[side]) for x in self.splits.values()), default=0) for side in (0, 1)]
 
-    def _slots(self, parcels, mine: bool):
+    def _slots(self, parcels: list[list[HeadRows]], mine: bool) -> tuple[list[list[Slot]], list[int]]:
+        """(the slots of one side, its splits) for the parcels to or from each rank. mine: whether this rank sends."""
         start, slots, splits = 0, [], []
-        each = 2 * self.shape[1] * self.shape[2]
         for of_rank in parcels:
             begin, line = start, []
-            for rows, block in itertools.groupby(of_rank, lambda parcel: len(parcel.rows)):
-                block = list(block)
-                width, at = sum(len(heads) for heads, _ in block), 0
-                for heads, its_rows in block:
+            for rows, alike in [(x, list(y)) for x, y in itertools.groupby(of_rank, lambda parcel: len(parcel.rows))]:
+                at = 0
+                block = Block(start, rows, sum(len(heads) for heads, _ in alike))
+                for heads, its_rows in alike:
                     pieces = its_rows.pieces if len(its_rows.pieces) == 1 else (its_rows.positions,)
                     own = as_index(pieces[0], self.plan.shards[self.ranks.rank].start) if mine else None
-                    line.append(Slot(Block(start, rows, width), at, heads, own))
+                    line.append(Slot(block, at, heads, own))
                     at += len(heads)
-                start += rows * width * each
+                start += rows * self.row(block)
             slots.append(line)
             splits.append(start - begin)
         return slots, splits
@@ -132,50 +130,42 @@ def _copies(slot: Slot) -> list[Copy]:
 
 
 class QueryExchange:
-    """Moves rows of queries from the ranks that hold them to those that compute them, and back (`Plan.work`).
+    """Moves rows of queries from the ranks that hold them to those that compute them (`Plan.work`), or back.
 
-    `keep` then `exchange`: (B, queries held, ...) -> (B, queries computed, ...), first the rows that stay on this rank,
-    then those that come from others. `back` is the inverse, in one call.
+    x (B, rows here, ...) -> (B, rows wanted here, ...): `keep` makes the result with the rows that stay on this rank,
+    `exchange` then brings those of other ranks.
+    source, target: by rank, slices of the rows here that it wants, and of the rows wanted here that it has; size: how
+    many are wanted here
     """
 
-    def __init__(self, plan: Plan, ranks: Ranks):
-        self.ranks, rank, every = ranks, ranks.rank, range(plan.world)
-        held, computed = plan.queries(rank), plan.work(rank)
-        # by rank: slices of the rows held here that the rank computes, and of the rows computed here that it holds
-        self.held = [[_moved(clip(w, held.start, held.stop), -held.start) for w in plan.work(x)] for x in every]
-        starts = [0, len(computed[0])]
-        self.taken = [
-            [
-                _moved(clip(w, plan.queries(x).start, plan.queries(x).stop), at - w.start)
-                for w, at in zip(computed, starts, strict=True)
-            ]
-            for x in every
-        ]
-        self.sizes = len(held), sum(map(len, computed))
+    def __init__(self, ranks: Ranks, source: list[list[slice]], target: list[list[slice]], size: int):
+        self.ranks, self.source, self.target, self.size = ranks, source, target, size
 
-    def back(self, x: Tensor) -> Tensor:
-        rows = self._keep(x, self.taken, self.held, self.sizes[0])
-        self._exchange(x, rows, self.taken, self.held)
-        return rows
+    @classmethod
+    def both(cls, plan: Plan, ranks: Ranks) -> tuple[QueryExchange, QueryExchange]:
+        """(from holders to those that compute, back)."""
+        held, computed = plan.queries(ranks.rank), plan.work(ranks.rank)
+        places = list(zip(computed, (0, len(computed[0])), strict=True))
+        here, there = [], []
+        for x in range(plan.world):
+            its = plan.queries(x)
+            here.append([_moved(clip(w, held.start, held.stop), -held.start) for w in plan.work(x)])
+            there.append([_moved(clip(w, its.start, its.stop), at - w.start) for w, at in places])
+        return cls(ranks, here, there, sum(map(len, computed))), cls(ranks, there, here, len(held))
 
     def keep(self, x: Tensor) -> Tensor:
-        return self._keep(x, self.held, self.taken, self.sizes[1])
-
-    def exchange(self, x: Tensor, rows: Tensor) -> None:
-        self._exchange(x, rows, self.held, self.taken)
-
-    def _keep(self, x: Tensor, source, target, size: int) -> Tensor:
-        rows = x.new_empty(x.shape[0], size, *x.shape[2:])
-        for here, there in zip(source[self.ranks.rank], target[self.ranks.rank], strict=True):
+        rows = x.new_empty(x.shape[0], self.size, *x.shape[2:])
+        for here, there in zip(self.source[self.ranks.rank], self.target[self.ranks.rank], strict=True):
             rows[:, there] = x[:, here]
         return rows
 
-    def _exchange(self, x: Tensor, rows: Tensor, source, target) -> None:
+    def exchange(self, x: Tensor, rows: Tensor) -> None:
         rank, each = self.ranks.rank, x.shape[0] * math.prod(x.shape[2:])
-        out, into = ([_size(s) * each * (y != rank) for y, s in enumerate(side)] for side in (source, target))
+        sides = self.source, self.target
+        out, into = ([(y != rank) * each * sum(map(length, s)) for y, s in enumerate(side)] for side in sides)
         sent, wanted = (
-            [rows_of[:, s] for y, side in enumerate(sides) if y != rank for s in side if s.stop > s.start]
-            for rows_of, sides in ((x, source), (rows, target))
+            [rows_of[:, s] for y, some in enumerate(side) if y != rank for s in some if length(s)]
+            for rows_of, side in zip((x, rows), sides, strict=True)
         )
         # a single part of a single sequence is sent and received in place
         flat = [part.transpose(0, 1).flatten().contiguous() for part in sent]
@@ -193,7 +183,3 @@ class QueryExchange:
 
 def _moved(x: range, by: int) -> slice:
     return slice(x.start + by, x.stop + by) if x else slice(0, 0)
-
-
-def _size(slices: list[slice]) -> int:
-    return sum(s.stop - s.start for s in slices)

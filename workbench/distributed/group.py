@@ -1,7 +1,7 @@
 """The ranks of a process group, as one of them sees it: how they gather numbers, how rows move, and on which stream.
 
 `attention` takes a `Ranks` in place of a group. One with other methods stands for ranks that are not there: so
-`probes.lone` traces the memory of one rank alone, and the tests look for races.
+`fit.fake_ranks` traces the memory of one rank alone, and the tests look for races.
 """
 
 from __future__ import annotations

@@ -4,12 +4,14 @@ Example: causal dense attention, 8 positions on 2 ranks. Rank 1 holds 4 to 7 and
 empty. A halo is a list of `HeadRows`: positions in the whole sequence, and the key heads for which they are needed. A
 key head needs a position if one of the query heads that share it has a query on this rank that sees the position.
 
-A rank's queries are those of its positions that are among the last Nq of the sequence. Each kind of pattern has its
-rule: `dense`, `DilatedHalo`, `BlockHalo`, `NeighborhoodHalo`.
+A rank's queries are those of its positions that are among the last nq of the sequence's n. Each kind of pattern has its
+rule for the rank that holds the positions `own`: `dense`, `DilatedHalo`, `block_sparse` and `neighborhood`. `Plan.halo`
+asks the right one, where the rank has queries at all.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from functools import cached_property
@@ -25,7 +27,7 @@ from workbench.patterns.neighborhood import box_sums
 
 
 class HeadRows(NamedTuple):
-    """Positions, and the key heads for which their rows are needed."""
+    """Some key heads, and the positions, ascending, whose rows of k and v are needed for each of them."""
 
     heads: tuple[int, ...]
     rows: Rows
@@ -39,28 +41,25 @@ def queries_of(own: range, n: int, nq: int) -> range:
 # --- dense ------------------------------------------------------------------------------------------------------------
 
 
-def dense(causal: bool, n: int, key_heads: int, own: range, work: list[range]) -> list[HeadRows]:
-    """Everything or, if causal, what comes before the last query. work: the queries that the rank computes."""
-    if not any(work) or not key_heads:
-        return []
+def dense(causal: bool, n: int, own: range, work: list[range]) -> Rows:
+    """Everything but `own` or, if causal, what of it comes before the last query.
+
+    work: the queries that the rank computes, in ranges, some not empty; other ranks may hold them (`Plan.work`)
+    """
     stop = max(x.stop for x in work if x) if causal else n
-    return _head_rows([tuple(range(key_heads))], [Rows.of([range(stop)]).without(own)])
-
-
-def _head_rows(heads, rows) -> list[HeadRows]:
-    return [HeadRows(h, r) for h, r in zip(heads, rows, strict=True) if len(r)]
+    return Rows.of([range(stop)]).without(own)
 
 
 # --- dilated ----------------------------------------------------------------------------------------------------------
 
 
-PERIOD = 1 << 22  # up to which one period is tabulated; beyond it all positions are listed to be counted
+PERIOD = 1 << 22  # of residues that are tabulated; of a longer one, positions are listed to be counted
 
 
 class Residues:
-    """The positions t with t mod r = o for at least one (o, r) of `classes`, 0 <= o < r; counted in closed form.
+    """A periodic set of positions: all t with t mod r = o for at least one (o, r) of `classes`, where 0 <= o < r.
 
-    An example: {(0, 4), (1, 2)} are the positions 0, 1, 3, 4, 5, 7, 8, ...
+    Example: {(0, 4), (1, 2)} are the positions 0, 1, 3, 4, 5, 7, 8, ... `below` counts them without listing them.
     """
 
     def __init__(self, classes: frozenset[tuple[int, int]]):
@@ -70,7 +69,7 @@ class Residues:
 
     @cached_property
     def table(self) -> np.ndarray:
-        """int64 (period + 1,): [x] is how many of the positions 0 ... x - 1 are kept."""
+        """int64 (period + 1,): [x] is how many of the positions 0 ... x - 1 are in the set."""
         period = math.lcm(*(r for _, r in self.classes))
         kept = np.zeros(period + 1, dtype=np.int64)
         for o, r in self.classes:
@@ -78,26 +77,24 @@ class Residues:
         return kept.cumsum()
 
     def below(self, x: np.ndarray) -> np.ndarray:
-        """How many positions in [0, x) are kept, for each x."""
+        """How many positions of the set are in [0, x), for each x; ints of any shape -> int64 of that shape."""
         x = np.asarray(x, dtype=np.int64)
         if len(self.classes) == 1:
             o, r = self.classes[0]
             return np.maximum(0, (x - o + r - 1) // r)
         if math.lcm(*(r for _, r in self.classes)) > PERIOD:
-            return np.searchsorted(self.rows(0, int(x.max(initial=0)))[0].numpy(), x)
+            return np.searchsorted(self.rows(0, int(x.max(initial=0))).numpy(), x)
         whole, rest = np.divmod(x, len(self.table) - 1)
         return whole * self.table[-1] + self.table[rest]
 
-    def rows(self, start: int, stop: int) -> list[range | torch.Tensor]:
-        """The kept positions in [start, stop), ascending, as one piece of `Rows`."""
+    def rows(self, start: int, stop: int) -> range | Tensor:
+        """The positions of the set in [start, stop), ascending: a range of one class, else int64."""
         pieces = [clip(range(o, stop, r), start, stop) for o, r in self.classes]
-        if len(pieces) == 1:
-            return pieces
-        return [torch.cat([*map(as_tensor, pieces)]).unique()]
+        return pieces[0] if len(pieces) == 1 else torch.cat([*map(as_tensor, pieces)]).unique()
 
 
 class Interval(NamedTuple):
-    """Positions [start, stop) of other ranks, and for each key head which of them it needs (None: none)."""
+    """Positions [start, stop) of other ranks, and by key head the set of those that it needs (None: none of them)."""
 
     start: int
     stop: int
@@ -105,9 +102,11 @@ class Interval(NamedTuple):
 
 
 class DilatedHalo:
-    """The kept keys of each segment that crosses a border of the shard and has a kept query in it.
+    """What dilated attention needs of other ranks, all of it in the segments that cross a border of the shard.
 
-    offsets: for each key head and branch, the offsets of its query heads in the branch
+    A branch of segment length w and rate r keeps, in each segment, every r-th position from an offset on, which depends
+    on the head. If a head keeps one of the rank's queries in such a segment, it needs all the keys that it keeps there.
+    branches: (w, r); offsets: [key head][branch], the different offsets of the query heads that share the key head
     """
 
     def __init__(self, pattern: Dilated, n: int, nq: int, heads: int, key_heads: int):
@@ -123,30 +122,28 @@ class DilatedHalo:
         self._needed: dict[tuple, tuple[Residues | None, ...]] = {}
 
     def intervals(self, own: range) -> list[Interval]:
-        """Ascending and disjoint: left of the shard and, unless causal, right of it."""
+        """Left of the shard and, unless causal, right of it, ascending and disjoint. In each, the same segments lie."""
         queries = queries_of(own, self.n, self.nq)
         if not queries:
             return []
-        left, right = [], []  # (the segment's far end, branch, start of the segment, the rank's queries in it)
+        outside = []  # (what a segment has on one side of the shard, branch, the segment's start, the queries in it)
         for b, (w, _) in enumerate(self.branches):
             start = queries.start // w * w
             if start < own.start:
-                left.append((start, b, start, range(queries.start, min(queries.stop, start + w))))
+                outside.append((range(start, own.start), b, start, range(queries.start, min(queries.stop, start + w))))
             start = (own.stop - 1) // w * w
             stop = min(self.n, start + w)
             if stop > own.stop and not self.pattern.causal:
-                right.append((stop, b, start, range(max(queries.start, start), queries.stop)))
-        found = []
-        edges = sorted({x for x, *_ in left})
-        for start, stop in zip(edges, edges[1:] + [own.start], strict=True) if edges else ():
-            found.append(Interval(start, stop, self._needs([x[1:] for x in left if x[0] <= start])))
-        edges = sorted({x for x, *_ in right})
-        for start, stop in zip([own.stop] + edges[:-1], edges, strict=True) if edges else ():
-            found.append(Interval(start, stop, self._needs([x[1:] for x in right if x[0] >= stop])))
+                outside.append((range(own.stop, stop), b, start, range(max(queries.start, start), queries.stop)))
+        found, edges = [], sorted({x for part, *_ in outside for x in (part.start, part.stop)})
+        for start, stop in itertools.pairwise(edges):
+            active = [of for part, *of in outside if part.start <= start and stop <= part.stop]
+            if active:  # not between the two sides
+                found.append(Interval(start, stop, self._needs(active)))
         return found
 
-    def _needs(self, active) -> tuple[Residues | None, ...]:
-        """For each key head what it needs of a position that is in all active segments.
+    def _needs(self, active: list[tuple[int, int, range]]) -> tuple[Residues | None, ...]:
+        """For each key head, which positions of an interval that lies in all active segments it needs.
 
         active: (branch, start of its segment, the rank's queries in it). Only residues of these count, so that many
         ranks share the result.
@@ -155,7 +152,7 @@ class DilatedHalo:
         for b, start, queries in active:
             r = self.branches[b][1]
             here = (0, r) if len(queries) >= r else ((queries.start - start) % r, len(queries))
-            key.append((b, start % r, *here))
+            key.append((b, r, start % r, *here))
         key = tuple(key)
         if key not in self._needed:
             by_offsets = {offsets: self._union(key, offsets) for offsets in set(self.offsets)}
@@ -163,21 +160,15 @@ class DilatedHalo:
         return self._needed[key]
 
     def _union(self, active, offsets) -> Residues | None:
-        """The positions kept by a branch for one of these offsets, where also a query is kept for it.
+        """The positions that a branch keeps for one of these offsets, if it also keeps a query of the rank for it.
 
-        active: (branch, its segment's start mod r, the first query's place in the segment mod r, how many queries). r
-        queries in a row have every offset.
+        active: (branch, its rate r, its segment's start mod r, the first query's place in the segment mod r, how many
+        queries). r queries in a row have every offset.
         """
-        classes = set()
-        for b, start, first, count in active:
-            r = self.branches[b][1]
-            classes |= {((start + o) % r, r) for o in offsets[b] if (o - first) % r < count}
-        if not classes:
-            return None
-        classes = frozenset(classes)
-        if classes not in self._unions:
-            self._unions[classes] = Residues(classes)
-        return self._unions[classes]
+        classes = frozenset(
+            ((start + o) % r, r) for b, r, start, first, count in active for o in offsets[b] if (o - first) % r < count
+        )
+        return self._unions.setdefault(classes, Residues(classes)) if classes else None
 
     def halo(self, own: range) -> list[HeadRows]:
         intervals = self.intervals(own)
@@ -185,16 +176,16 @@ class DilatedHalo:
         for g in range(self.key_heads):
             alike.setdefault(tuple(id(z.residues[g]) for z in intervals), []).append(g)
         rows = [
-            Rows.of(piece for z in intervals if z.residues[x[0]] for piece in z.residues[x[0]].rows(z.start, z.stop))
+            Rows.of(needed.rows(z.start, z.stop) for z in intervals if (needed := z.residues[x[0]]))
             for x in alike.values()
         ]
-        return _head_rows(map(tuple, alike.values()), rows)
+        return [HeadRows(tuple(heads), x) for heads, x in zip(alike.values(), rows, strict=True) if len(x)]
 
     def units(self, shards: Shards) -> Tensor:
-        """int64 (world, world): how many (row, key head) rank [p, .] needs of rank [., s], in closed form.
+        """int64 (world, world): how many (row, key head) rank [p, .] needs of rank [., s], without listing them.
 
-        Intervals with the same residues share one count of every rank's rows; what lies outside an interval at its two
-        ends is then subtracted.
+        Intervals that need the same residues share one count of these in every rank's shard. An interval gets the count
+        of each shard that it touches, less what the first and the last of them have outside the interval.
         """
         total, bounds = np.zeros((shards.world, shards.world), dtype=np.int64), shards.bounds.numpy()
         alike: dict[tuple, list[tuple[int, int, int]]] = {}
@@ -221,99 +212,81 @@ class DilatedHalo:
 # --- block-sparse -----------------------------------------------------------------------------------------------------
 
 
-class BlockHalo:
-    """The rows of each key block that one of the rank's query blocks sees; if causal, up to the last query."""
+CELLS = 1 << 22  # of the block grid, evaluated at once
 
-    CELLS = 1 << 22  # of the block grid, evaluated at once
 
-    def __init__(self, pattern: BlockSparse, n: int, nq: int, heads: int, key_heads: int):
-        self.n, self.nq, self.key_heads, self.heads = n, nq, key_heads, heads
-        self.pattern, self.block_size = pattern, pattern.block_size
-        batch = pattern.batch
-        self.layouts = [pattern.layout] if batch is None else [pattern.layout.for_batch(b) for b in range(batch)]
-        self.per_head = pattern.layout.per_head
+def visible_blocks(pattern: BlockSparse, n: int, heads: int, key_heads: int, queries: range) -> tuple[Tensor, Tensor]:
+    """(last, pairs) of some queries, one at least.
 
-    def visible(self, own: range) -> tuple[Tensor, Tensor]:
-        """(last, pairs) of the rank's queries. last: int64 (key heads, or 1 if all heads share the layout; key blocks),
-        the last query that sees a block, 0 if not causal, -1 if none sees it. pairs: int64 scalar,
-        the (head, query, key) of all visible blocks.
-        """
-        (bq, bk), n = self.block_size, self.n
-        rows, cols = -(-n // bq), -(-n // bk)
-        queries = queries_of(own, n, self.nq)
-        sets = self.key_heads if self.per_head else 1
-        last, pairs = torch.full((sets, cols), -1), torch.zeros((), dtype=torch.int64)
-        if not queries or not self.heads:
-            return last, pairs
-        step = max(1, self.CELLS // max(1, cols * sets))
-        widths = torch.full((cols,), bk)
-        widths[-1] = n - (cols - 1) * bk
-        for start in range(queries.start // bq, (queries.stop - 1) // bq + 1, step):
-            block = torch.arange(start, min(start + step, (queries.stop - 1) // bq + 1), dtype=torch.int32)
-            low = (block.long() * bq).clamp(min=queries.start)
-            high = ((block.long() + 1) * bq).clamp(max=queries.stop)
-            latest = high - 1 if self.pattern.causal else torch.zeros_like(low)
-            reach = int(latest[-1]) // bk + 1 if self.pattern.causal else cols
-            seen = torch.zeros(sets, len(block), reach, dtype=torch.bool)
-            j = torch.arange(reach, dtype=torch.int32)
-            for h in range(self.heads if self.per_head else 1):
-                head = torch.full((1, 1, 1), h, dtype=torch.int32)
-                for layout in self.layouts:
-                    one = layout.visible(head, block.view(1, -1, 1), j.view(1, 1, -1), (rows, cols))
-                    one = one.expand(1, len(block), reach)[0]
-                    seen[h * sets // self.heads] |= one
-                    each = (one * widths[:reach]).sum(1) * (high - low)
-                    pairs = pairs + each.sum() * (1 if self.per_head else self.heads)
-            found = torch.where(seen, latest.view(1, -1, 1), -1).amax(1)
-            last[:, :reach] = torch.maximum(last[:, :reach], found)
-        return last, pairs
+    last: int64 (sets, key blocks), where a set is a key head, or all if heads share the layout: the position of the
+        last query of the query blocks that see a key block (0 if the pattern is not causal); -1 if none does
+    pairs: int64 scalar, how many (head, query, key) visible blocks have, summed over the entries of the batch where
+        each has a layout of its own
+    """
+    (bq, bk), layouts = pattern.block_size, [one.layout for one in pattern.each()]
+    rows, cols, end = -(-n // bq), -(-n // bk), (queries.stop - 1) // bq + 1
+    sets, alike = (key_heads, 1) if pattern.layout.per_head else (1, heads)  # heads that see the same
+    last, pairs = torch.full((sets, cols), -1), torch.zeros((), dtype=torch.int64)
+    step = max(1, CELLS // (cols * sets))
+    widths = torch.full((cols,), bk)
+    widths[-1] = n - (cols - 1) * bk
+    for start in range(queries.start // bq, end, step):
+        block = torch.arange(start, min(start + step, end), dtype=torch.int32)
+        low = (block.long() * bq).clamp(min=queries.start)
+        high = ((block.long() + 1) * bq).clamp(max=queries.stop)
+        latest = high - 1 if pattern.causal else torch.zeros_like(low)
+        reach = int(latest[-1]) // bk + 1 if pattern.causal else cols
+        seen = torch.zeros(sets, len(block), reach, dtype=torch.bool)
+        j = torch.arange(reach, dtype=torch.int32)
+        for h, layout in itertools.product(range(heads // alike), layouts):
+            head = torch.full((1, 1, 1), h, dtype=torch.int32)
+            one = layout.visible(head, block.view(1, -1, 1), j.view(1, 1, -1), (rows, cols))
+            one = one.expand(1, len(block), reach)[0]
+            seen[h * sets // heads] |= one
+            pairs = pairs + ((one * widths[:reach]).sum(1) * (high - low)).sum() * alike
+        found = torch.where(seen, latest.view(1, -1, 1), -1).amax(1)
+        last[:, :reach] = torch.maximum(last[:, :reach], found)
+    return last, pairs
 
-    def halo(self, own: range) -> list[HeadRows]:
-        last, _ = self.visible(own)
-        bk = self.block_size[1]
-        found = []
-        for one in last:
-            block = (one >= 0).nonzero().flatten()
-            position = (block[:, None] * bk + torch.arange(bk)).flatten()
-            until = one[block].repeat_interleave(bk)
-            keep = position < self.n
-            if self.pattern.causal:
-                keep &= position <= until
-            found.append(Rows.of([position[keep]]).without(own))
-        if not self.per_head:
-            return _head_rows([tuple(range(self.key_heads))], found) if self.key_heads else []
-        return _head_rows([(g,) for g in range(self.key_heads)], found)
+
+def block_sparse(pattern: BlockSparse, n: int, heads: int, key_heads: int, own: range, queries: range) -> list[Rows]:
+    """By key head, or once if all heads share the layout, the rows of the key blocks that one of the query blocks sees;
+    if causal, up to the last query that does. What one entry of the batch needs is needed for all."""
+    bk, found = pattern.block_size[1], []
+    for last in visible_blocks(pattern, n, heads, key_heads, queries)[0]:
+        block = (last >= 0).nonzero().flatten()
+        position = (block[:, None] * bk + torch.arange(bk)).flatten()
+        keep = position < n
+        if pattern.causal:
+            keep &= position <= last[block].repeat_interleave(bk)
+        found.append(Rows.of([position[keep]]).without(own))
+    return found
 
 
 # --- neighborhood -----------------------------------------------------------------------------------------------------
 
 
-class NeighborhoodHalo:
-    """The tokens that some of the rank's queries see."""
+def neighborhood(pattern: Neighborhood, own: range, queries: range) -> Rows:
+    """The tokens of other ranks that lie within the radius of one of the queries."""
+    return Rows.of([near(pattern, torch.arange(queries.start, queries.stop))]).without(own)
 
-    def __init__(self, pattern: Neighborhood, n: int, nq: int, heads: int, key_heads: int):
-        self.pattern, self.n, self.nq, self.key_heads = pattern, n, nq, key_heads
 
-    def halo(self, own: range) -> list[HeadRows]:
-        queries = queries_of(own, self.n, self.nq)
-        if not queries or not self.key_heads:
-            return []
-        token = self.near(torch.arange(queries.start, queries.stop))
-        return _head_rows([tuple(range(self.key_heads))], [Rows.of([token]).without(own)])
+def near(pattern: Neighborhood, tokens: Tensor) -> Tensor:
+    """Those that see one of these tokens, which are those that one of these sees: within the radius of its cell.
 
-    def near(self, tokens: Tensor) -> Tensor:
-        """The tokens that these see, and that see these, int64, ascending: within the radius of one of their cells."""
-        if not len(tokens):
-            return tokens
-        shape, radius = self.pattern.shape, self.pattern.radius
-        cells = self.pattern.coordinates(tokens)
-        low = [max(0, int(x.min()) - r) for x, r in zip(cells, radius, strict=True)]
-        high = [min(side, int(x.max()) + r + 1) for x, r, side in zip(cells, radius, shape, strict=True)]
-        near = torch.zeros([h - x for x, h in zip(low, high, strict=True)], dtype=torch.int32)
-        near[tuple(x - o for x, o in zip(cells, low, strict=True))] = 1
-        spot = box_sums(near, radius).nonzero(as_tuple=True)
-        cell = torch.zeros_like(spot[0])
-        for x, o, side in zip(spot, low, shape, strict=True):
-            cell = cell * side + x + o
-        found = self.pattern.rank[cell]
-        return found[found >= 0].sort().values
+    tokens: positions in the sequence, int64 (M,) -> positions, int64, ascending, `tokens` among them
+    """
+    if not len(tokens):
+        return tokens
+    shape, radius = pattern.shape, pattern.radius
+    cells = pattern.coordinates(tokens)
+    low = [max(0, int(x.min()) - r) for x, r in zip(cells, radius, strict=True)]
+    high = [min(side, int(x.max()) + r + 1) for x, r, side in zip(cells, radius, shape, strict=True)]
+    box = torch.zeros([h - x for x, h in zip(low, high, strict=True)], dtype=torch.int32)
+    box[tuple(x - o for x, o in zip(cells, low, strict=True))] = 1
+    spot = box_sums(box, radius).nonzero(as_tuple=True)
+    cell = torch.zeros_like(spot[0])
+    for x, o, side in zip(spot, low, shape, strict=True):
+        cell = cell * side + x + o
+    found = pattern.rank[cell]
+    return found[found >= 0].sort().values

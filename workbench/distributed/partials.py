@@ -5,13 +5,22 @@ that arrive. Each gives out (B, Q, H, D) and lse (B, H, Q). Merged by lse (`engi
 all keys. At the border of a neighborhood results are not merged: a later partial, with all keys of the border's
 queries, overwrites what an earlier one gave for them (`Partial.overwritten`).
 
-`own_partials` gives the calls that need the rank's own rows only, `stage_partials` those that need received ones too.
-All of it is arithmetic on positions: no tensor of the call is needed. Where the keys lie is found by `fills`.
+`own_partials` gives the calls that need the rank's own rows only, `stage_partials` those that need received ones too,
+by pattern:
+
+    dense          own keys in one call, those that a stage brings in another; causal: whole blocks and triangles
+    dilated        whole segments inside the shard, by the pattern itself; of a segment that crosses a border the kept
+                   queries here on all its kept keys, which is dense attention
+    block-sparse   shards of whole blocks: own blocks, and the blocks of others; else one call on both side by side
+    neighborhood   few rows arrive: own cells, and the border's queries anew; else one call on all side by side
+
+All of it is arithmetic on positions: no tensor of the call is needed. `fills` finds where the keys lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +28,7 @@ import torch
 from torch import Tensor
 
 from workbench.distributed import views
+from workbench.distributed.halo import near
 from workbench.distributed.plans import Plan, Stage
 from workbench.distributed.shards import Rows, Shards, clip
 from workbench.engines.torch.dilated import offset_slices, share_heads
@@ -29,11 +39,12 @@ PART = 2 << 20  # (row, head) of a call whose result needs memory beside out: 25
 
 
 class HeadGroup(NamedTuple):
-    """Some heads of a partial with their queries and keys, both as positions in the sequence.
+    """Some query heads of a partial with the key heads that they share, all on the same queries and keys.
 
-    queries: a range; or, where the partial overwrites results of another, an int64 tensor in ascending order
-    keys: in the order in which the call has them. Of several ranges at most one is on each rank. In a tensor, int64, -1
-        is padding, which no query sees.
+    heads, key_heads: slices of all heads of the call of `attention`
+    queries: positions in the sequence, a range; or, where the partial overwrites results of another, int64, ascending
+    keys: positions in the order in which the call has them: a range; several, of which each rank holds at most one; or
+        int64, in which -1 is padding, which no query sees
     """
 
     queries: range | Tensor
@@ -44,12 +55,15 @@ class HeadGroup(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Partial:
-    """One call: a pattern in the call's own numbering, and the rows that it is on.
+    """One call: of R queries on M keys, with h query heads on g key heads, and which rows and heads these are.
 
-    groups: heads that lie side by side in the call, in this order; all have equally many queries, and equally many keys
+    The call's q is (B, R + spare, h, D), its k and v are (B, M, g, D).
+    pattern: in the call's own numbering, heads and keys from 0; the queries are the last positions, as in every call
+    groups: of heads, which lie side by side in the call in this order; each has R queries and M keys, not the same ones
     spare: rows of padding to be added behind the queries, whose results are dropped
     batch: the one entry of the batch that this is for, or None for all
-    overwritten: queries, int64, whose results a later partial overwrites, so that they give no gradients here; or None
+    overwritten: the positions, int64, of queries whose results a later partial overwrites, so that they give no
+        gradients here; or None
     """
 
     pattern: Pattern
@@ -60,10 +74,11 @@ class Partial:
 
 
 class Own(NamedTuple):
-    """The partials that need no row of another rank, by when they run.
+    """The partials that need no key of another rank, by when they run.
 
-    first: while ranks agree; second: while the rows of the first stage travel; before: by stage, ahead of the partials
-    that need its rows
+    first: while ranks agree
+    second: while the keys of the first stage travel
+    before: by stage, when its keys have arrived and ahead of the partials that need them: on queries of other ranks
     """
 
     first: list[Partial]
@@ -72,7 +87,7 @@ class Own(NamedTuple):
 
 
 def own_partials(plan: Plan, rank: int) -> Own:
-    """Attention to a rank's own rows: dense, whole segments of dilated branches, or what `Layout.apart` is about."""
+    """A rank's attention to its own keys; none where these come together with received ones (`stage_partials`)."""
     if not any(plan.work(rank)) or not plan.heads:
         return Own([], [], {})
     return _own_dense(plan, rank) if isinstance(plan.pattern, Dense) else Own(_rules(plan)[0](plan, rank), [], {})
@@ -89,7 +104,7 @@ def stage_partials(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
 
 
 def _rules(plan: Plan):
-    """What finds the partials of own rows, (plan, rank), and those of a stage, (plan, rank, stage)."""
+    """The functions of all patterns but dense: (plan, rank) -> own partials, (plan, rank, stage) -> its partials."""
     if isinstance(plan.pattern, Dilated):
         return _whole_segments, _dilated
     if not plan.layout.apart:
@@ -103,7 +118,7 @@ def _heads_of(plan: Plan, key_heads: range) -> range:
 
 
 def head_group(plan: Plan, key_heads: range, queries: range | Tensor, keys: range | Rows | Tensor) -> HeadGroup:
-    """These key heads, with all query heads that share them."""
+    """These key heads of the call of `attention`, with all query heads that share them."""
     heads = _heads_of(plan, key_heads)
     return HeadGroup(queries, slice(heads.start, heads.stop), keys, slice(key_heads.start, key_heads.stop))
 
@@ -137,7 +152,10 @@ def _pairs(queries: range, keys: range, causal: bool) -> int:
 
 
 def _dense(plan: Plan, key_heads: range, pieces: list[range], queries: list[range]) -> list[Partial]:
-    """Attention to pieces of the sequence, in ascending order: one call to all pieces that the queries see whole."""
+    """Attention of ranges of queries to pieces of the sequence, in ascending order, at most one of each rank.
+
+    One call to all the pieces that the queries see whole; of causal attention, `_calls` to each of the others.
+    """
     return [
         Partial(Dense(triangle), (head_group(plan, key_heads, some, keys),))
         for part in queries
@@ -146,7 +164,10 @@ def _dense(plan: Plan, key_heads: range, pieces: list[range], queries: list[rang
 
 
 def _calls(queries: range, pieces: list[range], causal: bool) -> Iterator[tuple[range, range | Rows, bool]]:
-    """(queries, keys, causal) of each call; causal queries are the last of the keys' positions."""
+    """(queries, keys, causal) of each call that makes up the queries' attention to the pieces.
+
+    In a causal call the queries are the last of the keys' positions, as `Dense(causal=True)` takes them.
+    """
     if not queries:
         return
     whole = [x for x in pieces if not causal or x.stop <= queries.start]
@@ -164,6 +185,7 @@ def _calls(queries: range, pieces: list[range], causal: bool) -> Iterator[tuple[
 
 
 def _whole_segments(plan: Plan, rank: int) -> list[Partial]:
+    """A call for the branches whose whole segments lie in the same run of the shard, which is mostly all of it."""
     own, queries = plan.shards[rank], plan.queries(rank)
     runs: dict[tuple[range, range], list[int]] = {}
     for branch in range(len(plan.pattern.segment_lengths)):
@@ -183,16 +205,14 @@ def _whole_segments(plan: Plan, rank: int) -> list[Partial]:
 
 
 def _parts(plan: Plan, rows: int) -> list[range]:
-    """Key heads of calls, so few each that a result needs little memory beside out, if the pattern can be cut so."""
-    shards = Shards.even(plan.kv_heads, max(1, min(plan.kv_heads, rows * plan.heads // PART)))
-    parts = [shards[x] for x in range(shards.world)]
-    try:
-        for keys in parts:
-            heads = _heads_of(plan, keys)
+    """Ranges of key heads, a call each: few, so that a result needs little memory beside out, if the pattern can be cut
+    so, else all of them. rows: how many queries."""
+    parts = list(Shards.even(plan.kv_heads, max(1, min(plan.kv_heads, rows * plan.heads // PART))))
+    with contextlib.suppress(ValueError):
+        for heads in (_heads_of(plan, keys) for keys in parts):
             views.some_heads(plan.pattern, heads.start, len(heads), plan.heads)
-    except ValueError:
-        return [range(plan.kv_heads)]
-    return parts
+        return parts
+    return [range(plan.kv_heads)]
 
 
 def _segments(plan: Plan, own: range, queries: range, branch: int) -> tuple[range, range, range]:
@@ -243,16 +263,9 @@ def _dilated(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
 
 
 def _needed(plan: Plan, rank: int, stage: Stage) -> Tensor:
-    """int64, ascending: the rows of other ranks that some head of the stage needs."""
+    """The positions of other ranks that some key head of the stage needs, int64, ascending."""
     rows = [need.rows.positions for need in plan.halo(rank) if set(need.heads) & set(stage.heads)]
     return torch.cat([torch.zeros(0, dtype=torch.int64), *rows]).unique()
-
-
-def _kept(plan: Plan, rank: int, stage: Stage) -> dict:
-    """What is kept with the plan for the stage, by batch entry. Stages whose heads see the same share it, since
-    executions keep their lists of blocks with the patterns in it."""
-    heads = None if plan.pattern.same_heads else _heads_of(plan, stage.heads)
-    return plan.views.setdefault((rank, heads), {})
 
 
 def _by_batch(pattern: Pattern) -> list[tuple[int | None, Pattern]]:
@@ -261,40 +274,39 @@ def _by_batch(pattern: Pattern) -> list[tuple[int | None, Pattern]]:
 
 
 def _own_blocks(plan: Plan, rank: int) -> list[Partial]:
+    """Attention of a shard of whole blocks to itself."""
     own = plan.shards[rank]
     group = head_group(plan, range(plan.kv_heads), plan.queries(rank), own)
     return [Partial(views.own_blocks(one, own, plan.n), (group,), batch=b) for b, one in _by_batch(plan.pattern)]
 
 
-def _other_blocks(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
-    """Attention to the key blocks that a stage brings, for the queries that see some of them."""
-    columns = (_needed(plan, rank, stage) // plan.pattern.block_size[1]).unique()
-    queries, heads, kept = plan.queries(rank), _heads_of(plan, stage.heads), _kept(plan, rank, stage)
-    found = []
-    for batch, one in _by_batch(plan.pattern) if len(columns) else ():
+def _on_views(plan: Plan, rank: int, stage: Stage, make: Callable) -> list[Partial]:
+    """A partial for each (queries, view) of make(pattern), for the pattern of each batch entry and the stage's heads.
+
+    Views are kept with the plan, and stages whose heads see the same share them: backends keep their lists of blocks
+    with the patterns in them.
+    """
+    heads, found = _heads_of(plan, stage.heads), []
+    kept = plan.views.setdefault((rank, None if plan.pattern.same_heads else heads), {})
+    for batch, one in _by_batch(plan.pattern):
         if batch not in kept:
-            one = views.some_heads(one, heads.start, len(heads), plan.heads)
-            runs = _runs(views.other_blocks(one, queries, columns, plan.n), queries, len(heads))
-            kept[batch] = [(run, views.other_blocks(one, run, columns, plan.n)) for run in runs]
-        for run, view in kept[batch]:
-            group = head_group(plan, stage.heads, run, view.position)
-            found.append(Partial(view.pattern, (group,), batch=batch))
+            kept[batch] = make(views.some_heads(one, heads.start, len(heads), plan.heads))
+        for queries, view in kept[batch]:
+            group = head_group(plan, stage.heads, queries, view.position)
+            found.append(Partial(view.pattern, (group,), view.spare, batch))
     return found
 
 
-def _runs(view: views.Gathered, queries: range, heads: int) -> list[range]:
-    """The queries that see some key: one range of whole blocks, or two if most of the queries lie between them."""
-    bq = view.pattern.block_size[0]
-    seen = view.pattern.row_counts(len(view.position), heads, len(queries))[0].any(0).nonzero().flatten()
-    if not len(seen):
-        return []
-    ends, gaps = [int(seen[0]), int(seen[-1]) + 1], seen.diff()
-    if len(gaps) and 2 * int(gaps.max()) * bq > len(queries):
-        before = int(gaps.argmax())
-        ends[1:1] = [int(seen[before]) + 1, int(seen[before + 1])]
-    first = queries.start // bq
-    pairs = zip(ends[::2], ends[1::2], strict=True)
-    return [clip(queries, (first + start) * bq, (first + stop) * bq) for start, stop in pairs]
+def _other_blocks(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
+    """Attention to the key blocks that a stage brings, for the queries that see some of them."""
+    columns = (_needed(plan, rank, stage) // plan.pattern.block_size[1]).unique()
+    queries, heads = plan.queries(rank), len(_heads_of(plan, stage.heads))
+
+    def make(pattern: Pattern) -> list[tuple[range, views.Gathered]]:
+        runs = views.seeing(views.other_blocks(pattern, queries, columns, plan.n), queries, heads)
+        return [(run, views.other_blocks(pattern, run, columns, plan.n)) for run in runs]
+
+    return _on_views(plan, rank, stage, make) if len(columns) else []
 
 
 def _border(plan: Plan, rank: int) -> views.Gathered:
@@ -302,46 +314,37 @@ def _border(plan: Plan, rank: int) -> views.Gathered:
 
     Its keys are those rows, then the own ones that the queries see, at the end the queries themselves.
     """
-    kept = plan.views.setdefault((rank, "border"), {})
-    if not kept:
-        near, own, queries = plan.finder.near, plan.shards[rank], plan.queries(rank)
-        needed = _needed(plan, rank, plan.stages[0])
-        border = Rows.of([near(needed)]).within(queries.start, queries.stop).positions
-        beside = Rows.of([near(border)]).within(own.start, own.stop).positions
+    if (rank, "border") not in plan.views:
+        own, queries, needed = plan.shards[rank], plan.queries(rank), _needed(plan, rank, plan.stages[0])
+        border = Rows.of([near(plan.pattern, needed)]).within(queries.start, queries.stop).positions
+        beside = Rows.of([near(plan.pattern, border)]).within(own.start, own.stop).positions
         beside = beside[~torch.isin(beside, border)]
-        kept[None] = views.neighborhood(plan.pattern, torch.cat([needed, beside, border]), len(border))
-    return kept[None]
+        plan.views[rank, "border"] = views.neighborhood(plan.pattern, torch.cat([needed, beside, border]), len(border))
+    return plan.views[rank, "border"]
 
 
 def _own_cells(plan: Plan, rank: int) -> list[Partial]:
+    """Attention of all of a rank's queries to its own rows, right for those that see no row of another rank."""
     own, border = plan.shards[rank], _border(plan, rank)
     group = head_group(plan, range(plan.kv_heads), plan.queries(rank), own)
-    overwritten = border.position[len(border.position) - border.queries :]
-    return [
-        Partial(views.own_cells(plan.pattern, own), (group,), overwritten=overwritten if len(overwritten) else None)
-    ]
+    return [Partial(views.own_cells(plan.pattern, own), (group,), overwritten=border.last if border.queries else None)]
 
 
 def _border_cells(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
     """Attention of the queries that see what arrives: to that, and to what they see of the rank's own rows."""
     border = _border(plan, rank)
-    queries = border.position[len(border.position) - border.queries :]
-    group = head_group(plan, stage.heads, queries, border.position)
-    return [Partial(border.pattern, (group,))] if len(queries) else []
+    group = head_group(plan, stage.heads, border.last, border.position)
+    return [Partial(border.pattern, (group,))] if border.queries else []
 
 
 def _gathered(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
-    own, queries, pattern = plan.shards[rank], plan.queries(rank), plan.pattern
-    heads, needed, kept = _heads_of(plan, stage.heads), _needed(plan, rank, stage), _kept(plan, rank, stage)
-    found = []
-    for batch, one in _by_batch(pattern):
-        if batch not in kept and isinstance(pattern, Neighborhood):
+    """Attention of all of a rank's queries to what arrives and its own rows, side by side in one call."""
+    own, queries, needed = plan.shards[rank], plan.queries(rank), _needed(plan, rank, stage)
+
+    def make(pattern: Pattern) -> list[tuple[range, views.Gathered]]:
+        if isinstance(pattern, Neighborhood):
             position = torch.cat([needed, torch.arange(own.start, own.stop)])
-            kept[batch] = views.neighborhood(one, position, len(queries))
-        elif batch not in kept:
-            kept[batch] = views.block_sparse(
-                views.some_heads(one, heads.start, len(heads), plan.heads), queries, own, needed, plan.n
-            )
-        view = kept[batch]
-        found.append(Partial(view.pattern, (head_group(plan, stage.heads, queries, view.position),), view.spare, batch))
-    return found
+            return [(queries, views.neighborhood(pattern, position, len(queries)))]
+        return [(queries, views.block_sparse(pattern, queries, own, needed, plan.n))]
+
+    return _on_views(plan, rank, stage, make)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,8 +18,9 @@ from torch import Tensor
 
 from workbench.distributed import halo
 from workbench.distributed.halo import HeadRows, queries_of
-from workbench.distributed.shards import Shards, clip
+from workbench.distributed.shards import Shards
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
+from workbench.patterns.checks import choice
 
 # How finely the exchange is cut into stages (`Plan.stages`).
 SHARE = 16  # a stage brings a rank about a 16th of the bytes of its own keys and values, unless that is too little:
@@ -78,9 +78,10 @@ class Plan:
     """What ranks need from each other (`halo`, `units`, `bytes`), and what they compute (`work`, `pairs`, `balance`).
 
     zigzag: whether ranks compute queries that other ranks hold (see `work`), which have to travel
+    strategy, why: "sequence" or "heads", and why this one
     """
 
-    strategy = "sequence"
+    strategy, why = "sequence", "asked for by name"
 
     def __init__(self, pattern: Pattern, shards: Shards, heads: int, kv_heads: int, nq: int):
         if not isinstance(pattern, (Dense, Dilated, BlockSparse, Neighborhood)):
@@ -92,7 +93,7 @@ class Plan:
         self.zigzag = isinstance(pattern, Dense) and pattern.causal
         self._halos: dict[int, list[HeadRows]] = {}
         self._parcels: dict[tuple[int, int, Stage], list[HeadRows]] = {}
-        self.views: dict[tuple, dict] = {}  # the patterns on gathered keys, which `partials` keeps here
+        self.views: dict[tuple, object] = {}  # the patterns on gathered keys, which `partials` keeps here
 
     @cached_property
     def layout(self) -> Layout:
@@ -140,14 +141,9 @@ class Plan:
     # --- what moves ---------------------------------------------------------------------------------------------------
 
     @cached_property
-    def finder(self):
-        """What finds a rank's halo, by the kind of pattern; None for dense."""
-        sizes = (self.n, self.nq, self.heads, self.kv_heads)
-        kinds = {Dilated: halo.DilatedHalo, BlockSparse: halo.BlockHalo, Neighborhood: halo.NeighborhoodHalo}
-        for kind, finder in kinds.items():
-            if isinstance(self.pattern, kind):
-                return finder(self.pattern, *sizes)
-        return None
+    def dilated(self) -> halo.DilatedHalo:
+        """What finds halos of a dilated pattern, and keeps what ranks share of them."""
+        return halo.DilatedHalo(self.pattern, self.n, self.nq, self.heads, self.kv_heads)
 
     def halo(self, rank: int) -> list[HeadRows]:
         """The rows of other ranks that a rank needs; key heads that need the same rows share an entry."""
@@ -172,8 +168,8 @@ class Plan:
     @cached_property
     def units(self) -> Tensor:
         """int64 (world, world): how many (row, key head) rank [s, .] sends to rank [., t]."""
-        if isinstance(self.finder, halo.DilatedHalo):
-            return self.finder.units(self.shards).T.contiguous()
+        if isinstance(self.pattern, Dilated):
+            return self.dilated.units(self.shards).T.contiguous()
         total = torch.zeros(self.world, self.world, dtype=torch.int64)
         for rank in range(self.world):
             for heads, rows in self._find(rank):
@@ -181,9 +177,19 @@ class Plan:
         return total
 
     def _find(self, rank: int) -> list[HeadRows]:
-        if self.finder is not None:
-            return self.finder.halo(self.shards[rank])
-        return halo.dense(self.pattern.causal, self.n, self.kv_heads, self.shards[rank], self.work(rank))
+        pattern, own, work, heads = self.pattern, self.shards[rank], self.work(rank), range(self.kv_heads)
+        if not any(work) or not heads:
+            return []
+        if isinstance(pattern, Dilated):
+            return self.dilated.halo(own)
+        if isinstance(pattern, Dense):
+            found = [halo.dense(pattern.causal, self.n, own, work)]
+        elif isinstance(pattern, Neighborhood):
+            found = [halo.neighborhood(pattern, own, work[0])]
+        else:
+            found = halo.block_sparse(pattern, self.n, self.heads, self.kv_heads, own, work[0])
+        of = [(head,) for head in heads] if len(found) > 1 else [tuple(heads)]
+        return [HeadRows(*one) for one in zip(of, found, strict=True) if len(one[1])]
 
     @cached_property
     def moved(self) -> Tensor:
@@ -192,8 +198,7 @@ class Plan:
         if self.zigzag:
             for target in range(self.world):
                 for part in self.work(target):
-                    for source in self.shards.owners(part.start, part.stop):
-                        total[source, target] += len(clip(part, (held := self.queries(source)).start, held.stop))
+                    total[:, target] += self.shards.bounds.clamp(part.start, part.stop).diff()
             total.fill_diagonal_(0)
         return total
 
@@ -212,7 +217,7 @@ class Plan:
         heads = max(1, self.kv_heads // many)  # of a stage
         parts = Shards.even(self.kv_heads, -(-self.kv_heads // heads))
         pieces = min(PIECES, -(-many // parts.world)) if isinstance(self.pattern, Dense) else 1
-        return [Stage(parts[x], y, pieces) for x in range(parts.world) for y in range(pieces)]
+        return [Stage(part, y, pieces) for part in parts for y in range(pieces)]
 
     def bytes(self, itemsize: int, head_dim: int, batch: int = 1, mode: str = "fwd", lse: bool = False) -> Tensor:
         """int64 (world, world): bytes that rank [s, .] sends to rank [., t].
@@ -221,12 +226,16 @@ class Plan:
             float64); or "fwdbwd". For causal dense attention, queries, outputs and their gradients travel too.
         lse: whether lse is returned, and has a gradient.
         """
-        wide = max(4, itemsize)
+        choice("mode", mode, "fwd", "bwd", "fwdbwd")
+        forward, backward = self._bytes(itemsize, max(4, itemsize), head_dim, batch, lse)
+        return forward * ("fwd" in mode) + backward * ("bwd" in mode)
+
+    def _bytes(self, itemsize: int, wide: int, head_dim: int, batch: int, lse: bool) -> tuple[Tensor, Tensor]:
+        """`bytes` of a forward and of a backward. wide: bytes of a number of the gradients that return, and of lse."""
         rows = batch * head_dim * 2  # numbers of a row of keys and values
         there, back = self.moved * batch * self.heads, self.moved.T * batch * self.heads  # all 0 but for zigzag
         both = self.units * (rows * itemsize) + (there + back) * (head_dim * itemsize)
-        returned = self.units.T * (rows * wide)
-        return of_mode(mode, lambda: both + back * (wide * lse), lambda: both + returned + there * (wide * lse))
+        return both + back * (wide * lse), both + self.units.T * (rows * wide) + there * (wide * lse)
 
     # --- what is computed ---------------------------------------------------------------------------------------------
 
@@ -235,7 +244,9 @@ class Plan:
         """(world,) Python ints: (head, query, key) that each rank computes; for block-sparse, all of visible blocks."""
         pattern, ranks = self.pattern, range(self.world)
         if isinstance(pattern, BlockSparse):
-            return np.array([int(self.finder.visible(self.shards[rank])[1]) for rank in ranks], dtype=object)
+            sizes = pattern, self.n, self.heads, self.kv_heads
+            every = [self.queries(rank) if self.heads else range(0) for rank in ranks]
+            return np.array([int(halo.visible_blocks(*sizes, x)[1]) if x else 0 for x in every], dtype=object)
         if isinstance(pattern, Dense):  # the queries see what the last ones of a sequence that ends with them do
             each = [[(x.stop if pattern.causal else self.n, len(x)) for x in self.work(rank)] for rank in ranks]
             return np.array([sum(pattern.pairs(n, self.heads, nq) for n, nq in x) for x in each], dtype=object)
@@ -291,14 +302,6 @@ class Plan:
     def __str__(self):
         """`text` for a batch of 1, a head_dim of 64 and 2 bytes a number: a plan itself has no such sizes."""
         return self.text(2, 64)
-
-
-def of_mode(mode: str, forward: Callable[[], Tensor], backward: Callable[[], Tensor]) -> Tensor:
-    """The sum of what a mode has: "fwd", "bwd" or both, "fwdbwd"; ValueError for another."""
-    modes = {"fwd": (forward,), "bwd": (backward,), "fwdbwd": (forward, backward)}
-    if mode not in modes:
-        raise ValueError(f"mode={mode!r}: want one of {', '.join(modes)}")
-    return sum(made() for made in modes[mode])
 
 
 def digest(*parts: str | bytes) -> int:

@@ -70,7 +70,7 @@ class Executor:
     def __init__(self, plan: Plan, ranks: Ranks, batch: int, head_dim: int):
         self.plan, self.ranks, self.layout = plan, ranks, plan.layout
         self.exchange = Exchange(plan, ranks, batch, head_dim)
-        self.queries = QueryExchange(plan, ranks) if plan.zigzag else None
+        self.queries, self.back = QueryExchange.both(plan, ranks) if plan.zigzag else (None, None)
         work, rank = plan.work(ranks.rank), ranks.rank
 
         def placed(stage: Stage | None, found: list[Partial]) -> list[Placed]:
@@ -100,11 +100,10 @@ class Executor:
         """All partials in the order in which they run."""
         return [*self.first, *self.second, *itertools.chain(*(found for _, found in self.stages))]
 
-    def to(self, device) -> Executor:
+    def to(self, device) -> None:
         """Move the indices that copies need to the device."""
         for each in (self.exchange, *self.every):
             each.to(device)
-        return self
 
     def allocate(self, q: Tensor, k: Tensor, backward: bool) -> Buffers:
         """The buffers of a forward or a backward. q (B, queries held or computed, H, D), k (B, L, G, D)."""
@@ -144,11 +143,18 @@ class Executor:
 
     def held_here(self, x: Tensor) -> Tensor:
         """x (B, Q, ...), of queries that the rank computes -> (B, Lq, ...), of those that it holds."""
-        return self.queries.back(x) if self.queries else x
+        if self.back is None:
+            return x
+        rows = self.back.keep(x)
+        self.back.exchange(x, rows)
+        return rows
 
 
 class Run:
-    """What forward and backward share: the order of the attention and of the exchange beside it."""
+    """What forward and backward share: the order of the attention and of the exchange beside it.
+
+    `attend`, of each, computes a partial, whose rows have arrived in the buffers of stage number x, and merges it.
+    """
 
     def __init__(self, executor: Executor, k: Tensor, v: Tensor, buffers: Buffers, call):
         self.executor, self.k, self.v, self.buffers = executor, k, v, buffers
@@ -194,9 +200,12 @@ class Run:
             self.attend_stage(stage, found, x)
             done = streams.mark()  # noqa: F841
 
-    def attend(self, placed: Placed, x: int) -> None:
-        """Attend to a partial, whose rows have arrived in the buffers of stage number x, and merge what it gives."""
-        raise NotImplementedError
+    def computed(self, x: Tensor) -> Tensor:
+        """x (B, queries held, ...) -> (B, queries computed, ...), in which those of other ranks are still to come."""
+        if self.executor.queries is None:
+            return x
+        self.moves.append((x, rows := self.executor.queries.keep(x)))
+        return rows
 
     def attend_stage(self, stage: Stage, found: list[Placed], x: int) -> None:
         for placed in found:
@@ -219,8 +228,7 @@ class Forward(Run):
     def __init__(self, executor: Executor, q: Tensor, k: Tensor, v: Tensor, call):
         super().__init__(executor, k, v, executor.allocate(q, k, backward=False), call)
         self.out, self.lse = self.buffers.results
-        self.q = executor.queries.keep(q) if executor.queries else q
-        self.moves = [(q, self.q)] if executor.queries else []
+        self.q = self.computed(q)
 
     def attend(self, placed: Placed, x: int) -> None:
         keys = placed.gather(self.k, self.v, self.buffers.received[x % len(self.buffers.received)])
@@ -268,15 +276,8 @@ class Backward(Run):
         self.held = len(executor.plan.queries(executor.ranks.rank))
         if grad is None:
             grad = self.out.new_zeros(self.out.shape[0], self.held, *self.out.shape[2:])
-        self.grad = self._computed(grad)
-        self.grad_lse = grad_lse if grad_lse is None else self._computed(grad_lse.transpose(1, 2)).transpose(1, 2)
-
-    def _computed(self, x: Tensor) -> Tensor:
-        """x (B, queries held, ...) -> (B, queries computed, ...), in which those of other ranks are still to come."""
-        if self.executor.queries is None:
-            return x
-        self.moves.append((x, rows := self.executor.queries.keep(x)))
-        return rows
+        self.grad = self.computed(grad)
+        self.grad_lse = grad_lse if grad_lse is None else self.computed(grad_lse.transpose(1, 2)).transpose(1, 2)
 
     def attend(self, placed: Placed, x: int) -> None:
         received, returned = (side[x % len(side)] for side in (self.buffers.received, self.buffers.returned))
@@ -324,7 +325,7 @@ class Backward(Run):
         """[dq, dk, dv]. any_grad_lse: whether lse has a gradient on some rank; where queries move, it moves too."""
         if any_grad_lse and self.grad_lse is None and self.executor.queries:
             none = self.lse.new_zeros(self.lse.shape[0], self.held, self.lse.shape[1])
-            self.grad_lse = self._computed(none).transpose(1, 2)
+            self.grad_lse = self.computed(none).transpose(1, 2)
         self.run()
         self._add_returned()
         self.buffers.release()

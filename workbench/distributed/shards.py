@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -54,12 +53,6 @@ class Shards:
     def __getitem__(self, rank: int) -> range:
         """The positions of a rank."""
         return range(self.starts[rank], self.starts[rank + 1])
-
-    def owners(self, start: int, stop: int) -> range:
-        """The ranks from the one that holds `start` to the one that holds the position before `stop`."""
-        if start >= stop:
-            return range(0)
-        return range(bisect.bisect_right(self.starts, start) - 1, bisect.bisect_left(self.starts, stop))
 
 
 @dataclass(frozen=True, eq=False)

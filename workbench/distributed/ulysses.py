@@ -11,9 +11,9 @@ Dimensions: B batch, L rows of a rank, N rows of all, H heads, h heads of a rank
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from workbench.distributed import plans
 from workbench.distributed.group import Ranks
-from workbench.distributed.plans import Plan, of_mode
+from workbench.distributed.plans import Plan
 from workbench.distributed.shards import Shards
 from workbench.distributed.views import some_heads
 from workbench.engines import partial
@@ -61,8 +61,7 @@ class HeadsPlan(Plan):
         return self._stages(1)
 
     def _stages(self, many: int) -> tuple[list[range], list[list[Pattern]]]:
-        parts = Shards.even(self.key_each, many)
-        stages = [parts[x] for x in range(many)]
+        stages = list(Shards.even(self.key_each, many))
         return stages, [[self._part(rank, stage) for stage in stages] for rank in range(self.world)]
 
     def _part(self, rank: int, stage: range) -> Pattern:
@@ -73,26 +72,25 @@ class HeadsPlan(Plan):
         """The query heads, of a rank's share, that go with the key heads of a stage."""
         return slice(stage.start * self.group, stage.stop * self.group)
 
-    @cached_property
+    @functools.cached_property
     def units(self) -> Tensor:
         """int64 (world, world): how many (row, key head) rank [s, .] sends to rank [., t]."""
         rows = torch.tensor(self.shards.lengths)[:, None].expand(-1, self.world).clone()
         return rows.fill_diagonal_(0) * (self.kv_heads // self.world)
 
-    @cached_property
+    @functools.cached_property
     def moved(self) -> Tensor:
         """int64 (world, world): query rows that rank [s, .] sends to rank [., t], each for the heads of [., t]."""
         held = torch.tensor([len(self.queries(rank)) for rank in range(self.world)])
         return held[:, None].expand(-1, self.world).clone().fill_diagonal_(0)
 
-    def bytes(self, itemsize, head_dim, batch=1, mode="fwd", lse=False):
+    def _bytes(self, itemsize, wide, head_dim, batch, lse):
         there = self.moved * (batch * self.each)
         keys = self.units * (2 * batch * head_dim * itemsize)
         queries = (there + there.T) * head_dim * itemsize
-        wide = max(4, itemsize) * lse
-        return of_mode(mode, lambda: keys + queries + there.T * wide, lambda: keys.T + queries + there * wide)
+        return keys + queries + there.T * (wide * lse), keys.T + queries + there * (wide * lse)
 
-    @cached_property
+    @functools.cached_property
     def pairs(self):
         sizes = [len(stage) * self.group for stage in self.stages]
         each = [[part.pairs(self.n, h, self.nq) for part, h in zip(x, sizes, strict=True)] for x in self.parts]
@@ -140,8 +138,8 @@ class Executor:
         self.of_queries = HeadAllToAll([len(plan.queries(p)) for p in range(plan.world)], ranks)
         self.of_keys = HeadAllToAll(list(plan.shards.lengths), ranks)
 
-    def to(self, device) -> Executor:
-        return self
+    def to(self, device) -> None:
+        """It has nothing on the device."""
 
     def rehearse(self, q: Tensor, backward: bool) -> None:
         """Allocate what a run will, and free it, so that an out-of-memory comes while ranks can still agree on it;
@@ -159,76 +157,59 @@ class Executor:
         for part, keys in zip(self.plan.parts[self.ranks.rank], self.plan.stages, strict=True):
             yield part, self.plan.of_queries(keys), slice(keys.start, keys.stop)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call, needs_gradients: bool) -> Forward:
-        """A forward of this rank's q (B, Lq, H, D), k and v (B, L, G, D). call: a `call.Call`."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call, needs_gradients: bool) -> Later:
+        """A forward of this rank's q (B, Lq, H, D), k and v (B, L, G, D). call: a `call.Call`. `finish()` gives (out
+        like q, lse (B, H, Lq), not computed unless the call returns it; of each stage all rows of q, k, v, out and lse,
+        for a backward)."""
         self.rehearse(q, backward=False)
-        return Forward(self, q, k, v, call, needs_gradients)
+        return Later(functools.partial(self._forward, q, k, v, call, needs_gradients))
 
-    def backward(self, grad: Tensor | None, grad_lse: Tensor | None, saved, call) -> Backward:
-        """A backward of what a forward has saved, from the gradients of out and lse, like these, or None."""
+    def _forward(self, q, k, v, call, needs_gradients: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out, lse, saved = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=wide), []
+        for pattern, heads, keys in self.stages():
+            brought = self.of_queries.to_heads(q, heads), *(self.of_keys.to_heads(x, keys) for x in (k, v))
+            results = partial.forward(*brought, pattern, call)
+            saved += [*brought, *results] if needs_gradients else []
+            self.of_queries.to_rows(results[0], out, heads)
+            if call.return_lse:
+                self.of_queries.to_rows(results[1].transpose(1, 2), lse, heads)
+        return out, lse.transpose(1, 2), saved
+
+    def backward(self, grad: Tensor | None, grad_lse: Tensor | None, saved, call) -> Later:
+        """A backward of what a forward has saved, from the gradients of out and lse, like these, or None.
+        `finish(any_grad_lse)` gives (dq, dk, dv); any_grad_lse: whether lse has a gradient on some rank, whose rows
+        then travel from all."""
         self.rehearse(saved[0], backward=True)
-        return Backward(self, grad, grad_lse, saved, call)
+        return Later(functools.partial(self._backward, grad, grad_lse, saved, call))
+
+    def _backward(self, grad, grad_lse, saved, call, any_grad_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
+        plan, own, like = self.plan, self.of_keys.lengths[self.ranks.rank], saved[0]
+        shape = like.shape[0], self.of_queries.lengths[self.ranks.rank], plan.heads, like.shape[3]
+        grad = like.new_zeros(shape) if grad is None else grad
+        if any_grad_lse and grad_lse is None:
+            grad_lse = saved[4].new_zeros(shape[0], shape[2], shape[1])
+        dq = grad.new_empty(shape)
+        dk, dv = (grad.new_empty(shape[0], own, plan.kv_heads, shape[3]) for _ in "kv")
+        for x, (pattern, heads, keys) in enumerate(self.stages()):
+            its_grad, its_grad_lse = self.of_queries.to_heads(grad, heads), None
+            if grad_lse is not None:
+                its_grad_lse = self.of_queries.to_heads(grad_lse.transpose(1, 2), heads).transpose(1, 2)
+            kept = saved[5 * x : 5 * x + 5]  # q, k, v, out, lse
+            found = partial.backward(its_grad, its_grad_lse, *kept, pattern, call)
+            self.of_queries.to_rows(found[0].to(dq.dtype), dq, heads)
+            for result, rows in zip(found[1:], (dk, dv), strict=True):
+                self.of_keys.to_rows(result.to(rows.dtype), rows, keys)
+        return dq, dk, dv
 
     def held_here(self, x: Tensor) -> Tensor:
         return x
 
 
-class Forward(NamedTuple):
-    executor: Executor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    call: object
-    needs_gradients: bool
+class Later(NamedTuple):
+    """A run all of which comes once the ranks have agreed: `finish`."""
+
+    finish: Callable
 
     def pack(self) -> None:
         """Nothing travels before the ranks have agreed."""
-
-    def finish(self) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """(out like q, lse (B, H, Lq), not computed unless the call returns it; of each stage all rows of q, k, v, out
-        and lse, for a backward)."""
-        q, call, of_queries, of_keys = self.q, self.call, self.executor.of_queries, self.executor.of_keys
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out, lse, saved = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=wide), []
-        for pattern, heads, keys in self.executor.stages():
-            brought = of_queries.to_heads(q, heads), *(of_keys.to_heads(x, keys) for x in (self.k, self.v))
-            results = partial.forward(*brought, pattern, call)
-            saved += [*brought, *results] if self.needs_gradients else []
-            of_queries.to_rows(results[0], out, heads)
-            if call.return_lse:
-                of_queries.to_rows(results[1].transpose(1, 2), lse, heads)
-        return out, lse.transpose(1, 2), saved
-
-
-class Backward(NamedTuple):
-    executor: Executor
-    grad: Tensor | None
-    grad_lse: Tensor | None
-    saved: list[Tensor]
-    call: object
-
-    def pack(self) -> None:
-        """Nothing travels before the ranks have agreed."""
-
-    def finish(self, any_grad_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv). any_grad_lse: whether lse has a gradient on some rank, whose rows then travel from all."""
-        call, plan, of_queries, of_keys = self.call, self.executor.plan, self.executor.of_queries, self.executor.of_keys
-        like, own = self.saved[0], plan.shards.lengths[self.executor.ranks.rank]
-        shape = like.shape[0], len(plan.queries(self.executor.ranks.rank)), plan.heads, like.shape[3]
-        grad = like.new_zeros(shape) if self.grad is None else self.grad
-        grad_lse = self.grad_lse
-        if any_grad_lse and grad_lse is None:
-            grad_lse = self.saved[4].new_zeros(shape[0], shape[2], shape[1])
-        dq = grad.new_empty(shape)
-        dk, dv = (grad.new_empty(shape[0], own, plan.kv_heads, shape[3]) for _ in "kv")
-        for x, (pattern, heads, keys) in enumerate(self.executor.stages()):
-            its_grad, its_grad_lse = of_queries.to_heads(grad, heads), None
-            if grad_lse is not None:
-                its_grad_lse = of_queries.to_heads(grad_lse.transpose(1, 2), heads).transpose(1, 2)
-            kept = self.saved[5 * x : 5 * x + 5]  # q, k, v, out, lse
-            found = partial.backward(its_grad, its_grad_lse, *kept, pattern, call)
-            for result, whole, exchange, its in zip(
-                found, (dq, dk, dv), (of_queries, of_keys, of_keys), (heads, keys, keys), strict=True
-            ):
-                exchange.to_rows(result.to(whole.dtype), whole, its)
-        return dq, dk, dv

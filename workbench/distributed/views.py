@@ -6,12 +6,12 @@ Single-device executions run them like any pattern; only rows, blocks and heads 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from workbench.distributed.shards import clip
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
 from workbench.patterns.layouts import Layout
 from workbench.patterns.orderings import Ordering
@@ -60,20 +60,12 @@ def some_heads(pattern: Pattern, first: int, heads: int, all_heads: int) -> Patt
         for branch in range(len(part.segment_lengths)):
             part.rule(branch, heads)
         return part
-    layout, predicate = pattern.layout, pattern.predicate
-    if layout.per_head:
-        layout = Layout("heads", {}, _moved(layout, first), True)
-    if predicate is not None:
-        predicate = _shifted(predicate, first)
+    layout, predicate = whole, function = pattern.layout, pattern.predicate
+    if whole.per_head:
+        layout = Layout("heads", {}, lambda h, i, j, grid: whole.visible(h + first, i, j, grid), True)
+    if function is not None:
+        predicate = lambda h, i, j: function(h + first, i, j)  # noqa: E731
     return BlockSparse(layout, pattern.block_size, pattern.causal, predicate)
-
-
-def _moved(layout: Layout, first: int) -> Callable:
-    return lambda h, i, j, grid: layout.visible(h + first, i, j, grid)
-
-
-def _shifted(predicate: Callable, first: int) -> Callable:
-    return lambda h, i, j: predicate(h + first, i, j)
 
 
 @dataclass(frozen=True)
@@ -88,6 +80,11 @@ class Gathered:
     position: Tensor
     queries: int
     spare: int = 0
+
+    @property
+    def last(self) -> Tensor:
+        """The positions of its queries, int64 (queries,)."""
+        return self.position[len(self.position) - self.queries :]
 
 
 def neighborhood(pattern: Neighborhood, position: Tensor, queries: int) -> Gathered:
@@ -142,6 +139,21 @@ def other_blocks(pattern: BlockSparse, queries: range, columns: Tensor, n: int) 
     columns = torch.cat([columns, torch.full((rows // bk - len(columns),), -1)])
     view = _renumbered(pattern, (rows - queries.stop) // bq, columns, queries.stop, n, False)
     return Gathered(view, _positions(columns, bk), len(queries))
+
+
+def seeing(view: Gathered, queries: range, heads: int) -> list[range]:
+    """The queries that see some key of the view: one range of whole blocks, or two if most of them lie between."""
+    bq = view.pattern.block_size[0]
+    seen = view.pattern.row_counts(len(view.position), heads, len(queries))[0].any(0).nonzero().flatten()
+    if not len(seen):
+        return []
+    ends, gaps = [int(seen[0]), int(seen[-1]) + 1], seen.diff()
+    if len(gaps) and 2 * int(gaps.max()) * bq > len(queries):
+        before = int(gaps.argmax())
+        ends[1:1] = [int(seen[before]) + 1, int(seen[before + 1])]
+    first = queries.start // bq
+    pairs = zip(ends[::2], ends[1::2], strict=True)
+    return [clip(queries, (first + start) * bq, (first + stop) * bq) for start, stop in pairs]
 
 
 def block_sparse(pattern: BlockSparse, queries: range, own: range, needed: Tensor, n: int) -> Gathered:

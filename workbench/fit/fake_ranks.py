@@ -57,7 +57,7 @@ class Lone(Ranks):
     @property
     def strategy(self) -> str:
         """The one that the last call took."""
-        return call.last(self.pattern).plan.strategy
+        return list(call.plans_of(self.pattern).values())[-1].plan.strategy
 
     def gather(self, names, numbers, dtype=torch.int64):
         """The others tell the same but for the rows that they hold. The tensors are those of `group.Gathering`."""
@@ -98,5 +98,5 @@ def busiest(case: Case, world: int, strategy: str) -> int:
     if world == 1:
         return 0
     sizes = case.pattern, Shards.even(case.n, world), case.heads, case.kv_heads, case.nq
-    plan, _ = call.choose(strategy, sizes, case.dtype.itemsize, case.head_dim)
+    plan = call.choose(strategy, sizes, case.dtype.itemsize, case.head_dim)
     return int(plan.bytes(case.dtype.itemsize, case.head_dim, case.batch).sum(0).argmax())

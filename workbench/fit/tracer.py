@@ -2,11 +2,14 @@
 
 Tensors of the card are `meta` tensors: they have shapes, strides and storages, and the real code runs on them, its
 Python, its autograd, the bodies of our operators. A function mode tells the program that it is on the card
-(`fake_cuda`); a dispatch mode sees each storage come, and a weak reference sees it go. What the program computes on the
-CPU is computed, but of lists of blocks only the lengths, and of equal calls not all are made (`tracer_shortcuts`). What
-depends on data that the card would have cannot be traced, and raises.
+(`fake_cuda.OnCard`). A dispatch mode, `Births`, sees each new storage, and a weak reference tells when it is freed.
+What the program computes on the CPU is computed, except what `tracer_shortcuts` leaves out: of lists of blocks all but
+the lengths, and calls equal to earlier ones. What depends on data that the card would have raises `CannotTrace`.
 
-Below the dispatcher some kernels take scratch of their own: `workspace` has what was measured of it, by operator.
+Example: of (x + x) * 2 with x (4,) in float32, the events are the births of x (16 bytes, by its name), "add" (16) and
+"mul" (16), and the death of "add", which nothing holds any longer.
+
+Some kernels take memory of their own, which no dispatch mode sees: `workspace` has its size, by operator.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ from workbench.probes.case import Case
 
 
 class Event(NamedTuple):
-    """The birth of a storage of nbytes, or with nbytes -1 the death of the one with this id."""
+    """The birth of a storage of nbytes, or with nbytes -1 the death of the one with this id.
+
+    name: what it holds ("out", "dq", an input's name), or the operator that made it; "" in a death
+    """
 
     id: int
     nbytes: int
@@ -40,10 +46,12 @@ class Event(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """events; the first `before` of them are the preparation's. backend: what executes the call.
+    """What `run` has seen.
 
-    wrong: what is known to compute wrongly (`WRONG_PAST_2_31`), None where nothing is. kernel: the one that torch's
-    scaled_dot_product_attention took, the last if it was called more than once, None if it was not.
+    events: in order; the first `before` of them come from the preparation
+    backend: what executes the call
+    wrong: what is known to compute wrongly (`WRONG_PAST_2_31`), None if nothing is
+    kernel: the one that torch's scaled_dot_product_attention took, in the last such call, None if there was none
     """
 
     events: list[Event]
@@ -54,7 +62,10 @@ class Traced(NamedTuple):
 
 
 def run(case: Case, card: Card) -> Traced:
-    """The life of the tensors of a case on "cuda", called once; its result lives on until the last event."""
+    """The life of the tensors of a case on "cuda", called once; its result lives on until the last event.
+
+    CannotTrace if the program asks for data; torch.OutOfMemoryError and other errors of the program go through.
+    """
     _settle()
     with uncollected(), impersonate(card), Births(card) as births, Shortcuts(births).taken():
         try:
@@ -98,10 +109,12 @@ ABOUT_DATA = ("meta", "data-dependent", "fake", "no data", "nonzero")
 
 
 class Births(TorchDispatchMode):
-    """Follows the storages of meta tensors.
+    """Within it, the births and deaths of storages of meta tensors are noted, in `events`.
 
-    events: births and deaths, in order. functions: the mode that makes "cuda" mean meta. wrong: what of it is known to
-    compute wrongly.
+    wrong: what of the operators that ran is known to compute wrongly
+    functions: the mode that makes "cuda" mean meta; it is entered beside this one
+    bodies: our operators and their Python, which is run in their place
+    words: an iterator of names for the next storages, before operators' own names are used
     """
 
     def __init__(self, card: Card):
@@ -123,6 +136,8 @@ class Births(TorchDispatchMode):
         return False  # torch.compile is not followed, and to forbid it takes time at every call
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """One of our operators runs as Python. Of torch's, views and those that return an argument make no storage; all
+        others are followed."""
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if func in self.bodies:  # an operator of ours: its Python, as it runs on the card
             with self, self.functions:
@@ -155,6 +170,7 @@ class Births(TorchDispatchMode):
         return out
 
     def born(self, x: Tensor, name: str) -> None:
+        """Note the storage of a tensor, and watch it, unless it is known (x is a view), empty or not on the card."""
         if not x.is_meta:
             return
         storage = x.untyped_storage()
@@ -165,24 +181,30 @@ class Births(TorchDispatchMode):
         self.watched[address] = weakref.ref(storage, lambda _: self.died(address))
 
     def died(self, address: int) -> None:
+        """Note that the storage at this address is gone; called by its weak reference."""
         self.watched.pop(address, None)
         gone = self.alive.pop(address, None)
         if gone is not None:
             self.events.append(Event(gone, -1, ""))
 
     def add(self, nbytes: int, name: str) -> int:
+        """Note a birth; returns its id."""
         id = next(self.ids)
         self.place[id] = len(self.events)
         self.events.append(Event(id, nbytes, name))
         return id
 
     def rename(self, x: Tensor, name: str) -> None:
+        """Name a storage that is alive by what our operator returns it as."""
         place = self.place.get(self.alive.get(x.untyped_storage()._cdata))
         if place is not None:
             self.events[place] = self.events[place]._replace(name=name)
 
     def hidden(self, name: str, args) -> None:
-        """What the kernel of an operator takes beside its results."""
+        """Note what the kernel of an operator takes beside its results, and frees again at its end.
+
+        `workspace.of` gives it in steps: the bytes of a block that is taken, or ~i where the i-th block is freed early.
+        """
         if name in workspace.MATRIX_PRODUCTS and self.card.workspace_bytes:
             backward = torch._C._current_graph_task_id() != -1  # on a card that has a thread and so a handle of its own
             if backward not in self.workspaces:

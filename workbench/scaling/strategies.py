@@ -80,7 +80,7 @@ def plan(strategy: str, case: Case, world: int) -> Plan | None:
     if strategy not in OURS:
         return None
     sizes = (case.pattern, Shards.even(case.n, world), case.heads, case.kv_heads, case.nq)
-    return call.choose(strategy, sizes, case.dtype.itemsize, case.head_dim)[0]
+    return call.choose(strategy, sizes, case.dtype.itemsize, case.head_dim)
 
 
 def check_name(strategy: str) -> None:

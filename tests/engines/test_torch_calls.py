@@ -1,0 +1,93 @@
+"""What the torch backend's fused calls compute and hold, and that no future key comes into them."""
+
+import json
+
+import pytest
+import torch
+
+from tests import tools
+from workbench import BlockSparse, Dense, Dilated, Predicate, attention, layouts
+from workbench.engines.torch import block_sparse, fused
+
+
+def inputs(n, heads=2, d=8, dtype=torch.float64):
+    return tools.Case("", None, n, heads=heads, head_dim=d).inputs(dtype)[:3]
+
+
+def run(q, k, v, pattern):
+    return attention(q, k, v, pattern, backend="torch", return_lse=True)
+
+
+def computed(monkeypatch, call) -> list[int]:
+    """Scores (query, key, head) in each fused call of a forward."""
+    scores, forward = [], fused.forward
+
+    def spy(q, k, *rest):
+        scores.append(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2])
+        return forward(q, k, *rest)
+
+    monkeypatch.setattr(fused, "forward", spy)
+    call()
+    return scores
+
+
+@pytest.mark.parametrize("density", [0.05, 0.5, 1.0])
+@pytest.mark.parametrize("per_head", [False, True], ids=["shared", "by-head"])
+def test_the_density_asked_for_is_the_density_computed(density, per_head, monkeypatch):
+    n, heads = 640, 4
+    pattern = BlockSparse(layouts.random(density, 0, per_head), 16)
+    scores = computed(monkeypatch, lambda: run(*inputs(n, heads), pattern))
+    assert sum(scores) == pattern.pairs(n, heads) == round(density * 40 * 40) * 16 * 16 * heads
+
+
+def test_fused_calls_are_few_and_of_bounded_size(monkeypatch):
+    monkeypatch.setattr(block_sparse, "ELEMENTS", 16 * 8 * 2 * 20)  # 20 key blocks of 16 positions, 2 heads, head_dim 8
+    pattern = BlockSparse(layouts.random(0.1), 16)
+    scores = computed(monkeypatch, lambda: run(*inputs(1600), pattern))
+    assert max(scores) <= 20 * 16 * 16 * 2
+    assert len(scores) <= 2 * sum(scores) / max(scores)
+
+
+def test_a_predicate_is_never_asked_about_positions_that_do_not_exist():
+    n, asked = 143, []
+
+    def seen(h, i, j):
+        asked.append((int(i.min()), int(i.max()), int(j.min()), int(j.max())))
+        return (i - j).abs() < 30
+
+    for pattern in (Predicate(seen), BlockSparse(layouts.local(1), 64, predicate=seen)):
+        run(*inputs(n), pattern)
+    assert min(x[0] for x in asked) >= 0 and min(x[2] for x in asked) >= 0
+    assert max(x[1] for x in asked) < n and max(x[3] for x in asked) < n
+
+
+@pytest.mark.parametrize("dtype", tools.DTYPES, ids=tools.name_of)
+@pytest.mark.parametrize("pattern", [
+    Dense(True), tools.longnet(512, True)(), Dilated([7, 13, 4], [3, 1, 2], causal=True),
+    BlockSparse(layouts.local(1) | layouts.global_(1), 8, causal=True),
+], ids=["dense", "longnet", "prime", "blocks"])  # fmt: skip
+def test_the_past_does_not_change_by_a_bit_with_the_future(pattern, dtype):
+    q, k, v = inputs(67, heads=12, dtype=dtype)
+    tools.check_past(lambda k, v: run(q, k, v, pattern), k, v, (1, 8, 33, 66))
+
+
+def peak_above_inputs(call, trace) -> int:
+    """The largest sum of live bytes that torch allocates during call()."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        result = call()
+    profile.export_chrome_trace(str(trace))
+    del result
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e["ts"]):
+        live += event["args"]["Bytes"]
+        peak = max(peak, live)
+    return peak
+
+
+def test_a_forward_holds_at_most_three_times_its_output(tmp_path):
+    q, k, v = inputs(16384, 12, 64, torch.float32)
+    pattern, output = tools.longnet(8)(), q.numel() * q.element_size()
+    with torch.no_grad():
+        peak = peak_above_inputs(lambda: attention(q, k, v, pattern, backend="torch"), tmp_path / "trace.json")
+    assert output <= peak <= 3 * output
