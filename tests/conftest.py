@@ -13,6 +13,7 @@ if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     importlib.import_module("triton.experimental.gluon")  # looks at it too, when a kernel is first run
     for name in ("tile_ops", "block_sparse", "dilated"):
         importlib.import_module(f"workbench.engines.triton.{name}")
+    importlib.import_module("workbench.engines.fa4.places")
     del os.environ["TRITON_INTERPRET"]  # the processes that tests start are as a user's
 
 

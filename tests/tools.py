@@ -205,6 +205,22 @@ TILED = [
 ]
 
 
+def nested(t):
+    """Dilated cases whose branches have a tile order with tiles of t tokens."""
+    two, four, n = ([2 * t, 4 * t], [1, 2]), ([4 * t, 8 * t], [2, 4]), 4 * t + t // 2 + 5
+    return [
+        Case("nested-short-last-segment", lambda: Dilated(*two), n, batch=2),
+        Case("nested-causal-grouped", lambda: Dilated(*two, causal=True), n, heads=4, kv_heads=2),
+        Case("nested-several-periods-last-queries", lambda: Dilated(*two), 2 * n, 2 * n - t - 3),
+        Case("nested-causal-last-queries", lambda: Dilated(*two, causal=True), n, t + 3, heads=3),
+        Case("nested-blocked-empty-rows", lambda: Dilated(*four, offsets="blocked"), n, heads=3),
+        Case("nested-partition", lambda: Dilated(*two, heads="partition"), n, heads=3),
+        Case("nested-one-segment", lambda: Dilated([2 * t, 999 * t], [1, 2]), n),
+        Case("nested-same-branch-thrice-causal", lambda: Dilated([2 * t] * 3, [2] * 3, causal=True), n, head_dim=20),
+        Case("nested-and-others-causal", lambda: Dilated([*two[0], 2 * t + 3], [1, 2, 3], causal=True), n, heads=3),
+    ]
+
+
 # --- the check -------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "patterns": ("Dense", "Dilated", "BlockSparse", "Neighborhood", "Predicate", "layouts"),
+    "patterns.tile_order": ("tile_order",),
     "engines.reference": ("reference",),
     "engines.dispatch": ("attention", "explain"),
     "engines.layers": ("MultiheadAttention",),

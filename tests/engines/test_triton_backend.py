@@ -5,7 +5,9 @@ import torch
 
 from tests import tools
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, explain, layouts
+from workbench.engines import triton_backend
 from workbench.engines.operators import handle_of
+from workbench.patterns import tile_order
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -15,23 +17,31 @@ SLOW = ("longnet-64-grouped", "12-heads", "head-dim-300", "head-dim-1-", "29-tok
 DILATED = [
     id for id in tools.TABLE if id.startswith(("dilated", "dense")) and not any(part in f"{id}-" for part in SLOW)
 ]
-CASES = {id: tools.TABLE[id] for id in DILATED} | {case.id: case for case in tools.TILED}
+CASES = {id: tools.TABLE[id] for id in DILATED} | {case.id: case for case in (*tools.TILED, *tools.nested(32))}
 HALF = (  # one of each way in which tiles are loaded, multiplied and stored; the interpreter's bfloat16 is wrong
     "dense-prime", "dense-last-9-queries-causal", "dilated-same-branch-thrice-causal", "dilated-uncovered-rows",
     "dilated-head-dim-64", "local-ragged-causal", "wide-blocks-last-queries", "tall-blocks-head-dim-20-causal",
-    "random-by-head", "empty-rows", "window-last-queries", "neighborhood-hilbert",
+    "random-by-head", "empty-rows", "window-last-queries", "neighborhood-hilbert", "nested-short-last-segment",
+    "nested-and-others-causal",
 )  # fmt: skip
 EACH = [(id, torch.float32) for id in CASES] + [(id, torch.float16) for id in HALF]
 DAILY = [  # pairwise: ragged or not, last queries, grouped heads, batch, causal, empty rows, tile shapes, dtype
     *((id, torch.float32) for id in (
         "dense-last-9-queries", "dilated-prime-segments-causal", "dilated-partition", "wide-blocks-last-queries-causal",
-        "a-layout-a-sequence-causal", "window",
+        "a-layout-a-sequence-causal", "window", "nested-causal-last-queries", "nested-same-branch-thrice-causal",
     )),
     *((id, torch.float16) for id in (
         "dilated-uncovered-rows", "tall-blocks-head-dim-20-causal", "random-by-head", "empty-rows",
-        "neighborhood-hilbert",
+        "neighborhood-hilbert", "nested-and-others-causal",
     )),
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Nested branches run in one pass in small shapes, and in float32 too."""
+    monkeypatch.setattr(tile_order, "TILE", 32)
+    monkeypatch.setitem(triton_backend.ONCE, torch.float32, 64)
 
 
 @pytest.mark.parametrize("of", tools.tiers(EACH, DAILY), ids=lambda of: f"{of[0]}-{tools.name_of(of[1])}")
@@ -41,7 +51,7 @@ def test_agrees_with_the_oracle(of):
 
 
 def test_a_mask_that_is_off_by_one_is_noticed(monkeypatch):
-    from workbench.engines.triton import block_sparse as kernels
+    from workbench.engines.triton import block_lists as kernels
 
     right = kernels.mask_of
 
@@ -61,6 +71,31 @@ def test_a_branch_that_is_left_out_is_noticed(monkeypatch):
     monkeypatch.setattr(kernels, "branches", lambda *x: right(*x)[:-1])
     with pytest.raises(AssertionError, match="lse"):  # which alone tells how often a key was counted
         tools.check(CASES["dilated-same-branch-thrice"], torch.float32, backend="triton")
+
+
+NESTED = [64, 128], [1, 2]
+PASSES = [  # pattern, n, nq, head_dim, branches that cuDNN takes, the modules that run it
+    (Dilated(*NESTED), 150, 150, 64, 0, "block_sparse"),
+    (Dilated(*NESTED), 150, 32, 64, 0, "block_sparse"),
+    (Dilated([*NESTED[0], 70], [1, 2, 3]), 150, 150, 64, 0, "block_sparse dilated"),
+    (Dilated([256, 512], [1, 8], causal=True), 1024, 1024, 64, 0, "dilated"),  # too large a rate
+    (Dilated([256, 512], [1, 8]), 1024, 1024, 64, 0, "block_sparse"),
+    (Dilated(*NESTED), 150, 31, 64, 0, "dilated"),
+    (Dilated(*NESTED), 150, 150, 65, 0, "dilated"),
+    (Dilated(*NESTED), 150, 150, 64, 1, "dilated"),
+    (Dilated([64 * 1009, 64 * 1013], [1, 2]), 1 << 20, 64, 64, 0, "dilated"),  # too long a period
+    (Dense(), 150, 150, 64, 0, "dilated"),
+]
+
+
+@pytest.mark.parametrize("pattern, n, nq, d, taken, modules", PASSES, ids=str)
+def test_nested_branches_run_in_one_pass(monkeypatch, pattern, n, nq, d, taken, modules):
+    from workbench.engines.triton import cudnn_views
+
+    monkeypatch.setattr(cudnn_views, "segments", lambda *x: range(taken))
+    q, k = (torch.zeros(()).expand(1, x, 2, d) for x in (nq, n))
+    found = triton_backend.kernels(pattern, q, k, k)
+    assert " ".join(execution.__name__.rpartition(".")[2] for execution, _ in found) == modules
 
 
 @pytest.mark.parametrize("pattern", [Dilated([8, 16], [1, 2]), BlockSparse(layouts.local(1), 16)], ids=str)

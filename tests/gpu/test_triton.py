@@ -19,6 +19,7 @@ def edge(c):
 
 
 LARGE = [
+    *tools.nested(128),
     tools.Case("longnet", tools.longnet(16), 2000, None, 12, 4, 64, 2),
     tools.Case("longnet-causal-last-queries", tools.longnet(16, True), 2000, 777, 12, None, 64),
     tools.Case("head-dim-16", lambda: Dilated([300, 700], [1, 3], True), 1111, None, 4, 2, 16),

@@ -7,6 +7,7 @@ head_dim.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
 
@@ -15,19 +16,20 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.engines.check import check, refuse
-from workbench.engines.operators import handle_of, transformed
+from workbench.engines.operators import call, handle_of, transformed
 from workbench.engines.reference import reference
 from workbench.engines.torch.fused import GRID, OFFSETS, expand_heads, kernel, span, unit_stride
-from workbench.patterns import Dense, Dilated, Pattern
+from workbench.patterns import Dense, Dilated, Pattern, tile_order
 from workbench.patterns.advice import advise
-from workbench.patterns.checks import flag
+from workbench.patterns.checks import choice, flag
 
-BACKENDS = ("reference", "torch", "flex", "triton")
+BACKENDS = ("reference", "torch", "flex", "triton", "fa4")
+TOKENS = ("natural", "tile order")
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None = None, backend="auto", return_lse=False,
-    **unknown,
+    tokens="natural", **unknown,
 ):  # fmt: skip
     """Attention over the pairs of `pattern`: out (B, Nq, H, D) like q, or (out, lse (B, H, Nq)) with return_lse.
 
@@ -38,10 +40,12 @@ def attention(
     is NaN. A NaN or infinity reaches the rows that see it, and may reach others of its sequence and its group of heads.
     Derivatives: reverse mode once, torch.func's included; others by backend "reference" only, and refused elsewhere. To
     run what torch.export saved, import workbench.engines.torch_backend first: it defines the operators.
-    backend: "auto" (see `explain`), "reference", "torch", "flex" or "triton"; one asked for by name runs or raises
-    ValueError with the reason, as does any input that the pattern or the shapes do not allow. Where "auto" takes flex
-    and torch cannot compile the pattern's function, which only trying tells, a warning says so and the torch backend
-    runs.
+    backend: "auto" (see `explain`), "reference", "torch", "flex", "triton" or "fa4"; one asked for by name runs or
+    raises ValueError with the reason, as does any input that the pattern or the shapes do not allow. Where "auto" takes
+    flex and torch cannot compile the pattern's function, which only trying tells, a warning says so and the torch
+    backend runs.
+    tokens: "natural", or "tile order" where q, k and v lie in the pattern's `tile_order`, as out and lse then do; every
+    query (Nq == N).
     Under torch.autocast the inputs are cast first, as by torch's attention. `unknown` options are refused by name.
     """
     refuse("attention", unknown)
@@ -51,6 +55,8 @@ def attention(
     chosen = choose(backend, q, k, v, pattern, return_lse)[0]
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     run = _run_flex_or_torch if backend == "auto" and chosen == "flex" else _RUN[chosen]
+    if choice("tokens", tokens, *TOKENS) == "tile order":
+        run = functools.partial(_run_tiled, run, chosen)
     out, lse = run(q, k, v, pattern, scale, return_lse)
     return (out, lse) if return_lse else out
 
@@ -62,6 +68,10 @@ def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **unknown) -> str
     chosen, why = choose("auto", q, k, v, pattern)
     if chosen == "triton":
         why += f"; {kernel_words(q, k, v, pattern)}"
+    elif chosen == "fa4":
+        from workbench.engines import fa4_backend
+
+        why += f"; {fa4_backend.words(q, k, pattern)}"
     elif isinstance(pattern, Dense) and gradients_past_2_31(q, k, v):
         why += "; by memory-efficient attention, since cuDNN's gradients are wrong past 2^31 elements and flash's fail"
     return f"{chosen}: {why}"
@@ -73,10 +83,10 @@ def why_not(backend: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ret
         from workbench.engines import flex
 
         return flex.why_not(q, k, v, pattern, return_lse)
-    if backend == "triton":
-        from workbench.engines import triton_backend
+    if backend in ("triton", "fa4"):
+        from workbench.engines import fa4_backend, triton_backend
 
-        return triton_backend.why_not(q, k, pattern)
+        return (triton_backend if backend == "triton" else fa4_backend).why_not(q, k, pattern)
     if backend in ("torch", "reference"):
         return None
     return f"backend={backend!r}: want 'auto' or one of {', '.join(map(repr, BACKENDS))}"
@@ -89,9 +99,14 @@ def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[st
         if reason:
             raise ValueError(reason if reason.startswith("backend=") else f"backend={backend!r}: {reason}")
         return backend, "asked for by name"
+    device = q.device.type
+    if device == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+        from workbench.engines import fa4_backend
+
+        if fa4_backend.preferred(q, k, pattern):
+            return "fa4", "FlashAttention-4 is installed, and was measured to be the faster for such calls"
     if isinstance(pattern, Dense):
         return "torch", "every pair attends, which torch's fused attention computes as it is"
-    device = q.device.type
     if device == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
         reason = why_not("triton", q, k, v, pattern)
         if reason is None:
@@ -108,10 +123,15 @@ def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[st
 
 def kernel_words(q: Tensor, k: Tensor, v: Tensor, pattern) -> str:
     """Which of our kernels run this call, with which tiles, and which branches cuDNN runs instead."""
-    from workbench.engines.triton_backend import by_cudnn, tile_of
+    from workbench.engines.triton import tile_sizes
+    from workbench.engines.triton_backend import by_cudnn, in_tile_order, tile_of
 
-    m, n, warps, stages, _ = tile_of(q, pattern)
+    plan, rest = in_tile_order(pattern, q, k, v) if isinstance(pattern, Dilated) else (None, None)
+    tile = tile_of(q, pattern) if plan is None else tile_sizes.choose("blocks forward", q, plan.block_size)
+    m, n, warps, stages, _ = tile
     kind = "a kernel a branch" if isinstance(pattern, Dilated) else "a kernel over lists of visible blocks"
+    if plan is not None:
+        kind = "nested branches in one pass, each key once" + (", and a kernel a branch for the others" if rest else "")
     words = f"{kind}, forward tiles of {m} queries x {n} keys, {warps} warps, {stages} stages"
     for direction, found in by_cudnn(q, k, v, pattern).items():
         names = ", ".join(f"w={branch.w:,} r={branch.r}" for branch in found)
@@ -173,7 +193,7 @@ def _run_torch(q, k, v, pattern, scale, return_lse):
                 return _dense(q, k, v, pattern.causal, scale, past), None
             parts = zip(*(tensor.split(GRID) for tensor in (q, k, v)), strict=True)
             return torch.cat([_dense(*part, pattern.causal, scale, past) for part in parts]), None
-    out, lse = attend(q, k, v, handle_of(pattern), scale)
+    out, lse = call(attend, q, k, v, handle_of(pattern), scale)
     return _divided(out, pattern), lse
 
 
@@ -196,8 +216,31 @@ def _run_flex(q, k, v, pattern, scale, return_lse):
 def _run_triton(q, k, v, pattern, scale, return_lse):
     from workbench.engines.triton_backend import attend
 
-    out, lse = attend(q, k, v, handle_of(pattern), scale)
+    out, lse = call(attend, q, k, v, handle_of(pattern), scale)
     return _divided(out, pattern), lse
+
+
+def _run_fa4(q, k, v, pattern, scale, return_lse):
+    from workbench.engines.fa4_backend import attend
+
+    out, lse = call(attend, q, k, v, handle_of(pattern), scale)
+    return _divided(out, pattern), lse
+
+
+def _run_tiled(run, backend, q, k, v, pattern, scale, return_lse):
+    """Of tokens in tile order: the fa4 backend computes in it, the others in natural order."""
+    n = k.shape[1]
+    order = tile_order.tile_order(pattern, n).to(q.device)
+    if q.shape[1] != n:
+        raise ValueError(f"tokens='tile order' with {q.shape[1]} queries on {n} keys: want all the queries")
+    if backend == "fa4" and tile_order.of(pattern, n).padded == n:
+        from workbench.engines.fa4_backend import attend_tiled
+
+        out, lse = call(attend_tiled, q, k, v, handle_of(pattern), scale)
+        return _divided(out, pattern), lse
+    back = order.argsort()
+    out, lse = run(*(x.index_select(1, back) for x in (q, k, v)), pattern, scale, return_lse)
+    return out.index_select(1, order), lse if lse is None else lse.index_select(2, order)
 
 
 def _divided(out, pattern):
@@ -216,4 +259,4 @@ def _run_flex_or_torch(q, k, v, pattern, scale, return_lse):
         return _run_torch(q, k, v, pattern, scale, return_lse)
 
 
-_RUN = {"reference": _run_reference, "torch": _run_torch, "flex": _run_flex, "triton": _run_triton}
+_RUN = {"reference": _run_reference, "torch": _run_torch, "flex": _run_flex, "triton": _run_triton, "fa4": _run_fa4}

@@ -156,6 +156,16 @@ def define(name: str, forward: Callable, backward: Callable):
     return attend, attend_backward
 
 
+def call(op, *args):
+    """The operator, or the Python that it runs where nothing has to see the call: gradients, transforms, modes, a
+    compiler, tensors without data. The way through the dispatcher takes as long as a small kernel."""
+    tensors = args[:3]
+    seen = any(type(x) is not Tensor or x.is_meta for x in tensors)
+    seen = seen or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transformed(*tensors)
+    seen = seen or torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return op(*args) if seen else BODIES[op](*args)
+
+
 def lse_dtype(q: Tensor) -> torch.dtype:
     """lse is float32, and float64 for float64 inputs."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -17,7 +17,7 @@ from workbench.engines.operators import handle_of
 from workbench.engines.torch.fused import span, unit_stride
 from workbench.patterns import BlockSparse, Dense, Dilated, Pattern
 
-BACKENDS = ("auto", "torch", "triton")
+BACKENDS = ("auto", "torch", "triton", "fa4")
 ROWS = 1024  # queries and keys from which on cuDNN is the faster (`strided.FROM`)
 
 
@@ -25,11 +25,11 @@ def why_not(backend: str, q: Tensor, k: Tensor, pattern: Pattern) -> str | None:
     """Why the backend that the caller named cannot run this, or None."""
     if backend not in BACKENDS:
         return f"backend={backend!r}: want one of {', '.join(map(repr, BACKENDS))} on shards"
-    if backend == "triton":
-        from workbench.engines import triton_backend
+    if backend in ("triton", "fa4"):
+        from workbench.engines import fa4_backend, triton_backend
 
-        reason = triton_backend.why_not(q, k, pattern)
-        return reason and f"backend='triton': {reason}"
+        reason = (triton_backend if backend == "triton" else fa4_backend).why_not(q, k, pattern)
+        return reason and f"backend={backend!r}: {reason}"
     return None
 
 
@@ -44,7 +44,20 @@ def kernels(backend: str, q: Tensor, k: Tensor, pattern: Pattern) -> bool:
     return backend == "triton" or backend == "auto" and triton_backend.why_not(q, k, pattern) is None
 
 
+def _fa4(backend: str, q: Tensor, k: Tensor, pattern: Pattern) -> bool:
+    """Whether FlashAttention-4's kernels run this."""
+    if backend not in ("auto", "fa4") or q.device.type != "cuda":
+        return False
+    from workbench.engines import fa4_backend
+
+    return backend == "fa4" or fa4_backend.preferred(q, k, pattern)
+
+
 def _operators(backend: str, q: Tensor, k: Tensor, pattern: Pattern):
+    if _fa4(backend, q, k, pattern):
+        from workbench.engines import fa4_backend
+
+        return fa4_backend
     if kernels(backend, q, k, pattern):
         from workbench.engines import triton_backend
 
@@ -56,7 +69,7 @@ def _cudnn(direction: str, backend: str, pattern: Pattern, q: Tensor, k: Tensor,
     """The module that calls cuDNN, if cuDNN takes this, else None."""
     if not isinstance(pattern, Dense) or backend != "auto" or min(q.shape[1], k.shape[1]) < ROWS:
         return None
-    if not kernels(backend, q, k, pattern):
+    if not kernels(backend, q, k, pattern) or _fa4(backend, q, k, pattern):
         return None
     from workbench.engines.triton import cudnn_views
 
@@ -86,6 +99,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, call) -> tuple[Te
 def merge_into(out: Tensor, lse: Tensor, q, k, v, pattern: Pattern, call) -> bool:
     """Merge the results of `forward` into out (B, L, H, D) and lse (B, H, L); False if no kernel does both."""
     if not isinstance(pattern, BlockSparse) or not kernels(call.backend, q, k, pattern):
+        return False
+    if _fa4(call.backend, q, k, pattern):
         return False
     from workbench.engines import triton_backend
 

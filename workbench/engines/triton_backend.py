@@ -15,12 +15,14 @@ from torch import Tensor
 from workbench.engines import operators
 from workbench.engines.torch.fused import unit_stride
 from workbench.engines.torch_backend import one_branch
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, tile_order
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 LENGTH = 1 << 30  # positions are int32 in the kernels, and some are computed one tile beyond the last
 WINDOW = 128  # the block size of a neighborhood on a line, most of whose blocks are fully visible
 BLOCK = 64  # of other neighborhoods: smaller blocks hold fewer pairs that are not visible
+ONCE = {torch.float16: 64, torch.bfloat16: 64}  # up to which head_dim nested branches run in one pass
+PERIOD = 1 << 19  # positions: finding the lists of longer periods takes more than seconds
 
 
 def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
@@ -74,17 +76,21 @@ def block_size_of(pattern) -> tuple[int, int]:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Tensor, Tensor]:
     """out (B, Nq, H, D) and lse (B, H, Nq), float32."""
-    execution, arguments = kernels(pattern, q, k.shape[1])
+    found, (q, k, v) = (), map(unit_stride, (q, k, v))
     with device_of(q):
-        return execution.forward(*map(unit_stride, (q, k, v)), *arguments, scale)
+        for execution, arguments in kernels(pattern, q, k, v):
+            found = (execution.forward(q, k, v, *arguments, scale, *found),)
+    return found[0]
 
 
 def backward(grad, grad_lse, q, k, v, out, lse, pattern, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) from the gradients of out and lse, the inputs, and out and lse."""
-    execution, arguments = kernels(pattern, q, k.shape[1])
+    found, lse = (), lse.contiguous()  # the kernels read it as that, and it may be a slice
     grad, q, k, v, out = map(unit_stride, (grad, q, k, v, out))
-    with device_of(q):  # the kernels read lse as contiguous, and it may be a slice
-        return execution.backward(grad, grad_lse, q, k, v, out, lse.contiguous(), *arguments, scale)
+    with device_of(q):
+        for execution, arguments in kernels(pattern, q, k, v):
+            found = (execution.backward(grad, grad_lse, q, k, v, out, lse, *arguments, scale, *found),)
+    return found[0]
 
 
 attend, attend_backward = operators.define("attend_by_kernels", forward, backward)
@@ -94,7 +100,7 @@ attend, attend_backward = operators.define("attend_by_kernels", forward, backwar
 def attend_into(q: Tensor, k: Tensor, v: Tensor, handle: str, scale: float, out: Tensor, lse: Tensor) -> None:
     """Merge what `attend` gives into out (B, Nq, H, D) and lse (B, H, Nq) of other keys; no dilated pattern."""
     if q.numel():
-        execution, pattern = kernels(operators.living(handle), q, k.shape[1])
+        ((execution, pattern),) = kernels(operators.living(handle), q, k, v)
         with device_of(q):
             execution.forward(*map(unit_stride, (q, k, v)), *pattern, scale, (out, lse))
 
@@ -104,26 +110,55 @@ def _(q, k, v, handle, scale, out, lse):
     return None
 
 
-def kernels(pattern, q: Tensor, n: int):
-    """(the module that runs the pattern, what its `forward` takes for the pattern)."""
+def kernels(pattern, q: Tensor, k: Tensor, v: Tensor) -> list[tuple]:
+    """[(a module that runs the pattern or some of its branches, what its functions take for them), ...]: each after the
+    first adds to the results of those before."""
     from workbench.engines.triton import block_sparse, dilated
 
     if isinstance(pattern, Dense):
-        pattern = one_branch(pattern, n)
-    if isinstance(pattern, Dilated):
-        return dilated, (pattern,)
-    return block_sparse, (plan_of(pattern, q, n), pattern.causal)
+        pattern = one_branch(pattern, k.shape[1])
+    if not isinstance(pattern, Dilated):
+        return [(block_sparse, (plan_of(pattern, q, k.shape[1]), pattern.causal))]
+    plan, rest = in_tile_order(pattern, q, k, v)
+    first = [] if plan is None else [(block_sparse, (plan, pattern.causal))]
+    return first if rest is None else [*first, (dilated, (rest,))]
+
+
+def in_tile_order(pattern: Dilated, q: Tensor, k: Tensor, v: Tensor):
+    """(the plan of the branches that run in one pass, each key once, or None; the branches left, or None).
+
+    Nested branches show many keys to a query several times, and launches that merge read and write all results. Left as
+    they are: steps of decoding, since each length has lists of its own, and patterns with branches that cuDNN takes.
+    """
+    from workbench.engines.fa4.plans import together
+    from workbench.engines.triton import block_lists, cudnn_views, dilated
+
+    (_, nq, h, d), n = q.shape, k.shape[1]
+    if d > ONCE.get(q.dtype, 0) or nq < tile_order.TILE or len(pattern.segment_lengths) == 1:
+        return None, pattern
+    branches = dilated.branches(pattern, n, h)
+    if any(cudnn_views.segments("forward", branch, pattern.causal, q, k, v) for branch in branches):
+        return None, pattern
+
+    def make():
+        some, rest = together(pattern, n)
+        order = some and tile_order.of(some, n)
+        if some is None or len(some.segment_lengths) == 1 or block_lists.period_of(some, order) > PERIOD:
+            return None
+        return block_lists.make_ordered_plan(some, order, nq, h, q.device), rest
+
+    return pattern.kept("tile order", (n, nq, h, str(q.device)), make) or (None, pattern)
 
 
 def plan_of(pattern, q: Tensor, n: int):
     """The pattern's lists of blocks for these sizes, kept with the pattern."""
-    from workbench.engines.triton import block_sparse
+    from workbench.engines.triton import block_lists
 
     sizes = n, 1 if pattern.same_heads else q.shape[2], q.shape[1]
 
     def make():
         found = [one.blocks(*sizes, block_size_of(pattern)) for one in pattern.each()]
-        return block_sparse.make_plan(found, pattern, q.device)
+        return block_lists.make_plan(found, pattern, q.device)
 
     return pattern.kept("plan", (*sizes, str(q.device)), make)
 
@@ -143,9 +178,10 @@ def by_cudnn(q: Tensor, k: Tensor, v: Tensor, pattern) -> dict[str, list]:
 
     if isinstance(pattern, Dense):
         pattern = one_branch(pattern, k.shape[1])
-    if not isinstance(pattern, Dilated):
+    left = in_tile_order(pattern, q, k, v)[1] if isinstance(pattern, Dilated) else None
+    if left is None:
         return {}
-    plan = dict.fromkeys(dilated.branches(pattern, k.shape[1], q.shape[2]))  # branches may repeat
+    plan = dict.fromkeys(dilated.branches(left, k.shape[1], q.shape[2]))  # branches may repeat
     q, k, v = map(unit_stride, (q, k, v))
     return {
         direction: [branch for branch in plan if cudnn_views.segments(direction, branch, pattern.causal, q, k, v)]

@@ -10,7 +10,7 @@ import types
 import torch
 from torch.overrides import TorchFunctionMode
 
-from workbench.engines import torch_rules
+from workbench.engines import fa4_backend, torch_rules
 from workbench.fit.cards import VIRTUAL, Card
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
@@ -142,12 +142,17 @@ def impersonate(card: Card):
         (torch.cuda, "set_rng_state", lambda *_: None),
         (torch.backends.cudnn, "is_available", lambda: True),
         (flex, "compiled", lambda: _flex),
+        (fa4_backend, "ASSUMED", ""),
     ]
     with contextlib.suppress(ImportError):
         from triton.runtime import interpreter, jit
 
         found += [(jit.JITFunction, "run", lambda *_, **__: None)]
+        from workbench.engines.fa4 import engine
+
         found += [(interpreter.GridExecutor, "__call__", lambda *_, **__: None)]
+        silent = types.SimpleNamespace(**dict.fromkeys(("forward", "backward", "convert"), lambda *_: None))
+        found += [(engine, "kernels", lambda: silent)]
     with LOCK, replaced(found):
         yield
 

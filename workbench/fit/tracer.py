@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workbench.engines import operators, torch_backend, torch_rules, triton_backend  # noqa: F401 (operators)
+from workbench.engines import fa4_backend, operators, torch_backend, torch_rules, triton_backend  # noqa: F401 (ops)
 from workbench.engines.torch.fused import OFFSETS, span
 from workbench.fit import workspace
 from workbench.fit.cards import Card

@@ -36,6 +36,7 @@ class Shortcuts:
     def taken(self):
         """Lists of blocks on the card have lengths and no contents; of calls in a row that are alike a few are made."""
         from workbench.engines import torch_backend, triton_backend
+        from workbench.engines.fa4 import plans
         from workbench.engines.torch import dilated
 
         found = [
@@ -43,6 +44,7 @@ class Shortcuts:
             (block_sparse, "split", self.few_stacks),
             (torch_backend, "blocks_of", self.blocks_of),
             (triton_backend, "plan_of", plan_of),
+            (plans, "plan_of", fa4_plan_of),
             (dilated, "pieces", lambda *x, make=dilated.pieces: self.repeated(make(*x), _shape, 4)),
             (dilated, "parts", lambda *x, make=dilated.parts: self.repeated(make(*x), _shape, 6)),
             (fused, "range", lambda *x: self.repeated(range(*x), lambda start: start + x[2] <= x[1], 6)),
@@ -190,7 +192,7 @@ def plan_of(pattern, q: Tensor, n: int):
 
 def _plan(pattern, n: int, nq: int, heads: int, device):
     from workbench.engines import triton_backend
-    from workbench.engines.triton import block_sparse as blocks
+    from workbench.engines.triton import block_lists as blocks
 
     bq, bk = triton_backend.block_size_of(pattern)
     with _disable_current_modes():
@@ -215,6 +217,16 @@ def _plan(pattern, n: int, nq: int, heads: int, device):
         mask = blocks.mask_of(pattern, n, device)
     by_batch, first = layouts if batch > 1 else 0, (n - nq) // bq
     return blocks.Plan(*lists, (bq, bk), (rows, cols), first, by_batch, int(layouts > 1), *mask)
+
+
+def fa4_plan_of(pattern, q: Tensor, n: int):
+    """As `plans.plan_of`: the lists are made on the host, which nobody follows, and moved."""
+    from workbench.engines.fa4 import plans
+
+    (b, nq, h, _), device = q.shape, q.device
+    with _disable_current_modes():
+        made = pattern.kept("fa4 on the host", (b, nq, h, n), lambda: plans.make_plan(pattern, b, n, nq, h))
+    return pattern.kept("fa4 without contents", (b, nq, h, n), lambda: made.to(device))
 
 
 def _widths(units: list[tuple[int, int]], length: int, limit: int) -> tuple[tuple[int, int], ...]:

@@ -100,7 +100,7 @@ def fields(case: Case | Graphed) -> dict:
 
 def block_mask(n: int = 1_048_576, device="cuda") -> dict:
     """A row: milliseconds and bytes that the kernels' lists of a local, global and strided layout take for N tokens."""
-    from workbench.engines.triton.block_sparse import make_plan
+    from workbench.engines.triton.block_lists import make_plan
 
     pattern = BlockSparse(layouts.local(4) | layouts.global_(1) | layouts.strided(64), 128)
     taken = []

@@ -4,6 +4,10 @@ Full blocks (all pairs visible) and partial ones are two lists: only the second 
 positions (causal, windows), from a token's place in time, or from its coordinates on a grid (neighborhoods, in whatever
 order the tokens lie). A tile divides a block. No two programs write the same row: results are reproducible bit for bit.
 
+Nested branches of a dilated pattern are blocks of their tile order (`patterns.tile_order`): a query sees each key once,
+with the log2 of how many branches show it added to its score. Tokens stay in natural order, in which such a block is
+every RATE-th position from its first one on (RATE 0: blocks of the natural order).
+
 Dimensions: B batch, N keys, Nq queries (the last Nq positions), H query heads, G key heads, D head_dim. In a kernel M
 and N are the queries and keys of a tile, i and j absolute positions.
 """
@@ -11,7 +15,6 @@ and N are the queries and keys of a tile, i and j absolute positions.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -19,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from workbench.engines.triton import tile_ops, tile_sizes
-from workbench.patterns.base import Blocks
+from workbench.engines.triton.block_lists import Plan
 
 UNSPECIALIZED = ["n", "nq", "heads", "count", "block0", "by_batch", "by_head", "reach"]
 
@@ -62,16 +65,62 @@ def place(count, heads, SUB: tl.constexpr):
     return (x // heads).to(tl.int64), (x % heads).to(tl.int64), block, part  # int64: they are multiplied by strides
 
 
+@triton.jit
+def positions(TABLE, block, part, heads, reach, SIZE: tl.constexpr, TILE: tl.constexpr, RATE: tl.constexpr):
+    """Of tile `part` of a block of SIZE: its positions (TILE,), and where entries of its line count from: position."""
+    if RATE == 0:
+        return block * SIZE + part * TILE + tl.arange(0, TILE), 0
+    else:
+        turn = block // (reach // SIZE) * reach
+        first = turn + tl.load(TABLE + heads + block % (reach // SIZE))
+        return first + (part * TILE + tl.arange(0, TILE)) * RATE, turn
+
+
+@triton.jit
+def line_of(TABLE, b, h, block, block0, count, heads, by_batch, by_head, reach, SIZE: tl.constexpr, RATE: tl.constexpr):
+    """The line of the lists that block0 + block has, for a head."""
+    if RATE == 0:
+        return (b * by_batch + h * by_head) * count + block
+    else:
+        many = reach // SIZE
+        turn, block = (block0 + block) // many, (block0 + block) % many
+        return tl.load(TABLE + h) + tl.load(TABLE + heads + many + turn) + block
+
+
+@triton.jit
+def entry(BLOCKS, x, first, SIZE: tl.constexpr, TILE: tl.constexpr, RATE: tl.constexpr):
+    """Of tile x of the listed blocks of SIZE: the first position, and the bias of its scores if there is one.
+
+    first: the block or, in tile order, the position that entries count from.
+    """
+    if RATE == 0:
+        return (first + tl.load(BLOCKS + x // (SIZE // TILE))) * SIZE + x % (SIZE // TILE) * TILE, 0.0
+    else:
+        at = BLOCKS + x // (SIZE // TILE) * 2
+        bias = tl.load(at + 1).to(tl.float32, bitcast=True)
+        return first + tl.load(at) + x % (SIZE // TILE) * (TILE * RATE), bias
+
+
+@triton.jit
+def apart(TILE: tl.constexpr, RATE: tl.constexpr):
+    """The positions of a tile, counted from its first one."""
+    if RATE == 0:
+        return tl.arange(0, TILE)
+    else:
+        return tl.arange(0, TILE) * RATE
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, l_b, l_h, l_n,
                    FULL, FULL_BLOCKS, PART, PART_BLOCKS, TABLE, scale, n, nq, heads, count, block0, by_batch,
                    by_head, reach, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
                    M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
-                   MASK: tl.constexpr, FIRST: tl.constexpr):  # fmt: skip
+                   MASK: tl.constexpr, RATE: tl.constexpr, FIRST: tl.constexpr):  # fmt: skip
     b, h, block, part = place(count, heads, ROWS // M)
     if CAUSAL:
         block = count - 1 - block  # the longest first
-    i, j, d = (block0 + block) * ROWS + part * M + tl.arange(0, M), tl.arange(0, N), tl.arange(0, BLOCK_D)
+    i, first = positions(TABLE, block0 + block, part, heads, reach, ROWS, M, RATE)
+    j, d = apart(N, RATE), tl.arange(0, BLOCK_D)
     ours = (i >= n - nq) & (i < n)
     row = (i - (n - nq)).to(tl.int64)
     q = tile_ops.load(Q + b * q_b + h * q_h + row[:, None] * q_n + d[None, :], ours, d, D, True)
@@ -81,19 +130,20 @@ def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_
     acc = tl.zeros((M, BLOCK_D), tl.float32)
     peak = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
-    line = (b * by_batch + h * by_head) * count + block
+    line = line_of(TABLE, b, h, block, block0, count, heads, by_batch, by_head, reach, ROWS, RATE)
     for x in range(tl.load(FULL + line) * (COLS // N), tl.load(FULL + line + 1) * (COLS // N)):
-        j0 = (tl.load(FULL_BLOCKS + x // (COLS // N)) * COLS + x % (COLS // N) * N).to(tl.int64)
+        j0, bias = entry(FULL_BLOCKS, x, first, COLS, N, RATE)
+        j0 = j0.to(tl.int64)
         k = tile_ops.load(K + j0 * k_n, j < N, d, D, False)
         v = tile_ops.load(V + j0 * v_n, j < N, d, D, False)
-        acc, peak, total = tile_ops.attend(acc, peak, total, q, k, v, True, scale, False)
+        acc, peak, total = tile_ops.attend(acc, peak, total, q, k, v, True, scale, False, bias, RATE > 0)
     for x in range(tl.load(PART + line) * (COLS // N), tl.load(PART + line + 1) * (COLS // N)):
-        j0 = tl.load(PART_BLOCKS + x // (COLS // N)) * COLS + x % (COLS // N) * N
+        j0, bias = entry(PART_BLOCKS, x, first, COLS, N, RATE)
         k = tile_ops.load(K + j0.to(tl.int64) * k_n, j0 + j < n, d, D, True)
         v = tile_ops.load(V + j0.to(tl.int64) * v_n, j0 + j < n, d, D, True)
         low_j, high_j = table(TABLE, j0 + j, j0 + j < n, 0, MASK)
         seen = visible(i[:, None], j0 + j[None, :], low_i, high_i, low_j, high_j, reach, MASK) & (j0 + j < n)[None, :]
-        acc, peak, total = tile_ops.attend(acc, peak, total, q, k, v, seen, scale, True)
+        acc, peak, total = tile_ops.attend(acc, peak, total, q, k, v, seen, scale, True, bias, RATE > 0)
     out, lse = tile_ops.finish(acc, peak, total)
     tile_ops.merge(OUT + b * o_b + h * o_h + row[:, None] * o_n + d[None, :], LSE + b * l_b + h * l_h + row * l_n,
                 out, lse, ours, d, D, FIRST)  # fmt: skip
@@ -104,11 +154,12 @@ def dq_kernel(Q, K, V, DO, OF_ROWS, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, 
               FULL, FULL_BLOCKS, PART, PART_BLOCKS, TABLE, scale, softmax_scale, n, nq, heads, count, block0,
               by_batch, by_head, reach, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
               M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
-              MASK: tl.constexpr):  # fmt: skip
+              MASK: tl.constexpr, RATE: tl.constexpr):  # fmt: skip
     b, h, block, part = place(count, heads, ROWS // M)
     if CAUSAL:
         block = count - 1 - block
-    i, j, d = (block0 + block) * ROWS + part * M + tl.arange(0, M), tl.arange(0, N), tl.arange(0, BLOCK_D)
+    i, first = positions(TABLE, block0 + block, part, heads, reach, ROWS, M, RATE)
+    j, d = apart(N, RATE), tl.arange(0, BLOCK_D)
     ours = (i >= n - nq) & (i < n)
     row = (i - (n - nq)).to(tl.int64)
     Q += b * q_b + h * q_h + row[:, None] * q_n + d[None, :]
@@ -119,19 +170,20 @@ def dq_kernel(Q, K, V, DO, OF_ROWS, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, 
     V += b * v_b + (h // GROUP) * v_h + j.to(tl.int64)[:, None] * v_n + d[None, :]
     low_i, high_i = table(TABLE, i, ours, 1, MASK)
     dq = tl.zeros((M, BLOCK_D), tl.float32)
-    line = (b * by_batch + h * by_head) * count + block
+    line = line_of(TABLE, b, h, block, block0, count, heads, by_batch, by_head, reach, ROWS, RATE)
     for x in range(tl.load(FULL + line) * (COLS // N), tl.load(FULL + line + 1) * (COLS // N)):
-        j0 = (tl.load(FULL_BLOCKS + x // (COLS // N)) * COLS + x % (COLS // N) * N).to(tl.int64)
+        j0, bias = entry(FULL_BLOCKS, x, first, COLS, N, RATE)
+        j0 = j0.to(tl.int64)
         k = tile_ops.load(K + j0 * k_n, j < N, d, D, False)
         v = tile_ops.load(V + j0 * v_n, j < N, d, D, False)
-        dq = tile_ops.add_dq(dq, q, k, v, do, lse, delta, True, scale, False)
+        dq = tile_ops.add_dq(dq, q, k, v, do, lse - bias if RATE else lse, delta, True, scale, False)
     for x in range(tl.load(PART + line) * (COLS // N), tl.load(PART + line + 1) * (COLS // N)):
-        j0 = tl.load(PART_BLOCKS + x // (COLS // N)) * COLS + x % (COLS // N) * N
+        j0, bias = entry(PART_BLOCKS, x, first, COLS, N, RATE)
         k = tile_ops.load(K + j0.to(tl.int64) * k_n, j0 + j < n, d, D, True)
         v = tile_ops.load(V + j0.to(tl.int64) * v_n, j0 + j < n, d, D, True)
         low_j, high_j = table(TABLE, j0 + j, j0 + j < n, 0, MASK)
         seen = visible(i[:, None], j0 + j[None, :], low_i, high_i, low_j, high_j, reach, MASK) & (j0 + j < n)[None, :]
-        dq = tile_ops.add_dq(dq, q, k, v, do, lse, delta, seen, scale, True)
+        dq = tile_ops.add_dq(dq, q, k, v, do, lse - bias if RATE else lse, delta, seen, scale, True)
     tile_ops.store(DQ + b * o_b + h * o_h + row[:, None] * o_n + d[None, :], dq * softmax_scale, ours, d, D)
 
 
@@ -140,10 +192,14 @@ def dkdv_kernel(Q, K, V, DO, OF_ROWS, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b,
                 o_b, o_n, o_h, FULL, FULL_BLOCKS, PART, PART_BLOCKS, TABLE, scale, softmax_scale, n, nq, heads,
                 count, block0, by_batch, by_head, reach, GROUP: tl.constexpr, D: tl.constexpr,
                 BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-                CAUSAL: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+                CAUSAL: tl.constexpr, MASK: tl.constexpr, RATE: tl.constexpr):  # fmt: skip
     """DK and DV have the strides o; the lists are of the blocks of queries that see each of `count` blocks of keys."""
     b, g, block, part = place(count, heads // GROUP, COLS // N)
-    i, j, d = tl.arange(0, M), block * COLS + part * N + tl.arange(0, N), tl.arange(0, BLOCK_D)
+    i = apart(M, RATE)
+    j, first = positions(TABLE, block, part, heads, reach, COLS, N, RATE)
+    if RATE == 0:
+        first = block0
+    d = tl.arange(0, BLOCK_D)
     ours, at = j < n, j.to(tl.int64)
     k = tile_ops.load(K + b * k_b + g * k_h + at[:, None] * k_n + d[None, :], ours, d, D, True)
     v = tile_ops.load(V + b * v_b + g * v_h + at[:, None] * v_n + d[None, :], ours, d, D, True)
@@ -155,111 +211,21 @@ def dkdv_kernel(Q, K, V, DO, OF_ROWS, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b,
         Qh = Q + b * q_b + h * q_h + row[:, None] * q_n + d[None, :]
         Gh = DO + b * g_b + h * g_h + row[:, None] * g_n + d[None, :]
         Rh = tile_ops.pairs(OF_ROWS, (b * heads + h) * nq + row)
-        line = (b * by_batch + h * by_head) * count + block
+        line = line_of(TABLE, b, h, block, 0, count, heads, by_batch, by_head, reach, COLS, RATE)
         for x in range(tl.load(FULL + line) * (ROWS // M), tl.load(FULL + line + 1) * (ROWS // M)):
-            i0 = (block0 + tl.load(FULL_BLOCKS + x // (ROWS // M))) * ROWS + x % (ROWS // M) * M
+            i0, bias = entry(FULL_BLOCKS, x, first, ROWS, M, RATE)
             q, do, lse, delta = tile_ops.queries(Qh, Gh, Rh, q_n, g_n, i0, 1, i < M, d, D, False)
-            dk, dv = tile_ops.add_dkdv(dk, dv, q, k, v, do, lse, delta, True, scale, False)
+            dk, dv = tile_ops.add_dkdv(dk, dv, q, k, v, do, lse - bias if RATE else lse, delta, True, scale, False)
         for x in range(tl.load(PART + line) * (ROWS // M), tl.load(PART + line + 1) * (ROWS // M)):
-            i0 = (block0 + tl.load(PART_BLOCKS + x // (ROWS // M))) * ROWS + x % (ROWS // M) * M
+            i0, bias = entry(PART_BLOCKS, x, first, ROWS, M, RATE)
             exists = (i0 + i >= n - nq) & (i0 + i < n)
             q, do, lse, delta = tile_ops.queries(Qh, Gh, Rh, q_n, g_n, i0, 1, exists, d, D, True)
             low_i, high_i = table(TABLE, i0 + i, exists, 0, MASK)
             seen = visible(i0 + i[None, :], j[:, None], low_i, high_i, low_j, high_j, reach, MASK)
-            dk, dv = tile_ops.add_dkdv(dk, dv, q, k, v, do, lse, delta, seen, scale, True)
+            dk, dv = tile_ops.add_dkdv(dk, dv, q, k, v, do, lse - bias if RATE else lse, delta, seen, scale, True)
     out = b * o_b + g * o_h + at[:, None] * o_n + d[None, :]
     tile_ops.store(DK + out, dk * softmax_scale, ours, d, D)
     tile_ops.store(DV + out, dv, ours, d, D)
-
-
-# --- the pattern in the kernels' terms -------------------------------------------------------------------------------
-
-
-class Lists(NamedTuple):
-    """Of each line (batch entry, layout, block) the full and the partial blocks that it sees: int32, CSR."""
-
-    full: Tensor
-    full_blocks: Tensor
-    part: Tensor
-    part_blocks: Tensor
-
-
-class Plan(NamedTuple):
-    """by_queries: the key blocks that each block of queries sees; by_keys: the other way round.
-
-    count: blocks of queries and of keys. block0: the number of the first block of queries. by_batch, by_head: strides,
-    in layouts, from one batch entry to the next and from one head to the next. table, reach, mask: see `visible`.
-    """
-
-    by_queries: Lists
-    by_keys: Lists
-    block_size: tuple[int, int]
-    count: tuple[int, int]
-    block0: int
-    by_batch: int
-    by_head: int
-    table: Tensor | None
-    reach: int
-    mask: str
-
-
-def make_plan(each: list[Blocks], pattern, device) -> Plan:
-    """From the blocks of each batch entry (or of all: one)."""
-    one = each[0]
-    (bq, bk), rows, cols = one.block_size, one.rows, one.cols
-    width = torch.cat([x.starts.diff() for x in each])
-    line = torch.arange(len(width), device=width.device).repeat_interleave(width)
-    column, full = torch.cat([x.columns for x in each]).long(), torch.cat([x.full for x in each])
-    row, layout = line % max(1, rows), line // max(1, rows)
-    # A block that does not exist as a whole needs the mask.
-    if one.n % bk:
-        full = full & (column < cols - 1)
-    if one.n % bq:
-        full = full & (row < rows - 1)
-    if (one.n - one.nq) % bq:
-        full = full & (row > 0)
-    by_queries = lists(line, column, full, len(width))
-    turned = layout * cols + column
-    order = turned.argsort(stable=True)
-    by_keys = lists(turned[order], row[order], full[order], len(each) * one.layouts * cols)
-    several = one.layouts > 1
-    return Plan(
-        Lists(*(x.to(device) for x in by_queries)), Lists(*(x.to(device) for x in by_keys)), (bq, bk), (rows, cols),
-        one.first, one.layouts if len(each) > 1 else 0, int(several), *mask_of(pattern, one.n, device),
-    )  # fmt: skip
-
-
-def lists(line: Tensor, block: Tensor, full: Tensor, lines: int) -> Lists:
-    found = []
-    for chosen in (full, ~full):
-        starts = torch.zeros(lines + 1, dtype=torch.int32, device=line.device)
-        starts[1:] = torch.bincount(line[chosen], minlength=lines).cumsum(0)
-        found += [starts, block[chosen].to(torch.int32)]
-    return Lists(*found)
-
-
-def mask_of(pattern, n: int, device) -> tuple[Tensor | None, int, str]:
-    """(TABLE (N, 2) or None, reach, MASK) for `visible`."""
-    if hasattr(pattern, "radius"):
-        if len(pattern.shape) == 1 and pattern.ordering is None:
-            return None, min(pattern.radius[0], n), "window"
-        radius = [min(r, side) for r, side in zip(pattern.radius, pattern.shape, strict=True)]
-        return pack(pattern.coordinates(torch.arange(n)), radius, n, device) + ("near",)
-    return None, 0, "causal" if pattern.causal else "all"
-
-
-def pack(fields: list[Tensor], radius: list[int], n: int, device) -> tuple[Tensor, int]:
-    """(TABLE, reach): each field as wide as its largest number plus its radius, and one bit more."""
-    low, high, reach, shift = torch.zeros(n, dtype=torch.int64), torch.zeros(n, dtype=torch.int64), 0, 0
-    for field, r in zip(fields, radius, strict=True):
-        width = (int(field.max()) + r).bit_length() if n else 0
-        low += field.cpu() << shift
-        high += field.cpu() + r + (1 << width) << shift
-        reach |= 1 << shift + width
-        shift += width + 1
-    if shift > 62:
-        raise ValueError(f"the coordinates of {n:,} tokens take {shift} bits: the kernels have 62")
-    return torch.stack([low, high], 1).to(torch.int32 if shift <= 31 else torch.int64).contiguous().to(device), reach
 
 
 # --- launching -------------------------------------------------------------------------------------------------------
@@ -306,5 +272,5 @@ def launch(name, kernel, plan: Plan, causal: bool, inputs, others, strided, scal
             *inputs, *others, *strides, *(plan.by_keys if keys else plan.by_queries), plan.table, *scales,
             n, nq, h, count, plan.block0, plan.by_batch, plan.by_head, plan.reach,
             GROUP=h // g, D=d, BLOCK_D=tile_sizes.padded(d), ROWS=rows, COLS=cols, CAUSAL=causal,
-            MASK=plan.mask, **options, **tile.options(),
+            MASK=plan.mask, RATE=plan.rate, **options, **tile.options(),
         )  # fmt: skip

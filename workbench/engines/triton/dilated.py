@@ -6,6 +6,7 @@ to dq, dk and dv: there are no intermediate tensors. Launches follow each other 
 launch write the same row: results are reproducible bit for bit, except where cuDNN takes a branch of the backward (see
 `strided`). Where the card can (programmatic dependent launch, OVERLAP), a launch starts on the processors that the tail
 of the one before leaves idle. It waits for the end of that one before it reads or writes any result.
+Nested branches run in one pass of `block_sparse` instead where that is the faster (`triton_backend.in_tile_order`).
 
 Dimensions: B batch, N keys, Nq queries (the last Nq positions), H query heads, G key heads, D head_dim. In a kernel M
 and N are the queries and keys of a tile, and i and j count the positions that a head keeps in the segment.
@@ -228,24 +229,29 @@ class Branch(NamedTuple):
                 kernel[(many * self.heads * some * b,)](*tensors, *sizes, **options)
 
 
-def branches(pattern, n: int, heads: int) -> list[Branch]:
-    """The branches that have a head, one that keeps everything first."""
+def branches(pattern, n: int, heads: int, more: bool = False) -> list[Branch]:
+    """The branches that have a head, one that keeps everything first; more: after others, so that none writes alone."""
     found = []
     for x, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
         members = pattern.head_range(x, heads)
         if members:
             r = min(r, max(n, heads) + 1)  # larger rates select the same, and could overflow
-            whole = r == 1 and len(members) == heads
+            whole = r == 1 and len(members) == heads and not more
             found.append(Branch(min(w, n), r, *pattern.rule(x, heads), members[0], len(members), whole))
     found.sort(key=lambda branch: not branch.whole)
     return found[:1] + [branch._replace(whole=False) for branch in found[1:]]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Tensor, Tensor]:
-    """out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D), k and v (B, N, G, D), last strides 1."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, pattern, scale: float, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D), k and v (B, N, G, D), last strides 1.
+
+    into: an out and lse of other branches, with which these are merged in place by their softmax denominators
+    """
     (b, nq, h, d), n = q.shape, k.shape[1]
-    plan, tile = branches(pattern, n, h), tile_sizes.choose("dilated forward", q)
-    out, launched = None, False
+    plan, tile = branches(pattern, n, h, into is not None), tile_sizes.choose("dilated forward", q)
+    (out, lse), launched = into or (None, None), False
     for branch in plan:
         fused = cudnn_views.segments("forward", branch, pattern.causal, q, k, v)
         if out is None:
@@ -264,11 +270,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Ten
     return out, lse
 
 
-def backward(grad: Tensor, grad_lse: Tensor | None, q, k, v, out, lse, pattern, scale: float):
-    """(dq, dk, dv) from the gradients of out and lse, the inputs, and what `forward` returned."""
+def backward(
+    grad: Tensor, grad_lse: Tensor | None, q, k, v, out, lse, pattern, scale: float,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
+):  # fmt: skip
+    """(dq, dk, dv) from the gradients of out and lse, the inputs, and what `forward` returned.
+
+    into: the gradients from other branches, to which these are added in place
+    """
     (b, nq, h, d), n = q.shape, k.shape[1]
-    plan, of_rows, launched = branches(pattern, n, h), None, False
-    dq, dk, dv = new(q, plan[0].whole), new(k, plan[0].whole and nq == n), new(v, plan[0].whole and nq == n)
+    plan, of_rows, launched = branches(pattern, n, h, into is not None), None, False
+    whole = plan[0].whole
+    dq, dk, dv = into or (new(q, whole), new(k, whole and nq == n), new(v, whole and nq == n))
     for branch in plan:
         fused = range(0)
         if grad_lse is None:

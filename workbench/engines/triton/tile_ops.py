@@ -98,16 +98,23 @@ def pairs(ROWS, row):
 
 
 @triton.jit
-def attend(acc, peak, total, q, k, v, seen, scale, MASKED: tl.constexpr):
-    """acc (M, D), peak and total (M,) updated by the keys k, v (N, D); seen (M, N) is read only if MASKED."""
+def attend(acc, peak, total, q, k, v, seen, scale, MASKED: tl.constexpr,
+           bias=0.0, BIASED: tl.constexpr = False):  # fmt: skip
+    """acc (M, D), peak and total (M,) updated by the keys k, v (N, D); seen (M, N) is read only if MASKED.
+
+    bias: a number that is added to the scaled scores of all (in the backward, lse less it).
+    """
     s = tl.dot(q, tl.trans(k), input_precision="ieee")  # (M, N)
     if MASKED:
         s = tl.where(seen, s, float("-inf"))
-    peak_new = tl.maximum(peak, tl.max(s, 1) * scale)
+    top = tl.max(s, 1) * scale
+    if BIASED:
+        top += bias
+    peak_new = tl.maximum(peak, top)
     base = peak_new
     if MASKED:  # a row may have seen nothing yet
         base = tl.where(peak_new == float("-inf"), 0.0, peak_new)
-    p = tl.exp2(s * scale - base[:, None])
+    p = tl.exp2(s * scale - (base - bias if BIASED else base)[:, None])
     shrink = tl.exp2(peak - base)
     total = total * shrink + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")

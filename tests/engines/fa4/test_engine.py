@@ -1,0 +1,104 @@
+"""What is ours of the engine, on the CPU: lists, orders, masks, copies and gradients, with its kernels emulated."""
+
+import math
+
+import pytest
+import torch
+
+from tests.engines.fa4 import emulation
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, layouts, reference
+from workbench.engines.fa4 import engine, places, plans
+from workbench.patterns import tile_order
+
+pytest.importorskip("triton")
+
+RATES = [512, 1024, 2048], [1, 2, 4]
+
+
+def blocks(heads: int = 1, empty: bool = False, causal: bool = False) -> BlockSparse:
+    torch.manual_seed(3)
+    layout = torch.rand(*([heads] if heads > 1 else []), 8, 8) < 0.4
+    if empty:
+        layout[..., 3, :] = False
+    return BlockSparse(layouts.explicit(layout), 128, causal=causal)
+
+
+CASES = {  # pattern, batch, queries, keys, heads, key heads
+    "nested": (Dilated(*RATES), 1, 2048, 2048, 4, 4),
+    "two-sequences": (Dilated(*RATES), 2, 2048, 2048, 4, 4),
+    "short-last-segment": (Dilated(*RATES), 2, 1900, 1900, 4, 2),
+    "causal": (Dilated(*RATES, causal=True), 1, 2048, 2048, 4, 4),
+    "causal-short": (Dilated(*RATES, causal=True), 2, 1500, 1500, 4, 4),
+    "grouped-heads": (Dilated(*RATES), 1, 1024, 1024, 8, 2),
+    "last-queries": (Dilated(*RATES, causal=True), 2, 512, 2048, 4, 4),
+    "empty-rows": (Dilated([1024, 2048], [2, 4]), 1, 2048, 2048, 4, 4),
+    "blocked": (Dilated(*RATES, offsets="blocked"), 1, 1024, 1024, 8, 8),
+    "partition": (Dilated(*RATES, heads="partition"), 1, 1024, 1024, 4, 4),
+    "one-segment": (Dilated([512, 99_999], [1, 4]), 1, 1024, 1024, 4, 4),
+    "all-one-segment": (Dilated([5000, 99_999], [1, 2]), 1, 700, 700, 2, 2),
+    "some-without-order": (Dilated([512, 1024, 700], [1, 2, 3]), 1, 1024, 1024, 3, 3),
+    "blocks": (blocks(), 2, 1024, 1024, 2, 2),
+    "blocks-of-heads-empty": (blocks(4, True), 1, 1024, 1024, 4, 2),
+    "blocks-causal-ragged": (blocks(causal=True), 2, 1000, 1000, 2, 2),
+    "blocks-last-queries": (blocks(causal=True), 1, 512, 1024, 2, 2),
+    "window": (Neighborhood((1000,), 150), 2, 1000, 1000, 2, 1),
+    "dense": (Dense(), 2, 200, 200, 2, 1),
+    "dense-causal-last": (Dense(causal=True), 1, 100, 300, 2, 2),
+}  # fmt: skip
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    monkeypatch.setattr(engine, "kernels", lambda: emulation)
+    monkeypatch.setattr(engine, "places", emulation)
+
+
+def close(got, want, limit=2e-5):
+    for x, y in zip(got, want, strict=True):
+        assert x.shape == y.shape
+        infinite = y == -math.inf
+        assert torch.equal(x == -math.inf, infinite)
+        x, y, most = x.masked_fill(infinite, 0).double(), y.masked_fill(infinite, 0), y[~infinite].abs().max()
+        torch.testing.assert_close(x, y, rtol=limit, atol=limit * most)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_are_those_of_the_reference(case, emulated):
+    pattern, b, nq, n, h, g = CASES[case]
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(b, x, y, 16) for x, y in ((nq, h), (n, g), (n, g), (nq, h)))
+    grad_lse = torch.randn(b, h, nq)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = reference(*wide, pattern, 0.3)
+    out = out * pattern.divisor(h)
+    loss = (out * grad).sum() + (lse.masked_fill(lse == -math.inf, 0) * grad_lse).sum()
+    want = out, lse, *torch.autograd.grad(loss, wide)
+    found = engine.forward(q, k, v, pattern, 0.3)
+    found = *found, *engine.backward(grad, grad_lse, q, k, v, *found, pattern, 0.3)
+    close(found, [x.detach() for x in want])
+    if isinstance(pattern, Dilated) and n == nq and plans.plan_of(pattern, q, n).rest is None:
+        order = tile_order.of(pattern, n)
+        if order.padded == n:  # tokens that lie in tile order
+            at = tile_order.tile_order(pattern, n)
+            q, k, v, grad = (x[:, at] for x in (q, k, v, grad))
+            found = engine.forward(q, k, v, pattern, 0.3, False)
+            found = *found, *engine.backward(grad, grad_lse[..., at], q, k, v, *found, pattern, 0.3, False)
+            close(found, [x.detach()[..., at] if i == 1 else x.detach()[:, at] for i, x in enumerate(want)])
+
+
+@pytest.mark.parametrize(("n", "nq", "segment", "rate"), [(50, 50, 16, 4), (64, 64, 32, 2), (40, 24, 48, 3)])
+def test_rows_move_into_their_order_and_back(n, nq, segment, rate):
+    order = tile_order.TileOrder(n, segment, rate)
+    assert torch.equal(order.place(order.position(torch.arange(order.padded))), torch.arange(order.padded))
+    x = torch.randn(2, n, 3, 5)
+    moved = places.into(x, order)
+    assert torch.equal(moved, emulation.into(x, order))
+    back = torch.zeros(2, n, 4, 5)
+    places.out_of(moved, back[:, :, 1:], order)
+    assert torch.equal(back[:, :, 1:], x) and not back[:, :, 0].any()
+    grad, out, lse = torch.randn(2, n, 3, 5), torch.randn(2, n, 3, 5), torch.randn(2, 3, n)
+    lse[:, 1, ::3] = -math.inf
+    grad_lse = torch.randn(2, 3, n).masked_fill(lse == -math.inf, math.nan)
+    for given in (None, grad_lse):
+        want = emulation.rows(grad, given, out, lse, order)
+        torch.testing.assert_close(places.rows(grad, given, out, lse, order), want)

@@ -1,0 +1,162 @@
+"""FlashAttention-4's kernels on Hopper: values, lse and gradients against the oracle, with gradients through lse."""
+
+import math
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, attention, explain, layouts, reference, tile_order
+from workbench.engines import fa4_backend
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here")]
+if torch.cuda.is_available() and (reason := fa4_backend.MISSING):
+    pytest.skip(reason, allow_module_level=True)
+
+RATES = [512, 1024, 2048], [1, 2, 4]
+
+
+def blocks(heads: int = 1, empty: bool = False, causal: bool = False) -> BlockSparse:
+    layout = torch.rand(*([heads] if heads > 1 else []), 16, 16, generator=torch.Generator().manual_seed(3)) < 0.3
+    if empty:
+        layout[..., 3, :] = False
+    return BlockSparse(layouts.explicit(layout), 128, causal=causal)
+
+
+CASES = {  # pattern, batch, queries, keys, heads, key heads, head_dim
+    "nested": (Dilated(*RATES), 1, 4096, 4096, 4, 4, 64),
+    "nested-128": (Dilated(*RATES), 1, 4096, 4096, 4, 4, 128),
+    "two-sequences": (Dilated(*RATES), 2, 4096, 4096, 4, 4, 64),
+    "short-last-segment": (Dilated(*RATES), 2, 4000, 4000, 4, 4, 128),
+    "shorter-than-a-tile": (Dilated(*RATES), 1, 2100, 2100, 4, 4, 64),
+    "causal": (Dilated(*RATES, causal=True), 1, 4096, 4096, 4, 4, 64),
+    "causal-short-128": (Dilated(*RATES, causal=True), 2, 3900, 3900, 4, 4, 128),
+    "grouped-heads": (Dilated(*RATES), 1, 4096, 4096, 8, 2, 128),
+    "grouped-heads-short": (Dilated(*RATES), 2, 3000, 3000, 8, 2, 64),
+    "last-queries": (Dilated(*RATES, causal=True), 2, 1024, 4096, 4, 4, 64),
+    "empty-rows": (Dilated([1024, 2048], [2, 4]), 1, 4096, 4096, 4, 4, 64),
+    "blocked": (Dilated(*RATES, offsets="blocked"), 1, 4096, 4096, 8, 8, 64),
+    "partition": (Dilated(*RATES, heads="partition"), 1, 4096, 4096, 6, 6, 64),
+    "one-segment": (Dilated([512, 99_999], [1, 4]), 1, 4096, 4096, 4, 4, 128),
+    "some-by-triton": (Dilated([512, 1024, 2048, 3000], [1, 2, 4, 6]), 1, 4096, 4096, 6, 6, 64),
+    "head-dim-96": (Dilated(*RATES), 1, 2048, 2048, 4, 4, 96),
+    "head-dim-32": (blocks(), 1, 2048, 2048, 2, 2, 32),
+    "blocks": (blocks(), 2, 2048, 2048, 4, 4, 64),
+    "blocks-causal-ragged": (blocks(causal=True), 2, 2000, 2000, 4, 2, 128),
+    "blocks-of-heads-empty": (blocks(4, True), 2, 2048, 2048, 4, 4, 128),
+    "blocks-last-queries": (blocks(causal=True), 1, 1024, 2048, 2, 2, 64),
+    "blocks-of-256": (BlockSparse(layouts.local(1), 256, causal=True), 1, 2000, 2000, 2, 2, 64),
+    "window": (Neighborhood((2000,), 300), 2, 2000, 2000, 4, 4, 64),
+    "window-last-128": (Neighborhood((2048,), 300), 1, 1024, 2048, 4, 2, 128),
+    "wide-window": (Neighborhood((1000,), 5000), 1, 1000, 1000, 2, 2, 64),
+    "dense": (Dense(), 2, 1000, 1000, 4, 1, 64),
+    "dense-causal-last-128": (Dense(causal=True), 2, 200, 1000, 4, 4, 128),
+    "dense-1-query": (Dense(causal=True), 2, 1, 1000, 4, 2, 64),
+}  # fmt: skip
+
+
+HALF = "nested", "causal-short-128", "blocks-causal-ragged", "window", "dense"
+
+
+def inputs(b, nq, n, h, g, d, dtype=torch.bfloat16):
+    torch.manual_seed(n)
+    poison = torch.full((1 << 26,), math.nan, device="cuda")  # what is not written shows
+    made = [torch.randn(b, *shape, d, device="cuda").to(dtype) for shape in ((nq, h), (n, g), (n, g), (nq, h))]
+    del poison
+    return made
+
+
+def errors(found, want):
+    """Relative to the norm, or to what is lost in 16 bits."""
+    return [float((x.double() - y).norm() / y.norm().clamp(min=1e-3)) for x, y in zip(found, want, strict=True)]
+
+
+def answers(run, q, k, v, grad, grad_lse):
+    """out, lse (0 where no key is seen) and the gradients of a run on leaves like q, k, v."""
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out, lse = run(*leaves)
+    lse = lse.masked_fill(lse == -math.inf, 0)
+    return [x.detach() for x in (out, lse, *torch.autograd.grad((out * grad).sum() + (lse * grad_lse).sum(), leaves))]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_agrees_with_the_oracle(case):
+    pattern, *sizes = CASES[case]
+    for dtype in (torch.bfloat16, torch.float16)[: 1 + (case in HALF)]:  # each dtype is compiled apart
+        q, k, v, grad = inputs(*sizes, dtype)
+        grad_lse = torch.randn(q.shape[0], q.shape[2], q.shape[1], device="cuda")
+        want = answers(lambda *x: reference(*x, pattern, 0.1), *(x.double() for x in (q, k, v, grad, grad_lse)))
+
+        def run(*x, **more):
+            return attention(*x, pattern, scale=0.1, backend="fa4", return_lse=True, **more)
+
+        assert max(errors(answers(run, q, k, v, grad, grad_lse), want)) < (0.005 if dtype == torch.bfloat16 else 0.001)
+    if "nested" in case or case in ("short-last-segment", "causal"):
+        order = tile_order(pattern, q.shape[1]).cuda()
+        tiled = [x[:, order] for x in (q, k, v, grad)]
+        found = answers(lambda *x: run(*x, tokens="tile order"), *tiled, grad_lse[..., order])
+        assert max(errors(found, [x[..., order] if i == 1 else x[:, order] for i, x in enumerate(want)])) < 0.005
+
+
+def test_strided_views_and_a_scale_are_read_as_they_are():
+    packed = torch.randn(2, 4096, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
+    q, k, v = packed.unbind(2)
+    found = attention(q, k, v, Dilated(*RATES), backend="fa4", scale=0.3)
+    want = reference(q, k, v, Dilated(*RATES), 0.3)[0]
+    assert errors([found], [want])[0] < 0.005
+
+
+@pytest.mark.parametrize("pattern", [Dilated(*RATES), blocks(), Neighborhood((4096,), 300)], ids=lambda p: p.short_name)
+def test_compiled_checkpointed_and_replayed_calls_are_the_same(pattern):
+    n = 2048 if isinstance(pattern, BlockSparse) else 4096
+    q, k, v, grad = inputs(1, n, n, 4, 4, 64)
+
+    def run(*x):
+        return attention(*x, pattern, backend="fa4", return_lse=True)
+
+    want = answers(run, q, k, v, grad, torch.zeros(1, 4, n, device="cuda"))
+    for other in (
+        torch.compile(run, fullgraph=True),
+        torch.compile(run, mode="reduce-overhead", fullgraph=True),
+        lambda *x: checkpoint(run, *x, use_reentrant=False),
+    ):
+        for _ in range(3):
+            found = answers(other, q, k, v, grad, torch.zeros(1, 4, n, device="cuda"))
+            assert max(errors(found, want)) < 1e-3
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        run(q, k, v)
+        with torch.cuda.graph(graph):
+            held = run(q, k, v)
+    q.copy_(q.flip(1))
+    graph.replay()
+    assert torch.equal(held[0], run(q, k, v)[0])
+
+
+def test_auto_takes_it_and_says_why_and_determinism_takes_triton():
+    q, k, v, _ = inputs(1, 4096, 4096, 4, 4, 64)
+    words = explain(q, k, v, Dilated(*RATES))
+    assert words.startswith("fa4: ") and "each key of a query once" in words and "last bits" in words
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert explain(q, k, v, Dilated(*RATES)).startswith("triton: ")
+        with pytest.raises(ValueError, match="deterministic"):
+            attention(q, k, v, Dilated(*RATES), backend="fa4")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_past_2_31_elements():
+    """Results of the last and the first tokens are those of the same tokens alone."""
+    n, h, d = 1 << 21, 16, 128
+    pattern = Dilated([2048, 4096], [1, 2])
+    q, k, v, grad = (torch.randn(1, n, h, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = attention(q, k, v, pattern, backend="fa4")
+    grads = torch.autograd.grad(out, (q, k, v), grad)
+    for part in (slice(0, 4096), slice(n - 4096, n)):
+        some = [x.detach()[:, part].clone().requires_grad_() for x in (q, k, v)]
+        want = attention(*some, pattern, backend="triton")
+        assert errors([out[:, part]], [want.double()])[0] < 0.005
+        wants = torch.autograd.grad(want, some, grad[:, part])
+        assert max(errors([x[:, part] for x in grads], [x.double() for x in wants])) < 0.006

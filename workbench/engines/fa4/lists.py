@@ -1,0 +1,103 @@
+"""The lists of blocks that FlashAttention-4 walks: for each block of 128 queries the blocks of 128 keys that it sees,
+and for the backward the other way round.
+
+An entry is the number of a block and, in tile order, in the bits from `SHIFT` on how often its pairs count.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from workbench.patterns.base import Blocks
+from workbench.patterns.tile_order import TILE, Pairs
+
+SHIFT = 22  # 2^22 blocks are 2^29 tokens; the backward, whose tiles are halves of blocks, doubles an entry
+TIMES = 1 << 7  # an entry counts less often than this
+
+
+class Lists(NamedTuple):
+    """int32: counts (B or 1, H or 1, lines), entries (B or 1, H or 1, lines, longest list).
+
+    The blocks of `partial` have hidden pairs, which a mask finds; those of `full` have none.
+    """
+
+    partial_counts: Tensor
+    partial: Tensor
+    full_counts: Tensor
+    full: Tensor
+
+    def of(self, batch: int, heads: range) -> Lists:
+        """Those of some heads, repeated (without a copy) for all sequences and heads where they have the same."""
+        if self.full.shape[:2] == (batch, len(heads)):
+            return self
+        some = (x if x.shape[1] == 1 else x[:, heads.start : heads.stop] for x in self)
+        return Lists(*(x.expand(batch, len(heads), *x.shape[2:]) for x in some))
+
+
+class Both(NamedTuple):
+    """The lists of blocks of queries, which the forward walks, and of blocks of keys, which the backward walks.
+
+    done: how many (query, key) pairs they compute, over all heads and sequences.
+    """
+
+    by_queries: Lists
+    by_keys: Lists
+    masked: bool
+    done: int
+
+    def to(self, device) -> Both:
+        by_queries, by_keys = (Lists(*(x.to(device) for x in part)) for part in self[:2])
+        return self._replace(by_queries=by_queries, by_keys=by_keys)
+
+
+def of_pairs(found: Pairs, batch: int) -> Both:
+    """The lists of pairs of tiles, of `batch` sequences that follow each other as one."""
+    (rows, cols), sets = found.tiles, int(found.which.max()) + 1
+    b = torch.arange(batch)[:, None]
+    one, times, partial = (x.repeat(batch) for x in (found.set, found.times, found.partial))
+    row, col = (b * rows + found.row).flatten(), (b * cols + found.col).flatten()
+    many = torch.bincount(found.set, minlength=sets)[found.which].sum() * batch
+    return _both(one, row, col, times, partial, (1, sets, batch * rows, batch * cols), found.which, many)
+
+
+def of_blocks(each: list[Blocks], batch: int, heads: int) -> Both:
+    """The lists of the blocks of each sequence, or of all: of multiples of 128 queries and keys, each counted once."""
+    one, layouts = each[0], each[0].layouts
+    width = torch.cat([x.starts.diff() for x in each])
+    line = torch.arange(len(width)).repeat_interleave(width)
+    col, partial = torch.cat([x.columns for x in each]).long(), ~torch.cat([x.full for x in each])
+    row, layout = line % max(1, one.rows), line // max(1, one.rows)
+    (high, wide), rows, cols = (x // TILE for x in one.block_size), -(-one.nq // TILE), -(-one.n // TILE)
+    if high * wide > 1:  # each block as blocks of 128; of partial ones some are full or empty, which the mask finds too
+        row = (row[:, None, None] * high + torch.arange(high)[:, None]).expand(-1, high, wide).flatten()
+        col = (col[:, None, None] * wide + torch.arange(wide)).expand(-1, high, wide).flatten()
+        layout, partial = (x.repeat_interleave(high * wide) for x in (layout, partial))
+        there = (row < rows) & (col < cols)
+        row, col, layout, partial = row[there], col[there], layout[there], partial[there]
+    many = torch.tensor(len(row) * (batch // len(each)) * (heads // max(1, layouts)))
+    shape = (len(each), layouts, rows, cols)
+    return _both(layout, row, col, torch.zeros_like(row), partial, shape, torch.arange(layouts), many)
+
+
+def _both(layout, row, col, times, partial, shape, of_heads, many: Tensor) -> Both:
+    """layout: of each pair, counted through sequences and sets of heads; of_heads: the set of each head."""
+    (b, sets, rows, cols), found = shape, []
+    for line, lines, entry in ((layout * rows + row, rows, col), (layout * cols + col, cols, row)):
+        order = line.argsort(stable=True)
+        found.append(_lists(line[order], ((times << SHIFT) + entry)[order], partial[order], (b, sets, lines), of_heads))
+    return Both(*found, bool(partial.any()), int(many) * TILE**2)
+
+
+def _lists(line: Tensor, entry: Tensor, partial: Tensor, shape: tuple[int, ...], of_heads: Tensor) -> Lists:
+    found, lines = [], shape[0] * shape[1] * shape[2]
+    for chosen in (partial, ~partial):
+        of = line[chosen]
+        counts = torch.bincount(of, minlength=lines)
+        place = torch.arange(len(of)) - (counts.cumsum(0) - counts)[of]
+        table = torch.zeros(lines, max(1, int(counts.max()) if lines else 1), dtype=torch.int32)
+        table[of, place] = entry[chosen].to(torch.int32)
+        found += [counts.to(torch.int32).view(shape)[:, of_heads], table.view(*shape, -1)[:, of_heads]]
+    return Lists(*found)

@@ -1,0 +1,106 @@
+"""What a pattern is in the terms of FlashAttention-4's kernels: lists of blocks, in natural or in tile order.
+
+In tile order (`patterns.tile_order`) a query meets each key of its branches once, with the number of branches that
+show it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from workbench.engines.fa4 import lists
+from workbench.engines.fa4.lists import Both
+from workbench.patterns import BlockSparse, Dense, Dilated, tile_order
+from workbench.patterns.tile_order import TILE, TileOrder
+
+CAUSAL_RATE = 4  # measured on an H200: see `together`
+
+
+class Variant(NamedTuple):
+    """What is compiled apart. mask: the name of what hides pairs of partial blocks, None where there are no lists."""
+
+    dtype: torch.dtype
+    head_dim: int
+    group: int  # query heads of a key head
+    causal: bool  # without lists
+    mask: str | None  # "none", "causal", "window", "later", "padding"; None without lists
+    band: bool  # a window without lists
+    order: tuple[int, int] | None  # (segment, rate) of tile order
+    natural: bool  # whether tokens lie in natural order and are walked in tile order
+    weighed: bool  # whether blocks of the lists count several times
+
+    @property
+    def listed(self) -> bool:
+        return self.mask is not None
+
+
+class Plan(NamedTuple):
+    """A pattern in the engine's terms. mask: see `Variant`; scalar: what the mask is given.
+
+    order: None where blocks are those of the natural order. rest: the branches that the Triton kernels run.
+    """
+
+    mask: str | None
+    scalar: int | None
+    order: TileOrder | None
+    both: Both | None
+    rest: Dilated | None
+
+    def to(self, device) -> Plan:
+        return self._replace(both=self.both and self.both.to(device))
+
+
+def plan_of(pattern, q: Tensor, n: int) -> Plan:
+    """The plan for these sizes, kept with the pattern."""
+    b, nq, h, _ = q.shape
+    return pattern.kept("fa4", (b, nq, h, n, str(q.device)), lambda: make_plan(pattern, b, n, nq, h).to(q.device))
+
+
+def make_plan(pattern, b: int, n: int, nq: int, heads: int) -> Plan:
+    """The plan for `b` sequences, its lists on the host."""
+    if isinstance(pattern, Dense):
+        return Plan(None, None, None, None, None)
+    mask = order = rest = scalar = None
+    if isinstance(pattern, Dilated):
+        pattern, rest = together(pattern, n)
+        order = tile_order.of(pattern, n)
+        both = lists.of_pairs(tile_order.pairs(pattern, order, heads, nq), b)
+        mask, scalar = ("later", None) if pattern.causal else ("padding", n % order.segment)
+    else:
+        layouts = 1 if pattern.same_heads else heads
+        size = None if isinstance(pattern, BlockSparse) else TILE
+        both = lists.of_blocks([one.blocks(n, layouts, nq, size) for one in pattern.each()], b, heads)
+        mask, scalar = ("causal", None) if isinstance(pattern, BlockSparse) else ("window", min(n, pattern.radius[0]))
+    if not both.masked:
+        mask, scalar = "none", None
+    return Plan(mask, scalar, order, both, rest)
+
+
+def together(pattern: Dilated, n: int) -> tuple[Dilated | None, Dilated | None]:
+    """(the branches that have one tile order, the others): the first ones are kept, as many as go together.
+
+    The larger the rate, the longer the stretch of positions whose later half a causal tile computes in vain: causal
+    branches of large rates, which have few pairs, are left to the other kernels.
+    """
+    return pattern.kept("together", (n,), lambda: _together(pattern, n))
+
+
+def _together(pattern: Dilated, n: int) -> tuple[Dilated | None, Dilated | None]:
+    every = range(len(pattern.segment_lengths))
+    if pattern.heads == "partition":  # the heads of a branch depend on all branches
+        return (pattern, None) if tile_order.of(pattern, n) else (None, pattern)
+    chosen = []
+    for branch in every:
+        found = tile_order.of(some(pattern, [*chosen, branch]), n)
+        if found and (not pattern.causal or found.rate <= CAUSAL_RATE):
+            chosen.append(branch)
+    left = [branch for branch in every if branch not in chosen]
+    return (some(pattern, chosen) if chosen else None), (some(pattern, left) if left else None)
+
+
+def some(pattern: Dilated, branches: list[int]) -> Dilated:
+    lengths, rates = ([x[b] for b in branches] for x in (pattern.segment_lengths, pattern.dilation_rates))
+    return Dilated(lengths, rates, pattern.causal, pattern.heads, pattern.offsets)

@@ -1,0 +1,144 @@
+"""The fa4 backend: FlashAttention-4's kernels where the package is installed, which calls they take, their operators.
+
+Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import math
+
+import torch
+from torch import Tensor
+
+from workbench.engines import operators
+from workbench.engines.torch.fused import unit_stride
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, tile_order
+from workbench.patterns.tile_order import TILE
+
+# The adapter (`fa4.hopper`) changes what is inside these versions. `pip install attention-workbench[hopper]` has them.
+PINNED = {"flash-attn-4": "4.0.0b18", "nvidia-cutlass-dsl": "4.5.2", "quack-kernels": "0.5.0"}
+BLOCKS = 1 << 22  # of 128 tokens, of all sequences together: the numbers of a list
+PADDED = 1.25  # places of the tile order for a token, from which on padding costs more than the engine gains
+
+
+def _missing() -> str | None:
+    """What is not there, in a sentence, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    for name, want in PINNED.items():
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return f"{name} is not installed: `pip install attention-workbench[hopper]` installs {name} {want}"
+        if found != want:
+            return f"{name} is {found}, and the adapter is for {want}"
+    return None
+
+
+MISSING = _missing()
+ASSUMED = MISSING or ""  # what `why_not` asks: a prediction for a card that is not there takes the package as given
+
+
+def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
+    """Why the kernels do not run this call, in a sentence, or None. q (B, Nq, H, D), k (B, N, G, D)."""
+    if ASSUMED:
+        return ASSUMED
+    if q.device.type != "cuda":
+        return f"the kernels are for CUDA, not {q.device.type}"
+    if torch.cuda.get_device_capability(q.device) != (9, 0):
+        return "the adapter is for compute capability 9.0 (H100, H200)"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernels are for bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
+    if q.shape[3] not in (32, 64, 96, 128):
+        return f"the adapter is tested for a head_dim of 32, 64, 96 or 128, not {q.shape[3]}"
+    if torch.are_deterministic_algorithms_enabled():
+        return "its gradients differ in their last bits from run to run, and deterministic algorithms are asked for"
+    if not q.numel() or k.shape[0] * -(-k.shape[1] // TILE) >= BLOCKS:
+        return f"the lists number at most {BLOCKS:,} blocks of {TILE} tokens, and at least one"
+    return unfit(pattern, k.shape[1], q.shape[1])
+
+
+def unfit(pattern, n: int, nq: int) -> str | None:
+    """Why a pattern is not for the engine, or None."""
+    if isinstance(pattern, Dense):
+        return None
+    unit = TILE
+    if isinstance(pattern, Dilated):
+        from workbench.engines.fa4.plans import together
+
+        some, _ = together(pattern, n)
+        if some is None:
+            least = TILE * math.lcm(*pattern.dilation_rates)
+            return f"no branch has a tile order: want segment lengths that are multiples of {least:,}"
+        unit = tile_order.of(some, n).segment
+    elif isinstance(pattern, BlockSparse):
+        if pattern.predicate is not None:
+            return "the kernels cannot call the pattern's predicate"
+        if any(size % TILE for size in pattern.block_size):
+            return f"the kernels want blocks of a multiple of {TILE}, not {pattern.block_size}"
+    elif not isinstance(pattern, Neighborhood):
+        return f"the kernels know dense, dilated, block-sparse and window patterns, not {pattern.name}"
+    elif len(pattern.shape) > 1 or pattern.ordering is not None:
+        return "the kernels know windows on a line: those on a grid hide pairs inside blocks"
+    if (n - nq) % unit:
+        return f"the queries have to begin at a multiple of {unit:,} positions, not at {n - nq:,}"
+    return None
+
+
+def preferred(q: Tensor, k: Tensor, pattern) -> bool:
+    """Whether the engine is there, takes the call, and was measured to be the faster for such (on an H200)."""
+    if MISSING or q.shape[3] < 64 or min(q.shape[1], k.shape[1]) < 1024 or why_not(q, k, pattern):
+        return False
+    return not isinstance(pattern, Dilated) or padding(pattern, k.shape[1]) <= PADDED
+
+
+def padding(pattern: Dilated, n: int) -> float:
+    """Places of the tile order for a token."""
+    from workbench.engines.fa4.plans import together
+
+    return tile_order.of(together(pattern, n)[0], n).padded / n
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler, which takes two seconds.
+unfit._dynamo_marked_constant = padding._dynamo_marked_constant = True
+
+
+def words(q: Tensor, k: Tensor, pattern) -> str:
+    """How the engine runs a call that it takes."""
+    from workbench.engines.fa4.plans import plan_of
+
+    plan = plan_of(pattern, q, k.shape[1])
+    found = "lists of blocks of 128 queries x 128 keys" if plan.both else "every block"
+    if plan.order:
+        found += " in tile order, each key of a query once"
+        if plan.order.n < plan.order.padded:
+            found += f", padded from {plan.order.n:,} to {plan.order.padded:,} tokens in copies"
+    if plan.rest:
+        branches = zip(plan.rest.segment_lengths, plan.rest.dilation_rates, strict=True)
+        found += "; by Triton: " + ", ".join(f"w={w:,} r={r}" for w, r in branches)
+    return f"{found}; gradients differ in their last bits from run to run (use_deterministic_algorithms takes Triton)"
+
+
+def directions(natural: bool):
+    """The forward and the backward, for `operators.define`, of tokens that lie in natural order or in tile order."""
+
+    def forward(q, k, v, pattern, scale):
+        from workbench.engines.fa4 import engine
+
+        with torch.cuda.device(q.device):
+            return engine.forward(*map(unit_stride, (q, k, v)), pattern, scale, natural)
+
+    def backward(grad, grad_lse, q, k, v, out, lse, pattern, scale):
+        from workbench.engines.fa4 import engine
+
+        grad, q, k, v, out = map(unit_stride, (grad, q, k, v, out))
+        with torch.cuda.device(q.device):
+            return engine.backward(grad, grad_lse, q, k, v, out, lse, pattern, scale, natural)
+
+    return forward, backward
+
+
+attend, attend_backward = operators.define("attend_by_fa4", *directions(natural=True))
+attend_tiled, _ = operators.define("attend_by_fa4_tiled", *directions(natural=False))
