@@ -100,6 +100,7 @@ def one_card() -> dict[str, Callable[[], dict[str, Case | Graphed]]]:
         found[words] = lambda rates=rates, c=causal, n=n, sizes=(h, d, mode): {
             "dense cudnn 16K": _on_card(Dense(c), 16_384, *sizes, "cudnn"),
             "workbench": _on_card(Dilated(PAPER, rates, c), n, *sizes),
+            "triton": _on_card(Dilated(PAPER, rates, c), n, *sizes, "triton"),
         }
     peers = [name for name, missing in baselines.available().items() if not missing]
     for name, n, mode in itertools.product(peers, LONG, MODES):
@@ -134,7 +135,7 @@ def _peers(name: str, n: int, mode: str) -> dict[str, Case]:
 
 def _masked(pattern: Pattern, n: int, mode: str) -> dict[str, Case]:
     dense = {"dense cudnn": _on_card(Dense(), n, 16, 128, mode, "cudnn")}
-    return dense | {name: _on_card(pattern, n, 16, 128, mode, name) for name in ("triton", "flex")}
+    return dense | {name: _on_card(pattern, n, 16, 128, mode, name) for name in ("fa4", "triton", "flex")}
 
 
 def _orders() -> dict[str, Case]:
