@@ -73,6 +73,9 @@ def test_the_whole_closure_is_pinned(python, system):
         todo += [r for r in needs if not r.marker or any(r.marker.evaluate(facts | {"extra": e}) for e in extras)]
 
 
+BROUGHT = {"triton", "cutlass", "flash_attn", "quack"}  # by a CUDA torch, and by the extra `hopper`
+
+
 def test_what_is_imported_is_declared():
     """No module works only because another package happens to bring what it imports."""
     names = {canonicalize_name(r.name) for r in DECLARED}
@@ -91,7 +94,7 @@ def test_what_is_imported_is_declared():
                 modules = [node.module]
             for module in {m.partition(".")[0] for m in modules} - ours_or_stdlib:
                 owners = {canonicalize_name(d) for d in distributions.get(module, ())}
-                if not owners & names and module != "triton":  # a CUDA torch brings triton
+                if not owners & names and module not in BROUGHT:
                     undeclared.add((module, str(path.relative_to(ROOT))))
     assert undeclared == set()
 

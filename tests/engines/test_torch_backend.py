@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import itertools
+import operator
 import pickle
 import weakref
 
@@ -14,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tests import tools
 from tests.tools import TABLE
 from workbench import BlockSparse, Dilated, Neighborhood, Predicate, attention, layouts, reference
-from workbench.engines import torch_backend
+from workbench.engines import fa4_backend, torch_backend
 from workbench.engines.operators import handle_of
 
 PATTERNS = {
@@ -136,6 +138,19 @@ def test_one_graph_serves_every_length(pattern, compiled):
         g = torch.randn_like(want[0])
         close(torch.autograd.grad(got[0], (q, k, v), g), torch.autograd.grad(want[0], (q, k, v), g))
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_compiled_function_asks_each_pattern_about_each_length(dynamic):
+    torch._dynamo.reset()
+
+    def asked(x, pattern):
+        return x + pattern.answer(fa4_backend.padding, operator.index(x.shape[1]))
+
+    compiled = torch.compile(asked, backend="eager", dynamic=dynamic, fullgraph=True)
+    patterns = Dilated([512], [1]), Dilated([512, 1024], [1, 2])
+    for n, pattern in itertools.product((1024, 1000, 1500), patterns):
+        assert compiled(torch.zeros(1, n), pattern)[0, 0] == pytest.approx(-(-n // 512) * 512 / n)
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["with-gradients", "without"])

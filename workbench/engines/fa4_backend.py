@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import math
+from operator import index  # which has torch.compile take a length as a constant
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
         return "its gradients differ in their last bits from run to run, and deterministic algorithms are asked for"
     if not q.numel() or k.shape[0] * -(-k.shape[1] // TILE) >= BLOCKS:
         return f"the lists number at most {BLOCKS:,} blocks of {TILE} tokens, and at least one"
-    return unfit(pattern, k.shape[1], q.shape[1])
+    return pattern.answer(unfit, index(k.shape[1]), index(q.shape[1]))
 
 
 def unfit(pattern, n: int, nq: int) -> str | None:
@@ -91,7 +92,7 @@ def preferred(q: Tensor, k: Tensor, pattern) -> bool:
     """Whether the engine is there, takes the call, and was measured to be the faster for such (on an H200)."""
     if MISSING or q.shape[3] < 64 or min(q.shape[1], k.shape[1]) < 1024 or why_not(q, k, pattern):
         return False
-    return not isinstance(pattern, Dilated) or padding(pattern, k.shape[1]) <= PADDED
+    return not isinstance(pattern, Dilated) or pattern.answer(padding, index(k.shape[1])) <= PADDED
 
 
 def padding(pattern: Dilated, n: int) -> float:
@@ -99,10 +100,6 @@ def padding(pattern: Dilated, n: int) -> float:
     from workbench.engines.fa4.plans import together
 
     return tile_order.of(together(pattern, n)[0], n).padded / n
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import the compiler, which takes two seconds.
-unfit._dynamo_marked_constant = padding._dynamo_marked_constant = True
 
 
 def words(q: Tensor, k: Tensor, pattern) -> str:

@@ -33,16 +33,16 @@ _living: weakref.WeakValueDictionary[str, Pattern] = weakref.WeakValueDictionary
 
 def handle_of(pattern: Pattern) -> str:
     """The string that names the pattern to an operator: its number in this process and, if it has one, its spec."""
+    return pattern.answer(_handle)
+
+
+def _handle(pattern: Pattern) -> str:
     if "_handle" not in pattern.__dict__:
         with _disable_current_modes(), torch._C._DisableFuncTorch():  # it may read a tensor of the pattern's
             spec = _spec_of(pattern)
         pattern.__dict__["_handle"] = f"{next(_numbers)} {spec or f'{PROCESS} {pattern!r}'}"
         _living[pattern.__dict__["_handle"]] = pattern
     return pattern.__dict__["_handle"]
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import the compiler, which takes two seconds.
-handle_of._dynamo_marked_constant = True
 
 
 def _spec_of(pattern: Pattern) -> str | None:

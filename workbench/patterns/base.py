@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from workbench.patterns.checks import Value, axes, on_host, whole
+from workbench.patterns.checks import LIVING, Value, axes, on_host, whole
 from workbench.patterns.fingerprint import Fingerprint, fingerprint
 
 T = TypeVar("T")
@@ -82,6 +82,14 @@ class Blocks:
         return cls(block_size, n, nq, layouts, widths.cumsum(0), columns, full)
 
 
+def _answer(key: str, question: Callable[..., T], *args) -> T:
+    return question(LIVING[key], *args)
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler, which takes two seconds.
+_answer._dynamo_marked_constant = True
+
+
 class Pattern(Value):
     """What attends to what. Subclasses define `count`, and override what they have a closed form for.
 
@@ -128,6 +136,10 @@ class Pattern(Value):
                 f"what the function of {self!r} reads has changed since the forward, so its gradient cannot be "
                 "computed: change it after the backward, or give the forward a copy"
             )
+
+    def answer(self, question: Callable[..., T], *args) -> T:
+        """question(self, *args), which torch.compile asks once, for this pattern, and takes as a constant."""
+        return _answer(self._key, question, *args)
 
     # --- parts --------------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,13 @@ A NumPy scalar or a tensor of no dimensions is taken as the Python number that i
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import numbers
 import operator
 import re
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -20,15 +22,25 @@ from torch import Tensor
 FINITE = sys.float_info.max
 
 
+LIVING: weakref.WeakValueDictionary[str, Value] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
 class _Finished(type):
     def __call__(cls, *args, **options):
         made = super().__call__(*args, **options)
-        vars(made)["_kept"] = {}
+        made._finish()
         return made
 
 
 class Value(metaclass=_Finished):
     """Something that does not change once it is made, so that what is found out about it can be kept with it."""
+
+    def _finish(self) -> None:
+        """What is found out can be kept from now on; `LIVING` has it by its key, as long as it lives."""
+        key = str(next(_numbers))
+        vars(self).update(_kept={}, _key=key)
+        LIVING[key] = self
 
     def __setattr__(self, name, value):
         if "_kept" in vars(self):
@@ -39,10 +51,11 @@ class Value(metaclass=_Finished):
         raise AttributeError(f"{name} of {self!r}: a {type(self).__name__} does not change, make another one")
 
     def __getstate__(self):  # a copy is a value of its own, and keeps tables of its own
-        return {k: v for k, v in vars(self).items() if k not in ("_handle", "_kept")}
+        return {k: v for k, v in vars(self).items() if k not in ("_handle", "_kept", "_key")}
 
     def __setstate__(self, state):
-        vars(self).update(state, _kept={})
+        vars(self).update(state)
+        self._finish()
 
 
 @contextlib.contextmanager
