@@ -129,7 +129,7 @@ def test_resume_skips_what_is_settled(tmp_path, monkeypatch):
     assert again.done(n=9)
 
 
-@pytest.mark.parametrize("field", ["source", "device", "torch", "driver", "triton", "threads"])
+@pytest.mark.parametrize("field", ["source", "device", "torch", "driver", "triton", "fa4", "threads"])
 def test_resume_does_not_trust_other_code_or_machines(recorder, field):
     recorder.row(n=1, status="ok")
     later = records.Recorder(recorder.path, "timing", recorder.run | {"run": "later"})

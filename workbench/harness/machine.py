@@ -12,7 +12,8 @@ import torch
 
 
 def describe() -> dict:
-    """device, n_devices, driver, cuda, torch, triton, python, threads and kind; None where there is no such thing.
+    """device, n_devices, driver, cuda, torch, triton, fa4 (the version of flash-attn-4), python, threads and kind; None
+    where there is no such thing.
 
     On a CPU `device` is its model and `n_devices` is 1; `threads` is how many torch uses.
     """
@@ -24,6 +25,7 @@ def describe() -> dict:
         "cuda": torch.version.cuda if cuda else None,
         "torch": str(torch.__version__),
         "triton": _version("triton"),
+        "fa4": _version("flash-attn-4"),
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "kind": kind(),

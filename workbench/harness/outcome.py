@@ -13,7 +13,7 @@ import torch
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory",
              "bad_alloc")  # fmt: skip
 NO_KERNEL = ("no available kernel", "no viable backend", "not implemented for", "is not supported", "not compiled with",
-             "without aten_cuda", "no cuda gpus", "no nvidia driver")  # fmt: skip
+             "without aten_cuda", "no cuda gpus", "no nvidia driver", "driver version is insufficient")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ FIELDS = (
     "kv_heads", "nq", "seed", "pattern_spec",
 )  # fmt: skip
 RUN_FIELDS = (
-    "schema", "device", "n_devices", "driver", "cuda", "torch", "triton", "python", "commit", "dirty", "argv",
-    "profile", "utc",
+    "schema", "device", "n_devices", "driver", "cuda", "torch", "triton", "fa4", "python", "commit", "dirty",
+    "argv", "profile", "utc",
 )  # fmt: skip
 
 
@@ -133,7 +133,7 @@ class Recorder:
 
 PACKAGE = Path(__file__).parents[1]  # workbench/
 FOLDER = "WORKBENCH_RECORDS"  # the environment variable that names where new records go
-_SAME = ("source", "device", "driver", "cuda", "torch", "triton", "python", "threads")
+_SAME = ("source", "device", "driver", "cuda", "torch", "triton", "fa4", "python", "threads")
 
 
 def load(*paths):
