@@ -57,7 +57,8 @@ def flops(pairs: int, head_dim: int, mode: str = "fwd", batch: int = 1) -> int:
 def rates(rows: pd.DataFrame, pairs: str = "pairs") -> pd.Series:
     """TFLOP/s of records' rows over the pairs in a column: `flops` over median_ms; nan where something is absent."""
     known = rows[["head_dim", "batch", pairs, "median_ms"]].astype(float)
-    return 2 * rows["mode"].map(PASSES).astype(float) * known["head_dim"] * known["batch"] * known[pairs] / known["median_ms"] / 1e9
+    passes = rows["mode"].map(PASSES).astype(float)
+    return 2 * passes * known["head_dim"] * known["batch"] * known[pairs] / known["median_ms"] / 1e9
 
 
 def operations(case: Case) -> int:
