@@ -127,3 +127,28 @@ def test_a_value_that_is_not_finite_stays_in_its_sequence_and_with_its_heads(pat
             heads = slice(2, None) if name in ("out", "dq") else slice(1, None)
             for x, y in ((got[name][1], want[name][1]), (got[name][0, :, heads], want[name][0, :, heads])):
                 torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+LOUD = {
+    "dense": Dense(True), "dilated": Dilated([8, 16], [1, 2]), "blocks": BlockSparse(layouts.local(1), 4, True),
+    "neighborhood": Neighborhood((4, 6), 1), "predicate": Predicate(tools.every_third),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, size", [(torch.float32, 1e4), (torch.float16, 3e2)], ids=["float32", "float16"])
+@pytest.mark.parametrize("pattern", LOUD.values(), ids=list(LOUD))
+def test_a_loud_key_changes_nothing_in_rows_that_do_not_see_it(pattern, dtype, size):
+    q, k, v, g, gl = tools.Case("", None, 24).inputs(dtype)
+    blind = (pattern.multiplicity(24, 2)[:, :, 20] == 0)[None]  # (1, heads, rows)
+    assert blind.any(2).all() and not blind.all()
+    inputs = q, k, v, g * blind.transpose(1, 2)[..., None], gl * blind
+    loud_k, loud_v = k.clone(), v.clone()
+    loud_k[:, 20], loud_v[:, 20] = size * k[:, 20].sign(), size
+    run = functools.partial(attention, backend="torch", return_lse=True)
+    want = tools.differentiate(run, inputs, pattern)
+    got = tools.differentiate(run, (q, loud_k, loud_v, *inputs[3:]), pattern)
+    assert not torch.equal(got["out"], want["out"])
+    for name in ("dq", "dk", "dv"):
+        assert torch.equal(got[name], want[name]), name
+    assert torch.equal(got["out"].transpose(1, 2)[blind], want["out"].transpose(1, 2)[blind])
+    assert torch.equal(got["lse"][blind], want["lse"][blind])

@@ -156,6 +156,16 @@ def test_bad_inputs_are_refused_with_the_shapes():
         module(x[0])
     with pytest.raises(ValueError, match=re.escape("context is torch.float64 (2, 29, 23): want a tensor (B, N, 24)")):
         module(x, x[..., 1:])
+    want = "{} is {} (2, 29, 24), the layer's weights are torch.float64: want one dtype, {}.to(torch.float64){}"
+    for dtype in (torch.bfloat16, torch.float32, torch.int64):
+        also = "" if dtype == torch.int64 else f" or the layer's .to({dtype})"
+        for name, given in (("x", [x.to(dtype), x]), ("context", [x, x.to(dtype)])):
+            with pytest.raises(ValueError, match=re.escape(want.format(name, dtype, name, also)) + "$"):
+                module(*given)
+    with torch.autocast("cpu", torch.bfloat16):  # which casts what is not float64
+        assert layer(dtype=torch.float32)(x.half()).dtype == torch.bfloat16
+        with pytest.raises(ValueError, match="x is torch.float64 .*weights are torch.float32"):
+            layer(dtype=torch.float32)(x)
     with pytest.raises(ValueError, match="pattern=4: want a pattern"):
         MultiheadAttention(Dense(), 64, 4)
     with pytest.raises(ValueError, match="29 queries on 28 keys"):

@@ -102,6 +102,19 @@ def test_other_derivatives_are_refused_in_a_sentence_and_right_by_the_reference(
         OTHER[name](call(pattern, lse), q, k, v, t)
 
 
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_second_derivative_by_autograd_is_refused_in_the_same_sentence(name):
+    for lse in (False, True):
+        q, k, v = (x.requires_grad_() for x in some(3))
+        once = torch.autograd.grad(call(PATTERNS[name], lse)(q, k, v).square().sum(), (q, k, v), create_graph=True)
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        want = torch.autograd.grad(call(PATTERNS[name], lse, reference)(q, k, v).square().sum(), (q, k, v))
+        torch.testing.assert_close(once, want, rtol=1e-9, atol=1e-9)
+        for first in once:
+            with pytest.raises(ValueError, match=f"^{operators.SECOND}$"):
+                first.sum().backward(retain_graph=True)
+
+
 def test_flex_refuses_what_it_would_detach():
     q, k, v, t, _ = (x.float() for x in some())
     for name, transform in (REVERSE | OTHER).items():

@@ -9,7 +9,9 @@ import sys
 import pytest
 
 from workbench.fit.cards import CARDS
+from workbench.probes import catalog, suite
 from workbench.report import notebooks, parameters
+from workbench.scaling.strategies import STRATEGIES
 
 PATHS = notebooks.find()
 
@@ -38,11 +40,15 @@ def test_one_cell_of_parameters_all_literals_with_a_profile(nb):
     assert parameters.declared(nb)["profile"] == "quick", f"saved with other parameters: {RESTORE}"
 
 
-def test_parameters_keep_their_own_rules_and_their_cards_are_known(nb):
+def test_parameters_keep_their_own_rules_and_their_choices_are_all_there_are(nb):
     own = {key: value for key, value in parameters.declared(nb).items() if key != "profile"}
     parameters.settle({"notebook": nb}, "quick", own)  # raises where a default is not taken
     for key in ("card", "cards", "fit_card", "choose_cards"):
         assert key not in own or parameters.rules(nb)[key]["choices"] == list(CARDS)
+    assert "strategies" not in own or parameters.rules(nb)["strategies"]["choices"] == list(STRATEGIES)
+    if "card_groups" in own:
+        groups = {*(name.split(" ")[0] for name in catalog.one_card()), "peers", suite.BLOCK_MASK}
+        assert set(parameters.rules(nb)["card_groups"]["choices"]) == groups
 
 
 def test_profiles_set_only_what_is_declared_each_of_its_kind(nb):

@@ -54,6 +54,28 @@ def test_the_spec_of_a_function_says_what_it_was_and_cannot_make_it():
         from_spec(BlockSparse(local(1), predicate=every_third).spec())
 
 
+def inner():
+    return lambda h, i, j: (i - j) % 3 == 0
+
+
+@pytest.mark.parametrize("fn", [every_third, lambda h, i, j: (i - j) % 3 == 0, inner()], ids=["def", "lambda", "inner"])
+@pytest.mark.parametrize("made", [Predicate, lambda fn: BlockSparse(local(1), 4, predicate=fn)], ids=["own", "blocks"])
+def test_a_pattern_with_a_function_is_copied_and_pickled_where_the_function_has_a_name(made, fn):
+    pattern = made(fn)
+    copies = [copy.copy(pattern), copy.deepcopy([pattern])[0]]
+    if fn is every_third:
+        copies.append(pickle.loads(pickle.dumps(pattern)))
+    else:
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            with pytest.raises(pickle.PicklingError, match="want one defined with def") as refused:
+                pickle.dumps([pattern], protocol)
+            assert str(refused.value).startswith(repr(pattern))
+        exec("pattern.__reduce_ex__(4)", {"__name__": "vendored.cloudpickle", "pattern": pattern})  # which takes any
+    for other in copies:
+        assert other is not pattern and other.function is fn and repr(other) == repr(pattern)
+        assert torch.equal(other.multiplicity(13, 2), pattern.multiplicity(13, 2))
+
+
 @pytest.mark.parametrize("spec, message", [
     ({}, "pattern=None: want one of Dense, Dilated"), ("dense", "pattern='dense': want one of Dense, Dilated"),
     ({"pattern": "BlockSparse", "layout": {"layout": "explicit"}}, "blocks=None: want what `pack` makes"),

@@ -149,12 +149,13 @@ rows = [[8, 8, "sliding", 3]]
 mode = "fwd"
 sizes = {"heads": 2, "dtype": "float32"}
 none = []
+some = []
 flag = False
 """
 RULES = {
     "n": {"least": 16, "multiple": 8}, "rates": {"least": 1, "most": 64}, "segments": {"as_long_as": "rates"},
     "pair": {"length": 2, "least": 2}, "rows": {"least": 1, "choices": ["sliding", "aligned"]},
-    "mode": {"choices": ["fwd", "fwdbwd"]},
+    "mode": {"choices": ["fwd", "fwdbwd"]}, "some": {"choices": ["a", "b"]},
     "sizes": {"keys": {"heads": {"least": 1}, "dtype": {"choices": ["float32"]}, "batch": {"least": 1}}},
 }  # fmt: skip
 
@@ -176,6 +177,7 @@ def ruled(tmp_path, monkeypatch):
     {"n": 24}, {"rates": [64]} | {"segments": [9]}, {"pair": [2, 9]},
     {"rows": [[1, 2, "aligned", 3], [9, 9, "sliding", 1]]}, {"mode": "fwdbwd"},
     {"sizes": {"heads": 1, "dtype": "float32", "batch": 3}}, {"none": []}, {"none": ["any", 1]},
+    {"some": []}, {"some": ["b", "a"]},
 ], ids=str)  # fmt: skip
 def test_what_a_rule_takes_is_taken(ruled, asked):
     assert parameters.settle({"01": nbs.read(ruled)}, "quick", asked)["01"] == {"profile": "quick"} | asked
@@ -190,6 +192,7 @@ def test_what_a_rule_takes_is_taken(ruled, asked):
     ({"rows": [[1, 2, "round", 3]]}, 'each one of "sliding", "aligned"'),
     ({"rows": [[1, 2, 3, "sliding"]]}, "list of list"), ({"rows": [[1, 2, "sliding"]]}, "list of list"),
     ({"mode": "bwd"}, 'mode=\'bwd\' of 01: should be str, one of "fwd", "fwdbwd"'),
+    ({"some": ["a", "c"]}, 'some=.* of 01: should be list, each one of "a", "b"'), ({"some": [1]}, "should be list"),
     ({"sizes": {"heads": 1}}, 'dict of heads: int, at least 1; dtype: str, one of "float32"; batch: int'),
     ({"sizes": {"heads": 0, "dtype": "float32"}}, "heads: int, at least 1"),
     ({"sizes": {"heads": 1, "dtype": "float32", "head": 1}}, "dict of heads"), ({"sizes": [1]}, "dict of heads"),

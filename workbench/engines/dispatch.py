@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.engines.check import check, refuse
-from workbench.engines.operators import call, handle_of, transformed
+from workbench.engines.operators import call, handle_of, refuse_second, transformed
 from workbench.engines.reference import reference
 from workbench.engines.torch.fused import GRID, OFFSETS, expand_heads, kernel, span, unit_stride
 from workbench.patterns import Dense, Dilated, Pattern, tile_order
@@ -204,7 +204,10 @@ def _dense(q, k, v, causal, scale, efficient=False):
     if grouped and q.device.type == "cuda" and (efficient or q.dtype == torch.float32 or kernel(q) == "efficient"):
         k, v, grouped = expand_heads(k, q), expand_heads(v, q), {}
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    return sdpa(q, k, v, is_causal=causal, scale=scale, **grouped).transpose(1, 2)
+    out = sdpa(q, k, v, is_causal=causal, scale=scale, **grouped)
+    if not torch.compiler.is_compiling() and out.grad_fn is not None:
+        out.grad_fn.register_hook(refuse_second)
+    return out.transpose(1, 2)
 
 
 def _run_flex(q, k, v, pattern, scale, return_lse):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from workbench.engines.check import refuse
+from workbench.engines.check import autocast, refuse
 from workbench.engines.dispatch import BACKENDS, attention
 from workbench.patterns import Pattern
 from workbench.patterns.checks import describe, flag, number, whole
@@ -53,6 +53,10 @@ class MultiheadAttention(nn.Module):
         for name, tensor in (("x", x), ("context", context)):
             if not isinstance(tensor, Tensor) or tensor.dim() != 3 or tensor.shape[-1] != self.q.in_features:
                 raise ValueError(f"{name} is {describe(tensor)}: want a tensor (B, N, {self.q.in_features})")
+            to = self.q.weight.dtype if type(self.q) is nn.Linear else tensor.dtype  # a quantized layer takes others
+            if tensor.dtype != to and len({t.dtype for t in autocast(tensor[:0], self.q.weight[:0])}) > 1:
+                words = f"{name}.to({to})" + f" or the layer's .to({tensor.dtype})" * tensor.is_floating_point()
+                raise ValueError(f"{name} is {describe(tensor)}, the layer's weights are {to}: want one dtype, {words}")
         heads = (-1, self.head_dim)
         q = self.q(x).unflatten(-1, heads)  # (B, Nq, H, D)
         k, v = (f(context).unflatten(-1, heads) for f in (self.k, self.v))  # (B, N, Hkv, D)

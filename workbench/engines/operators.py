@@ -89,6 +89,17 @@ FORWARD_MODE = (
 SECOND = "second derivatives of attention are those of backend='reference' only"
 
 
+def _refuse_second(*_):
+    raise ValueError(SECOND)
+
+
+def refuse_second(grads, _):
+    """The hook of a node of torch's own attention: where its gradients have no derivative, that is said as ours is."""
+    for grad in grads:
+        if type(getattr(grad, "grad_fn", None)).__name__ == "NotImplemented":  # only under create_graph is there any
+            grad.grad_fn.register_prehook(_refuse_second)
+
+
 def forward_mode(*tensors: Tensor | None) -> bool:
     """Whether one of the tensors carries a tangent."""
     return any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
@@ -148,11 +159,8 @@ def define(name: str, forward: Callable, backward: Callable):
         grad = torch.zeros_like(out) if grad is None else grad
         return *attend_backward(grad, grad_lse, q, k, v, out, lse, ctx.handle, ctx.scale), None, None
 
-    def refuse(ctx, *grads):
-        raise ValueError(SECOND)
-
     _differentiate(attend, keep, gradient)
-    _differentiate(attend_backward, lambda *_: None, refuse)
+    _differentiate(attend_backward, lambda *_: None, _refuse_second)
     return attend, attend_backward
 
 

@@ -35,7 +35,7 @@ class BlockSparse(Pattern):
     """visible(h, i, j) = layout(h, i // bq, j // bk), and j <= i if causal, and predicate(h, i, j).
 
     layout: from workbench.layouts. block_size: an int or (query, key).
-    predicate: fn(h, i, j) on broadcastable int64 tensors -> bool.
+    predicate: fn(h, i, j) on broadcastable int64 tensors -> bool, pickled and printed as that of `Predicate`.
     """
 
     def __init__(self, layout, block_size=128, causal=False, predicate=None):

@@ -17,6 +17,7 @@ class Predicate(Pattern):
 
     fn takes broadcastable int64 tensors (head, query, key: absolute positions) and returns a bool tensor that
     broadcasts with them. It is evaluated in tiles: N^2 work, bounded memory, progress on stderr where it takes long.
+    Its repr names fn and does not evaluate; pickle takes only an fn defined with def in a module, copies take any.
     """
 
     def __init__(self, fn, causal: bool = False):

@@ -84,7 +84,7 @@ def fits(value: object, default: object, rule: dict) -> bool:
         least, most = _lengths(default, rule)
         if not isinstance(value, list | tuple) or not least <= len(value) <= most:
             return False
-        if not default:
+        if not (default := default or rule.get("choices", [])[:1]):
             return all(_is_json(item) for item in value)
         each = {key: bound for key, bound in rule.items() if key != "length"}
         if kind(default) == "list":
