@@ -65,12 +65,6 @@ def test_a_pattern_with_a_function_is_copied_and_pickled_where_the_function_has_
     copies = [copy.copy(pattern), copy.deepcopy([pattern])[0]]
     if fn is every_third:
         copies.append(pickle.loads(pickle.dumps(pattern)))
-    else:
-        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-            with pytest.raises(pickle.PicklingError, match="want one defined with def") as refused:
-                pickle.dumps([pattern], protocol)
-            assert str(refused.value).startswith(repr(pattern))
-        exec("pattern.__reduce_ex__(4)", {"__name__": "vendored.cloudpickle", "pattern": pattern})  # which takes any
     for other in copies:
         assert other is not pattern and other.function is fn and repr(other) == repr(pattern)
         assert torch.equal(other.multiplicity(13, 2), pattern.multiplicity(13, 2))

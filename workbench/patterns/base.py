@@ -6,7 +6,6 @@ query and a key, h is a query head.
 
 from __future__ import annotations
 
-import pickle
 import sys
 import time
 from collections.abc import Callable
@@ -141,14 +140,6 @@ class Pattern(Value):
     def answer(self, question: Callable[..., T], *args) -> T:
         """question(self, *args), which torch.compile asks once, for this pattern, and takes as a constant."""
         return _answer(self._key, question, *args)
-
-    def __reduce_ex__(self, protocol):
-        asks = sys._getframe(1).f_globals.get("__name__", "").rpartition(".")[2]  # not pickle.dumps, which is C
-        nameless = "<" in getattr(self.function, "__qualname__", "")  # "<lambda>", "outer.<locals>.inner"
-        if nameless and asks not in ("copy", "pickle", "cloudpickle"):  # which may take any function
-            words = "pickle saves a function by its name in a module; want one defined with def there, not in another"
-            raise pickle.PicklingError(f"{self!r}: {words}")
-        return super().__reduce_ex__(protocol)
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
