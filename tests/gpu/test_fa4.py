@@ -98,9 +98,13 @@ def test_agrees_with_the_oracle(case):
         assert max(errors(found, [x[..., order] if i == 1 else x[:, order] for i, x in enumerate(want)])) < 0.005
 
 
-def test_strided_views_and_a_scale_are_read_as_they_are():
-    packed = torch.randn(2, 4096, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("n", [4096, 4000])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_strided_views_and_a_scale_are_read_as_they_are(n, heads_first):
+    packed = torch.randn(2, n, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
     q, k, v = packed.unbind(2)
+    if heads_first:
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     found = attention(q, k, v, Dilated(*RATES), backend="fa4", scale=0.3)
     want = reference(q, k, v, Dilated(*RATES), 0.3)[0]
     assert errors([found], [want])[0] < 0.005

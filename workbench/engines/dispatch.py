@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import operator
 import warnings
 
 import torch
@@ -233,14 +234,15 @@ def _run_fa4(q, k, v, pattern, scale, return_lse):
 def _run_tiled(run, backend, q, k, v, pattern, scale, return_lse):
     """Of tokens in tile order: the fa4 backend computes in it, the others in natural order."""
     n = k.shape[1]
-    order = tile_order.tile_order(pattern, n).to(q.device)
     if q.shape[1] != n:
         raise ValueError(f"tokens='tile order' with {q.shape[1]} queries on {n} keys: want all the queries")
-    if backend == "fa4" and tile_order.of(pattern, n).padded == n:
-        from workbench.engines.fa4_backend import attend_tiled
+    if backend == "fa4":
+        from workbench.engines.fa4_backend import attend_tiled, in_its_order
 
-        out, lse = call(attend_tiled, q, k, v, handle_of(pattern), scale)
-        return _divided(out, pattern), lse
+        if pattern.answer(in_its_order, operator.index(n)):
+            out, lse = call(attend_tiled, q, k, v, handle_of(pattern), scale)
+            return _divided(out, pattern), lse
+    order = tile_order.tile_order(pattern, n).to(q.device)
     back = order.argsort()
     out, lse = run(*(x.index_select(1, back) for x in (q, k, v)), pattern, scale, return_lse)
     return out.index_select(1, order), lse if lse is None else lse.index_select(2, order)

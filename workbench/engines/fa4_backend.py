@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import math
 from operator import index  # which has torch.compile take a length as a constant
 
 import torch
@@ -18,7 +17,7 @@ from workbench.engines.torch.fused import unit_stride
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, tile_order
 from workbench.patterns.tile_order import TILE
 
-# The adapter (`fa4.hopper`) changes what is inside these versions. `pip install attention-workbench[hopper]` has them.
+# The adapter (`fa4.hopper`) changes what is inside these versions. `pip install -e '.[hopper]'` has them.
 PINNED = {"flash-attn-4": "4.0.0b18", "nvidia-cutlass-dsl": "4.5.2", "quack-kernels": "0.5.0"}
 BLOCKS = 1 << 22  # of 128 tokens, of all sequences together: the numbers of a list
 PADDED = 1.25  # places of the tile order for a token, from which on padding costs more than the engine gains
@@ -32,7 +31,7 @@ def _missing() -> str | None:
         try:
             found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            return f"{name} is not installed: `pip install attention-workbench[hopper]` installs {name} {want}"
+            return f"{name} is not installed: `pip install -e '.[hopper]'` installs {name} {want}"
         if found != want:
             return f"{name} is {found}, and the adapter is for {want}"
     return None
@@ -44,10 +43,10 @@ ASSUMED = MISSING or ""  # what `why_not` asks: a prediction for a card that is 
 
 def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
     """Why the kernels do not run this call, in a sentence, or None. q (B, Nq, H, D), k (B, N, G, D)."""
-    if ASSUMED:
-        return ASSUMED
     if q.device.type != "cuda":
         return f"the kernels are for CUDA, not {q.device.type}"
+    if ASSUMED:
+        return ASSUMED
     if torch.cuda.get_device_capability(q.device) != (9, 0):
         return "the adapter is for compute capability 9.0 (H100, H200)"
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -57,7 +56,7 @@ def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
     if torch.are_deterministic_algorithms_enabled():
         return "its gradients differ in their last bits from run to run, and deterministic algorithms are asked for"
     if not q.numel() or k.shape[0] * -(-k.shape[1] // TILE) >= BLOCKS:
-        return f"the lists number at most {BLOCKS:,} blocks of {TILE} tokens, and at least one"
+        return f"the kernels want at least one token, and fewer than {BLOCKS:,} blocks of {TILE} tokens"
     return pattern.answer(unfit, index(k.shape[1]), index(q.shape[1]))
 
 
@@ -67,12 +66,15 @@ def unfit(pattern, n: int, nq: int) -> str | None:
         return None
     unit = TILE
     if isinstance(pattern, Dilated):
-        from workbench.engines.fa4.plans import together
+        from workbench.engines.fa4.lists import TIMES
+        from workbench.engines.fa4.plans import CAUSAL_RATE, together
 
         some, _ = together(pattern, n)
         if some is None:
-            least = TILE * math.lcm(*pattern.dilation_rates)
-            return f"no branch has a tile order: want segment lengths that are multiples of {least:,}"
+            words = f", a causal one at most {CAUSAL_RATE}" if pattern.causal else ""
+            return f"no branch has a tile order: want segment lengths that are multiples of {TILE} times a rate{words}"
+        if len(pattern.segment_lengths) >= TIMES:
+            return f"an entry of a list counts fewer than {TIMES} branches, not {len(pattern.segment_lengths)}"
         unit = tile_order.of(some, n).segment
     elif isinstance(pattern, BlockSparse):
         if pattern.predicate is not None:
@@ -93,6 +95,14 @@ def preferred(q: Tensor, k: Tensor, pattern) -> bool:
     if MISSING or q.shape[3] < 64 or min(q.shape[1], k.shape[1]) < 1024 or why_not(q, k, pattern):
         return False
     return not isinstance(pattern, Dilated) or pattern.answer(padding, index(k.shape[1])) <= PADDED
+
+
+def in_its_order(pattern: Dilated, n: int) -> bool:
+    """Whether tokens in the pattern's tile order are in the kernels': all branches, and no padding."""
+    from workbench.engines.fa4.plans import together
+
+    order = tile_order.of(pattern, n)
+    return order is not None and order.padded == n and together(pattern, n)[1] is None
 
 
 def padding(pattern: Dilated, n: int) -> float:

@@ -55,7 +55,7 @@ def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
 
 
 def coordinate_bits(pattern) -> int:
-    """Bits of a token's coordinates in `kernels.blocks.pack`; 0 where there is no such table."""
+    """Bits of a token's coordinates in `block_lists.pack`; 0 where there is no such table."""
     if len(pattern.shape) == 1 and pattern.ordering is None:
         return 0
     return sum((n - 1 + min(r, n)).bit_length() + 1 for n, r in zip(pattern.shape, pattern.radius, strict=True))

@@ -72,7 +72,9 @@ def tile_order(pattern: Pattern, n: int) -> Tensor:
     `attention(..., tokens="tile order")` takes and returns tokens in this order. Its inverse is `order.argsort()`.
     ValueError where the pattern has no tile order.
     """
-    found = of(pattern, whole("n", n, 0))
+    found = of(pattern, n := whole("n", n, 0))
+    if found is None and not n and isinstance(pattern, Dilated):
+        return torch.zeros(0, dtype=torch.int64, device="cpu")
     if found is None:
         least = TILE * math.lcm(*getattr(pattern, "dilation_rates", [1]))
         raise ValueError(
@@ -98,8 +100,9 @@ class Pairs(NamedTuple):
 
 
 def pairs(pattern: Dilated, order: TileOrder, heads: int, nq: int) -> Pairs:
-    """Which tiles of queries see which tiles of keys, in the tile order. The queries are those from the segment of the
-    first of the last nq positions on.
+    """Which tiles of queries see which tiles of keys, in the tile order.
+
+    The queries are the last nq positions; where these begin inside a segment, the queries of all of that segment.
     """
     tiles, first = order.padded // TILE, (order.n - nq) // order.segment * order.segment // TILE
     lengths = [w if w < order.n else order.padded for w in pattern.segment_lengths]
@@ -113,6 +116,7 @@ def pairs(pattern: Dilated, order: TileOrder, heads: int, nq: int) -> Pairs:
         shown = [torch.zeros(0, dtype=torch.int64)]
         for w, r, o in zip(lengths, pattern.dilation_rates, offset, strict=True):
             kept = (residue % r == o).nonzero()[:, 0]  # none where the head is not in the branch: its offset is -1
+            # Each kept tile with all kept tiles of its segment: `many` of a segment, `at` the segment of each.
             many, at = torch.unique_consecutive(start[kept] // w, return_inverse=True, return_counts=True)[:0:-1]
             row, line = kept.repeat_interleave(many[at]), torch.arange(len(kept)).repeat_interleave(many[at])
             before = (many[at].cumsum(0) - many[at])[line]

@@ -1,12 +1,14 @@
 """What is ours of the engine, on the CPU: lists, orders, masks, copies and gradients, with its kernels emulated."""
 
+import contextlib
 import math
 
 import pytest
 import torch
 
 from tests.engines.fa4 import emulation
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, layouts, reference
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, layouts, reference
+from workbench.engines import fa4_backend
 from workbench.engines.fa4 import engine, places, plans
 from workbench.patterns import tile_order
 
@@ -93,6 +95,8 @@ def test_rows_move_into_their_order_and_back(n, nq, segment, rate):
     x = torch.randn(2, n, 3, 5)
     moved = places.into(x, order)
     assert torch.equal(moved, emulation.into(x, order))
+    apart = x.transpose(1, 2).contiguous().transpose(1, 2)  # the heads of a token are no run of memory
+    assert torch.equal(places.into(apart, order), moved)
     back = torch.zeros(2, n, 4, 5)
     places.out_of(moved, back[:, :, 1:], order)
     assert torch.equal(back[:, :, 1:], x) and not back[:, :, 0].any()
@@ -101,4 +105,39 @@ def test_rows_move_into_their_order_and_back(n, nq, segment, rate):
     grad_lse = torch.randn(2, 3, n).masked_fill(lse == -math.inf, math.nan)
     for given in (None, grad_lse):
         want = emulation.rows(grad, given, out, lse, order)
-        torch.testing.assert_close(places.rows(grad, given, out, lse, order), want)
+        for one in (lse, lse.transpose(1, 2).contiguous().transpose(1, 2)):
+            torch.testing.assert_close(places.rows(grad, given, out, one, order), want)
+
+
+def test_tokens_in_tile_order_stay_in_it_where_it_is_the_kernels_own(monkeypatch, emulated):
+    """Causal branches of large rates are left to kernels that know natural order alone: these tokens are moved back."""
+    monkeypatch.setattr(fa4_backend, "why_not", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda *_: contextlib.nullcontext())
+    ran = []
+    for name in ("forward", "backward"):
+        run = getattr(engine, name)
+        monkeypatch.setattr(engine, name, lambda *x, run=run: ran.append(x[-1]) or run(*x))
+    for pattern, n, natural in (
+        (Dilated([512, 1024], [1, 4]), 1024, False), (Dilated([512, 1024], [1, 4]), 900, True),
+        (Dilated([1024, 2048], [1, 8], causal=True), 2048, True),
+    ):  # fmt: skip
+        q, k, v = torch.randn(3, 1, n, 2, 16)
+        order = tile_order.tile_order(pattern, n)
+        found = attention(*(x[:, order] for x in (q, k, v)), pattern, tokens="tile order", backend="fa4")
+        torch.testing.assert_close(found, reference(q, k, v, pattern)[0][:, order].float(), rtol=1e-4, atol=1e-5)
+        assert ran.pop() is natural and not ran
+
+
+@pytest.mark.parametrize(("pattern", "nq", "words"), [
+    (Dilated([1000], [8]), 2048, "no branch has a tile order: want segment lengths that are multiples of 128 times"),
+    (Dilated([1024], [8], causal=True), 2048, "a causal one at most 4"),
+    (Dilated([1024] * 200, [1] * 200), 2048, "fewer than 128 branches, not 200"),
+    (Dilated([1024], [1]), 2000, "begin at a multiple of 1,024 positions, not at 48"),
+    (BlockSparse(layouts.local(1), 64), 2048, "blocks of a multiple of 128"),
+    (Neighborhood((32, 64), 3), 2048, "windows on a line"),
+    (Predicate(lambda h, i, j: i > j), 2048, "the kernels know"),
+    (Dilated([1024], [8]), 2048, None), (Dense(causal=True), 5, None),
+])  # fmt: skip
+def test_what_the_kernels_do_not_run_is_said(pattern, nq, words):
+    found = fa4_backend.unfit(pattern, 2048, nq)
+    assert found is None if words is None else words in found

@@ -15,7 +15,7 @@ from workbench.patterns.base import Blocks
 from workbench.patterns.tile_order import TILE, Pairs
 
 SHIFT = 22  # 2^22 blocks are 2^29 tokens; the backward, whose tiles are halves of blocks, doubles an entry
-TIMES = 1 << 7  # an entry counts less often than this
+TIMES = 1 << 7  # an entry counts less often than this: the backward compares twice an entry with `hopper.LAST`
 
 
 class Lists(NamedTuple):
@@ -40,13 +40,12 @@ class Lists(NamedTuple):
 class Both(NamedTuple):
     """The lists of blocks of queries, which the forward walks, and of blocks of keys, which the backward walks.
 
-    done: how many (query, key) pairs they compute, over all heads and sequences.
+    masked: whether there are partial blocks.
     """
 
     by_queries: Lists
     by_keys: Lists
     masked: bool
-    done: int
 
     def to(self, device) -> Both:
         by_queries, by_keys = (Lists(*(x.to(device) for x in part)) for part in self[:2])
@@ -59,11 +58,10 @@ def of_pairs(found: Pairs, batch: int) -> Both:
     b = torch.arange(batch)[:, None]
     one, times, partial = (x.repeat(batch) for x in (found.set, found.times, found.partial))
     row, col = (b * rows + found.row).flatten(), (b * cols + found.col).flatten()
-    many = torch.bincount(found.set, minlength=sets)[found.which].sum() * batch
-    return _both(one, row, col, times, partial, (1, sets, batch * rows, batch * cols), found.which, many)
+    return _both(one, row, col, times, partial, (1, sets, batch * rows, batch * cols), found.which)
 
 
-def of_blocks(each: list[Blocks], batch: int, heads: int) -> Both:
+def of_blocks(each: list[Blocks]) -> Both:
     """The lists of the blocks of each sequence, or of all: of multiples of 128 queries and keys, each counted once."""
     one, layouts = each[0], each[0].layouts
     width = torch.cat([x.starts.diff() for x in each])
@@ -77,18 +75,17 @@ def of_blocks(each: list[Blocks], batch: int, heads: int) -> Both:
         layout, partial = (x.repeat_interleave(high * wide) for x in (layout, partial))
         there = (row < rows) & (col < cols)
         row, col, layout, partial = row[there], col[there], layout[there], partial[there]
-    many = torch.tensor(len(row) * (batch // len(each)) * (heads // max(1, layouts)))
     shape = (len(each), layouts, rows, cols)
-    return _both(layout, row, col, torch.zeros_like(row), partial, shape, torch.arange(layouts), many)
+    return _both(layout, row, col, torch.zeros_like(row), partial, shape, torch.arange(layouts))
 
 
-def _both(layout, row, col, times, partial, shape, of_heads, many: Tensor) -> Both:
+def _both(layout, row, col, times, partial, shape, of_heads) -> Both:
     """layout: of each pair, counted through sequences and sets of heads; of_heads: the set of each head."""
     (b, sets, rows, cols), found = shape, []
     for line, lines, entry in ((layout * rows + row, rows, col), (layout * cols + col, cols, row)):
         order = line.argsort(stable=True)
         found.append(_lists(line[order], ((times << SHIFT) + entry)[order], partial[order], (b, sets, lines), of_heads))
-    return Both(*found, bool(partial.any()), int(many) * TILE**2)
+    return Both(*found, bool(partial.any()))
 
 
 def _lists(line: Tensor, entry: Tensor, partial: Tensor, shape: tuple[int, ...], of_heads: Tensor) -> Lists:

@@ -42,6 +42,8 @@ def move_kernel(TOKENS, PLACES, t_b, t_n, p_b, p_n, n, places, segment, run, rat
 
 def into(tokens: Tensor, order: TileOrder) -> Tensor:
     """(B, P, H, D) in tile order, zeros at padding, from (B, N, H, D)."""
+    if tokens.stride()[2:] != (tokens.shape[3], 1):  # the kernel moves the heads of a token as one run
+        tokens = tokens.contiguous()
     places = tokens.new_empty((tokens.shape[0], order.padded, *tokens.shape[2:]))
     _move(tokens, places, order, False)
     return places
@@ -87,10 +89,11 @@ def rows_kernel(OUT, DO, LSE, DLSE, LSE2, DELTA, o_b, o_n, o_h, g_b, g_n, g_h, l
 def rows(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, order: TileOrder) -> tuple[Tensor, Tensor]:
     """lse in base 2 and delta, float32 (H, B, P) in tile order, of out and its gradient (B, N, H, D), lse (B, H, N)."""
     b, _, h, d = out.shape
+    lse = lse.contiguous()
     lse2, delta = torch.empty((2, h, b, order.padded), dtype=torch.float32, device=out.device)
     rows_kernel[(b * h * triton.cdiv(order.padded, ROWS),)](
         out, grad, lse, None if grad_lse is None else grad_lse.contiguous(), lse2, delta, *out.stride()[:3],
-        *grad.stride()[:3], *lse.contiguous().stride(), lse2.stride(1), lse2.stride(0), h, order.n, order.padded,
+        *grad.stride()[:3], *lse.stride(), lse2.stride(1), lse2.stride(0), h, order.n, order.padded,
         order.segment, order.run, order.rate, D=d, BLOCK_D=tile_sizes.padded(d), M=ROWS,
     )  # fmt: skip
     return lse2, delta

@@ -72,7 +72,7 @@ def make_plan(pattern, b: int, n: int, nq: int, heads: int) -> Plan:
     else:
         layouts = 1 if pattern.same_heads else heads
         size = None if isinstance(pattern, BlockSparse) else TILE
-        both = lists.of_blocks([one.blocks(n, layouts, nq, size) for one in pattern.each()], b, heads)
+        both = lists.of_blocks([one.blocks(n, layouts, nq, size) for one in pattern.each()])
         mask, scalar = ("causal", None) if isinstance(pattern, BlockSparse) else ("window", min(n, pattern.radius[0]))
     if not both.masked:
         mask, scalar = "none", None
