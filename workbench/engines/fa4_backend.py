@@ -67,11 +67,10 @@ def unfit(pattern, n: int, nq: int) -> str | None:
     unit = TILE
     if isinstance(pattern, Dilated):
         from workbench.engines.fa4.lists import TIMES
-        from workbench.engines.fa4.plans import CAUSAL_RATE, together
 
-        some, _ = together(pattern, n)
+        some, _ = tile_order.together(pattern, n)
         if some is None:
-            words = f", a causal one at most {CAUSAL_RATE}" if pattern.causal else ""
+            words = f", a causal one at most {tile_order.CAUSAL_RATE}" if pattern.causal else ""
             return f"no branch has a tile order: want segment lengths that are multiples of {TILE} times a rate{words}"
         if len(pattern.segment_lengths) >= TIMES:
             return f"an entry of a list counts fewer than {TIMES} branches, not {len(pattern.segment_lengths)}"
@@ -99,17 +98,13 @@ def preferred(q: Tensor, k: Tensor, pattern) -> bool:
 
 def in_its_order(pattern: Dilated, n: int) -> bool:
     """Whether tokens in the pattern's tile order are in the kernels': all branches, and no padding."""
-    from workbench.engines.fa4.plans import together
-
     order = tile_order.of(pattern, n)
-    return order is not None and order.padded == n and together(pattern, n)[1] is None
+    return order is not None and order.padded == n and tile_order.together(pattern, n)[1] is None
 
 
 def padding(pattern: Dilated, n: int) -> float:
     """Places of the tile order for a token."""
-    from workbench.engines.fa4.plans import together
-
-    return tile_order.of(together(pattern, n)[0], n).padded / n
+    return tile_order.of(tile_order.together(pattern, n)[0], n).padded / n
 
 
 def words(q: Tensor, k: Tensor, pattern) -> str:

@@ -131,14 +131,13 @@ def in_tile_order(pattern: Dilated, q: Tensor, k: Tensor, v: Tensor):
     they are: steps of decoding, since each length has lists of its own. Up to the head_dim of ONCE one pass was faster
     than the branches by Triton and by cuDNN (H200: 495 TFLOP/s of attended pairs, 406 and 431, 16 heads x 64).
     """
-    from workbench.engines.fa4.plans import together
     from workbench.engines.triton import block_lists
 
     (_, nq, h, d), n = q.shape, k.shape[1]
     if d > ONCE.get(q.dtype, 0) or nq < tile_order.TILE or len(pattern.segment_lengths) == 1:
         return None, pattern
     def make():
-        some, rest = together(pattern, n)
+        some, rest = tile_order.together(pattern, n)
         order = some and tile_order.of(some, n)
         if some is None or len(some.segment_lengths) == 1 or block_lists.period_of(some, order) > PERIOD:
             return None

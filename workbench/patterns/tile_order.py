@@ -19,6 +19,7 @@ from workbench.patterns.checks import whole
 from workbench.patterns.dilated import Dilated
 
 TILE = 128
+CAUSAL_RATE = 4  # measured on an H200: see `together`
 
 
 class TileOrder(NamedTuple):
@@ -82,6 +83,34 @@ def tile_order(pattern: Pattern, n: int) -> Tensor:
             f"multiples of {least:,}, 128 times the least common multiple of its rates"
         )
     return found.permutation()
+
+
+def together(pattern: Dilated, n: int) -> tuple[Dilated | None, Dilated | None]:
+    """(the branches that have one tile order, the others): the first ones are kept, as many as go together.
+
+    The larger the rate, the longer the stretch of positions whose later half a causal tile computes in vain: causal
+    branches of large rates, which have few pairs, are left to kernels of a branch each.
+    """
+    return pattern.kept("together", (n,), lambda: _together(pattern, n))
+
+
+def _together(pattern: Dilated, n: int) -> tuple[Dilated | None, Dilated | None]:
+    every = range(len(pattern.segment_lengths))
+    if pattern.heads == "partition":  # the heads of a branch depend on all branches
+        same = some(pattern, list(every))  # not the pattern itself, with which this is kept
+        return (same, None) if of(pattern, n) else (None, same)
+    chosen = []
+    for branch in every:
+        found = of(some(pattern, [*chosen, branch]), n)
+        if found and (not pattern.causal or found.rate <= CAUSAL_RATE):
+            chosen.append(branch)
+    left = [branch for branch in every if branch not in chosen]
+    return (some(pattern, chosen) if chosen else None), (some(pattern, left) if left else None)
+
+
+def some(pattern: Dilated, branches: list[int]) -> Dilated:
+    lengths, rates = ([x[b] for b in branches] for x in (pattern.segment_lengths, pattern.dilation_rates))
+    return Dilated(lengths, rates, pattern.causal, pattern.heads, pattern.offsets)
 
 
 class Pairs(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import sys
 from pathlib import Path
 
 import cutlass
@@ -42,6 +43,8 @@ def compiled(kind: str, *key):
     name = (kind, *map(str, key))
     cache = _cache()
     if name not in cache:
+        if sys.stderr.isatty():
+            print(f"compiling FlashAttention-4, {kind}, once: about 15 s", file=sys.stderr, flush=True)
         cache[name] = {"forward": _forward, "backward": _backward, "convert": _convert}[kind](*key)
     return cache[name]
 

@@ -16,8 +16,6 @@ from workbench.engines.fa4.lists import Both
 from workbench.patterns import BlockSparse, Dense, Dilated, tile_order
 from workbench.patterns.tile_order import TILE, TileOrder
 
-CAUSAL_RATE = 4  # measured on an H200: see `together`
-
 
 class Variant(NamedTuple):
     """What is compiled apart. mask: the name of what hides pairs of partial blocks, None where there are no lists."""
@@ -65,7 +63,7 @@ def make_plan(pattern, b: int, n: int, nq: int, heads: int) -> Plan:
         return Plan(None, None, None, None, None)
     mask = order = rest = scalar = None
     if isinstance(pattern, Dilated):
-        pattern, rest = together(pattern, n)
+        pattern, rest = tile_order.together(pattern, n)
         order = tile_order.of(pattern, n)
         both = lists.of_pairs(tile_order.pairs(pattern, order, heads, nq), b)
         mask, scalar = ("later", None) if pattern.causal else ("padding", n % order.segment)
@@ -77,30 +75,3 @@ def make_plan(pattern, b: int, n: int, nq: int, heads: int) -> Plan:
     if not both.masked:
         mask, scalar = "none", None
     return Plan(mask, scalar, order, both, rest)
-
-
-def together(pattern: Dilated, n: int) -> tuple[Dilated | None, Dilated | None]:
-    """(the branches that have one tile order, the others): the first ones are kept, as many as go together.
-
-    The larger the rate, the longer the stretch of positions whose later half a causal tile computes in vain: causal
-    branches of large rates, which have few pairs, are left to the other kernels.
-    """
-    return pattern.kept("together", (n,), lambda: _together(pattern, n))
-
-
-def _together(pattern: Dilated, n: int) -> tuple[Dilated | None, Dilated | None]:
-    every = range(len(pattern.segment_lengths))
-    if pattern.heads == "partition":  # the heads of a branch depend on all branches
-        return (pattern, None) if tile_order.of(pattern, n) else (None, pattern)
-    chosen = []
-    for branch in every:
-        found = tile_order.of(some(pattern, [*chosen, branch]), n)
-        if found and (not pattern.causal or found.rate <= CAUSAL_RATE):
-            chosen.append(branch)
-    left = [branch for branch in every if branch not in chosen]
-    return (some(pattern, chosen) if chosen else None), (some(pattern, left) if left else None)
-
-
-def some(pattern: Dilated, branches: list[int]) -> Dilated:
-    lengths, rates = ([x[b] for b in branches] for x in (pattern.segment_lengths, pattern.dilation_rates))
-    return Dilated(lengths, rates, pattern.causal, pattern.heads, pattern.offsets)
