@@ -127,7 +127,7 @@ def kernel_words(q: Tensor, k: Tensor, v: Tensor, pattern) -> str:
     from workbench.engines.triton import tile_sizes
     from workbench.engines.triton_backend import by_cudnn, in_tile_order, tile_of
 
-    plan, rest = in_tile_order(pattern, q, k, v) if isinstance(pattern, Dilated) else (None, None)
+    plan, rest = in_tile_order(pattern, q, k.shape[1]) if isinstance(pattern, Dilated) else (None, None)
     tile = tile_of(q, pattern) if plan is None else tile_sizes.choose("blocks forward", q, plan.block_size)
     m, n, warps, stages, _ = tile
     kind = "a kernel a branch" if isinstance(pattern, Dilated) else "a kernel over lists of visible blocks"

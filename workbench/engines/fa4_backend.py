@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from workbench.engines import operators
+from workbench.engines.fa4.lists import SHIFT, TIMES
 from workbench.engines.torch.fused import unit_stride
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, tile_order
 from workbench.patterns.tile_order import TILE
 
 # The adapter (`fa4.hopper`) changes what is inside these versions. `pip install -e '.[hopper]'` has them.
 PINNED = {"flash-attn-4": "4.0.0b18", "nvidia-cutlass-dsl": "4.5.2", "quack-kernels": "0.5.0"}
-BLOCKS = 1 << 22  # of 128 tokens, of all sequences together: the numbers of a list
+BLOCKS = 1 << SHIFT  # of 128 tokens, of all sequences together: the numbers of a list
 PADDED = 1.25  # places of the tile order for a token, from which on padding costs more than the engine gains
 
 
@@ -66,8 +67,6 @@ def unfit(pattern, n: int, nq: int) -> str | None:
         return None
     unit = TILE
     if isinstance(pattern, Dilated):
-        from workbench.engines.fa4.lists import TIMES
-
         some, _ = tile_order.together(pattern, n)
         if some is None:
             words = f", a causal one at most {tile_order.CAUSAL_RATE}" if pattern.causal else ""
@@ -94,7 +93,7 @@ def preferred(q: Tensor, k: Tensor, pattern) -> bool:
     least = 16_384 if isinstance(pattern, Dense) else 1024  # dense calls that are shorter wait for the host
     if MISSING or q.shape[3] not in (64, 128) or min(q.shape[1], k.shape[1]) < least or why_not(q, k, pattern):
         return False
-    return not isinstance(pattern, Dilated) or pattern.answer(padding, index(k.shape[1])) <= PADDED
+    return not isinstance(pattern, Dilated) or pattern.answer(worthwhile, index(k.shape[1]))
 
 
 def in_its_order(pattern: Dilated, n: int) -> bool:
@@ -103,9 +102,11 @@ def in_its_order(pattern: Dilated, n: int) -> bool:
     return order is not None and order.padded == n and tile_order.together(pattern, n)[1] is None
 
 
-def padding(pattern: Dilated, n: int) -> float:
-    """Places of the tile order for a token."""
-    return tile_order.of(tile_order.together(pattern, n)[0], n).padded / n
+def worthwhile(pattern: Dilated, n: int) -> bool:
+    """Whether there is little padding, and the lists are made in seconds."""
+    some, _ = tile_order.together(pattern, n)
+    order = tile_order.of(some, n)
+    return order.padded <= PADDED * n and tile_order.period_of(some, order) <= tile_order.PERIOD
 
 
 def words(q: Tensor, k: Tensor, pattern) -> str:

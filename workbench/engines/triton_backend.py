@@ -22,7 +22,6 @@ LENGTH = 1 << 30  # positions are int32 in the kernels, and some are computed on
 WINDOW = 128  # the block size of a neighborhood on a line, most of whose blocks are fully visible
 BLOCK = 64  # of other neighborhoods: smaller blocks hold fewer pairs that are not visible
 ONCE = {torch.float16: 64, torch.bfloat16: 64}  # up to which head_dim nested branches run in one pass
-PERIOD = 1 << 19  # positions: finding the lists of longer periods takes more than seconds
 
 
 def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
@@ -78,7 +77,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Ten
     """out (B, Nq, H, D) and lse (B, H, Nq), float32."""
     found, (q, k, v) = (), map(unit_stride, (q, k, v))
     with device_of(q):
-        for execution, arguments in kernels(pattern, q, k, v):
+        for execution, arguments in kernels(pattern, q, k.shape[1]):
             found = (execution.forward(q, k, v, *arguments, scale, *found),)
     return found[0]
 
@@ -88,7 +87,7 @@ def backward(grad, grad_lse, q, k, v, out, lse, pattern, scale: float) -> tuple[
     found, lse = (), lse.contiguous()  # the kernels read it as that, and it may be a slice
     grad, q, k, v, out = map(unit_stride, (grad, q, k, v, out))
     with device_of(q):
-        for execution, arguments in kernels(pattern, q, k, v):
+        for execution, arguments in kernels(pattern, q, k.shape[1]):
             found = (execution.backward(grad, grad_lse, q, k, v, out, lse, *arguments, scale, *found),)
     return found[0]
 
@@ -100,7 +99,7 @@ attend, attend_backward = operators.define("attend_by_kernels", forward, backwar
 def attend_into(q: Tensor, k: Tensor, v: Tensor, handle: str, scale: float, out: Tensor, lse: Tensor) -> None:
     """Merge what `attend` gives into out (B, Nq, H, D) and lse (B, H, Nq) of other keys; no dilated pattern."""
     if q.numel():
-        ((execution, pattern),) = kernels(operators.living(handle), q, k, v)
+        ((execution, pattern),) = kernels(operators.living(handle), q, k.shape[1])
         with device_of(q):
             execution.forward(*map(unit_stride, (q, k, v)), *pattern, scale, (out, lse))
 
@@ -110,36 +109,37 @@ def _(q, k, v, handle, scale, out, lse):
     return None
 
 
-def kernels(pattern, q: Tensor, k: Tensor, v: Tensor) -> list[tuple]:
+def kernels(pattern, q: Tensor, n: int) -> list[tuple]:
     """[(a module that runs the pattern or some of its branches, what its functions take for them), ...]: each after the
     first adds to the results of those before."""
     from workbench.engines.triton import block_sparse, dilated
 
     if isinstance(pattern, Dense):
-        pattern = one_branch(pattern, k.shape[1])
+        pattern = one_branch(pattern, n)
     if not isinstance(pattern, Dilated):
-        return [(block_sparse, (plan_of(pattern, q, k.shape[1]), pattern.causal))]
-    plan, rest = in_tile_order(pattern, q, k, v)
+        return [(block_sparse, (plan_of(pattern, q, n), pattern.causal))]
+    plan, rest = in_tile_order(pattern, q, n)
     first = [] if plan is None else [(block_sparse, (plan, pattern.causal))]
     return first if rest is None else [*first, (dilated, (rest,))]
 
 
-def in_tile_order(pattern: Dilated, q: Tensor, k: Tensor, v: Tensor):
+def in_tile_order(pattern: Dilated, q: Tensor, n: int):
     """(the plan of the branches that run in one pass, each key once, or None; the branches left, or None).
 
     Nested branches show many keys to a query several times, and launches that merge read and write all results. Left as
     they are: steps of decoding, since each length has lists of its own. Up to the head_dim of ONCE one pass was faster
-    than the branches by Triton and by cuDNN (H200: 495 TFLOP/s of attended pairs, 406 and 431, 16 heads x 64).
+    than the branches by Triton and by cuDNN on an H200.
     """
     from workbench.engines.triton import block_lists
 
-    (_, nq, h, d), n = q.shape, k.shape[1]
+    _, nq, h, d = q.shape
     if d > ONCE.get(q.dtype, 0) or nq < tile_order.TILE or len(pattern.segment_lengths) == 1:
         return None, pattern
+
     def make():
         some, rest = tile_order.together(pattern, n)
         order = some and tile_order.of(some, n)
-        if some is None or len(some.segment_lengths) == 1 or block_lists.period_of(some, order) > PERIOD:
+        if some is None or len(some.segment_lengths) == 1 or tile_order.period_of(some, order) > tile_order.PERIOD:
             return None
         return block_lists.make_ordered_plan(some, order, nq, h, q.device), rest
 
@@ -174,7 +174,7 @@ def by_cudnn(q: Tensor, k: Tensor, v: Tensor, pattern) -> dict[str, list]:
 
     if isinstance(pattern, Dense):
         pattern = one_branch(pattern, k.shape[1])
-    left = in_tile_order(pattern, q, k, v)[1] if isinstance(pattern, Dilated) else None
+    left = in_tile_order(pattern, q, k.shape[1])[1] if isinstance(pattern, Dilated) else None
     if left is None:
         return {}
     plan = dict.fromkeys(dilated.branches(left, k.shape[1], q.shape[2]))  # branches may repeat

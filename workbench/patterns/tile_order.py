@@ -20,6 +20,7 @@ from workbench.patterns.dilated import Dilated
 
 TILE = 128
 CAUSAL_RATE = 4  # measured on an H200: see `together`
+PERIOD = 1 << 19  # places: to find the pairs of longer periods takes more than seconds
 
 
 class TileOrder(NamedTuple):
@@ -113,6 +114,12 @@ def some(pattern: Dilated, branches: list[int]) -> Dilated:
     return Dilated(lengths, rates, pattern.causal, pattern.heads, pattern.offsets)
 
 
+def period_of(pattern: Dilated, order: TileOrder) -> int:
+    """Places after which all repeats itself, at most those of the order."""
+    longest = max(pattern.segment_lengths)
+    return order.padded if longest >= order.n else min(order.padded, math.lcm(*pattern.segment_lengths))
+
+
 class Pairs(NamedTuple):
     """Pairs of tiles that see each other, for each set of offsets that heads have: int64 (pairs,), in no order.
 
@@ -135,7 +142,7 @@ def pairs(pattern: Dilated, order: TileOrder, heads: int, nq: int) -> Pairs:
     """
     tiles, first = order.padded // TILE, (order.n - nq) // order.segment * order.segment // TILE
     lengths = [w if w < order.n else order.padded for w in pattern.segment_lengths]
-    period = min(tiles, math.lcm(*lengths) // TILE)
+    period = period_of(pattern, order) // TILE
     offsets, which = pattern._offsets(heads).unique(dim=0, return_inverse=True)
     place = torch.arange(period) * TILE
     residue, start = place % order.segment // order.run, place // order.segment * order.segment

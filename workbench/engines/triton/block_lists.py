@@ -6,7 +6,6 @@ period: the lists are those of one period, and of those at the ends, which may b
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -78,15 +77,9 @@ def make_plan(each: list[Blocks], pattern, device) -> Plan:
     )  # fmt: skip
 
 
-def period_of(pattern, order: TileOrder) -> int:
-    """Positions after which all repeats itself, at most those of the order."""
-    lengths = pattern.segment_lengths
-    return order.padded if max(lengths) >= order.n else min(order.padded, math.lcm(*lengths))
-
-
 def make_ordered_plan(pattern, order: TileOrder, nq: int, heads: int, device) -> Plan:
     """From the branches of a dilated pattern that has this tile order."""
-    size, n, period = tile_order.TILE, order.n, period_of(pattern, order)
+    size, n, period = tile_order.TILE, order.n, tile_order.period_of(pattern, order)
     many, start = period // size, torch.arange(0, n, period)
     spans = torch.stack([(n - nq - start).clamp(0, period), (n - start).clamp(max=period)], 1)
     kinds, kind = spans.unique(dim=0, return_inverse=True)
