@@ -8,7 +8,6 @@ Dimensions: N tokens, H heads, D head_dim.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
 import pandas as pd
@@ -16,13 +15,11 @@ import torch
 
 from workbench.harness import records
 from workbench.harness.outcome import attempt
-from workbench.patterns import BlockSparse, Neighborhood, checks, layouts
+from workbench.patterns import Neighborhood
 from workbench.probes import catalog, memory, roofline
 from workbench.probes.case import Case
 from workbench.probes.catalog import Graphed
 from workbench.probes.timing import compare
-
-BLOCK_MASK = "block mask"  # a group of one row, of `block_mask`
 
 
 def run(only: Iterable[str] = (), *, profile="gpu", samples=9, seconds=8.0, folder=None, say=print) -> pd.DataFrame:
@@ -31,17 +28,14 @@ def run(only: Iterable[str] = (), *, profile="gpu", samples=9, seconds=8.0, fold
     seconds: about what a group may take. An alternative that cannot run is a row with its status.
     RuntimeError without a CUDA card: notebook 05 measures what a CPU can do.
     """
-    only = checks.listed("only", only)
+    groups = catalog.chosen(catalog.one_card(), only or ["all"])
     if not torch.cuda.is_available():
         raise RuntimeError("the suite is of a CUDA card, and torch finds none here; notebook 05 measures a CPU, too")
     recorder, rows = records.start("timing", profile, folder), []
-    groups = catalog.one_card()
-    for name in [x for x in groups if not only or x.startswith(tuple(only))]:
+    for name, make in groups.items():
         if say:
             say(name, flush=True)
-        rows += measure(name, groups[name], recorder, samples, seconds)
-    if not only or BLOCK_MASK.startswith(tuple(only)):
-        rows.append(recorder.row(**block_mask()))
+        rows += measure(name, make, recorder, samples, seconds)
     return pd.DataFrame(rows)
 
 
@@ -96,25 +90,6 @@ def fields(case: Case | Graphed) -> dict:
     if isinstance(case.pattern, Neighborhood):
         found["block_pairs"] = roofline.block_pairs(case)
     return found
-
-
-def block_mask(n: int = 1_048_576, device="cuda") -> dict:
-    """A row: milliseconds and bytes that the kernels' lists of a local, global and strided layout take for N tokens."""
-    from workbench.engines.triton.block_lists import make_plan
-
-    pattern = BlockSparse(layouts.local(4) | layouts.global_(1) | layouts.strided(64), 128)
-    taken = []
-    for _ in range(4):
-        begin = time.perf_counter()
-        plan = make_plan([pattern.blocks(n, 1)], pattern, device)
-        if str(device).startswith("cuda"):
-            torch.cuda.synchronize()
-        taken.append(1000 * (time.perf_counter() - begin))
-    held = sum(x.numel() * x.element_size() for x in (*plan.by_queries, *plan.by_keys))
-    row = {"suite": BLOCK_MASK, "label": pattern.short_name, "n": n, "status": "ok", "samples_ms": taken[1:],
-           "median_ms": sorted(taken[1:])[1], "bytes": held, "measured": True, "pattern": pattern.short_name,
-           "pattern_spec": pattern.spec()}  # fmt: skip
-    return row
 
 
 def recorded(kind: str = "h100x1") -> pd.DataFrame:
