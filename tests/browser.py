@@ -60,8 +60,9 @@ class Tab:
 
     def slide(self, selector: str, value: int | str) -> None:
         """Give an input a value as a hand would: a position on a range, a text, a choice."""
+        event = "new Event('input', {bubbles: true})"
         self.run(
-            f"(input => {{ input.value = {json.dumps(value)}; input.dispatchEvent(new Event('input', {{bubbles: true}})) }})"
+            f"(input => {{ input.value = {json.dumps(value)}; input.dispatchEvent({event}) }})"
             f"(document.querySelector({json.dumps(selector)}))"
         )
 
