@@ -101,7 +101,7 @@ def _export(state, path: Path, profile: str, asked: dict, folder: Path, machine:
     title = nbs.title(state.nb, path.stem)
     byline = [
         ("device", machine["device"]),
-        ("profile", profile + "".join(f", {key} = {json.dumps(value)}" for key, value in asked.items())),
+        ("profile", profile + (f"; set by hand: {', '.join(asked)}" if asked else "")),
         ("date", time.strftime("%Y-%m-%d %H:%M UTC", begun)),
         ("commit", machine["commit"]),
         ("ran for", _duration(state.seconds)),
