@@ -12,6 +12,7 @@ from nbformat import v4
 
 from tests import browser
 from tests.notebooks.build import code, text
+from workbench.plots import style
 from workbench.report import page, show
 
 FACTS = {
@@ -175,3 +176,7 @@ def test_text_stands_out_from_what_is_behind_it(scheme):
     for front, back in pairs:
         dark, bright = sorted((light(colors[front]), light(colors[back])))
         assert (bright + 0.05) / (dark + 0.05) >= 4.5, (front, back)
+
+
+def test_what_is_drawn_stands_out_from_white():
+    assert {name: x for name, x in style.COLORS.items() if 1.05 / (light(x) + 0.05) < 3} == {}

@@ -5,7 +5,7 @@ function start(root, data) {
   const options = Object.entries(curves.NAMES), solid = state => state.shape.length === 3;
   const specs = [
     {name: "shape", label: "rows, columns (or depth, rows, columns)", kind: "text", size: 12, parse: sides},
-    {name: "radius", label: "radius of the window", kind: "number", min: 0, max: 32},
+    {name: "radius", label: "radius of the window", kind: "number", min: 0, max: 64},
     {name: "block", label: "tokens per block", kind: "number", min: 1, max: 1024},
     {name: "left", label: "left", kind: "select", options},
     {name: "right", label: "right", kind: "select", options},
