@@ -101,8 +101,8 @@ def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[st
         from workbench.engines import fa4_backend
 
         if fa4_backend.preferred(q, k, pattern):
-            words = "was measured to be the faster for such calls; gradients differ in their last bits from run to run"
-            return "fa4", f"FlashAttention-4 is installed, and {words}"
+            words = "FlashAttention-4 is installed, and was measured to be the faster for such calls; its gradients differ in"
+            return "fa4", f"{words} their last bits from run to run (torch.use_deterministic_algorithms takes Triton's)"
     if isinstance(pattern, Dense):
         return "torch", "every pair attends, which torch's fused attention computes as it is"
     if device == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
