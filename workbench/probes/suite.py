@@ -8,21 +8,17 @@ Dimensions: N tokens, H heads, D head_dim.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import pandas as pd
 import torch
 
 from workbench.harness import records
 from workbench.harness.outcome import attempt
-from workbench.patterns import BlockSparse, Neighborhood, checks, layouts
+from workbench.patterns import Neighborhood
 from workbench.probes import catalog, memory, roofline
 from workbench.probes.case import Case
-from workbench.probes.catalog import Graphed
-from workbench.probes.timing import compare
-
-BLOCK_MASK = "block mask"  # a group of one row, of `block_mask`
+from workbench.probes.timing import AA, compare
 
 
 def run(only: Iterable[str] = (), *, profile="gpu", samples=9, seconds=8.0, folder=None, say=print) -> pd.DataFrame:
@@ -31,90 +27,58 @@ def run(only: Iterable[str] = (), *, profile="gpu", samples=9, seconds=8.0, fold
     seconds: about what a group may take. An alternative that cannot run is a row with its status.
     RuntimeError without a CUDA card: notebook 05 measures what a CPU can do.
     """
-    only = checks.listed("only", only)
+    groups = catalog.chosen(catalog.one_card(), only or ["all"])
     if not torch.cuda.is_available():
         raise RuntimeError("the suite is of a CUDA card, and torch finds none here; notebook 05 measures a CPU, too")
     recorder, rows = records.start("timing", profile, folder), []
-    groups = catalog.one_card()
-    for name in [x for x in groups if not only or x.startswith(tuple(only))]:
+    for name, make in groups.items():
         if say:
             say(name, flush=True)
-        rows += measure(name, groups[name], recorder, samples, seconds)
-    if not only or BLOCK_MASK.startswith(tuple(only)):
-        rows.append(recorder.row(**block_mask()))
+        rows += measure(make(), recorder, samples, seconds, suite=name)
     return pd.DataFrame(rows)
 
 
-def measure(name: str, make: Callable[[], dict], recorder, samples=9, seconds=8.0) -> list[dict]:
-    """One group: every alternative prepared, all timed interleaved, then the memory of each above its inputs."""
-    calls, rows, cases = {}, [], make()
+def measure(cases: Mapping[str, Case], recorder, samples=9, seconds=8.0, **more) -> list[dict]:
+    """Every case prepared, all timed interleaved, then the memory of each above its inputs; a row each, and "A/A".
+
+    more: fields of every row. What cannot run is a row with its status.
+    """
+    calls, rows, fields = {}, {}, {label: fields_of(case) | {"label": label} | more for label, case in cases.items()}
     for label, case in cases.items():
-        outcome = attempt(lambda case=case: prepare(case))
+        outcome = attempt(lambda case=case: _ready(case))
         if outcome.status == "ok":
             calls[label] = outcome.result
         else:
-            rows.append(recorder.row(suite=name, label=label, status=outcome.status, error=outcome.error,
-                                     **fields(case)))  # fmt: skip
+            rows[label] = fields[label] | {"status": outcome.status, "error": outcome.error}
     outcome = attempt(lambda: compare({x: f for x, (f, _) in calls.items()}, samples=samples, seconds=seconds))
     if outcome.status != "ok":
-        return rows + [recorder.row(suite=name, label=name, status=outcome.status, error=outcome.error)]
+        rows |= {x: fields[x] | {"status": outcome.status, "error": outcome.error} for x in calls}
+        return [recorder.row(**rows[label]) for label in cases]
     first = next(iter(calls))
-    for label, line in outcome.result.iterrows():
-        of = first if label == "A/A" else label
-        row = fields(cases[of]) | {"backend": calls[of][1], "suite": name, "label": label, "against": first}
-        row |= line.to_dict() | {"status": "ok", "extra_bytes": None}
-        if label != "A/A" and not row["graph"]:  # a graph took its memory when it was captured
-            row["extra_bytes"] = memory.measure(calls[of][0], "cuda").extra_bytes
-        rows.append(recorder.row(**row))
-    return rows
+    for label, line in outcome.result.to_dict("index").items():
+        of = first if label == AA else label
+        rows[label] = fields[of] | {"label": label, "backend": calls[of][1], "against": first} | line
+        rows[label] |= {"status": "ok", "error": None, "extra_bytes": None}
+        if label != AA and cases[of].device != "cpu" and not fields[of]["graph"]:  # which took its memory before
+            rows[label]["extra_bytes"] = memory.measure(calls[of][0], cases[of].device).extra_bytes
+    return [recorder.row(**rows[label]) for label in (*cases, AA)]
 
 
-def prepare(case: Case | Graphed) -> tuple[Callable, str]:
-    """(the call, its backend); the call ran once, so that what cannot run raises here."""
-    graph = isinstance(case, Graphed)
-    call, backend = (case.case if graph else case).prepare()
-    call()
-    torch.cuda.synchronize()
-    if not graph:
-        return call, backend
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        result = call()
-
-    def replay():  # holds what the graph reads and writes: its inputs, which are `call`'s, and the result
-        captured.replay()
-        return call, result
-
-    return replay, backend
-
-
-def fields(case: Case | Graphed) -> dict:
-    """The record's fields of a case; `graph`: whether it is replayed from a CUDA graph."""
-    graph = isinstance(case, Graphed)
-    case = case.case if graph else case
-    found = case.fields() | {"graph": graph, "measured": True, "pairs": case.pattern.pairs(case.n, case.heads, case.nq)}
+def fields_of(case: Case) -> dict:
+    """The record's fields of a case, with the pairs that its rates are over."""
+    found = attempt(lambda: {"pairs": case.pattern.pairs(case.n, case.heads, case.nq)}).result or {}
     if isinstance(case.pattern, Neighborhood):
-        found["block_pairs"] = roofline.block_pairs(case)
-    return found
+        found |= attempt(lambda: {"block_pairs": roofline.block_pairs(case)}).result or {}
+    return {"graph": False, "measured": True} | case.fields() | found
 
 
-def block_mask(n: int = 1_048_576, device="cuda") -> dict:
-    """A row: milliseconds and bytes that the kernels' lists of a local, global and strided layout take for N tokens."""
-    from workbench.engines.triton.block_lists import make_plan
-
-    pattern = BlockSparse(layouts.local(4) | layouts.global_(1) | layouts.strided(64), 128)
-    taken = []
-    for _ in range(4):
-        begin = time.perf_counter()
-        plan = make_plan([pattern.blocks(n, 1)], pattern, device)
-        if str(device).startswith("cuda"):
-            torch.cuda.synchronize()
-        taken.append(1000 * (time.perf_counter() - begin))
-    held = sum(x.numel() * x.element_size() for x in (*plan.by_queries, *plan.by_keys))
-    row = {"suite": BLOCK_MASK, "label": pattern.short_name, "n": n, "status": "ok", "samples_ms": taken[1:],
-           "median_ms": sorted(taken[1:])[1], "bytes": held, "measured": True, "pattern": pattern.short_name,
-           "pattern_spec": pattern.spec()}  # fmt: skip
-    return row
+def _ready(case: Case) -> tuple[Callable, str]:
+    """(the call, its backend); the call ran once, so that what cannot run raises here."""
+    call, backend = case.prepare()
+    call()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return call, backend
 
 
 def recorded(kind: str = "h100x1") -> pd.DataFrame:
