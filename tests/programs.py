@@ -1,0 +1,111 @@
+"""Writes workbench/explorers/fit.json, what the calculator of notebook 03 computes with: python tests/programs.py.
+
+A program is the life of a call's tensors (`fit.tracer`), a step each: a birth, as the coefficients of its bytes, or
+the index of the birth whose tensor dies. Bytes are a x G N^2 + b x G N + c x G + d x N + e, with G = batch x heads,
+through traces at SAMPLES. Where the tensors are not the same ones at all of these, and for several cards, the program
+is one tensor of the bytes that the allocator reserved.
+"""
+
+import json
+import sys
+
+import numpy as np
+
+from workbench.explorers.fit import DATA, DTYPES, HEAD_DIMS, MODES, WAYS, WORLDS, case, classes
+from workbench.fit import cards, estimate
+from workbench.harness.outcome import attempt
+from workbench.patterns import Neighborhood
+from workbench.probes import roofline
+
+ONE = [(n, 1, heads) for n in (1 << 16, 1 << 17, 3 << 16) for heads in (4, 8)]  # N, batch, heads
+BATCHED = [(n, 2, heads) for n in (1 << 16, 1 << 17, 3 << 16) for heads in (4, 8)]
+SEVERAL = [(n, batch, 8) for n in (1 << 16, 1 << 17, 1 << 18) for batch in (1, 2)]  # where tensors differ
+LENGTHS = [1024 * x for x in (1, 2, 4, 8, 12, 16, 24, 32, 64, 128)]  # at which pairs are counted
+
+
+def write() -> dict:
+    """Trace everything, and write it; a program that several calls share is kept once."""
+    programs, calls, several = {}, {}, {}
+    for way in WAYS:
+        for kind in [(d, dtype, mode) for d in HEAD_DIMS for dtype in DTYPES for mode in MODES]:
+            words = " ".join(map(str, (way, *kind)))
+            known = {}  # a card whose first trace is that of an earlier one shares its programs
+            found = [known_programs(way, card, kind, known) for card in classes()]
+            calls[words] = [x and [programs.setdefault(json.dumps(y), len(programs)) for y in x] for x in found]
+            for world in WORLDS[1:]:
+                one = any(found) and fitted_reserved(way, cards.find("h100"), kind, world)
+                several[f"{words} {world}"] = one and programs.setdefault(json.dumps([one]), len(programs))
+            print(words, calls[words], file=sys.stderr)
+    data = {"programs": [json.loads(x) for x in programs], "calls": calls, "several": several, "pairs": pairs()}
+    DATA.write_text(json.dumps(data, separators=(",", ":")) + "\n")
+    return data
+
+
+def known_programs(way: str, card: cards.Card, kind: tuple, known: dict) -> list | None:
+    """[program of one sequence, of a batch] of a call on a card; None where it is refused."""
+    first = attempt(lambda: estimate.trace(case(way, *ONE[0], *kind), card))
+    if first.status != "ok":
+        return None
+    key = json.dumps([first.result.backend, first.result.events])
+    if key not in known:
+        known[key] = [program(way, card, kind, samples) for samples in (ONE, BATCHED)]
+    return known[key]
+
+
+def program(way: str, card: cards.Card, kind: tuple, samples: list) -> list:
+    traces = [estimate.trace(case(way, *x, *kind), card) for x in samples]
+    if len({tuple((e.name, e.nbytes < 0, e.id) for e in x.events) for x in traces}) > 1:
+        return [fitted_reserved(way, card, kind)]
+    steps, born = [], {}
+    for place, event in enumerate(traces[0].events):
+        if event.nbytes < 0:
+            steps.append(born[event.id])
+        else:
+            born[event.id] = len(steps)
+            steps.append(fitted(samples, [x.events[place].nbytes for x in traces], way))
+    return steps
+
+
+def fitted_reserved(way: str, card: cards.Card, kind: tuple, world: int = 1) -> dict | None:
+    """The bytes that the allocator reserves for a call, on each of several cards: at a length that is a card's own."""
+    found = []
+    for n, batch, heads in SEVERAL:
+        at = case(way, n * world, batch, heads, *kind)
+        one = attempt(lambda: estimate.trace(at, card, world=world, rank=world // 2))  # noqa: B023 (called at once)
+        if one.status != "ok":
+            return None
+        found.append(one.result.reserved_bytes)
+    return fitted(SEVERAL, found, way)
+
+
+def fitted(samples: list, nbytes: list[int], way: str) -> list:
+    """[place of a coefficient, the coefficient, ...], those that are not 0."""
+    points = np.array([[b * h * n * n, b * h * n, b * h, n, 1] for n, b, h in samples], dtype=float)
+    use = [0, 1, 2, 3, 4] if way.endswith("eager") else [1, 2, 3, 4]
+    scale = points.max(axis=0)
+    solved = np.linalg.lstsq((points / scale)[:, use], np.array(nbytes, dtype=float), rcond=None)[0]
+    found = []
+    for place, x in zip(use, solved, strict=True):
+        if abs(x) > 0.5:  # bytes, at the largest sample
+            rounded = round(x / scale[place], 9)
+            found += [place, int(rounded) if rounded == int(rounded) else rounded]
+    return found
+
+
+def pairs() -> dict:
+    """{pattern: [[N, pairs a head, those of the blocks that are visited], ...]}; dense attention's are N^2."""
+    found = {}
+    for way in WAYS:
+        name = way.partition(", ")[0]
+        if name != "dense" and name not in found:
+            found[name] = []
+            for n in LENGTHS:
+                at = case(way, n, 1, 12, 64, "float16", "fwd")
+                blocks = roofline.block_pairs(at) if isinstance(at.pattern, Neighborhood) else None
+                whole = at.pattern.pairs(n, 12) / 12
+                found[name].append([n, whole, blocks / 12 if blocks else whole])
+    return found
+
+
+if __name__ == "__main__":
+    write()
