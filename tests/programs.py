@@ -8,18 +8,19 @@ is one tensor of the bytes that the allocator reserved.
 
 import json
 import sys
+from random import Random
 
 import numpy as np
 
 from workbench.explorers.fit import DATA, DTYPES, HEAD_DIMS, MODES, WAYS, WORLDS, case, classes
-from workbench.fit import cards, estimate
+from workbench.fit import allocator, cards, estimate
 from workbench.harness.outcome import attempt
 from workbench.patterns import Neighborhood
 from workbench.probes import roofline
 
 ONE = [(n, 1, heads) for n in (1 << 16, 1 << 17, 3 << 16) for heads in (4, 8)]  # N, batch, heads
 BATCHED = [(n, 2, heads) for n in (1 << 16, 1 << 17, 3 << 16) for heads in (4, 8)]
-SEVERAL = [(n, batch, 8) for n in (1 << 16, 1 << 17, 1 << 18) for batch in (1, 2)]  # where tensors differ
+SEVERAL = [(n, batch, 8) for n in (1 << 15, 1 << 16, 1 << 17) for batch in (1, 2)]  # where tensors differ
 LENGTHS = [1024 * x for x in (1, 2, 4, 8, 12, 16, 24, 32, 64, 128)]  # at which pairs are counted
 
 
@@ -32,11 +33,13 @@ def write() -> dict:
             known = {}  # a card whose first trace is that of an earlier one shares its programs
             found = [known_programs(way, card, kind, known) for card in classes()]
             calls[words] = [x and [programs.setdefault(json.dumps(y), len(programs)) for y in x] for x in found]
-            for world in WORLDS[1:]:
-                one = any(found) and fitted_reserved(way, cards.find("h100"), kind, world)
-                several[f"{words} {world}"] = one and programs.setdefault(json.dumps([one]), len(programs))
+            for world in WORLDS[1:] if any(found) else ():
+                half = several.get(f"{words} {world}".replace("bfloat16", "float16")) if "bfloat16" in kind else None
+                one = None if half else fitted_reserved(way, cards.find("h100"), kind, world)
+                several[f"{words} {world}"] = half or one and programs.setdefault(json.dumps([one]), len(programs))
             print(words, calls[words], file=sys.stderr)
     data = {"programs": [json.loads(x) for x in programs], "calls": calls, "several": several, "pairs": pairs()}
+    data["checked"] = checked(data)
     DATA.write_text(json.dumps(data, separators=(",", ":")) + "\n")
     return data
 
@@ -105,6 +108,48 @@ def pairs() -> dict:
                 whole = at.pattern.pairs(n, 12) / 12
                 found[name].append([n, whole, blocks / 12 if blocks else whole])
     return found
+
+
+def drawn(random: Random, data: dict, worlds=(1,)) -> tuple:
+    """(words of a call, way, card, world, N, batch, heads, head_dim, dtype, mode): a setting that a card takes."""
+    while True:
+        way, card, world = random.choice(WAYS), random.choice(classes()), random.choice(worlds)
+        kind = random.choice(HEAD_DIMS), random.choice(DTYPES), random.choice(MODES)
+        words = " ".join(map(str, (way, *kind)))
+        its = data["calls"][words][[x.key for x in classes()].index(card.key)]
+        if its and (world == 1 or data["several"].get(f"{words} {world}")):
+            n = 128 * random.randint(64, 2048)
+            return words, way, card, world, n * world, random.choice((1, 1, 2, 3, 8)), random.randint(2, 40), *kind
+
+
+def predicted(data: dict, words: str, way: str, card: cards.Card, world: int, n: int, batch: int, heads: int, *_) -> int:
+    """Bytes reserved by the program of a setting, as the page computes them."""
+    its = data["calls"][words][[x.key for x in classes()].index(card.key)][batch > 1]
+    steps = data["programs"][its if world == 1 else data["several"][f"{words} {world}"]]
+    n, group = n // world, batch * heads
+    terms = [group * n * n, group * n, group, n, 1]
+    sizes = [x if isinstance(x, int) else [round(sum(c * terms[k] for k, c in zip(x[::2], x[1::2], strict=True)))]
+             for x in steps]  # fmt: skip
+    return allocator.replay([(x, -1) if isinstance(x, int) else (at, x[0]) for at, x in enumerate(sizes)]).peak_reserved
+
+
+def errors(data: dict, count: int, seed: int, worlds=(1,)) -> list[float]:
+    """Of random settings, by which share of the traced bytes the program is off."""
+    random, found = Random(seed), []
+    for _ in range(count):
+        words, way, card, world, *sizes = drawn(random, data, worlds)
+        place = {"world": world, "rank": world // 2} if world > 1 else {}
+        traced = attempt(lambda: estimate.trace(case(way, *sizes), card, **place))  # noqa: B023 (called at once)
+        if traced.status == "ok":
+            want = traced.result.reserved_bytes
+            found.append(abs(predicted(data, words, way, card, world, *sizes) / want - 1))
+    return found
+
+
+def checked(data: dict) -> dict:
+    """What the page says of its programs' errors."""
+    one, several = errors(data, 600, 1), errors(data, 60, 1, WORLDS[1:])
+    return {"points": len(one), "equal": sum(x == 0 for x in one) / len(one), "worst": max(one), "several": max(several)}
 
 
 if __name__ == "__main__":

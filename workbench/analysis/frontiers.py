@@ -15,13 +15,13 @@ from workbench.fit import allocator, cards, estimate, executions, frontier
 from workbench.fit.frontier import GRAIN
 from workbench.fit.tracer import Event
 from workbench.harness import records
-from workbench.harness.narrate import counted, listed, number
+from workbench.harness.narrate import counted, listed, number, title
 from workbench.patterns import Dense, Dilated
 from workbench.probes import catalog
 from workbench.probes.case import Case
 
+PROMISED, RUNS, TOO_MUCH = "longest N by max_memory_allocated", "longest N that runs", "promised too much"
 KINDS = {"Dense": "dense", "Dilated": "dilated", "BlockSparse": "blocks", "Neighborhood": "window-tokens"}
-STEP = 0.02  # 0.2 % for a prediction, see `frontier.search`
 
 # What the reports say fits on 8 GB (and, by 35 KB a token and linear scaling, on other cards): report, what, sizes, N.
 CLAIMS = (
@@ -69,7 +69,7 @@ def recorded(kind: str) -> pd.DataFrame:
     """
     rows = records.committed(kind, "frontier")
     if rows.empty:
-        return rows
+        return rows.assign(label=None)
     rows = rows[(rows["stage"] == "search") & (rows["status"] == "ok") & rows["measured_n"].notna()]
     sizes = ["batch", "heads", "head_dim", "dtype", "mode"]
     rows = rows.assign(label=_labels(rows)).drop_duplicates(["label", "budget_bytes", *sizes], keep="last")
@@ -95,7 +95,7 @@ def claims() -> pd.DataFrame:
             key = kind, card, heads, head_dim, dtype
             if key not in known:
                 case = Case(pattern, frontier.FIRST, heads, head_dim, dtype, device="cuda")
-                known[key] = frontier.search(case, card=card, seconds=math.inf, step=STEP, say=None)
+                known[key] = frontier.search(case, card=card, seconds=math.inf, step=executions.STEP, say=None)
             line |= {f"{kind}_n": known[key]["n"], f"{kind}_ms": known[key]["predicted_ms"]}
         lines.append(line)
     return pd.DataFrame(lines)
@@ -127,9 +127,8 @@ def ledger(steps: Iterable[tuple[str, int | None]]) -> pd.DataFrame:
 
 
 def promised(found: Mapping[str, frontier.Lengths], card: str) -> pd.DataFrame:
-    """A line a way: allocated_n, the longest whose max_memory_allocated is within the card's memory, and real_n.
-
-    real_n has room for the CUDA context and for what the allocator reserves; too_much is allocated_n / real_n - 1.
+    """A line per way: PROMISED, the longest N whose max_memory_allocated is within the card's memory, RUNS, the longest
+    with room for the CUDA context and for what the allocator reserves, and by how much the first exceeds the second.
     """
     of = cards.find(card)
     lines = []
@@ -143,14 +142,14 @@ def promised(found: Mapping[str, frontier.Lengths], card: str) -> pd.DataFrame:
 
         fits = range(real // GRAIN, 2 * real // GRAIN)  # the first one does
         seen = GRAIN * (fits[0] - 1 + bisect_right(fits, of.total_bytes, key=allocated))
-        lines.append({"way": name, "allocated_n": seen, "real_n": real, "too_much": seen / real - 1})
+        lines.append({"way": title(name), PROMISED: seen, RUNS: real, TOO_MUCH: seen / real - 1})
     return pd.DataFrame(lines)
 
 
 def numbers(traces: Mapping[str, estimate.Estimate]) -> pd.DataFrame:
-    """A line a way: requested, allocated, reserved and device, bytes at the peak of what was traced."""
+    """A line per way: requested, allocated, reserved and device, bytes at the peak of what was traced."""
     kinds = ("requested", "allocated", "reserved", "device")
-    lines = [[name, *(getattr(one, f"{x}_bytes") for x in kinds)] for name, one in traces.items()]
+    lines = [[title(name), *(getattr(one, f"{x}_bytes") for x in kinds)] for name, one in traces.items()]
     return pd.DataFrame(lines, columns=["way", *kinds])
 
 
@@ -178,16 +177,16 @@ def most(lines: pd.DataFrame, card: str) -> str:
         return f"On {card} none of these ways runs with the largest budget."
     top, least = done.iloc[-1], done.iloc[0]
     said = f"Predicted for the memory and speed of {card}, {top['budget_bytes'] / 2**30:g} GiB for tensors: "
-    said += f"**{top['label']}** takes {int(top['n']):,} tokens"
+    said += f"**{title(top['label'])}** takes {int(top['n']):,} tokens"
     if top["n"] == least["n"]:
         return said + (", as many as every other way." if len(done) > 1 else ".")
-    return said + f", **{number(top['n'] / least['n'])} times** as many as {least['label']}."
+    return said + f", **{number(top['n'] / least['n'])} times** as many as {title(least['label'])}."
 
 
 def agreement(measured: pd.DataFrame) -> list[str]:
     """How the predictions compare with what was measured, and what was not."""
     done = measured.dropna(subset=["measured_n", "predicted_n"])
-    said = [f"Not measured, {x.label}: {x.error}" for x in measured[measured["status"] != "ok"].itertuples()]
+    said = [f"Not measured, {title(x.label)}: {x.error}" for x in measured[measured["status"] != "ok"].itertuples()]
     if done.empty:
         return ["No search has both a prediction and a measurement.", *said]
     off = (done["predicted_n"] / done["measured_n"] - 1).abs()
@@ -201,10 +200,10 @@ def overpromised(lines: pd.DataFrame, card: str) -> str:
     """`promised` in a sentence."""
     if lines.empty:
         return f"None of these ways runs on {card}."
-    worst = lines.loc[lines["too_much"].idxmax()]
-    if worst["too_much"] <= 0:
+    worst = lines.loc[lines[TOO_MUCH].idxmax()]
+    if worst[TOO_MUCH] <= 0:
         return f"On {card} (predicted) it promises no more tokens than run."
-    return f"On {card} (predicted) it promises up to **{worst['too_much']:.1%}** more tokens than run ({worst['way']})."
+    return f"On {card} (predicted) it promises up to **{worst[TOO_MUCH]:.1%}** more tokens than run ({worst['way']})."
 
 
 def limits(table: pd.DataFrame) -> list[str]:
@@ -218,17 +217,17 @@ def limits(table: pd.DataFrame) -> list[str]:
         said.append("None of these ways runs on any of these cards.")
     unknown = done.loc[done["predicted_ms"].isna(), "label"].unique()
     if len(unknown):
-        said.append(f"The time of {listed(f'`{x}`' for x in unknown)} is not modelled, so time never limits it here.")
+        said.append(f"The time of {listed(map(title, unknown))} is not modelled, so time never limits it here.")
     return said
 
 
 def silent(found: pd.DataFrame, kind: str) -> str:
     """`wrong` in a sentence."""
     if found.empty:
-        return f"No such call is on record for `{kind}`."
+        return f"No such call is on record for {title(kind)}."
     calls = "One such call is" if len(found) == 1 else f"{len(found)} such calls are"
     over = (found["elements"] >= 2**31).all()
-    return f"{calls} on record for `{kind}`" + (f", with {2**31:,} elements or more." if over else ".")
+    return f"{calls} on record for {title(kind)}" + (f", with {2**31:,} elements or more." if over else ".")
 
 
 def beyond(table: pd.DataFrame, heads: int, head_dim: int) -> str:
@@ -251,5 +250,5 @@ def choice(options: pd.DataFrame, n: int, card: str) -> str:
     known = room.dropna(subset="ms").sort_values("ms")
     if len(known):
         seconds = number(known["ms"].iloc[0] / 1000)
-        said += f"; the fastest whose time is modelled is **{known['way'].iloc[0]}**, {seconds} s"
+        said += f"; the fastest whose time is modelled is **{title(known['way'].iloc[0])}**, {seconds} s"
     return said + "."

@@ -1,13 +1,22 @@
-"""Will it fit? A calculator for any card, of the programs in fit.json."""
+"""Will it fit? A calculator for any card: every way's longest sequence, what limits it, its bytes and time at an N.
+
+The page computes with programs (`fit.json`, written by tests/programs.py from traces), torch's allocator in JavaScript,
+and the time model of `fit.estimate`: `fit_model.js`.
+"""
+
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from workbench.fit import cards
+from workbench.engines import torch_rules
+from workbench.explorers import Explorer
+from workbench.fit import cards, estimate
+from workbench.harness.narrate import title
 from workbench.probes import catalog
 from workbench.probes.case import Case
 
-DATA = Path(__file__).with_name("fit.json")  # written by tests/programs.py
+DATA = Path(__file__).with_name("fit.json")
 DTYPES = ("float32", "float16", "bfloat16")
 HEAD_DIMS = (32, 64, 128)
 MODES = ("fwd", "fwdbwd")
@@ -17,6 +26,15 @@ WAYS = (
     "longnet-paper, fa4", "longnet-paper, torch", "window-blocks, triton", "window-blocks, flex",
     "window-tokens, triton",
 )  # fmt: skip
+NOTE = (
+    "Predicted. Bytes are those of the traced programs through torch's allocator, the CUDA context included: against "
+    "{points} traces that they were not made from they are {equal:.0%} of the time equal to the byte and at most "
+    "{worst:.1%} off. Time is modelled from what an H100 reached, as a share of the card's peak, attention alone. Over "
+    "several cards each holds its share of one sequence, and time is not modelled. A training step of so many blocks "
+    "(layer norm, projections, attention, layer norm, an MLP of 4 E) holds 16 bytes a parameter, with Adam, and 16 "
+    "rows of E elements a token and block; embeddings, logits and data are not in it. A window sees 1,024 tokens each "
+    "way, a window of blocks 8 blocks of 128, LongNet has the paper's segments; lengths are multiples of 128."
+)
 
 
 def classes() -> list[cards.Card]:
@@ -25,6 +43,45 @@ def classes() -> list[cards.Card]:
 
 
 def case(way: str, n: int, batch: int, heads: int, head_dim: int, dtype: str, mode: str) -> Case:
-    """The call of a way at N."""
+    """The call of a way of WAYS at N, not causal."""
     pattern, _, backend = way.partition(", ")
     return Case(catalog.maker(pattern)(n, False), n, heads, head_dim, dtype, backend, mode, "cuda", batch)
+
+
+def calculator(card="h100", n=131_072, heads=32, head_dim=128, dtype="float16", mode="fwdbwd", seconds=60.0) -> Explorer:
+    """The explorer, with these settings at first; it keeps what is set in the address.
+
+    n: the length at which bytes and time are shown. seconds: what attention may take at most.
+    ValueError for a card that is not known.
+    """
+    first = {"card": cards.find(card).key, "n": n, "heads": heads, "head_dim": head_dim, "dtype": dtype, "mode": mode}
+    return Explorer("Will it fit?", ["fit_model", "fit"], known() | {"state": first | {"seconds": seconds}})
+
+
+def known() -> dict:
+    """What `fit_model.js` computes with."""
+    data = json.loads(DATA.read_text())
+    kinds = [card.capability for card in classes()]
+    on = [
+        {
+            "key": card.key, "name": title(card.key), "gib": round(card.total_bytes / 2**30, 2),
+            "total": card.total_bytes, "context": card.context_bytes, "communicator": card.communicator_bytes,
+            "kind": kinds.index(card.capability), "tflops": card.matmul_tflops,
+        }
+        for card in cards.CARDS.values()
+    ]  # fmt: skip
+    rates = {f"{way} {dtype} {mode}": _rates(way, dtype, mode) for way in WAYS for dtype in DTYPES for mode in MODES}
+    wrong = {way: why for way in WAYS if (why := torch_rules.WRONG_PAST_2_31.get(way.removeprefix("dense, ")))}
+    return data | {
+        "cards": on, "rates": rates, "wrong": wrong, "ways": [[way, title(way)] for way in WAYS], "worlds": WORLDS,
+        "head_dims": HEAD_DIMS, "dtypes": DTYPES, "note": NOTE.format(**data["checked"]),
+    }  # fmt: skip
+
+
+def _rates(way: str, dtype: str, mode: str) -> dict | None:
+    """{head_dim: [[rows, share], ...]} of `estimate.efficiency`; None where it was not measured."""
+    at = case(way, 1 << 16, 1, 8, 64, dtype, mode)
+    lines, found = estimate.efficiency().get(estimate.family(at, at.backend, cards.find("h100"))), {}
+    for line in lines or ():
+        found.setdefault(line["head_dim"], []).append([line["rows"], line["share"]])
+    return {d: sorted(points) for d, points in found.items()} or None
