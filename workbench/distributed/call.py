@@ -23,7 +23,7 @@ from workbench.distributed.group import Ranks
 from workbench.distributed.plans import Plan, describe, digest
 from workbench.distributed.shards import Shards
 from workbench.engines import dispatch, partial
-from workbench.engines.operators import transformed
+from workbench.engines.operators import refuse_transforms
 from workbench.engines.torch.fused import unit_stride
 from workbench.patterns import Dense, Pattern
 from workbench.patterns.checks import choice
@@ -69,11 +69,7 @@ def check(q, k, v, pattern, ranks: Ranks, strategy, scale, backend, return_lse) 
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern={pattern!r}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
     q, k, v = dispatch.check(q, k, v, Dense(), scale)
-    if transformed(q, k, v):
-        raise ValueError(
-            "transforms of torch.func and forward-mode derivatives do not go through several ranks: "
-            "torch.autograd.grad and backward do, and workbench.attention with backend='reference' takes all"
-        )
+    refuse_transforms(q, k, v)
     if pattern.batch not in (None, q.shape[0]):
         raise ValueError(f"the layout is for a batch of {pattern.batch}, but q is {tuple(q.shape)}")
     reason = partial.why_not(backend, q, k, pattern)

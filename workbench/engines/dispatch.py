@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.engines.check import check, refuse
-from workbench.engines.operators import call, handle_of, refuse_second, transformed
+from workbench.engines.operators import call, handle_of, refuse_transforms
 from workbench.engines.reference import reference
 from workbench.engines.torch.fused import GRID, OFFSETS, expand_heads, kernel, span, unit_stride
 from workbench.patterns import Dense, Dilated, Pattern, tile_order
@@ -39,8 +39,7 @@ def attention(
     A row that no key reaches has out 0, lse -inf and zero gradients.
     k and v have to be finite where they are hidden too, as in torch's kernels: hidden means a weight of 0, and 0 * NaN
     is NaN. A NaN or infinity reaches the rows that see it, and may reach others of its sequence and its group of heads.
-    Derivatives: reverse mode once, torch.func's included; others by backend "reference" only, and refused elsewhere. To
-    run what torch.export saved, import workbench.engines.torch_backend first: it defines the operators.
+    Derivatives: torch.autograd's, once. Others, and torch.func's, by backend "reference" only, and refused elsewhere.
     backend: "auto" (see `explain`), "reference", "torch", "flex", "triton" or "fa4"; one asked for by name runs or
     raises ValueError with the reason, as does any input that the pattern or the shapes do not allow. Where "auto" takes
     flex and torch cannot compile the pattern's function, which only trying tells, a warning says so and the torch
@@ -53,6 +52,8 @@ def attention(
     q, k, v = check(q, k, v, pattern, scale)
     return_lse = flag("return_lse", return_lse)
     advise(pattern, k.shape[1], q.shape[2], q.shape[1])
+    if backend != "reference":
+        refuse_transforms(q, k, v)
     chosen = choose(backend, q, k, v, pattern, return_lse)[0]
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     run = _run_flex_or_torch if backend == "auto" and chosen == "flex" else _RUN[chosen]
@@ -187,7 +188,7 @@ def _run_torch(q, k, v, pattern, scale, return_lse):
     from workbench.engines.torch_backend import attend
 
     square = not pattern.causal or q.shape[1] == k.shape[1]  # torch aligns its causal mask at the first query
-    if isinstance(pattern, Dense) and square and not return_lse and q.numel() and not transformed(q, k, v):
+    if isinstance(pattern, Dense) and square and not return_lse and q.numel():
         past = gradients_past_2_31(q, k, v)
         with right_past_2_31() if past else contextlib.nullcontext():
             if q.shape[0] <= GRID:
@@ -205,10 +206,7 @@ def _dense(q, k, v, causal, scale, efficient=False):
     if grouped and q.device.type == "cuda" and (efficient or q.dtype == torch.float32 or kernel(q) == "efficient"):
         k, v, grouped = expand_heads(k, q), expand_heads(v, q), {}
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    out = sdpa(q, k, v, is_causal=causal, scale=scale, **grouped)
-    if not torch.compiler.is_compiling() and out.grad_fn is not None:
-        out.grad_fn.register_hook(refuse_second)
-    return out.transpose(1, 2)
+    return sdpa(q, k, v, is_causal=causal, scale=scale, **grouped).transpose(1, 2)
 
 
 def _run_flex(q, k, v, pattern, scale, return_lse):

@@ -16,6 +16,7 @@ from workbench.engines import operators
 from workbench.engines.torch.fused import unit_stride
 from workbench.engines.torch_backend import one_branch
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, tile_order
+from workbench.patterns.checks import LIVING
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 LENGTH = 1 << 30  # positions are int32 in the kernels, and some are computed one tile beyond the last
@@ -99,7 +100,7 @@ attend, attend_backward = operators.define("attend_by_kernels", forward, backwar
 def attend_into(q: Tensor, k: Tensor, v: Tensor, handle: str, scale: float, out: Tensor, lse: Tensor) -> None:
     """Merge what `attend` gives into out (B, Nq, H, D) and lse (B, H, Nq) of other keys; no dilated pattern."""
     if q.numel():
-        ((execution, pattern),) = kernels(operators.living(handle), q, k.shape[1])
+        ((execution, pattern),) = kernels(LIVING[handle], q, k.shape[1])
         with device_of(q):
             execution.forward(*map(unit_stride, (q, k, v)), *pattern, scale, (out, lse))
 

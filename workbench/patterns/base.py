@@ -139,7 +139,7 @@ class Pattern(Value):
 
     def answer(self, question: Callable[..., T], *args) -> T:
         """question(self, *args), which torch.compile asks once, for this pattern, and takes as a constant."""
-        return _answer(self._key, question, *args)
+        return _answer(self.key, question, *args)
 
     # --- parts --------------------------------------------------------------------------------------------------------
 

@@ -16,17 +16,15 @@ import numpy as np
 import pandas as pd
 import torch
 
-from workbench.harness import records
+from workbench.harness import machine, records
 from workbench.harness.machine import short_name
 from workbench.harness.narrate import MODES, listed, spread, title
 from workbench.harness.outcome import attempt
-from workbench.patterns import BlockSparse, Neighborhood, checks, layouts
+from workbench.patterns import Neighborhood
 from workbench.probes import catalog, memory, roofline
 from workbench.probes.case import Case
 from workbench.probes.catalog import Graphed
 from workbench.probes.timing import compare
-
-BLOCK_MASK = "block mask"  # a group of one row, of `block_mask`
 
 
 def run(
@@ -36,7 +34,7 @@ def run(
     """Measure the groups whose name begins with one of `only` (default: all) on this CUDA card; their rows.
 
     seconds: about what a group may take. An alternative that cannot run is a row with its status.
-    known: rows of `recorded`; a group that they have is taken from them. within_s: no group begins after so long.
+    known: rows of `recorded`; a group that they have is not measured. within_s: no group begins after so long.
     RuntimeError without a CUDA card: notebook 05 measures what a CPU can do.
     """
     only, begin = checks.listed("only", only), time.monotonic()
@@ -50,9 +48,7 @@ def run(
         if say:
             say(name, flush=True)
         rows += measure(name, groups[name], recorder, samples, seconds)
-    if BLOCK_MASK not in known and (not only or BLOCK_MASK.startswith(tuple(only))):
-        rows.append(recorder.row(**block_mask()))
-    return recorder.frame(rows)
+    return recorder.frame(rows) if rows else pd.DataFrame(columns=[*records.FIELDS, "suite", "label", "against"])
 
 
 def measure(name: str, make: Callable[[], dict], recorder, samples=9, seconds=8.0) -> list[dict]:
@@ -108,23 +104,15 @@ def fields(case: Case | Graphed) -> dict:
     return found
 
 
-def block_mask(n: int = 1_048_576, device="cuda") -> dict:
-    """A row: milliseconds and bytes that the kernels' lists of a local, global and strided layout take for N tokens."""
-    from workbench.engines.triton.block_lists import make_plan
-
-    pattern = BlockSparse(layouts.local(4) | layouts.global_(1) | layouts.strided(64), 128)
-    taken = []
-    for _ in range(4):
-        begin = time.perf_counter()
-        plan = make_plan([pattern.blocks(n, 1)], pattern, device)
-        if str(device).startswith("cuda"):
-            torch.cuda.synchronize()
-        taken.append(1000 * (time.perf_counter() - begin))
-    held = sum(x.numel() * x.element_size() for x in (*plan.by_queries, *plan.by_keys))
-    row = {"suite": BLOCK_MASK, "label": pattern.short_name, "n": n, "status": "ok", "samples_ms": taken[1:],
-           "median_ms": sorted(taken[1:])[1], "bytes": held, "measured": True, "pattern": pattern.short_name,
-           "pattern_spec": pattern.spec()}  # fmt: skip
-    return row
+def gathered(groups: Iterable[str], kinds: Iterable[str], **options) -> pd.DataFrame:
+    """The rows of `recorded` for machine kinds, this machine's first; where groups are named, those that begin so and
+    that its records have not are measured before (`run`, which takes the options)."""
+    kinds = list(dict.fromkeys([machine.kind(), *kinds]))
+    if not checks.listed("groups", groups):
+        return recorded(*kinds)
+    new = rates(run(groups, known=recorded(kinds[0]), **options))
+    rest = recorded(*kinds)
+    return pd.concat([new, rest[~rest["suite"].isin(new["suite"])] if len(rest) else rest], ignore_index=True)
 
 
 def recorded(*kinds: str) -> pd.DataFrame:
