@@ -12,7 +12,7 @@ from random import Random
 
 import numpy as np
 
-from workbench.explorers.fit import DATA, DTYPES, HEAD_DIMS, MODES, WAYS, WORLDS, case, classes
+from workbench.explorers.fit import DATA, DTYPES, HEAD_DIMS, MODES, WAYS, WORLDS, case, classes, grain
 from workbench.fit import allocator, cards, estimate
 from workbench.harness.outcome import attempt
 from workbench.patterns import Neighborhood
@@ -20,23 +20,32 @@ from workbench.probes import roofline
 
 ONE = [(n, 1, heads) for n in (1 << 16, 1 << 17, 3 << 16) for heads in (4, 8)]  # N, batch, heads
 BATCHED = [(n, 2, heads) for n in (1 << 16, 1 << 17, 3 << 16) for heads in (4, 8)]
-SEVERAL = [(n, batch, 8) for n in (1 << 15, 1 << 16, 1 << 17) for batch in (1, 2)]  # where tensors differ
+SEVERAL = [
+    (n, batch, heads) for n in (1 << 15, 1 << 17, 1 << 18) for batch, heads in ((1, 4), (1, 16), (2, 32), (8, 32))
+]
+SEVERAL_CARDS = [(n, batch, 8) for n in (1 << 15, 1 << 16, 1 << 17) for batch in (1, 2)]
 LENGTHS = [1024 * x for x in (1, 2, 4, 8, 12, 16, 24, 32, 64, 128)]  # at which pairs are counted
 
 
-def write() -> dict:
-    """Trace everything, and write it; a program that several calls share is kept once."""
-    programs, calls, several = {}, {}, {}
-    for way in WAYS:
+def write(ways=WAYS) -> dict:
+    """Trace these ways, and write them; a program that several calls share is kept once."""
+    data = json.loads(DATA.read_text()) if DATA.exists() else {"programs": [], "calls": {}, "several": {}}
+    kept, programs = data["programs"], {}
+
+    def place(program: list) -> int:
+        return programs.setdefault(json.dumps(program), len(programs))
+
+    calls = {x: [y and [place(kept[z]) for z in y] for y in found] for x, found in data["calls"].items()}
+    several = {x: None if y is None else place(kept[y]) for x, y in data["several"].items()}
+    for way in ways:
+        known = {}  # what was traced before has the same program: another card's, another type of as many bytes
         for kind in [(d, dtype, mode) for d in HEAD_DIMS for dtype in DTYPES for mode in MODES]:
             words = " ".join(map(str, (way, *kind)))
-            known = {}  # a card whose first trace is that of an earlier one shares its programs
-            found = [known_programs(way, card, kind, known) for card in classes()]
-            calls[words] = [x and [programs.setdefault(json.dumps(y), len(programs)) for y in x] for x in found]
-            for world in WORLDS[1:] if any(found) else ():
-                half = several.get(f"{words} {world}".replace("bfloat16", "float16")) if "bfloat16" in kind else None
-                one = None if half else fitted_reserved(way, cards.find("h100"), kind, world)
-                several[f"{words} {world}"] = half or one and programs.setdefault(json.dumps([one]), len(programs))
+            found = [programs_of(way, card, kind, known) for card in classes()]
+            calls[words] = [x and [place(y) for y in x[:2]] for x in found]
+            for at, world in enumerate(WORLDS[1:], 2):
+                its = [x[at] for x in found if x and x[at]]
+                several[f"{words} {world}"] = place([its[0]]) if its else None
             print(words, calls[words], file=sys.stderr)
     data = {"programs": [json.loads(x) for x in programs], "calls": calls, "several": several, "pairs": pairs()}
     data["checked"] = checked(data)
@@ -44,21 +53,26 @@ def write() -> dict:
     return data
 
 
-def known_programs(way: str, card: cards.Card, kind: tuple, known: dict) -> list | None:
-    """[program of one sequence, of a batch] of a call on a card; None where it is refused."""
+def programs_of(way: str, card: cards.Card, kind: tuple, known: dict) -> list | None:
+    """The programs of a call on a card: of one sequence, of a batch, and, fitted, of each of WORLDS' cards (None where
+    it cannot be shared out); None where the call is refused."""
     first = attempt(lambda: estimate.trace(case(way, *ONE[0], *kind), card))
     if first.status != "ok":
         return None
-    key = json.dumps([first.result.backend, first.result.events])
+    key = json.dumps([first.result.backend, first.result.events, kind[0], kind[2]])
     if key not in known:
-        known[key] = [program(way, card, kind, samples) for samples in (ONE, BATCHED)]
+        found = [program(way, card, kind, samples) for samples in (ONE, BATCHED)]
+        if not all(found):
+            found = [[fitted_reserved(way, card, kind)]] * 2
+        known[key] = [*found, *(fitted_reserved(way, card, kind, world) for world in WORLDS[1:])]
     return known[key]
 
 
-def program(way: str, card: cards.Card, kind: tuple, samples: list) -> list:
+def program(way: str, card: cards.Card, kind: tuple, samples: list) -> list | None:
+    """The program through traces at samples; None where the tensors are not the same ones at all of them."""
     traces = [estimate.trace(case(way, *x, *kind), card) for x in samples]
     if len({tuple((e.name, e.nbytes < 0, e.id) for e in x.events) for x in traces}) > 1:
-        return [fitted_reserved(way, card, kind)]
+        return None
     steps, born = [], {}
     for place, event in enumerate(traces[0].events):
         if event.nbytes < 0:
@@ -69,28 +83,29 @@ def program(way: str, card: cards.Card, kind: tuple, samples: list) -> list:
     return steps
 
 
-def fitted_reserved(way: str, card: cards.Card, kind: tuple, world: int = 1) -> dict | None:
-    """The bytes that the allocator reserves for a call, on each of several cards: at a length that is a card's own."""
-    found = []
-    for n, batch, heads in SEVERAL:
+def fitted_reserved(way: str, card: cards.Card, kind: tuple, world: int = 1) -> list | None:
+    """The bytes that the allocator reserves for a call on each of several cards, at lengths of a card's own."""
+    found, samples = [], SEVERAL if world == 1 else SEVERAL_CARDS
+    for n, batch, heads in samples:
         at = case(way, n * world, batch, heads, *kind)
         one = attempt(lambda: estimate.trace(at, card, world=world, rank=world // 2))  # noqa: B023 (called at once)
         if one.status != "ok":
             return None
         found.append(one.result.reserved_bytes)
-    return fitted(SEVERAL, found, way)
+    return fitted(samples, found, way)
 
 
 def fitted(samples: list, nbytes: list[int], way: str) -> list:
-    """[place of a coefficient, the coefficient, ...], those that are not 0."""
+    """[place of a coefficient, the coefficient, ...], those that are not 0; the least squares of relative errors."""
     points = np.array([[b * h * n * n, b * h * n, b * h, n, 1] for n, b, h in samples], dtype=float)
     use = [0, 1, 2, 3, 4] if way.endswith("eager") else [1, 2, 3, 4]
     scale = points.max(axis=0)
-    solved = np.linalg.lstsq((points / scale)[:, use], np.array(nbytes, dtype=float), rcond=None)[0]
+    want = np.maximum(np.array(nbytes, dtype=float), 1)
+    solved = np.linalg.lstsq((points / scale)[:, use] / want[:, None], np.ones(len(want)), rcond=None)[0]
     found = []
     for place, x in zip(use, solved, strict=True):
         if abs(x) > 0.5:  # bytes, at the largest sample
-            rounded = round(x / scale[place], 9)
+            rounded = round(float(x / scale[place]), 9)
             found += [place, int(rounded) if rounded == int(rounded) else rounded]
     return found
 
@@ -118,14 +133,17 @@ def drawn(random: Random, data: dict, worlds=(1,)) -> tuple:
         words = " ".join(map(str, (way, *kind)))
         its = data["calls"][words][[x.key for x in classes()].index(card.key)]
         if its and (world == 1 or data["several"].get(f"{words} {world}")):
-            n = 128 * random.randint(64, 2048)
+            n = grain(way) * random.randint(1, 8) if grain(way) > 128 else 128 * random.randint(64, 2048)
             return words, way, card, world, n * world, random.choice((1, 1, 2, 3, 8)), random.randint(2, 40), *kind
 
 
-def predicted(data: dict, words: str, way: str, card: cards.Card, world: int, n: int, batch: int, heads: int, *_) -> int:
-    """Bytes reserved by the program of a setting, as the page computes them."""
+def program_of(data: dict, words: str, card: cards.Card, world: int, batch: int) -> list:
     its = data["calls"][words][[x.key for x in classes()].index(card.key)][batch > 1]
-    steps = data["programs"][its if world == 1 else data["several"][f"{words} {world}"]]
+    return data["programs"][its if world == 1 else data["several"][f"{words} {world}"]]
+
+
+def reserved(steps: list, world: int, n: int, batch: int, heads: int, *_) -> int:
+    """Bytes reserved by a program, as the page computes them."""
     n, group = n // world, batch * heads
     terms = [group * n * n, group * n, group, n, 1]
     sizes = [x if isinstance(x, int) else [round(sum(c * terms[k] for k, c in zip(x[::2], x[1::2], strict=True)))]
@@ -133,24 +151,27 @@ def predicted(data: dict, words: str, way: str, card: cards.Card, world: int, n:
     return allocator.replay([(x, -1) if isinstance(x, int) else (at, x[0]) for at, x in enumerate(sizes)]).peak_reserved
 
 
-def errors(data: dict, count: int, seed: int, worlds=(1,)) -> list[float]:
-    """Of random settings, by which share of the traced bytes the program is off."""
-    random, found = Random(seed), []
+def errors(data: dict, count: int, seed: int, worlds=(1,)) -> tuple[list[float], list[float]]:
+    """Of random settings, by which share of the traced bytes the program is off: those with all steps, and those that
+    are fitted."""
+    random, found = Random(seed), ([], [])
     for _ in range(count):
         words, way, card, world, *sizes = drawn(random, data, worlds)
         place = {"world": world, "rank": world // 2} if world > 1 else {}
         traced = attempt(lambda: estimate.trace(case(way, *sizes), card, **place))  # noqa: B023 (called at once)
         if traced.status == "ok":
+            steps = program_of(data, words, card, world, sizes[1])
             want = traced.result.reserved_bytes
-            found.append(abs(predicted(data, words, way, card, world, *sizes) / want - 1))
+            found[len(steps) == 1].append(abs(reserved(steps, world, *sizes) / want - 1))
     return found
 
 
 def checked(data: dict) -> dict:
     """What the page says of its programs' errors."""
-    one, several = errors(data, 600, 1), errors(data, 60, 1, WORLDS[1:])
-    return {"points": len(one), "equal": sum(x == 0 for x in one) / len(one), "worst": max(one), "several": max(several)}
+    (steps, fits), (_, several) = errors(data, 600, 1), errors(data, 60, 1, WORLDS[1:])
+    exact = {"points": len(steps), "equal": sum(x == 0 for x in steps) / len(steps), "worst": max(steps)}
+    return exact | {"fitted": max(fits), "several": max(several)}
 
 
 if __name__ == "__main__":
-    write()
+    write(sys.argv[1:] or WAYS)

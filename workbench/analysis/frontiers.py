@@ -153,6 +153,12 @@ def numbers(traces: Mapping[str, estimate.Estimate]) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["way", *kinds])
 
 
+def peaks(traces: Mapping[str, estimate.Estimate]) -> pd.DataFrame:
+    """The table of what is alive at each way's peak: a line per tensor, its bytes."""
+    lines = [(title(way), name, size) for way, found in traces.items() for name, size in found.at_peak]
+    return pd.DataFrame(lines, columns=["way", "tensor", "bytes at the peak"])
+
+
 def alive(events: Sequence[Event]) -> pd.DataFrame:
     """Bytes alive after each event, a column a name of tensor (those of one name added up), in order of birth."""
     born, now, lines = {}, {}, []
@@ -168,6 +174,39 @@ def alive(events: Sequence[Event]) -> pd.DataFrame:
 
 
 # --- in words ---------------------------------------------------------------------------------------------------------
+
+
+def at_most(lines: pd.DataFrame) -> pd.DataFrame:
+    """The table of a sweep at its largest budget, a line per way: the longest N, and in times of the shortest there."""
+    done = lines[lines["budget_bytes"] == lines["budget_bytes"].max()].dropna(subset="n").sort_values("n")
+    return pd.DataFrame({
+        "way": done["label"].map(title), "budget (GiB)": done["budget_bytes"] / 2**30,
+        "longest_n": done["n"].astype(int), "limited by": done["limiter"],
+        "times the shortest": done["n"] / done["n"].min(),
+    })[::-1].set_index("way")  # fmt: skip
+
+
+def against_measured(measured: pd.DataFrame) -> pd.DataFrame:
+    """The table of what was predicted and measured, a line per search."""
+    both = measured.dropna(subset=["measured_n", "predicted_n"])
+    return pd.DataFrame({
+        "way": both["label"].map(title), "budget (MiB)": both["budget_bytes"] / 2**20,
+        "predicted N": both["predicted_n"], "measured N": both["measured_n"],
+        "off (%)": 100 * (both["predicted_n"] / both["measured_n"] - 1),
+        "limited by": both["limiter"], "probes": both["probes"],
+    }).set_index("way")  # fmt: skip
+
+
+def options(table: pd.DataFrame, seconds: float) -> pd.DataFrame:
+    """`fit.table` at an N as it is shown."""
+    late = table["fits"] & (table["ms"].astype(float) > 1000 * seconds)
+    fits = table["fits"].map({True: "yes", False: "no"}).mask(late, "too slow")
+    shown = pd.DataFrame({
+        "way": table["way"].map(title), "fits": fits, "GiB": table["device_bytes"].astype(float) / 2**30,
+        "seconds": table["ms"].astype(float) / 1000, "pairs_share": table["pairs_share"].astype(float),
+        "longest_n": table["longest_n"], "limited by": table["limiter"], "note": table["note"],
+    })  # fmt: skip
+    return shown.dropna(axis=1, how="all").set_index("way")
 
 
 def most(lines: pd.DataFrame, card: str) -> str:
@@ -190,10 +229,18 @@ def agreement(measured: pd.DataFrame) -> list[str]:
     if done.empty:
         return ["No search has both a prediction and a measurement.", *said]
     off = (done["predicted_n"] / done["measured_n"] - 1).abs()
-    inside = (off <= done["step"] + done["grain"] / done["measured_n"]).sum()
     searches = "1 search" if len(done) == 1 else f"{len(done)} searches"
-    within = f"In **{inside} of {searches}** the prediction is within a step of what was measured; at worst off"
-    return [f"{within} by {off.max():.1%}. A search took {done['probes'].mean():.1f} probes on average.", *said]
+    within = (
+        f"In **{right(measured)} of {searches}** the prediction is within a step of what was measured; at worst off"
+    )
+    return [f"{within} by {off.max():.1%}.", *said]
+
+
+def right(measured: pd.DataFrame) -> int:
+    """In how many searches the prediction is within a step of what was measured."""
+    done = measured.dropna(subset=["measured_n", "predicted_n"])
+    off = (done["predicted_n"] / done["measured_n"] - 1).abs()
+    return int((off <= done["step"] + done["grain"] / done["measured_n"]).sum())
 
 
 def overpromised(lines: pd.DataFrame, card: str) -> str:

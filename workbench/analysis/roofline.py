@@ -36,7 +36,8 @@ def points(rows: pd.DataFrame) -> pd.DataFrame:
     done["intensity"] = roofline.intensities(done)
     done["text"] = [
         f"{row['label']}, {title(row['backend'])}\n{MODES[row['mode']]}, N = {int(row['n']):,}\n"
-        f"{number(row['tflops'])} TFLOP/s, {number(row['intensity'])} operations per byte, {number(row['median_ms'])} ms"
+        f"{number(row['tflops'])} TFLOP/s, {number(row['intensity'])} operations per byte, "
+        f"{number(row['median_ms'])} ms"
         for row in done.to_dict("records")
     ]
     return done[COLUMNS].reset_index(drop=True)
@@ -51,3 +52,21 @@ def bound(device: dict) -> str:
     if by_memory:
         return said + f"{by_memory} of {len(device['points'])} points lie below that."
     return said + f"every point lies beyond it, the nearest {least['label']} at {number(least['intensity'])}."
+
+
+def shown(devices: dict) -> pd.DataFrame:
+    """The points of all devices as a table, with the share of the device's ceiling."""
+    frames = [
+        one["points"]
+        .drop(columns=["text", "family"])
+        .assign(device=name, share=one["points"]["tflops"] / one["tflops"])
+        for name, one in devices.items()
+    ]
+    return pd.concat(frames, ignore_index=True)
+
+
+def only(devices: dict, labels) -> dict:
+    """The devices with the points of these labels alone."""
+    return {
+        name: {**one, "points": one["points"][one["points"]["label"].isin(labels)]} for name, one in devices.items()
+    }

@@ -26,24 +26,24 @@ function start(root, data) {
     if (name === "card") { controls.set("gib", model.card(state).gib); return; }
     const rows = data.ways.map(([way, words]) => ({way, words, most: model.longest(state, way)}));
     rows.sort((a, b) => (b.most ? b.most.n : -1) - (a.most ? a.most.n : -1));
-    const n = Math.ceil(state.n / state.cards) * state.cards, ends = [1024, Math.max(state.n, ...rows.map(row => row.most?.n || 0), 2048)].map(Math.log2);
+    const ends = [1024, Math.max(state.n, ...rows.map(row => row.most?.n || 0), 2048)].map(Math.log2);
     const share = x => `${Math.min(100, Math.max(0, 100 * (Math.log2(Math.max(x, 1)) - ends[0]) / (ends[1] - ends[0])))}%`;
     head.replaceChildren(...["way", "longest N", "", "limited by", `GiB at N = ${kit.length(state.n)}`, "seconds there", "of dense's pairs"].map(words => el("th", {scope: "col"}, words)));
     body.replaceChildren(...rows.map(({way, words, most}) => row(way, words, most)));
-    const run = rows.filter(row => row.most && row.most.n >= state.n), timed = run.map(row => [model.milliseconds(state, row.way, n), row.words]).filter(x => x[0] !== null).sort((a, b) => a[0] - b[0]);
+    const run = rows.filter(row => row.most && row.most.n >= state.n), timed = run.map(row => [model.milliseconds(state, row.way, state.n), row.words]).filter(x => x[0] !== null).sort((a, b) => a[0] - b[0]);
     said.textContent = `${run.length} of ${rows.length} ways run N = ${kit.length(state.n)}` + (timed.length ? `; the fastest of those whose time is modelled is ${timed[0][1]}, ${seconds(timed[0][0])}.` : ".");
     key([...new Set(rows.filter(row => row.most).map(row => row.most.limiter))].map(limit => [WORDS[limit], COLORS[limit]]));
 
     function row(way, words, most) {
       if (!most) return el("tr", {}, el("th", {scope: "row"}, words), el("td", {colspan: 6, class: "x-note"}, `not on this card for these inputs${state.cards > 1 ? " over several cards" : ""}`));
-      const bar = el("i", {class: "x-bar"}), mark = el("b", {class: "x-at", title: `N = ${kit.length(state.n)}`}), bytes = model.reserved(state, way, n, Infinity);
+      const bar = el("i", {class: "x-bar"}), mark = el("b", {class: "x-at", title: `N = ${kit.length(state.n)}`}), n = model.whole(state, way, state.n), bytes = model.reserved(state, way, n, Infinity);
       bar.style.cssText = `width:${share(most.n)};background:${COLORS[most.limiter]}`;
       mark.style.left = share(state.n);
-      const device = bytes + model.card(state).context + (state.cards > 1 ? model.card(state).communicator : 0), time = model.milliseconds(state, way, n);
+      const device = bytes + model.card(state).context + (state.cards > 1 ? model.card(state).communicator : 0), time = model.milliseconds(state, way, state.n);
       const fits = most.n >= state.n;
       return el("tr", {class: fits ? "" : "x-short"}, el("th", {scope: "row"}, words), el("td", {}, most.n ? kit.length(most.n) : "none"),
         el("td", {class: "x-wide"}, el("div", {class: "x-bars"}, bar, mark)), el("td", {}, WORDS[most.limiter]), el("td", {}, kit.number(device / 2 ** 30)), el("td", {}, time === null ? "not modelled" : seconds(time)),
-        el("td", {}, kit.percent(model.pairs(way, n, 1) / (n * n))));
+        el("td", {}, kit.percent(model.pairs(way, state.n, 1) / (state.n * state.n))));
     }
   }
 

@@ -13,6 +13,7 @@ from workbench.engines import torch_rules
 from workbench.explorers import Explorer
 from workbench.fit import cards, estimate
 from workbench.harness.narrate import title
+from workbench.patterns.dilated import PAPER
 from workbench.probes import catalog
 from workbench.probes.case import Case
 
@@ -27,13 +28,15 @@ WAYS = (
     "window-tokens, triton",
 )  # fmt: skip
 NOTE = (
-    "Predicted. Bytes are those of the traced programs through torch's allocator, the CUDA context included: against "
-    "{points} traces that they were not made from they are {equal:.0%} of the time equal to the byte and at most "
-    "{worst:.1%} off. Time is modelled from what an H100 reached, as a share of the card's peak, attention alone. Over "
-    "several cards each holds its share of one sequence, and time is not modelled. A training step of so many blocks "
-    "(layer norm, projections, attention, layer norm, an MLP of 4 E) holds 16 bytes a parameter, with Adam, and 16 "
-    "rows of E elements a token and block; embeddings, logits and data are not in it. A window sees 1,024 tokens each "
-    "way, a window of blocks 8 blocks of 128, LongNet has the paper's segments; lengths are multiples of 128."
+    "Predicted. Bytes are those of the traced programs through torch's allocator, the CUDA context included. Against "
+    "traces that they were not made from, {equal:.0%} of {points} are equal to the byte and the others at most {worst:.1%} "
+    "off; LongNet by torch and what FlashAttention-4 takes for gradients is fitted, at most {fitted:.0%} off, and so is "
+    "what each of several cards takes of one sequence, at most {several:.0%} off. Time is that of attention alone, "
+    "modelled from what an H100 reached, as a share of the card's peak; not modelled over several cards. A training "
+    "step of so many blocks (layer norm, projections, attention, layer norm, an MLP of 4 E) holds 16 bytes per "
+    "parameter, with Adam, and 16 rows of E elements per token and block; embeddings, logits and data are not in it. "
+    "A window sees 1,024 tokens each way, a window of blocks 8 blocks of 128; LongNet has the paper's setting, and its "
+    "lengths are whole segments of 32,768."
 )
 
 
@@ -42,13 +45,20 @@ def classes() -> list[cards.Card]:
     return list({card.capability: card for card in cards.CARDS.values()}.values())
 
 
+def grain(way: str) -> int:
+    """What N of a way is a multiple of, on each card: whole segments of LongNet's."""
+    return 128 if not way.startswith("longnet") else max(PAPER)
+
+
 def case(way: str, n: int, batch: int, heads: int, head_dim: int, dtype: str, mode: str) -> Case:
     """The call of a way of WAYS at N, not causal."""
     pattern, _, backend = way.partition(", ")
     return Case(catalog.maker(pattern)(n, False), n, heads, head_dim, dtype, backend, mode, "cuda", batch)
 
 
-def calculator(card="h100", n=131_072, heads=32, head_dim=128, dtype="float16", mode="fwdbwd", seconds=60.0) -> Explorer:
+def calculator(
+    card="h100", n=131_072, heads=32, head_dim=128, dtype="float16", mode="fwdbwd", seconds=60.0
+) -> Explorer:
     """The explorer, with these settings at first; it keeps what is set in the address.
 
     n: the length at which bytes and time are shown. seconds: what attention may take at most.
@@ -66,6 +76,7 @@ def known() -> dict:
         {
             "key": card.key, "name": title(card.key), "gib": round(card.total_bytes / 2**30, 2),
             "total": card.total_bytes, "context": card.context_bytes, "communicator": card.communicator_bytes,
+            "workspace": card.workspace_bytes,
             "kind": kinds.index(card.capability), "tflops": card.matmul_tflops,
         }
         for card in cards.CARDS.values()
@@ -73,7 +84,7 @@ def known() -> dict:
     rates = {f"{way} {dtype} {mode}": _rates(way, dtype, mode) for way in WAYS for dtype in DTYPES for mode in MODES}
     wrong = {way: why for way in WAYS if (why := torch_rules.WRONG_PAST_2_31.get(way.removeprefix("dense, ")))}
     return data | {
-        "cards": on, "rates": rates, "wrong": wrong, "ways": [[way, title(way)] for way in WAYS], "worlds": WORLDS,
+        "cards": on, "rates": rates, "wrong": wrong, "ways": [[way, title(way), grain(way)] for way in WAYS], "worlds": WORLDS,
         "head_dims": HEAD_DIMS, "dtypes": DTYPES, "note": NOTE.format(**data["checked"]),
     }  # fmt: skip
 

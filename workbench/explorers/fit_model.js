@@ -1,7 +1,7 @@
 // What a call needs on a card: programs of explorers/fit.json through torch's allocator (fit/allocator.py, in short), and
 // the modelled time of fit/estimate.py. A setting: {card, gib, cards, batch, heads, head_dim, dtype, mode, layers, seconds}.
 const fitModel = data => {
-  const MIB = 2 ** 20, GRAIN = 128, LONGEST = 2 ** 30;
+  const MIB = 2 ** 20, LONGEST = 2 ** 30, GRAIN = Object.fromEntries(data.ways.map(([way, , grain]) => [way, grain]));
   const PASSES = {fwd: 2, fwdbwd: 7};
 
   // The most bytes reserved within the limit, or null where a tensor does not fit. terms: what coefficients multiply.
@@ -80,14 +80,16 @@ const fitModel = data => {
   // without it]. A block: layer norm, four projections, attention, layer norm, an MLP of 4 E; E = heads x head_dim.
   // Training: 16 bytes a parameter (16 bits: weights and gradients of 2, float32 weights and two moments of Adam of 4;
   // float32: four times 4). Kept for the backward, of E elements a token: the two layer norms' inputs and outputs (4),
-  // q, k, v and out (4), the MLP's hidden layer before and after GELU (8); and a few float32 a token.
+  // q, k, v and out (4), the MLP's hidden layer before and after GELU (8); and a few float32 a token. The result, its
+  // gradient and that of the hidden layer are alive at the peak within the last MLP, and a workspace of cuBLAS on each of
+  // two threads.
   function blocks(setting, n) {
-    const {layers, heads, head_dim, batch, mode, dtype} = setting, width = heads * head_dim, size = dtype === "float32" ? 4 : 2;
+    const {layers, heads, head_dim, batch, mode, dtype} = setting, {workspace} = card(setting), width = heads * head_dim, size = dtype === "float32" ? 4 : 2;
     if (!layers) return [0, 0];
     const tokens = batch * n, row = tokens * width * size, parameters = layers * (12 * width ** 2 + 13 * width);
-    if (mode === "fwd") return [parameters * size + 2 * row, parameters * size + 11 * row];
-    const states = 16 * parameters, small = tokens * (16 * layers + 4 * heads * (layers - 1));
-    return [states + (16 * layers - 13) * row + small, states + (16 * layers + 10) * row + small + 4 * heads * tokens];
+    if (mode === "fwd") return [2 * row, 11 * row].map(bytes => parameters * size + workspace + bytes);
+    const states = 16 * parameters + 2 * workspace, small = tokens * (16 * layers + 4 * heads * (layers - 1));
+    return [states + (16 * layers - 11) * row + small, states + (16 * layers + 6) * row + small + 4 * heads * tokens];
   }
 
   // Bytes that the allocator reserves for a call of n tokens over all cards, or null where they do not fit.
@@ -140,10 +142,11 @@ const fitModel = data => {
     return (milliseconds(setting, way, n) || 0) > 1000 * setting.seconds ? "time" : null;
   }
 
-  // {n, limiter}: the most tokens that run, a multiple of 128 on each card; null where the card does not take the call.
+  // {n, limiter}: the most tokens that run, a multiple of the way's grain on each card; null where the card does not take
+  // the call.
   function longest(setting, way) {
     if (!program(setting, way)) return null;
-    const grain = GRAIN * setting.cards;
+    const grain = GRAIN[way] * setting.cards;
     let low = 0, high = 1;
     while (high * grain <= LONGEST && !limiter(setting, way, high * grain)) [low, high] = [high, 2 * high];
     if (high * grain > LONGEST) return {n: LONGEST, limiter: "search"};
@@ -151,5 +154,7 @@ const fitModel = data => {
     return {n: low * grain, limiter: limiter(setting, way, high * grain)};
   }
 
-  return {replay, reserved, blocks, budget, longest, limiter, milliseconds, pairs, program, card};
+  function whole(setting, way, n) { const grain = GRAIN[way] * setting.cards; return Math.ceil(n / grain) * grain; }
+
+  return {whole, replay, reserved, blocks, budget, longest, limiter, milliseconds, pairs, program, card};
 };

@@ -74,8 +74,8 @@ def table(
     ways: Mapping[str, Callable[[int], Case]], card: str | cards.Card, *, n: int | None = None,
     budget_bytes: int | None = None, seconds: float = 60.0,
 ) -> pd.DataFrame:  # fmt: skip
-    """A line per way (`executions`), all of it predicted: longest_n, longest_ms there (None where no time is known, which
-    then limits nothing), and limiter, what stands in the way of more.
+    """A line per way (`executions`), all of it predicted: longest_n, longest_ms there (None where no time is known,
+    which then limits nothing), and limiter, what stands in the way of more.
 
     With n, and ranked by ms there, what fits first: fits, where it is not known to compute wrongly; device_bytes, the
     context included; ms, None where this is not known; pairs_share, of dense attention's pairs, 1.0 being exact. note:

@@ -61,7 +61,9 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
             scale = 1 if ax is left else _bytes_a_token(late) / late["budget_bytes"]
             ax.plot(late["budget_bytes"], late["predicted_n"] * scale, "x", color="black", markersize=8)
         ax.set(xscale="log", xlabel="budget: what the allocator may reserve")
-        style.log_ticks(ax.xaxis, _budget, style.apart(sorted(budgets), (max(budgets, default=1) / min(budgets, default=1)) ** 0.12))
+        style.log_ticks(
+            ax.xaxis, _budget, style.apart(sorted(budgets), (max(budgets, default=1) / min(budgets, default=1)) ** 0.12)
+        )
     signs = {"o": "line: predicted; filled: measured here"} if rows["measured_n"].notna().any() else {}
     signs |= {"x": f"limited by time ({rows['seconds'].iloc[0]:g} s)"} if len(late) else {}
     handles = [Line2D([], [], marker=x, color="#555555", linestyle="", label=text) for x, text in signs.items()]
@@ -89,7 +91,7 @@ def limiter_map(rows: pd.DataFrame):
         limiter = "refused" if row["status"] != "ok" else row["limiter"]
         seen[limiter] = LIMITS[limiter]
         ax.add_patch(plt.Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=LIMITS[limiter], edgecolor="white", linewidth=2))
-        said = limiter if limiter == "refused" else f"{style.length(row['n'])}\n{limiter}"
+        said = limiter if limiter == "refused" else f"{int(row['n']):,}\n{limiter}"
         ax.text(x, y, said, ha="center", va="center", fontsize=9, color="#777777" if limiter == "refused" else "black")
         words.append(f"{title(row['label'])} on {title(row['card'])}: {said}".replace("\n", ", "))
     ax.set(xlim=(-0.5, len(on) - 0.5), ylim=(len(names) - 0.5, -0.5))
@@ -131,7 +133,8 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
         made = np.flatnonzero((life.get("lse", life.get("out", life.iloc[:, 0])) > 0).to_numpy())
         if "dq" in life and len(made):
             ax.axvline(made[0] + 1, color="#666666", linewidth=1, linestyle=":")
-            style.note(ax, "backward", (made[0] + 1, 0), (3, 3), rotation=90, color="#444444")
+            style.note(ax, "backward from here", (made[0] + 1, 0.98), (3, 0), rotation=90, va="top", color="#444444",
+                       xycoords=("data", "axes fraction"))  # fmt: skip
         ax.set(title=name, xlabel=f"{len(life)} allocations and frees", xlim=(at[0], at[-1]), xticks=[])
         parts = ", ".join(f"{x} {life[x].iloc[peak] / GIB:.2f}" for x in own if life[x].iloc[peak])
         words.append(f"{name}: peak {total[peak] / GIB:.2f} GiB, of which {parts}")
@@ -157,7 +160,9 @@ def claims(rows: pd.DataFrame):
     ax.scatter(rows["dilated_n"], y, color=style.COLORS["Dilated"], marker="s", s=42, label="dilated, predicted")
     ax.scatter(rows["dense_n"], y, facecolor="none", edgecolor="black", marker="o", s=75, label="dense, predicted")
     for place, (low, high) in enumerate(zip(rows["theirs"], best, strict=True)):
-        style.note(ax, f"{style.number(high / low)} times", (high, place), (10, 0), va="center", backgroundcolor="white")
+        style.note(
+            ax, f"{style.number(high / low)} times", (high, place), (10, 0), va="center", backgroundcolor="white"
+        )
     ax.set(xscale="log", yticks=y, yticklabels=names, ylim=(len(rows) - 0.5, -0.5), xlabel="longest N (tokens)")
     ax.set_xlim(rows["theirs"].min() / 1.5, best.max() * 4)
     ax.xaxis.set_major_locator(LogLocator(base=4, numticks=9))

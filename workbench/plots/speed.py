@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 from workbench.harness.narrate import first_mode, title
 from workbench.plots import style
@@ -27,7 +27,7 @@ def time_against_n(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     `recorded` rows (another machine's, committed) are drawn pale with hollow markers. Lines are named at their ends.
     """
     modes, named = [mode for mode in MODES if mode in set(rows["mode"])], []
-    fig, axes = style.subplots(1, len(modes), figsize=(4.75 * len(modes), 4.6), sharey=True, squeeze=False)
+    fig, axes = style.subplots(1, len(modes), figsize=(7 if len(modes) == 1 else 9.5, 4.6), sharey=True, squeeze=False)
     for ax, mode in zip(axes[0], modes, strict=True):
         ends = []
         named.append((ax, ends))
@@ -62,13 +62,12 @@ def time_against_n(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
 
 
 def roofline(devices: Mapping[str, dict]):
-    """A panel a device: the rate of each pattern and length against its operations a byte, under what the device can do.
+    """A panel per device: the rate of each pattern and length against its operations per byte, under the ceilings.
 
-    devices: {name: {"points": DataFrame of `analysis.roofline.points`, "tflops", "gbs": the ceilings that were measured,
-    "peak": the vendor's TFLOP/s or None}}. Filled: forward; hollow: with backward. A line joins the lengths of one
+    devices: {name: `analysis.roofline.device`}. Filled: forward; hollow: with backward. A line joins the lengths of one
     pattern; the longest is named.
     """
-    fig, axes = style.subplots(1, len(devices), figsize=(4.75 * len(devices), 4.2), squeeze=False)
+    fig, axes = style.subplots(1, len(devices), figsize=(7 if len(devices) == 1 else 9.5, 4.2), squeeze=False)
     words = []
     for ax, (name, device) in zip(axes[0], devices.items(), strict=True):
         points, ends = device["points"], []
@@ -114,7 +113,7 @@ def break_even(rows: pd.DataFrame):
     bars = sparse["speedup"] - sparse["speedup_low"], sparse["speedup_high"] - sparse["speedup"]
     ax.errorbar(x, sparse["speedup"], yerr=bars, color=style.COLORS["BlockSparse"], marker="^", capsize=3)
     ax.set(xscale="log", yscale="log", xlim=ends, xlabel="blocks kept", ylabel="speed relative to dense")
-    style.log_ticks(ax.xaxis, PercentFormatter(1, 0), style.apart(sorted(set(x.round(3))), 1.25))
+    style.log_ticks(ax.xaxis, lambda x: f"{100 * x:.3g}%", style.apart(sorted(set(x.round(3))), 1.25))
     ax.yaxis.set_major_locator(LogLocator(base=10, subs=(0.5, 1, 2, 5)))
     style.log_ticks(ax.yaxis, "{:g}x".format)
     style.note(ax, "dense against itself", (ends[0], 1), (4, 6), color="#555555")
@@ -132,8 +131,13 @@ def against_dense(rows: pd.DataFrame):
 
     rows: of `probes.suite.rates`. The colour is the kernel, the marker is N.
     """
-    ours = rows[rows["suite"].str.startswith("longnet") & ~rows["label"].isin(["A/A"]) & (rows["label"] != rows["against"])]
-    modes, names = [mode for mode in MODES if mode in set(ours["mode"])], [*dict.fromkeys(ours.sort_values("what")["what"])]
+    ours = rows[
+        rows["suite"].str.startswith("longnet") & ~rows["label"].isin(["A/A"]) & (rows["label"] != rows["against"])
+    ]
+    modes, names = (
+        [mode for mode in MODES if mode in set(ours["mode"])],
+        [*dict.fromkeys(ours.sort_values("what")["what"])],
+    )
     fig, axes = style.subplots(1, len(modes), figsize=(9.5, 0.5 * len(names) + 1.6), sharey=True, squeeze=False)
     lengths, kernels, words = sorted(set(ours["n"])), [*dict.fromkeys(ours["backend"])], []
     for ax, mode in zip(axes[0], modes, strict=True):
@@ -149,8 +153,12 @@ def against_dense(rows: pd.DataFrame):
         ax.set(xlabel="rate per pair, relative to dense", xlim=(0, max(1.15, 1.06 * ours["of_dense"].max())))
         words += [f"{r.what}, {r.who}, {MODES[mode]}, N = {r.n:,}: {r.of_dense:.2f}" for r in chosen.itertuples()]
     look = {"linestyle": "", "color": "#555555"}
-    handles = [Line2D([], [], marker="o", linestyle="", color=KERNELS.get(x, "#555555"), label=title(x)) for x in kernels]
-    handles += [Line2D([], [], marker=m, label=f"N = {style.length(n)}", **look) for n, m in zip(lengths, "os^D", strict=False)]
+    handles = [
+        Line2D([], [], marker="o", linestyle="", color=KERNELS.get(x, "#555555"), label=title(x)) for x in kernels
+    ]
+    handles += [
+        Line2D([], [], marker=m, label=f"N = {style.length(n)}", **look) for n, m in zip(lengths, "os^D", strict=False)
+    ]
     fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return style.finish(fig, "Rate over attended pairs against dense attention's: " + "; ".join(words) + ".")
 
@@ -195,14 +203,18 @@ def times_faster(rows: pd.DataFrame):
 
 def beside_peers(rows: pd.DataFrame):
     """Bars: the time of each alternative over this package's, a group of bars a mode and length."""
-    some = rows[~rows["label"].isin(["A/A"]) & (rows["label"] != rows["against"])].sort_values(["mode", "n"], kind="stable")
+    some = rows[~rows["label"].isin(["A/A"]) & (rows["label"] != rows["against"])].sort_values(
+        ["mode", "n"], kind="stable"
+    )
     ours = some[some["label"] == "workbench"].set_index("suite")["median_ms"]
     fig, ax = style.subplots(figsize=(7, 0.32 * len(some) + 1))
     longer = some["median_ms"] / some["suite"].map(ours)
     names = [f"{r.who}, {MODES[r.mode]}, N = {style.length(r.n)}" for r in some.itertuples()]
     shade = [style.COLORS["Dilated"] if x == "workbench" else KERNELS["torchscale"] for x in some["label"]]
     bars = ax.barh(names, longer, color=shade, height=0.7)
-    ax.bar_label(bars, [f"{x:.1f}   {style.number(ms)} ms" for x, ms in zip(longer, some["median_ms"], strict=True)], padding=4)
+    ax.bar_label(
+        bars, [f"{x:.1f}   {style.number(ms)} ms" for x, ms in zip(longer, some["median_ms"], strict=True)], padding=4
+    )
     ax.set(xlabel="time, in times of this package's", xlim=(0, 1.3 * longer.max()))
     ax.invert_yaxis()
     ax.grid(False, axis="y")

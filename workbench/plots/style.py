@@ -72,14 +72,17 @@ def note(ax, text: str, at: tuple, offset=(0, 0), **look) -> None:
 
 
 def name_ends(ax, ends) -> None:
-    """Name lines to the right of an axis, one above the other where they end close together: the axis' scales and
-    limits are final then. ends: (x, y, text, colour)."""
+    """Name lines to the right of an axis, one above the other where they end close together, or beside their ends where
+    these are far from it: the axis' scales and limits are final then. ends: (x, y, text, colour)."""
     lines, low = [], -0.04
     for x, y, text, color in sorted(ends, key=lambda end: end[1]):
-        at = ax.transAxes.inverted().transform(ax.transData.transform((x, y)))[1]
+        across, at = ax.transAxes.inverted().transform(ax.transData.transform((x, y)))
+        if across < 0.5:
+            note(ax, text, (x, y), (7, 0), color=color, va="center")
+            continue
         low = max(at, low + 0.055 * (1 + text.count("\n")))
         lines.append([x, y, text, color, low])
-    over = max(0, low - 1.04)
+    over = max(0, low - 0.99)
     for x, y, text, color, at in lines:
         arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3}
         ax.annotate(text, (x, y), xytext=(1.03, at - over), textcoords="axes fraction", color=color, fontsize=9,

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import pandas as pd
-import torch
 
 from workbench.harness import records
 from workbench.harness.narrate import MODES, counted, first_mode, listed, number, spread, title
@@ -95,6 +94,30 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
+def times(rows: pd.DataFrame) -> pd.DataFrame:
+    """The table of a sweep, a line per row that ran; its speed relative to the fastest dense kernel at that length."""
+    done = rows[(rows["status"] == "ok") & rows["median_ms"].notna()]
+    dense = done[done["family"] == "Dense"].groupby(["n", "mode"])["median_ms"].min()
+    relative = dense.reindex(pd.MultiIndex.from_frame(done[["n", "mode"]])).to_numpy() / done["median_ms"]
+    low, high = (done["samples_ms"].map(lambda s, q=q: float(pd.Series(s).quantile(q))) for q in (0.1, 0.9))
+    return pd.DataFrame({
+        "pattern": done["label"], "backend": done["backend"].map(title), "mode": done["mode"].map(MODES),
+        "n": done["n"], "median_ms": done["median_ms"], "q10_ms": low, "q90_ms": high, "tflops": done["tflops"],
+        "speed relative to dense": relative,
+    }).set_index("pattern")  # fmt: skip
+
+
+def headline(rows: pd.DataFrame) -> str:
+    """The fastest pattern at the longest N, forward, in times of dense attention's speed: a few words."""
+    done = first_mode(rows[(rows["status"] == "ok") & rows["median_ms"].notna()])
+    done = done[done["n"] == done["n"].max()].sort_values("median_ms")
+    dense, others = done[done["family"] == "Dense"], done[done["family"] != "Dense"]
+    if dense.empty or others.empty:
+        return ""
+    ratio = number(dense["median_ms"].iloc[0] / others["median_ms"].iloc[0])
+    return f"{others['label'].iloc[0]}: {ratio} times dense at {int(done['n'].iloc[0]):,}"
+
+
 def gain(rows: pd.DataFrame, n: int, mode: str = "fwd") -> str:
     """Which pattern is the fastest at length n, against the fastest dense kernel, in a sentence.
 
@@ -112,7 +135,7 @@ def gain(rows: pd.DataFrame, n: int, mode: str = "fwd") -> str:
     seen = f"({spread(low, high)} between the extreme samples)"
     if low <= 1:
         return f"{at}**{fast['label']}** is not ahead of {slow['label']} beyond the noise {seen}."
-    ratio = f"{slow['median_ms'] / fast['median_ms']:.2f}"
+    ratio = number(slow["median_ms"] / fast["median_ms"])
     if fast["family"] == "Dense":
         return f"{at}**dense** attention is the fastest; {slow['label']}, the next, takes {ratio} times as long {seen}."
     return f"{at}**{fast['label']}** is the fastest here, {ratio} times as fast as dense {seen}."
@@ -126,8 +149,9 @@ def falling(rows: pd.DataFrame) -> list[str]:
         for before, after in itertools.pairwise(line.to_dict("records")):
             if after["pairs"] > before["pairs"] and after["median_ms"] < 0.9 * before["median_ms"]:
                 said.append(
-                    f"**Disturbed:** {label} ({title(backend)}), {MODES[mode]}, took {number(before['median_ms'])} ms at "
-                    f"N = {before['n']:,} and {number(after['median_ms'])} ms at N = {after['n']:,}, with more to do: "
+                    f"**Disturbed:** {label} ({title(backend)}), {MODES[mode]}, took "
+                    f"{number(before['median_ms'])} ms at N = {before['n']:,} and "
+                    f"{number(after['median_ms'])} ms at N = {after['n']:,}, with more to do: "
                     "something else used the device, so take these times as upper bounds."
                 )
     return said

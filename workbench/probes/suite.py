@@ -20,7 +20,7 @@ from workbench.harness import machine, records
 from workbench.harness.machine import short_name
 from workbench.harness.narrate import MODES, listed, spread, title
 from workbench.harness.outcome import attempt
-from workbench.patterns import Neighborhood
+from workbench.patterns import Neighborhood, checks
 from workbench.probes import catalog, memory, roofline
 from workbench.probes.case import Case
 from workbench.probes.catalog import Graphed
@@ -48,7 +48,7 @@ def run(
         if say:
             say(name, flush=True)
         rows += measure(name, groups[name], recorder, samples, seconds)
-    return recorder.frame(rows) if rows else pd.DataFrame(columns=[*records.FIELDS, "suite", "label", "against"])
+    return recorder.frame(rows)
 
 
 def measure(name: str, make: Callable[[], dict], recorder, samples=9, seconds=8.0) -> list[dict]:
@@ -110,9 +110,10 @@ def gathered(groups: Iterable[str], kinds: Iterable[str], **options) -> pd.DataF
     kinds = list(dict.fromkeys([machine.kind(), *kinds]))
     if not checks.listed("groups", groups):
         return recorded(*kinds)
-    new = rates(run(groups, known=recorded(kinds[0]), **options))
-    rest = recorded(*kinds)
-    return pd.concat([new, rest[~rest["suite"].isin(new["suite"])] if len(rest) else rest], ignore_index=True)
+    new, rest = run(groups, known=recorded(kinds[0]), **options), recorded(*kinds)
+    if new.empty or rest.empty:
+        return rest if new.empty else rates(new)
+    return pd.concat([rates(new), rest[~rest["suite"].isin(new["suite"])]], ignore_index=True)
 
 
 def recorded(*kinds: str) -> pd.DataFrame:
@@ -150,7 +151,9 @@ def rates(rows: pd.DataFrame) -> pd.DataFrame:
     patterns = others.first()[others.nunique() == 1]
     sizes = [f", {r.heads:g} x {r.head_dim:g}" + ", causal" * (r.causal is True) if r.heads == r.heads else ""
              for r in rows.itertuples()]  # fmt: skip
-    names = rows["suite"].map(patterns).where(rows["suite"] != "neighborhood", "neighborhood-16").fillna(rows["pattern"])
+    names = (
+        rows["suite"].map(patterns).where(rows["suite"] != "neighborhood", "neighborhood-16").fillna(rows["pattern"])
+    )
     rows["what"] = [title(str(name)) + size for name, size in zip(names, sizes, strict=True)]
     return rows
 
@@ -180,7 +183,7 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
         "tflops": out["tflops"], "rate relative to dense": out["of_dense"],
         "speed relative to dense": pd.Series(words, out.index).where(same),
         "extra / output": out["extra_bytes"].astype(float) / output,
-    }).reset_index(drop=True)  # fmt: skip
+    }).set_index("pattern")  # fmt: skip
 
 
 def orders(rows: pd.DataFrame) -> pd.DataFrame:
@@ -188,10 +191,16 @@ def orders(rows: pd.DataFrame) -> pd.DataFrame:
     out = rows[(rows["label"] != "A/A") & rows["block_pairs"].notna()].sort_values("median_ms")
     base = rows.loc[rows["label"] == rows["against"], "tflops"]
     return pd.DataFrame({
-        "order": out["who"], "median_ms": out["median_ms"], "pairs of blocks / pairs": out["block_pairs"] / out["pairs"],
-        "tflops": out["tflops"], "TFLOP/s of blocks": out["block_tflops"],
+        "order": out["who"], "median_ms": out["median_ms"],
+        "pairs of blocks / pairs": out["block_pairs"] / out["pairs"], "tflops": out["tflops"],
+        "TFLOP/s of blocks": out["block_tflops"],
         "of dense": out["block_tflops"] / (base.iloc[0] if len(base) else float("nan")),
-    })  # fmt: skip
+    }).set_index("order")  # fmt: skip
+
+
+def devices(rows: pd.DataFrame) -> str:
+    """The cards that rows are from, in words."""
+    return listed(dict.fromkeys(short_name(str(x)).upper() for x in rows["run_device"])) if len(rows) else "no card"
 
 
 # --- in words ---------------------------------------------------------------------------------------------------------
@@ -210,7 +219,9 @@ def per_pair(rows: pd.DataFrame) -> list[str]:
         ratio = (other / faster[other.index]).sort_values()
         fa4 = some[some["suite"].isin(other.index)]["backend"].eq("fa4")
         if len(ratio) and fa4.all():
-            said.append(f"By FlashAttention-4 it takes 1/{ratio.iloc[0]:.2f} to 1/{ratio.iloc[-1]:.2f} of Triton's time.")
+            said.append(
+                f"By FlashAttention-4 it takes 1/{ratio.iloc[0]:.2f} to 1/{ratio.iloc[-1]:.2f} of Triton's time."
+            )
     return said
 
 
@@ -223,7 +234,9 @@ def gains(rows: pd.DataFrame) -> list[str]:
         at = f"{best['what']}, {MODES[best['mode']]}, N = {int(best['n']):,}"
         if best["in_noise"]:
             range_ = spread(best["speedup_low"], best["speedup_high"])
-            said.append(f"{at}: {best['who']} is not ahead of dense attention beyond the noise ({range_} times as fast).")
+            said.append(
+                f"{at}: {best['who']} is not ahead of dense attention beyond the noise ({range_} times as fast)."
+            )
         else:
             said.append(f"{at}: **{best['speedup']:.1f} times** as fast as dense attention, by {best['who']}.")
     return said
