@@ -56,16 +56,16 @@ def test_the_page_computes_bytes_and_times_as_python_does(model):
 def test_the_page_finds_the_longest_as_the_search_does(model):
     for way, card, heads, dtype, mode in (
         ("dense, eager", "h100", 8, "float16", "fwdbwd"), ("dense, cudnn", "h200", 16, "bfloat16", "fwdbwd"),
-        ("dense, efficient", "gtx1080", 8, "float32", "fwd"), ("longnet-paper, triton", "rtx3090", 12, "float16", "fwd"),
-        ("window-blocks, flex", "t4", 16, "float16", "fwdbwd"),
+        ("dense, efficient", "gtx1080", 8, "float32", "fwd"),
+        ("longnet-paper, triton", "rtx3090", 12, "float16", "fwd"), ("window-blocks, flex", "t4", 16, "float16", "fwdbwd"),
     ):  # fmt: skip
         sizes = (1, heads, 64, dtype, mode)
         at = setting(cards.find(card), 1, 0, *sizes)
         found = model(f"model.longest({json.dumps(at)}, {json.dumps(way)})")
         grain = fit.grain(way)
         want = frontier.search(
-            lambda n, way=way, sizes=sizes: fit.case(way, n, *sizes), card=card, grain=grain, step=0.001, limit_n=1 << 22,
-            say=None,
+            lambda n, way=way, sizes=sizes: fit.case(way, n, *sizes), card=card, grain=grain, step=0.001,
+            limit_n=1 << 22, say=None,
         )  # fmt: skip
         assert found["limiter"] == want["limiter"]
         assert found["n"] == pytest.approx(want["n"], abs=grain, rel=0.002 if want["limiter"] == "memory" else 0.02)

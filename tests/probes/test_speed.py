@@ -111,8 +111,8 @@ def test_settings_say_in_words_what_was_timed(lineup, tmp_path):
     assert said["inputs"] == "float32, 2 heads x 16"
     assert said["dense"] == "every pair (torch's SDPA)"
     assert said["dilated"] == "2 branches, segments 32 to 64, rates 1 to 2 (torch)"
-    assert said["neighborhood"] == "grid 8 x 16, radius 2, hilbert order (torch)"
-    assert said["block-sparse"] == "random-0.75, blocks 16 x 16 (torch)"
+    assert said["neighborhood"] == "grid 8 x 16, radius 2, Hilbert order (torch)"
+    assert said["block-sparse"] == "random blocks, 75% left out, of 16 x 16 (torch)"
     assert speed.settings(None).empty
 
 

@@ -29,14 +29,14 @@ WAYS = (
 )  # fmt: skip
 NOTE = (
     "Predicted. Bytes are those of the traced programs through torch's allocator, the CUDA context included. Against "
-    "traces that they were not made from, {equal:.0%} of {points} are equal to the byte and the others at most {worst:.1%} "
-    "off; LongNet by torch and what FlashAttention-4 takes for gradients is fitted, at most {fitted:.0%} off, and so is "
-    "what each of several cards takes of one sequence, at most {several:.0%} off. Time is that of attention alone, "
-    "modelled from what an H100 reached, as a share of the card's peak; not modelled over several cards. A training "
-    "step of so many blocks (layer norm, projections, attention, layer norm, an MLP of 4 E) holds 16 bytes per "
-    "parameter, with Adam, and 16 rows of E elements per token and block; embeddings, logits and data are not in it. "
-    "A window sees 1,024 tokens each way, a window of blocks 8 blocks of 128; LongNet has the paper's setting, and its "
-    "lengths are whole segments of 32,768."
+    "traces that they were not made from, {equal:.0%} of {points} are equal to the byte and the others at most "
+    "{worst:.1%} off; LongNet by torch and what FlashAttention-4 takes for gradients are fitted, at most {fitted:.0%} "
+    "off, and so is what each of several cards takes of one sequence, at most {several:.0%} off. Time is that of "
+    "attention alone, modelled from what an H100 reached, as a share of the card's peak; not modelled over several "
+    "cards. A training step of so many blocks (layer norm, projections, attention, layer norm, an MLP of 4 E) holds 16 "
+    "bytes per parameter, with Adam, and 16 rows of E elements per token and block; embeddings, logits and data are "
+    "not in it. A window sees 1,024 tokens each way, a window of blocks 8 blocks of 128; LongNet has the paper's "
+    "setting, and its lengths are whole segments of 32,768."
 )
 
 
@@ -84,7 +84,8 @@ def known() -> dict:
     rates = {f"{way} {dtype} {mode}": _rates(way, dtype, mode) for way in WAYS for dtype in DTYPES for mode in MODES}
     wrong = {way: why for way in WAYS if (why := torch_rules.WRONG_PAST_2_31.get(way.removeprefix("dense, ")))}
     return data | {
-        "cards": on, "rates": rates, "wrong": wrong, "ways": [[way, title(way), grain(way)] for way in WAYS], "worlds": WORLDS,
+        "cards": on, "rates": rates, "wrong": wrong, "ways": [[way, title(way), grain(way)] for way in WAYS],
+        "worlds": WORLDS,
         "head_dims": HEAD_DIMS, "dtypes": DTYPES, "note": NOTE.format(**data["checked"]),
     }  # fmt: skip
 

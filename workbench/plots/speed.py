@@ -89,8 +89,9 @@ def roofline(devices: Mapping[str, dict]):
                 ends.append((line["intensity"].iloc[-1], line["tflops"].iloc[-1], named, color))
         ax.set(xscale="log", yscale="log", title=name, xlabel="operations per byte that has to move")
         ax.set_xlim(x[0], x[-1])
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
+        ax.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 3)))
+        for axis in (ax.xaxis, ax.yaxis):
+            style.log_ticks(axis, "{:,g}".format)
         style.name_ends(ax, ends)
         best = points.loc[points["tflops"].idxmax()]
         words.append(f"{name}: {best['label']} reaches {best['tflops'] / device['tflops']:.0%} of the ceiling")
@@ -180,14 +181,15 @@ def times_faster(rows: pd.DataFrame):
         dense = rows[(rows["suite"] == suite) & (rows["label"] == rows["against"])].iloc[0]
         ideal, first = dense["pairs"] / group["pairs"].iloc[0], group.iloc[0]
         head = f"{first['what']}, {MODES[first['mode']]}, N = {style.length(first['n'])}"
-        ax.text(0, y, head, transform=ax.get_yaxis_transform(), fontsize=10, weight="bold", va="center")
+        ax.text(0, y, head, transform=ax.get_yaxis_transform(), fontsize=10, weight="bold", va="center",
+                backgroundcolor="white")  # fmt: skip
         ax.plot([ideal, ideal], [y + 0.6, y + len(group) + 0.4], color=style.COLORS["muted"], linewidth=3)
         for row in group.itertuples():
             y += 1
             noise = " (within noise)" if row.in_noise else ""
             ends = [[row.speedup - row.speedup_low], [row.speedup_high - row.speedup]]
             ax.errorbar(row.speedup, y, xerr=ends, color=KERNELS.get(row.backend, "#555555"), marker="o", capsize=3)
-            style.note(ax, f"{row.speedup:.1f}x{noise}", (row.speedup_high, y), (6, 0), va="center")
+            style.note(ax, f"{row.speedup:.1f}x{noise}", (row.speedup_high, y), (9, 0), va="center")
             places.append(y)
             labels.append(row.who)
             words.append(f"{head}, {row.who}: {row.speedup:.2f}x{noise}")
@@ -213,7 +215,11 @@ def beside_peers(rows: pd.DataFrame):
     shade = [style.COLORS["Dilated"] if x == "workbench" else KERNELS["torchscale"] for x in some["label"]]
     bars = ax.barh(names, longer, color=shade, height=0.7)
     ax.bar_label(
-        bars, [f"{x:.1f}   {style.number(ms)} ms" for x, ms in zip(longer, some["median_ms"], strict=True)], padding=4
+        bars,
+        [f"{x:.1f}   {style.number(ms)} ms" for x, ms in zip(longer, some["median_ms"], strict=True)],
+        padding=4,
+        fontsize=9,
+        fontsize=9,
     )
     ax.set(xlabel="time, in times of this package's", xlim=(0, 1.3 * longer.max()))
     ax.invert_yaxis()

@@ -260,7 +260,7 @@ def ceiling(rows: pd.DataFrame, ceilings: dict) -> list[str]:
         reached = "could not be measured" if product is None else f"reach {number(product)}"
         said = [f"{rows['dtype'].iloc[0]} matrix products {reached}, so the ceiling is the fastest attention here: "
                 f"{number(most)} TFLOP/s, by {what}."]  # fmt: skip
-    said.append(f"**{close['label']}** comes closest to it, at {close['share']:.0%} ({MODES[close['mode']]}).")
+    said.append(f"**{close['label']}** comes closest to the ceiling, at {close['share']:.0%} ({MODES[close['mode']]}).")
     if far["label"] != close["label"]:
         said.append(f"**{far['label']}** stays furthest from it, at {far['share']:.0%}.")
     return said

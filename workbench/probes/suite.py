@@ -207,21 +207,23 @@ def devices(rows: pd.DataFrame) -> str:
 
 
 def per_pair(rows: pd.DataFrame) -> list[str]:
-    """What LongNet makes of dense attention's rate over attended pairs, best and worst, and by which kernel."""
+    """What LongNet makes of dense attention's rate over attended pairs, and FlashAttention-4 of Triton's speed."""
     ours = rows[(rows["label"] == "workbench") & rows["suite"].str.startswith("longnet")]
     said = []
     for mode in [mode for mode in MODES if mode in set(ours["mode"])]:
         some = ours[ours["mode"] == mode].sort_values("of_dense")
-        ends = [f"{x['of_dense']:.2f} ({x['what']}, N = {int(x['n']):,})" for _, x in some.iloc[[0, -1]].iterrows()]
-        said.append(f"{MODES[mode].capitalize()}, LongNet reaches {ends[0]} to {ends[1]} of dense attention's rate.")
-        faster = some.set_index("suite")["median_ms"]
-        other = rows[(rows["label"] == "triton") & rows["suite"].isin(faster.index)].set_index("suite")["median_ms"]
-        ratio = (other / faster[other.index]).sort_values()
-        fa4 = some[some["suite"].isin(other.index)]["backend"].eq("fa4")
-        if len(ratio) and fa4.all():
-            said.append(
-                f"By FlashAttention-4 it takes 1/{ratio.iloc[0]:.2f} to 1/{ratio.iloc[-1]:.2f} of Triton's time."
-            )
+        low, high = (f"{x['what']}, N = {int(x['n']):,}" for _, x in some.iloc[[0, -1]].iterrows())
+        said.append(
+            f"{MODES[mode].capitalize()}, LongNet on {devices(some)} computes its pairs at "
+            f"**{spread(some['of_dense'].min(), some['of_dense'].max())} times** the rate of dense attention "
+            f"(least: {low}; most: {high})."
+        )
+        took = some[some["backend"] == "fa4"].set_index("suite")["median_ms"]
+        other = rows[(rows["label"] == "triton") & rows["suite"].isin(took.index)].set_index("suite")["median_ms"]
+        ratio = other / took[other.index]
+        if len(ratio):
+            faster = spread(ratio.min(), ratio.max())
+            said.append(f"{MODES[mode].capitalize()}, FlashAttention-4 is {faster} times as fast as Triton there.")
     return said
 
 
@@ -243,14 +245,15 @@ def gains(rows: pd.DataFrame) -> list[str]:
 
 
 def times_longer(rows: pd.DataFrame) -> list[str]:
-    """How much longer LongNet's own code takes than this package, a sentence a length and mode."""
+    """How much longer LongNet's own code takes than this package, a sentence per mode."""
     said = []
-    for _, group in rows.groupby("suite", sort=False):
-        took = group.set_index("label")["median_ms"]
-        for name in took.index.difference(["A/A", "workbench", group["against"].iloc[0]]):
-            one = group[group["label"] == name].iloc[0]
-            said.append(f"{one['who']}, {MODES[one['mode']]}, N = {int(one['n']):,}: takes "
-                        f"**{took[name] / took['workbench']:.1f} times** as long as this package.")  # fmt: skip
+    theirs = rows[~rows["label"].isin(["A/A", "workbench"]) & (rows["label"] != rows["against"])]
+    ours = rows[rows["label"] == "workbench"].set_index("suite")["median_ms"]
+    theirs = theirs.assign(longer=theirs["median_ms"] / theirs["suite"].map(ours))
+    for (name, mode), group in theirs.groupby(["who", "mode"], sort=False):
+        each = listed(f"{x.longer:.1f} at N = {int(x.n):,}" for x in group.sort_values("n").itertuples())
+        said.append(f"{MODES[mode].capitalize()}, {name} takes **{group['longer'].max():.1f} times** as long as this "
+                    f"package ({each}; {devices(group)}).")  # fmt: skip
     return said
 
 
@@ -261,4 +264,4 @@ def order_gain(rows: pd.DataFrame) -> list[str]:
     if "row_major" not in took or curves.empty:
         return []
     each = listed(f"{title(name)} {took['row_major'] / ms:.1f}" for name, ms in curves.sort_values().items())
-    return [f"Of row-major's speed: {each} times. The call, the radius and the result are the same."]
+    return [f"In times of row-major's speed: {each}. The radius and the result are the same."]
