@@ -258,14 +258,6 @@ def test_counts_of_a_trillion_tokens_are_exact():
     assert wb.BlockSparse(layouts.random(0.9), 1 << 23).pairs(rows << 23, 1) == round(0.9 * rows * rows) << 46
 
 
-def test_two_mistakes_are_warned_of_once(recwarn, monkeypatch):
-    from workbench.patterns import advice
-
-    monkeypatch.setattr(advice, "_given", set())
-    half = wb.Dilated([8, 16], [2, 4])
-    for _ in range(2):
+def test_heads_in_the_place_of_positions_are_warned_of():
+    with pytest.warns(UserWarning, match=r"^4 positions of 64 heads: tensors are \(batch, positions, heads"):
         attention(*(torch.randn(1, 4, 64, 8) for _ in range(3)), wb.Dense())
-        attention(*inputs(64), half)
-    heads, rows = (str(warning.message) for warning in recwarn)
-    assert heads.startswith("4 positions of 64 heads: tensors are (batch, positions, heads, head_dim)")
-    assert rows.startswith("dilated-8x2-16x4: 50% of the rows see no key")

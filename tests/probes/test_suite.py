@@ -16,7 +16,7 @@ def made_up(groups, speed=2.0):
         cases = catalog.one_card()[name]()
         first = next(iter(cases))
         for label, case in cases.items():
-            of = suite.fields(case)
+            of = suite.fields_of(case)
             per_pair = 4 * of["head_dim"] * (3.5 if of["mode"] == "fwdbwd" else 1)
             ms = per_pair * of["pairs"] / (100 if label == first else 100 / speed) / 1e9
             row = of | {"suite": name, "label": label, "against": first, "status": "ok", "median_ms": ms}
@@ -30,7 +30,7 @@ def test_every_group_names_cases_that_can_be_recorded():
         if name == "neighborhood":  # its blocks take seconds to count
             continue
         for label, case in make().items():
-            row = suite.fields(case)
+            row = suite.fields_of(case)
             assert json.loads(json.dumps(records.plain(row))) and row["pairs"] > 0, (name, label)
 
 

@@ -10,7 +10,7 @@ import importlib
 _HOMES = {
     "plans": ("plan", "Plan"),
     "shards": ("Shards",),
-    "api": ("attention", "explain"),
+    "api": ("attention",),
     "layers": ("MultiheadAttention",),
     "traffic": ("Traffic",),
 }

@@ -158,7 +158,7 @@ def _make(call: Call, held: list[tuple[int, int]], q: Tensor, k: Tensor) -> Exec
 
 
 def choose(strategy: str, sizes: tuple, itemsize: int, head_dim: int) -> Plan:
-    """A plan that says `why` it. sizes: the arguments of `Plan`. ValueError where the strategy is not possible."""
+    """The plan. sizes: the arguments of `Plan`. ValueError where the strategy is not possible."""
     if strategy == "heads":
         return ulysses.HeadsPlan(*sizes)
     plan = Plan(*sizes)
@@ -166,15 +166,9 @@ def choose(strategy: str, sizes: tuple, itemsize: int, head_dim: int) -> Plan:
         return plan
     try:
         other = ulysses.HeadsPlan(*sizes)
-    except ValueError as error:
-        plan.why = f"not possible by heads ({error})"
+    except ValueError:  # its heads do not divide
         return plan
-    rows, by_heads = (int(x.bytes(itemsize, head_dim).sum(0).max()) for x in (plan, other))
-    if by_heads < rows:
-        other.why = f"it brings one rank at most {by_heads:,} bytes, the rows that queries touch are {rows:,}"
-        return other
-    plan.why = f"the rows that queries touch are at most {rows:,} bytes for one rank, by heads it is {by_heads:,}"
-    return plan
+    return min((plan, other), key=lambda one: int(one.bytes(itemsize, head_dim).sum(0).max()))
 
 
 def plans_of(pattern: Pattern) -> dict[tuple, Executor]:

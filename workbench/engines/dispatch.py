@@ -21,7 +21,6 @@ from workbench.engines.operators import call, handle_of, refuse_transforms
 from workbench.engines.reference import reference
 from workbench.engines.torch.fused import GRID, OFFSETS, expand_heads, kernel, span, unit_stride
 from workbench.patterns import Dense, Dilated, Pattern, tile_order
-from workbench.patterns.advice import advise
 from workbench.patterns.checks import choice, flag
 
 BACKENDS = ("reference", "torch", "flex", "triton", "fa4")
@@ -51,7 +50,9 @@ def attention(
     refuse("attention", unknown)
     q, k, v = check(q, k, v, pattern, scale)
     return_lse = flag("return_lse", return_lse)
-    advise(pattern, k.shape[1], q.shape[2], q.shape[1])
+    if q.shape[2] >= 64 and q.shape[2] > 2 * k.shape[1] > 2 and not torch.compiler.is_compiling():
+        said = f"{k.shape[1]} positions of {q.shape[2]} heads: tensors are (batch, positions, heads, head_dim) here"
+        warnings.warn(f"{said}; transpose(1, 2) those of (batch, heads, positions, head_dim)", stacklevel=2)
     if backend != "reference":
         refuse_transforms(q, k, v)
     chosen = choose(backend, q, k, v, pattern, return_lse)[0]
@@ -68,13 +69,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **unknown) -> str
     refuse("explain", unknown)
     q, k, v = check(q, k, v, pattern)
     chosen, why = choose("auto", q, k, v, pattern)
-    if chosen == "triton":
-        why += f"; {kernel_words(q, k, v, pattern)}"
-    elif chosen == "fa4":
-        from workbench.engines import fa4_backend
-
-        why += f"; {fa4_backend.words(q, k, pattern)}"
-    elif isinstance(pattern, Dense) and gradients_past_2_31(q, k, v):
+    if chosen == "torch" and isinstance(pattern, Dense) and gradients_past_2_31(q, k, v):
         why += "; by memory-efficient attention, since cuDNN's gradients are wrong past 2^31 elements and flash's fail"
     return f"{chosen}: {why}"
 
@@ -106,7 +101,8 @@ def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[st
         from workbench.engines import fa4_backend
 
         if fa4_backend.preferred(q, k, pattern):
-            return "fa4", "FlashAttention-4 is installed, and was measured to be the faster for such calls"
+            words = "FlashAttention-4 is installed, and was measured to be the faster for such calls; its gradients differ in"
+            return "fa4", f"{words} their last bits from run to run (torch.use_deterministic_algorithms takes Triton's)"
     if isinstance(pattern, Dense):
         return "torch", "every pair attends, which torch's fused attention computes as it is"
     if device == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
@@ -121,24 +117,6 @@ def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[st
             return "flex", "on this device FlexAttention skips the empty blocks inside one kernel"
         return "torch", f"key blocks are gathered in chunks, since FlexAttention is not possible here ({reason})"
     return "torch", f"on a {device.upper()} gathering the needed key blocks in chunks takes no compilation"
-
-
-def kernel_words(q: Tensor, k: Tensor, v: Tensor, pattern) -> str:
-    """Which of our kernels run this call, with which tiles, and which branches cuDNN runs instead."""
-    from workbench.engines.triton import tile_sizes
-    from workbench.engines.triton_backend import by_cudnn, in_tile_order, tile_of
-
-    plan, rest = in_tile_order(pattern, q, k.shape[1]) if isinstance(pattern, Dilated) else (None, None)
-    tile = tile_of(q, pattern) if plan is None else tile_sizes.choose("blocks forward", q, plan.block_size)
-    m, n, warps, stages, _ = tile
-    kind = "a kernel a branch" if isinstance(pattern, Dilated) else "a kernel over lists of visible blocks"
-    if plan is not None:
-        kind = "nested branches in one pass, each key once" + (", and a kernel a branch for the others" if rest else "")
-    words = f"{kind}, forward tiles of {m} queries x {n} keys, {warps} warps, {stages} stages"
-    for direction, found in by_cudnn(q, k, v, pattern).items():
-        names = ", ".join(f"w={branch.w:,} r={branch.r}" for branch in found)
-        words += f"; {direction} by cuDNN on strided views, the faster way for {names}" if found else ""
-    return words
 
 
 def gradients_past_2_31(*tensors: Tensor) -> bool:

@@ -109,22 +109,6 @@ def worthwhile(pattern: Dilated, n: int) -> bool:
     return order.padded <= PADDED * n and tile_order.period_of(some, order) <= tile_order.PERIOD
 
 
-def words(q: Tensor, k: Tensor, pattern) -> str:
-    """How the engine runs a call that it takes."""
-    from workbench.engines.fa4.plans import plan_of
-
-    plan = plan_of(pattern, q, k.shape[1])
-    found = "lists of blocks of 128 queries x 128 keys" if plan.both else "every block"
-    if plan.order:
-        found += " in tile order, each key of a query once"
-        if plan.order.n < plan.order.padded:
-            found += f", padded from {plan.order.n:,} to {plan.order.padded:,} tokens in copies"
-    if plan.rest:
-        branches = zip(plan.rest.segment_lengths, plan.rest.dilation_rates, strict=True)
-        found += "; by Triton: " + ", ".join(f"w={w:,} r={r}" for w, r in branches)
-    return f"{found}; gradients differ in their last bits from run to run (use_deterministic_algorithms takes Triton)"
-
-
 def directions(natural: bool):
     """The forward and the backward, for `operators.define`, of tokens that lie in natural order or in tile order."""
 

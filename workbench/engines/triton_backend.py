@@ -160,32 +160,6 @@ def plan_of(pattern, q: Tensor, n: int):
     return pattern.kept("plan", (*sizes, str(q.device)), make)
 
 
-def tile_of(q: Tensor, pattern):
-    """The forward's tile: queries, keys, warps, stages and, where it is limited, registers."""
-    from workbench.engines.triton import tile_sizes
-
-    if isinstance(pattern, (Dense, Dilated)):
-        return tile_sizes.choose("dilated forward", q)
-    return tile_sizes.choose("blocks forward", q, block_size_of(pattern))
-
-
-def by_cudnn(q: Tensor, k: Tensor, v: Tensor, pattern) -> dict[str, list]:
-    """By direction, the branches whose whole segments cuDNN takes (the backward: for gradients laid out as q is)."""
-    from workbench.engines.triton import cudnn_views, dilated
-
-    if isinstance(pattern, Dense):
-        pattern = one_branch(pattern, k.shape[1])
-    left = in_tile_order(pattern, q, k.shape[1])[1] if isinstance(pattern, Dilated) else None
-    if left is None:
-        return {}
-    plan = dict.fromkeys(dilated.branches(left, k.shape[1], q.shape[2]))  # branches may repeat
-    q, k, v = map(unit_stride, (q, k, v))
-    return {
-        direction: [branch for branch in plan if cudnn_views.segments(direction, branch, pattern.causal, q, k, v)]
-        for direction in ("forward", "backward")
-    }
-
-
 def device_of(q: Tensor):
     """Triton launches on the current device: that of the tensors."""
     return torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext()

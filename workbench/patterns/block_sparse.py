@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workbench.patterns import layouts
-from workbench.patterns.base import TILE, Blocks, Pattern, repeated
+from workbench.patterns.base import TILE, Blocks, Pattern
 from workbench.patterns.checks import axes, describe, flag
 from workbench.patterns.predicate import evaluate, named, source_of
 
@@ -104,18 +104,6 @@ class BlockSparse(Pattern):
             for part in self._parts(n, heads, nq)
         )
         return Blocks.joined(self.block_size, n, nq, layouts, rows)
-
-    def _row_counts(self, n, heads, nq, block_size):
-        (bq, bk), layout = self.block_size, self.layout
-        if self.predicate is not None or not nq or (n - nq) % bq:
-            return super()._row_counts(n, heads, nq, block_size)
-        first = (n - nq) // bq
-        if layout.row_counts and not self.causal and n % bk == 0:
-            return layout.row_counts(self._grid(n))[first:].expand(2, heads if layout.per_head else 1, -1)
-        if layout.repeats is None or bq != bk:
-            return super()._row_counts(n, heads, nq, block_size)
-        whole = super()._row_counts  # of all positions
-        return repeated(lambda m: whole(m, heads, m, block_size), n, bq, *layout.repeats)[..., first:]
 
     def _by_head(self, n, heads) -> bool:
         if self.layout.per_head or self.predicate is None or not n or heads < 2:

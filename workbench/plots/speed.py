@@ -219,7 +219,6 @@ def beside_peers(rows: pd.DataFrame):
         [f"{x:.1f}   {style.number(ms)} ms" for x, ms in zip(longer, some["median_ms"], strict=True)],
         padding=4,
         fontsize=9,
-        fontsize=9,
     )
     ax.set(xlabel="time, in times of this package's", xlim=(0, 1.3 * longer.max()))
     ax.invert_yaxis()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import pandas as pd
@@ -23,8 +23,7 @@ from workbench.harness.outcome import attempt
 from workbench.patterns import Neighborhood, checks
 from workbench.probes import catalog, memory, roofline
 from workbench.probes.case import Case
-from workbench.probes.catalog import Graphed
-from workbench.probes.timing import compare
+from workbench.probes.timing import AA, compare
 
 
 def run(
@@ -47,61 +46,51 @@ def run(
             break
         if say:
             say(name, flush=True)
-        rows += measure(name, groups[name], recorder, samples, seconds)
+        rows += measure(groups[name](), recorder, samples, seconds, suite=name)
     return recorder.frame(rows)
 
 
-def measure(name: str, make: Callable[[], dict], recorder, samples=9, seconds=8.0) -> list[dict]:
-    """One group: every alternative prepared, all timed interleaved, then the memory of each above its inputs."""
-    calls, rows, cases = {}, [], make()
+def measure(cases: Mapping[str, Case], recorder, samples=9, seconds=8.0, **more) -> list[dict]:
+    """Every case prepared, all timed interleaved, then the memory of each above its inputs; a row each, and "A/A".
+
+    more: fields of every row. What cannot run is a row with its status.
+    """
+    calls, rows, fields = {}, {}, {label: fields_of(case) | {"label": label} | more for label, case in cases.items()}
     for label, case in cases.items():
-        outcome = attempt(lambda case=case: prepare(case))
+        outcome = attempt(lambda case=case: _ready(case))
         if outcome.status == "ok":
             calls[label] = outcome.result
         else:
-            rows.append(recorder.row(suite=name, label=label, status=outcome.status, error=outcome.error,
-                                     **fields(case)))  # fmt: skip
+            rows[label] = fields[label] | {"status": outcome.status, "error": outcome.error}
     outcome = attempt(lambda: compare({x: f for x, (f, _) in calls.items()}, samples=samples, seconds=seconds))
     if outcome.status != "ok":
-        return rows + [recorder.row(suite=name, label=name, status=outcome.status, error=outcome.error)]
+        rows |= {x: fields[x] | {"status": outcome.status, "error": outcome.error} for x in calls}
+        return [recorder.row(**rows[label]) for label in cases]
     first = next(iter(calls))
-    for label, line in outcome.result.iterrows():
-        of = first if label == "A/A" else label
-        row = fields(cases[of]) | {"backend": calls[of][1], "suite": name, "label": label, "against": first}
-        row |= line.to_dict() | {"status": "ok", "extra_bytes": None}
-        if label != "A/A" and not row["graph"]:  # a graph took its memory when it was captured
-            row["extra_bytes"] = memory.measure(calls[of][0], "cuda").extra_bytes
-        rows.append(recorder.row(**row))
-    return rows
+    for label, line in outcome.result.to_dict("index").items():
+        of = first if label == AA else label
+        rows[label] = fields[of] | {"label": label, "backend": calls[of][1], "against": first} | line
+        rows[label] |= {"status": "ok", "error": None, "extra_bytes": None}
+        if label != AA and cases[of].device != "cpu" and not fields[of]["graph"]:  # which took its memory before
+            rows[label]["extra_bytes"] = memory.measure(calls[of][0], cases[of].device).extra_bytes
+    return [recorder.row(**rows[label]) for label in (*cases, AA)]
 
 
-def prepare(case: Case | Graphed) -> tuple[Callable, str]:
-    """(the call, its backend); the call ran once, so that what cannot run raises here."""
-    graph = isinstance(case, Graphed)
-    call, backend = (case.case if graph else case).prepare()
-    call()
-    torch.cuda.synchronize()
-    if not graph:
-        return call, backend
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        result = call()
-
-    def replay():  # holds what the graph reads and writes: its inputs, which are `call`'s, and the result
-        captured.replay()
-        return call, result
-
-    return replay, backend
-
-
-def fields(case: Case | Graphed) -> dict:
-    """The record's fields of a case; `graph`: whether it is replayed from a CUDA graph."""
-    graph = isinstance(case, Graphed)
-    case = case.case if graph else case
-    found = case.fields() | {"graph": graph, "measured": True, "pairs": case.pattern.pairs(case.n, case.heads, case.nq)}
+def fields_of(case: Case) -> dict:
+    """The record's fields of a case, with the pairs that its rates are over."""
+    found = attempt(lambda: {"pairs": case.pattern.pairs(case.n, case.heads, case.nq)}).result or {}
     if isinstance(case.pattern, Neighborhood):
-        found["block_pairs"] = roofline.block_pairs(case)
-    return found
+        found |= attempt(lambda: {"block_pairs": roofline.block_pairs(case)}).result or {}
+    return {"graph": False, "measured": True} | case.fields() | found
+
+
+def _ready(case: Case) -> tuple[Callable, str]:
+    """(the call, its backend); the call ran once, so that what cannot run raises here."""
+    call, backend = case.prepare()
+    call()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return call, backend
 
 
 def gathered(groups: Iterable[str], kinds: Iterable[str], **options) -> pd.DataFrame:
