@@ -39,22 +39,13 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     """
     fig, (left, right) = style.subplots(1, 2, figsize=(9.5, 4.8), width_ratios=(2, 3))
     ends, words, budgets = [], [], set()
-    for frame, pale in ((recorded, True), (rows, False)):
-        if frame is None or frame.empty:
-            continue
-        for label, line in frame.groupby("label", sort=False):
-            line = line[line["predicted_n"].fillna(0).gt(0) | line["measured_n"].notna()].sort_values("budget_bytes")
-            if line.empty:
-                continue
-            name = f"{title(label)}, {style.device(line)}" if pale else title(label)
-            share = _bytes_a_token(line) / line["budget_bytes"]
-            _line(left, line, 1, pale)
-            color = _line(right, line, share, pale)
-            last = line.iloc[-1]
-            if not pale or not any(text.startswith(title(label)) for *_, text, _ in ends):
-                ends.append((last["budget_bytes"], last["n"] * share.iloc[-1], name, color))
-            budgets |= set(line["budget_bytes"])
-            words.append(f"{name}: {int(last['n']):,} on {_budget(last['budget_bytes'])}")
+    for name, line, pale in _named(rows, recorded):
+        share = _bytes_a_token(line) / line["budget_bytes"]
+        _line(left, line, 1, pale)
+        color, last = _line(right, line, share, pale), line.iloc[-1]
+        ends.append((last["budget_bytes"], last["n"] * share.iloc[-1], name, color))
+        budgets |= set(line["budget_bytes"])
+        words.append(f"{name}: {int(last['n']):,} on {_budget(last['budget_bytes'])}")
     late = rows[rows["predicted_limiter"].eq("time")]
     for ax in (left, right):
         if len(late):
@@ -76,6 +67,15 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     right.yaxis.set_major_formatter(PercentFormatter(1))
     style.name_ends(right, ends)
     return style.finish(fig, f"Longest N against budget, logarithmic. At the largest budget: {'; '.join(words)}.")
+
+
+def _named(rows: pd.DataFrame, recorded: pd.DataFrame | None):
+    """(name, its rows by budget, whether it is another machine's) of each line that is to be drawn."""
+    for frame, pale in ((recorded, True), (rows, False)):
+        for label, line in () if frame is None or frame.empty else frame.groupby("label", sort=False):
+            line = line[line["predicted_n"].fillna(0).gt(0) | line["measured_n"].notna()].sort_values("budget_bytes")
+            if len(line):
+                yield f"{title(label)}, {style.device(line)}" if pale else title(label), line, pale
 
 
 def limiter_map(rows: pd.DataFrame):

@@ -26,32 +26,10 @@ def time_against_n(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
 
     `recorded` rows (another machine's, committed) are drawn pale with hollow markers. Lines are named at their ends.
     """
-    modes, named = [mode for mode in MODES if mode in set(rows["mode"])], []
-    fig, axes = style.subplots(1, len(modes), figsize=(7 if len(modes) == 1 else 9.5, 4.6), sharey=True, squeeze=False)
-    for ax, mode in zip(axes[0], modes, strict=True):
-        ends = []
-        named.append((ax, ends))
-        for frame, pale in ((recorded, True), (rows, False)):
-            if frame is None or not len(frame):
-                continue
-            done = frame[(frame["status"] == "ok") & (frame["mode"] == mode)].sort_values("n")
-            for (family, label, backend), line in done.groupby(["family", "label", "backend"], sort=False):
-                color = style.family_color(family)
-                ax.plot(
-                    line["n"], line["median_ms"], LINES.get(backend, "-"), color=color, alpha=0.45 if pale else 1,
-                    marker=MARKERS.get(family, "v"), markersize=5, linewidth=1.1 if pale else 1.8,
-                    markerfacecolor="white" if pale else None,
-                )  # fmt: skip
-                name = f"{label}, {title(backend)}" if family == "Dense" else label
-                name = f"{name}, {style.device(line)}" if pale else name
-                ends.append((line["n"].iloc[-1], line["median_ms"].iloc[-1], name, color))
-                if not pale:
-                    low, high = np.transpose([np.quantile(s, [0.1, 0.9]) for s in line["samples_ms"]])
-                    ax.vlines(line["n"], low, high, color=color, alpha=0.5, linewidth=4)
-        ax.set(xscale="log", yscale="log", xlabel="N (tokens)", title=MODES[mode])
-        ax.xaxis.set_major_locator(LogLocator(base=2, numticks=7))
-        style.log_ticks(ax.xaxis, style.length)
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
+    modes = [mode for mode in MODES if mode in set(rows["mode"])]
+    width = 7 if len(modes) == 1 else 9.5
+    fig, axes = style.subplots(1, len(modes), figsize=(width, 4.6), sharey=True, squeeze=False)
+    named = [(ax, _lines(ax, mode, rows, recorded)) for ax, mode in zip(axes[0], modes, strict=True)]
     for ax, ends in named:  # which share their limits
         style.name_ends(ax, ends)
     axes[0, 0].set_ylabel("time per call (ms)")
@@ -59,6 +37,33 @@ def time_against_n(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     slow = slow[slow["n"] == slow["n"].max()]
     said = ", ".join(f"{r.label} {r.median_ms:,.1f} ms" for r in slow.itertuples()) or "nothing ran"
     return style.finish(fig, f"Time per call against N, logarithmic axes. At the longest N: {said}.")
+
+
+def _lines(ax, mode: str, rows: pd.DataFrame, recorded: pd.DataFrame | None) -> list[tuple]:
+    """Draw the lines of a mode; returns their ends, as `style.name_ends` takes them."""
+    ends = []
+    for frame, pale in ((recorded, True), (rows, False)):
+        if frame is None or not len(frame):
+            continue
+        done = frame[(frame["status"] == "ok") & (frame["mode"] == mode)].sort_values("n")
+        for (family, label, backend), line in done.groupby(["family", "label", "backend"], sort=False):
+            color = style.family_color(family)
+            ax.plot(
+                line["n"], line["median_ms"], LINES.get(backend, "-"), color=color, alpha=0.45 if pale else 1,
+                marker=MARKERS.get(family, "v"), markersize=5, linewidth=1.1 if pale else 1.8,
+                markerfacecolor="white" if pale else None,
+            )  # fmt: skip
+            name = f"{label}, {title(backend)}" if family == "Dense" else label
+            name = f"{name}, {style.device(line)}" if pale else name
+            ends.append((line["n"].iloc[-1], line["median_ms"].iloc[-1], name, color))
+            if not pale:
+                low, high = np.transpose([np.quantile(s, [0.1, 0.9]) for s in line["samples_ms"]])
+                ax.vlines(line["n"], low, high, color=color, alpha=0.5, linewidth=4)
+    ax.set(xscale="log", yscale="log", xlabel="N (tokens)", title=MODES[mode])
+    ax.xaxis.set_major_locator(LogLocator(base=2, numticks=7))
+    style.log_ticks(ax.xaxis, style.length)
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
+    return ends
 
 
 def roofline(devices: Mapping[str, dict]):
