@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -20,16 +21,15 @@ from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern, from_s
 from workbench.patterns.dilated import geometric
 from workbench.probes import catalog
 from workbench.probes.case import Case
-from workbench.probes.timing import AA, speedup
-from workbench.scaling import link, sweeps
+from workbench.probes.timing import AA
+from workbench.scaling import sweeps
 from workbench.scaling.strategies import ONE, OURS, SHORT, STRATEGIES
 
-MODELLED = ("dense", "longnet-geometric", "block-sparse")  # for which `curves` predicts many ranks
+MODELLED = ("dense", "longnet-geometric", "block-sparse")  # for which `many_ranks.curves` predicts
 ORDERS = {"row_major": "row-major", "hilbert": "Hilbert"}
 GRIDS = tuple(f"neighborhood, {x}" for x in ORDERS.values())
 KINDS = (*MODELLED, *GRIDS)
 BLOCK, RADIUS = 128, 8
-LONGEST = 1 << 20  # positions of block-sparse attention up to which a weak curve is drawn: it lists visible blocks
 SIZES = ("heads", "head_dim", "dtype")
 
 
@@ -105,10 +105,18 @@ def _kind(spec: dict, name: str, n: int) -> str:
     return f"{found} causal" if causal else found
 
 
-def recorded(machines: Iterable[str]) -> tuple[pd.DataFrame, float | None]:
-    """(rows as of `sweep`, the link's bytes a second) from the records committed for the first of these machine kinds
-    that has sweeps; (empty, None) if none has. Only rows of batch 1, and of the heads, head_dim and dtype that most
-    rows have; the newest if a case was measured more than once."""
+class Recorded(NamedTuple):
+    """What is committed of a machine: sweeps, as of `sweep`; the newest messages of `link.measure`; the newest
+    timelines. Each may be empty."""
+
+    rows: pd.DataFrame
+    link: pd.DataFrame
+    timelines: pd.DataFrame
+
+
+def recorded(machines: Iterable[str]) -> Recorded:
+    """The records of the first of these machine kinds that has sweeps; nothing if none has. Only rows of batch 1, and
+    of the heads, head_dim and dtype that most rows have; the newest if a case was measured more than once."""
     for machine in machines:
         every = records.committed(machine, "scaling")
         rows = every[every["stage"].eq("sweep")] if len(every) else every
@@ -116,14 +124,14 @@ def recorded(machines: Iterable[str]) -> tuple[pd.DataFrame, float | None]:
             rows = kinds(rows[rows["batch"] == 1]).sort_values("run_utc", kind="stable")
             rows = rows.drop_duplicates(["kind", "n", "mode", "nproc", "strategy", *SIZES], keep="last")
             most_rows = max((x for _, x in rows.groupby(list(SIZES))), key=len)
-            return most_rows.reset_index(drop=True), rate(every[every["stage"].eq("link")])
-    return pd.DataFrame(), None
+            newest = (_newest(every[every["stage"].isin(x)]) for x in (["link", "call"], ["timeline"]))
+            return Recorded(most_rows.reset_index(drop=True), *newest)
+    return Recorded(*(pd.DataFrame() for _ in range(3)))
 
 
-def rate(messages: pd.DataFrame) -> float | None:
-    """Bytes a second that a rank sends in the largest messages of `link.measure`; None if there are none."""
-    done = messages[messages["status"].eq("ok")] if len(messages) else messages
-    return float(done.sort_values("message_bytes")["bytes_per_second"].iloc[-1]) if len(done) else None
+def _newest(rows: pd.DataFrame) -> pd.DataFrame:
+    """Those of the newest run."""
+    return rows[rows["run_utc"] == rows["run_utc"].max()].dropna(axis="columns", how="all") if len(rows) else rows
 
 
 # --- what a sweep says ------------------------------------------------------------------------------------------------
@@ -202,33 +210,7 @@ def one_case(rows: pd.DataFrame) -> pd.DataFrame:
     return done[done["n"] == done["n"].max()]
 
 
-# --- many ranks -------------------------------------------------------------------------------------------------------
-
-
-def efficiency(rows: pd.DataFrame) -> pd.DataFrame:
-    """The efficiency of measured forwards, pairs a second of a rank over those of one device, with its 95% interval.
-
-    A row: kind, scaling, world, n, efficiency, low, high. scaling: "strong", at the longest N, against one device at
-    the same N; or "weak", at `world` times the shortest N, against one device at the shortest, which was timed in other
-    rounds. It counts pairs, since a longer sequence of dense attention has more pairs for each position.
-    """
-    done, found = ok(rows[rows["mode"] == "fwd"]), []
-    for (kind, world), group in done.groupby(["kind", "nproc"], sort=False):
-        one = group[group["strategy"] == ONE].sort_values("n").head(1).to_dict("records")
-        for row in group[group["strategy"] == "sequence"].to_dict("records"):
-            line = {"kind": kind, "world": world, "n": row["n"]}
-            if row["n"] == group["n"].max():
-                found.append(line | {"scaling": "strong"} | _shares(row, world))
-            if one and one[0]["n"] * world == row["n"]:
-                samples = min(len(one[0]["samples_ms"]), len(row["samples_ms"]))
-                ratio = speedup(one[0]["samples_ms"][:samples], row["samples_ms"][:samples])
-                found.append(line | {"scaling": "weak"} | _shares(ratio, world * one[0]["pairs"] / row["pairs"]))
-    return pd.DataFrame(found, columns=["kind", "scaling", "world", "n", "efficiency", "low", "high"])
-
-
-def _shares(ratio: dict, of: float) -> dict:
-    names = {"efficiency": "speedup", "low": "speedup_low", "high": "speedup_high"}
-    return {x: ratio[y] / of for x, y in names.items()}
+# --- plans ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -240,24 +222,6 @@ def one_thread():
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@one_thread()
-def curves(rows: pd.DataFrame, bytes_per_second: float, worlds: Iterable[int], first: int) -> pd.DataFrame:
-    """`link.modelled` for each kind, strong from its longest forward and weak from its shortest, with the rate that one
-    device had there and the link's: rows with `kind`. first: the shortest segment, as in `maker`."""
-    alone, found = ok(rows[rows["mode"].eq("fwd") & rows["strategy"].eq(ONE) & rows["kind"].isin(MODELLED)]), []
-    for kind, group in alone.groupby("kind", sort=False):
-        group = group.sort_values("n")
-        for scaling_, one in (("strong", group.iloc[-1]), ("weak", group.iloc[0])):
-            n, sizes = int(one["n"]), {"heads": int(one["heads"]), "head_dim": int(one["head_dim"])}
-            make = at(kind, first, dtype=one["dtype"], **sizes)
-            some = [x for x in worlds if kind != "block-sparse" or scaling_ == "strong" or n * x <= LONGEST]
-            pairs = one["pairs"] / one["median_ms"] * 1000
-            curve = link.modelled(make(n), pairs, bytes_per_second, some, at=make, scaling=scaling_)
-            found.append(curve.assign(kind=kind))
-    columns = ["kind", "scaling", "status", "world", "n", "least", "efficiency", "pattern_spec"]
-    return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=columns)
 
 
 def plans(rows: pd.DataFrame, world: int) -> dict:

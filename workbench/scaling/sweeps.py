@@ -30,7 +30,7 @@ from workbench.scaling.strategies import ONE, STRATEGIES
 JOB_S = 600.0  # seconds that a job of the ranks may take
 MEASURED = (
     "samples_ms", "median_ms", "speedup", "speedup_low", "speedup_high", "peak_bytes", "extra_bytes", "peak_by_card",
-    "extra_by_card", "sent_bytes", "control_bytes", "planned_bytes", "busy", "valid", "limiter", "max_abs_error",
+    "extra_by_card", "sent_bytes", "control_bytes", "planned_bytes", "busy", "kernel", "valid", "limiter", "max_abs_error",
     "errors", "compared", "compared_with", "unchecked",
 )  # fmt: skip
 
@@ -54,7 +54,7 @@ def sweep(
     peak_by_card, extra_by_card: peak bytes with and without the inputs; peak_bytes, extra_bytes: their maxima
     sent_bytes, control_bytes: by rank, data and agreement, counted at torch.distributed
     planned_bytes: by rank, data as in the plan; None for strategies without one
-    busy: by card, the share of the time in which it computes
+    busy: by card, the share of the time in which it computes; kernel: on CUDA, the one that took most of rank 0's time
     from_records: whether an earlier sweep measured it (not a field of the record)
     valid: whether the compared rows agree with one device's, None if unknown; if not, limiter is "validity" and the row
         has no time; max_abs_error; errors: by result [absolute, over what is allowed]; compared: how many rows;
@@ -159,7 +159,7 @@ def _together(name: str, ranks: list[dict]) -> dict:
     row |= {x: [rank[x] for rank in ranks] for x in ("sent_bytes", "control_bytes")}
     if name == "data parallel":
         row["sent_bytes"] = None
-    row |= {"unchecked": first["unchecked"], "compared_with": first["compared_with"]}
+    row |= {"kernel": first["kernel"], "unchecked": first["unchecked"], "compared_with": first["compared_with"]}
     row["compared"] = sum(rank["compared"] for rank in ranks)
     return row if name == ONE or row["unchecked"] else row | _errors(ranks)
 
@@ -202,10 +202,12 @@ def _times(facts: dict[str, dict], case: Case, pool: Pool, samples: int, seconds
     return rows
 
 
-def ask(pool: Pool, function: str, arguments: list, timeout_s: float = JOB_S) -> JobOutcome | Outcome:
-    """The outcome of a job of `on_ranks`; the pool's ValueError, such as for a module it cannot find, is "refused"."""
+def ask(
+    pool: Pool, function: str, arguments: list, timeout_s: float = JOB_S, module: str = "on_ranks"
+) -> JobOutcome | Outcome:
+    """The outcome of a job of a module of `scaling`; the pool's ValueError, such as for a module it cannot find, is "refused"."""
     try:
-        return pool.attempt(f"workbench.scaling.on_ranks:{function}", arguments, timeout_s)
+        return pool.attempt(f"workbench.scaling.{module}:{function}", arguments, timeout_s)
     except ValueError as error:
         return Outcome("refused", str(error))
 
