@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import pandas as pd
 
 from workbench.analysis.multicard import MODELLED, at, ok, one_thread
-from workbench.harness.narrate import counted, title
+from workbench.harness.narrate import counted, number, title
 from workbench.patterns import from_spec
 from workbench.probes.case import Case
 from workbench.probes.timing import speedup
@@ -19,7 +19,7 @@ from workbench.scaling import link
 from workbench.scaling.strategies import ONE
 
 LONGEST = 1 << 20  # positions of block-sparse attention up to which a weak curve is drawn: it lists visible blocks
-WRONG = 0.1  # a model that is off by more of a measured time says so
+WRONG = 10  # percent of a measured time: a model that is off by more says so
 
 
 def efficiency(rows: pd.DataFrame) -> pd.DataFrame:
@@ -80,8 +80,8 @@ def curves(rows: pd.DataFrame, rates: link.Rates, worlds: Iterable[int], first: 
 
 @one_thread()
 def checked(every: pd.DataFrame, rates: link.Rates) -> pd.DataFrame:
-    """The model against each forward of one sequence that was measured by "sequence", of every pattern: kind, n, ranks,
-    one device (ms), measured (ms), modelled (ms), error (of the measured time).
+    """The model against each forward of one sequence that was measured by "sequence", of every pattern: a row for each,
+    with the times in ms and the error in percent of the measured one.
 
     One device's rate is that at the same N, less where ranks that compute at once slow each other (`together`)."""
     done, found = ok(every[every["mode"].eq("fwd") & every["batch"].eq(1)]), []
@@ -93,34 +93,32 @@ def checked(every: pd.DataFrame, rates: link.Rates) -> pd.DataFrame:
         case = Case(from_spec(one["pattern_spec"]), int(n), int(one["heads"]), int(one["head_dim"]), one["dtype"])
         pairs = one["pairs"] / one["median_ms"] * 1000 * together(every, world)
         ms = 1000 * float(link.modelled(case, pairs, rates, [int(world)])["seconds"].iloc[0])
-        line = {"kind": kind, "n": int(n), "ranks": int(world), "one device (ms)": float(one["median_ms"])}
-        found.append(line | {"measured (ms)": took, "modelled (ms)": ms, "error": ms / took - 1})
-    columns = ["kind", "n", "ranks", "one device (ms)", "measured (ms)", "modelled (ms)", "error"]
-    return pd.DataFrame(found, columns=columns)
+        line = {"pattern": title(kind), "N": int(n), "ranks": int(world), "one device (ms)": float(one["median_ms"])}
+        found.append(line | {"measured (ms)": took, "modelled (ms)": ms, "error (%)": 100 * (ms / took - 1)})
+    return pd.DataFrame(found)
 
 
 def model_error(points: pd.DataFrame, what: str = "card") -> list[str]:
     """`checked` in sentences: the largest error and the median, and whether the model can be trusted to a tenth."""
     if points.empty:
         return ["No time of the model was measured here."]
-    off = points["error"].abs()
+    off = points["error (%)"].abs()
     worst = points.loc[off.idxmax()]
     said = (
-        f"The model against {counted(len(points), 'measured forward')}: max error **{off.max():.1%}**, median "
-        f"{off.median():.1%}. The worst: {title(worst['kind'])}, N = {worst['n']:,}, "
-        f"{counted(int(worst['ranks']), what)}: modelled {worst['modelled (ms)']:.3g} ms, measured "
-        f"{worst['measured (ms)']:.3g} ms."
+        f"The model against {counted(len(points), 'measured forward')}: max error **{number(off.max())}%**, median "
+        f"{number(off.median())}%. The worst: {worst['pattern']}, N = {worst['N']:,}, {counted(worst['ranks'], what)}: "
+        f"modelled {number(worst['modelled (ms)'])} ms, measured {number(worst['measured (ms)'])} ms."
     )
     if off.max() <= WRONG:
         return [said]
-    many = int((off > WRONG).sum())
-    return [said, f"**Off by more than {WRONG:.0%} in {many} of {len(points)}**: do not read the curves closer than that."]
+    off_by = f"**Off by more than {WRONG}% in {int((off > WRONG).sum())} of {len(points)}**"
+    return [said, f"{off_by}: do not read the curves closer than that."]
 
 
 def rates_in_words(rates: link.Rates, what: str = "card") -> str:
     """What the link and a call cost, as fitted and measured."""
     call, latency = (f"{1000 * x:.3g} ms" for x in (rates.call_s, rates.latency_s))
     return (
-        f"Fitted to all messages, each {what} sends **{rates.bytes_per_second / 1e9:.3g} GB/s** after {latency}. A call "
-        f"that has next to nothing to compute takes **{call}**."
+        f"Fitted to all messages, each {what} sends **{rates.bytes_per_second / 1e9:.3g} GB/s** after {latency}. A "
+        f"call that has next to nothing to compute takes **{call}**."
     )

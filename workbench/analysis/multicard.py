@@ -16,7 +16,7 @@ import torch
 
 from workbench.distributed import Shards, plan
 from workbench.harness import records
-from workbench.harness.narrate import first_mode, number
+from workbench.harness.narrate import MODES, first_mode, number, title
 from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern, from_spec, layouts, orderings
 from workbench.patterns.dilated import geometric
 from workbench.probes import catalog
@@ -148,6 +148,7 @@ def summary(rows: pd.DataFrame, cell: Callable[[dict], str]) -> pd.DataFrame:
     of the row; with columns `mode` and `ranks` only if there are several."""
     done = ok(rows[rows["strategy"] != AA])
     cells = [cell(row) for row in done.to_dict("records")]
+    done = done.assign(kind=done["kind"].map(title), mode=done["mode"].map(MODES))
     names = {"kind": "pattern", "mode": "mode", "n": "N", "nproc": "ranks"}
     frame = done[[*names, "strategy"]].rename(columns=names).assign(cell=cells)
     table = frame.pivot_table("cell", list(names.values()), "strategy", aggfunc="last", sort=False)
@@ -167,18 +168,19 @@ def peak_and_sent(row: dict) -> str:
     """For `summary`: MiB at the peak of the card that has most and, if any are sent, MiB sent by the one that does so
     most."""
     sent = row.get("sent_bytes")
-    sends = f" ({_mib(max(sent))})" if isinstance(sent, list) and any(sent) else ""
-    return _mib(row["peak_bytes"]) + sends
+    sends = f" ({mib(max(sent))})" if isinstance(sent, list) and any(sent) else ""
+    return mib(row["peak_bytes"]) + sends
 
 
-def _mib(x: float) -> str:
+def mib(x: float) -> str:
+    """Bytes in MiB, three digits or all of a whole number's."""
     return "?" if pd.isna(x) else f"{x / 2**20:,.0f}" if x >= 100 << 20 else f"{x / 2**20:.3g}"
 
 
 def missing(rows: pd.DataFrame) -> list[str]:
     """For each strategy with a row that did not run, or is wrong, the first reason of each of the two."""
     off = rows[~rows.index.isin(ok(rows).index)].drop_duplicates(["strategy", "status"])
-    return [f"`{x.strategy}`: {str(x.error).removeprefix(x.strategy).strip()}" for x in off.itertuples()]
+    return [f"{SHORT.get(x.strategy, x.strategy)}: {x.error}" for x in off.itertuples()]
 
 
 def by_batch(rows: pd.DataFrame) -> pd.DataFrame:
@@ -199,6 +201,22 @@ def by_batch(rows: pd.DataFrame) -> pd.DataFrame:
                 "peak": row["peak_bytes"] / one["peak_bytes"].iloc[0] if len(one) else None,
             })  # fmt: skip
     return pd.DataFrame(lines, columns=columns)
+
+
+def plain(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows without what is no single value, what is empty, and what says where a record is from: to be saved beside a
+    figure."""
+    single = rows[[x for x in rows if not x.startswith("run") and x not in ("probe", "stage", "pattern_spec")]]
+    single = single[[x for x in single if not single[x].map(lambda y: isinstance(y, (list, dict))).any()]]
+    return single.dropna(axis="columns", how="all")
+
+
+def longest(rows: pd.DataFrame) -> pd.DataFrame:
+    """`scaling.lengths.longest` as a table."""
+    names = {"strategy": "strategy", "world": "ranks", "n": "longest N", "limiter": "limited by"}
+    found = rows[[*names]].rename(columns=names)
+    found["budget (MiB)"], found["peak MiB"] = rows["budget_bytes"] / 2**20, rows["peak_bytes"] / 2**20
+    return found.assign(**{"times one device's": rows["ratio"]})
 
 
 def one_case(rows: pd.DataFrame) -> pd.DataFrame:
@@ -232,6 +250,42 @@ def plans(rows: pd.DataFrame, world: int) -> dict:
         n, *sizes = (int(row[x]) for x in ("n", "heads", "kv_heads", "nq"))
         found[row["kind"]] = plan(from_spec(row["pattern_spec"]), Shards.even(n, world), *sizes)
     return found
+
+
+@one_thread()
+def moved(rows: pd.DataFrame, world: int) -> pd.DataFrame:
+    """What a forward moves on so many ranks, from the plans of each pattern's longest sequence: a row for each pattern;
+    MiB sent by all ranks and by the one that sends most, rows that ranks get over those that they hold, exchanges, and
+    the most pairs of a rank over the mean."""
+    found = []
+    for kind, of_kind in plans(rows, world).items():
+        row = rows[rows["kind"] == kind].iloc[0]
+        sizes = getattr(torch, row["dtype"]).itemsize, int(row["head_dim"])
+        sent = of_kind.bytes(*sizes)
+        held = 2 * of_kind.n * of_kind.kv_heads * math.prod(sizes)
+        found.append({
+            "pattern": title(kind), "N": of_kind.n, "MiB, all ranks": int(sent.sum()) / 2**20,
+            "MiB, busiest sender": int(sent.sum(1).max()) / 2**20, "rows got over rows held": int(sent.sum()) / held,
+            "exchanges": len(of_kind.stages), "most pairs over the mean": of_kind.balance,
+        })  # fmt: skip
+    return pd.DataFrame(found)
+
+
+def orders(rows: pd.DataFrame, device: str) -> pd.DataFrame:
+    """The neighborhoods that were measured on a device: a row for each N, mode, number of ranks and order, with the
+    times on one device and on all ranks, the speed-up with its interval, and what the busiest sender sends."""
+    done, found = ok(rows[rows["kind"].isin(GRIDS)]) if len(rows) else rows, []
+    for (kind, n, mode, world), group in done.groupby(["kind", "n", "mode", "nproc"], sort=False) if len(done) else ():
+        by = group.drop_duplicates("strategy", keep="last").set_index("strategy")
+        if {ONE, "sequence"} <= set(by.index):
+            ours = by.loc["sequence"]
+            found.append({
+                "device": device, "order": kind.removeprefix("neighborhood, "), "N": int(n), "mode": MODES[mode], "ranks": int(world),
+                "one device (ms)": by.loc[ONE, "median_ms"], "all ranks (ms)": ours["median_ms"],
+                "speed-up": ours["speedup"], "low": ours["speedup_low"], "high": ours["speedup_high"],
+                "MiB, busiest sender": max(ours["sent_bytes"]) / 2**20,
+            })  # fmt: skip
+    return pd.DataFrame(found)
 
 
 @one_thread()

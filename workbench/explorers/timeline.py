@@ -25,9 +25,10 @@ def timeline(rows: pd.DataFrame, here: str) -> Explorer:
 def _call(row: dict, here: str) -> dict:
     names = sorted({event[1] for events in row["events"] for event in events})
     ranks = [
-        [[STAGES.index(stage), names.index(name), round(start, 1), round(took, 1)] for stage, name, start, took in events]
+        [[STAGES.index(stage), names.index(name), round(start, 1), round(took, 1)]
+         for stage, name, start, took in events]
         for events in row["events"]
-    ]
+    ]  # fmt: skip
     device = row.get("run_device")
     device = short_name(device).upper() if isinstance(device, str) else here
     sizes = f"N = {int(row['n']):,}, {row['dtype']}, {int(row['heads'])} heads x {int(row['head_dim'])}"

@@ -102,8 +102,9 @@ def modelled(
 ) -> pd.DataFrame:  # fmt: skip
     """Predict forwards on many ranks from measured rates: a row for each number of ranks, with `measured` False.
 
-    pairs_per_second: (head, query, key) that one card computes; rates: of `fit`. scaling: "strong", the case's N on all ranks together, or "weak", the case's N on each rank; at: the case at any N, if its
-    pattern depends on N. strategy: "sequence" or "heads".
+    pairs_per_second: (head, query, key) that one card computes; rates: of `fit`. scaling: "strong", the
+    case's N on all ranks together, or "weak", the case's N on each rank; at: the case at any N, if its pattern depends
+    on N. strategy: "sequence" or "heads".
     A row: world; n; seconds: the call's cost, a latency for each exchange after the first, and of the slowest rank what
     it computes and then moves (see `Plan.seconds`); speedup over one card at the same N; efficiency, the speedup over
     the number of ranks; most, the efficiency if what moves is hidden behind what is computed; exchanges;

@@ -30,8 +30,8 @@ from workbench.scaling.strategies import ONE, STRATEGIES
 JOB_S = 600.0  # seconds that a job of the ranks may take
 MEASURED = (
     "samples_ms", "median_ms", "speedup", "speedup_low", "speedup_high", "peak_bytes", "extra_bytes", "peak_by_card",
-    "extra_by_card", "sent_bytes", "control_bytes", "planned_bytes", "busy", "kernel", "valid", "limiter", "max_abs_error",
-    "errors", "compared", "compared_with", "unchecked",
+    "extra_by_card", "sent_bytes", "control_bytes", "planned_bytes", "busy", "kernel", "valid", "limiter",
+    "max_abs_error", "errors", "compared", "compared_with", "unchecked",
 )  # fmt: skip
 
 
@@ -205,7 +205,7 @@ def _times(facts: dict[str, dict], case: Case, pool: Pool, samples: int, seconds
 def ask(
     pool: Pool, function: str, arguments: list, timeout_s: float = JOB_S, module: str = "on_ranks"
 ) -> JobOutcome | Outcome:
-    """The outcome of a job of a module of `scaling`; the pool's ValueError, such as for a module it cannot find, is "refused"."""
+    """The outcome of a job of a module of `scaling`; the pool's ValueError, as for no such module, is "refused"."""
     try:
         return pool.attempt(f"workbench.scaling.{module}:{function}", arguments, timeout_s)
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""What each rank does during one call over several ranks: when it computes, packs, and exchanges, from torch's profiler.
+"""What each rank does during one call over several ranks: it computes, packs, and exchanges, by torch's profiler.
 
-On cards the events are kernels: NCCL's exchange; of the others, those on the stream that works longest compute, and those
-beside it pack rows. On a CPU they are torch's operations: copies outside of attention calls pack, the others compute, and
-gloo's transfers, which run in threads of their own, exchange.
+On cards the events are kernels: NCCL's exchange; of the others, those on the stream that works longest compute, and
+those beside it pack rows. On a CPU they are torch's operations: copies outside of attention calls pack, the others
+compute, and gloo's transfers, which run in threads of their own, exchange.
 
 Dimensions: N positions.
 """
