@@ -22,8 +22,9 @@ heads = {
     "tflops": "TFLOP/s", "allocated_n": "N (allocated)", "real_n": "N (measured)", "dense_n": "N, dense",
     "longest_n": "longest N", "too_much": "first N that does not fit", "pairs_share": "share of pairs",
     "speedup": "speed relative to the first", "speedup_low": "low", "speedup_high": "high",
-    "extra_bytes": "extra bytes", "peak_bytes": "peak bytes", "floor_share": "share of the least time", "world": "ranks", "q10_ms": "10 % (ms)",
-    "q90_ms": "90 % (ms)", "mode": "mode", "pattern": "pattern", "backend": "kernel",
+    "extra_bytes": "extra bytes", "peak_bytes": "peak bytes", "floor_share": "share of the least time",
+    "world": "ranks", "q10_ms": "10 % (ms)", "q90_ms": "90 % (ms)",
+    "backend": "kernel",
 }  # fmt: skip
 
 

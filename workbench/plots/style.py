@@ -24,7 +24,8 @@ def use() -> None:
     own = {
         "figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False, "grid.color": "#e6e6e6",
         "axes.edgecolor": "#666666", "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
-        "axes.labelsize": 10, "legend.frameon": False, "figure.constrained_layout.use": True,
+        "axes.labelsize": 10, "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.fontsize": 9,
+        "legend.title_fontsize": 9, "legend.frameon": False, "figure.constrained_layout.use": True,
     }  # fmt: skip
     sns.set_theme(context="notebook", style="whitegrid", rc=own)
 

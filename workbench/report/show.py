@@ -17,6 +17,7 @@ from workbench.harness.narrate import heads, number
 
 HEAVY = 2000  # marks of one kind in one axes: more are drawn as pixels inside the SVG
 DPI = 200  # of what is pixels there
+EMPTY = "&nbsp;"  # what pandas writes in a corner
 
 
 def figure(fig, caption: str, data=None) -> None:
@@ -74,7 +75,9 @@ def formatted(frame):
     """The frame as a Styler with numbers formatted by kind: integers (floats too, where all of a column are whole)
     with commas, other numbers with three significant digits, yes and no, and nothing for what is missing."""
     forms = {column: _form(frame.iloc[:, at]) for at, column in enumerate(frame.columns)}
-    return frame.style.format(forms, na_rep="", escape="html").format_index(escape="html")
+    styler = frame.style.format(forms, na_rep="", escape="html").format_index(escape="html", axis=1)
+    levels = [frame.index.get_level_values(at).to_series() for at in range(frame.index.nlevels)]
+    return styler.format_index(dict(enumerate(map(_form, levels))), na_rep="", escape="html")
 
 
 def _form(column):
@@ -90,29 +93,36 @@ def _form(column):
 
 
 def _table(styler) -> str:
-    """The Styler's HTML with one row of headings, in words, and a scope on each."""
+    """The Styler's cells with one row of headings, in words, and a scope on each; words stand left, numbers right."""
     html = styler.to_html(exclude_styles=True, sparse_index=False)
-    head, middle, body = html.partition("<tbody>")
-    rows = [re.findall(r"<th ([^>]*)>(.*?)</th>", row, re.S) for row in re.findall(r"<tr>(.*?)</tr>", head, re.S)]
-    empty = "&nbsp;"
-    if len(rows) > 1 and all(text == empty for _, text in rows[-1][styler.data.index.nlevels :]):
-        names = rows.pop()  # of the index: they belong over its columns
-        rows[-1] = [own if name[1] == empty else name for own, name in zip(rows[-1], names, strict=True)]
-    shown = [
-        "<tr>" + "".join(f'<th scope="col"{" " * bool(how)}{how}>{_head(text)}</th>' for how, text in row) + "</tr>"
-        for row in rows
-    ]
-    body = body.replace("<th >", '<th scope="row">').replace("<td >", "<td>")
-    if "<th" not in body:  # a hidden index: the first column names the row
-        body = re.sub(r"(<tr>\s*)<td>(.*?)</td>", r'\1<th scope="row">\2</th>', body, flags=re.S)
-    return f"<table>\n<thead>\n{''.join(shown)}\n</thead>\n{middle}{body}"
+    cells = re.compile(r"<(th|td) ([^>]*)>(.*?)</t[hd]>", re.S)
+    head, body = ([cells.findall(row) for row in part.split("<tr>")[1:]] for part in html.split("<tbody>"))
+    labels = sum(tag == "th" for tag, *_ in body[0]) if body else 0
+    if len(head) > 1 and all(text == EMPTY for *_, text in head[-1][labels:]):
+        names = head.pop()  # of the index: they belong over its columns
+        head[-1] = [own if name[2] == EMPTY else name for own, name in zip(head[-1], names, strict=True)]
+    words = [" class=words" * any(not re.match(r"[-−+]?[\d.]", row[at][2] or "0") for row in body)
+             for at in range(len(body[0]) if body else 0)]  # fmt: skip
+    lines = ["<table>", "<thead>"]
+    for row in head:
+        looks = words if row is head[-1] and len(row) == len(words) else [""] * len(row)
+        each = [_head(how + look, unescape(text)) for (_, how, text), look in zip(row, looks, strict=True)]
+        lines.append(f"<tr>{''.join(each)}</tr>")
+    lines += ["</thead>", "<tbody>"]
+    for row, before in zip(body, [None, *body], strict=False):
+        line = ""
+        for at, (_, _, text) in enumerate(row):
+            again = labels > 1 and at < labels - 1 and before and before[: at + 1] == row[: at + 1]
+            look = " class=again" * bool(again) or words[at]
+            line += f'<th scope="row"{look}>{text}</th>' if at < max(labels, 1) else f"<td{look}>{text}</td>"
+        lines.append(f"<tr>{line}</tr>")
+    return "\n".join([*lines, "</tbody>", "</table>"])
 
 
-def _head(text: str) -> str:
-    if text == "&nbsp;":
-        return ""
-    name = unescape(text)
-    return escape(heads.get(name, name.replace("_", " ")))
+def _head(how: str, name: str) -> str:
+    if unescape(EMPTY) == name:
+        return f"<td {how}></td>"
+    return f'<th scope="col" {how}>{escape(heads.get(name, name.replace("_", " ")))}</th>'
 
 
 def svg(fig) -> str:
@@ -124,9 +134,8 @@ def svg(fig) -> str:
     with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "workbench"}):
         plain = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         fig.savefig(out, format="svg", dpi=DPI, bbox_inches="tight", pad_inches=0.05, metadata=plain)
-    text = out.getvalue()
-    text = text[text.index("<svg") :]
-    return re.sub(r' d="[^"]*"', lambda d: re.sub(r"(\.\d\d)\d+", r"\1", d[0]).replace("\n", ""), text)
+    text = re.sub(r"<!--.*?-->|\n\s*(?=<)", "", out.getvalue()[out.getvalue().index("<svg") :], flags=re.S)
+    return re.sub(r' d="[^"]*"', lambda d: re.sub(r"(\.\d\d)\d+", r"\1", d[0]).replace("\n", " "), text)
 
 
 def _rasterize(fig) -> None:
