@@ -50,10 +50,10 @@ def _shares(ratio: dict, of: float) -> dict:
 
 def together(every: pd.DataFrame, world: int) -> float:
     """The share of its own speed that a rank keeps while all compute: of DDP with a sequence for each, which moves
-    nothing. 1 where that was not measured, and where there is no such loss."""
+    nothing. At least that of ranks that take turns; 1 where it was not measured, and where there is no such loss."""
     whole = every["strategy"].eq("distributed data parallel") & every["mode"].eq("fwd") & every["nproc"].eq(world)
     some = ok(every[whole & every["batch"].mod(world).eq(0) & every["batch"].gt(0)])
-    return min(1.0, float(some["speedup"].max()) / world) if len(some) and world > 1 else 1.0
+    return min(1.0, max(1.0, float(some["speedup"].max())) / world) if len(some) and world > 1 else 1.0
 
 
 @one_thread()
@@ -72,9 +72,9 @@ def curves(rows: pd.DataFrame, rates: link.Rates, worlds: Iterable[int], first: 
             else:
                 some = [x for x in worlds if n >= least and (kind != "block-sparse" or n * x <= LONGEST)]
             pairs = one["pairs"] / one["median_ms"] * 1000
-            found.append(link.modelled(make(n), pairs, rates, some, at=make, scaling=scaling_).assign(kind=kind))
+            if some:
+                found.append(link.modelled(make(n), pairs, rates, some, at=make, scaling=scaling_).assign(kind=kind))
     columns = ["kind", "scaling", "status", "world", "n", "efficiency", "most", "pattern_spec"]
-    found = [x for x in found if len(x)]
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=columns)
 
 
@@ -115,10 +115,13 @@ def model_error(points: pd.DataFrame, what: str = "card") -> list[str]:
     return [said, f"{off_by}: do not read the curves closer than that."]
 
 
-def rates_in_words(rates: link.Rates, what: str = "card") -> str:
-    """What the link and a call cost, as fitted and measured."""
-    call, latency = (f"{1000 * x:.3g} ms" for x in (rates.call_s, rates.latency_s))
+def rates_in_words(rates: link.Rates, rows: pd.DataFrame, what: str = "card") -> str:
+    """What the link and a call cost, as fitted and measured. rows: those of `link.measure` that were fitted."""
+    sent = rows[rows["stage"].eq("link") & rows["status"].eq("ok")]
+    off = (1000 * rates.message_s(sent["message_bytes"]) / sent["median_ms"] - 1).abs().max()
+    call, latency = (f"{number(1000 * x)} ms" for x in (rates.call_s, rates.latency_s))
     return (
-        f"Fitted to all messages, each {what} sends **{rates.bytes_per_second / 1e9:.3g} GB/s** after {latency}. A "
-        f"call that has next to nothing to compute takes **{call}**."
+        f"Fitted to {counted(len(sent), 'size')} of messages, each {what} sends "
+        f"**{number(rates.bytes_per_second / 1e9)} GB/s** after {latency}; every message is within {off:.0%} of that. "
+        f"A call that has next to nothing to compute takes **{call}**."
     )

@@ -115,17 +115,20 @@ class Recorded(NamedTuple):
 
 
 def recorded(machines: Iterable[str]) -> Recorded:
-    """The records of the first of these machine kinds that has sweeps; nothing if none has. Only rows of batch 1, and
-    of the heads, head_dim and dtype that most rows have; the newest if a case was measured more than once."""
+    """The records of the first of these machine kinds that has sweeps; nothing if none has. Only rows of batch 1,
+    of the newest commit, of patterns in KINDS, and of the heads, head_dim and dtype that most rows have; the newest if
+    a case was measured more than once."""
     for machine in machines:
         every = records.committed(machine, "scaling")
         rows = every[every["stage"].eq("sweep")] if len(every) else every
         if len(rows):
-            rows = kinds(rows[rows["batch"] == 1]).sort_values("run_utc", kind="stable")
+            newest = rows.loc[rows["run_utc"].idxmax(), "run_commit"]
+            rows = kinds(rows[rows["run_commit"].eq(newest) & rows["batch"].eq(1)])
+            rows = rows[rows["kind"].isin(KINDS)].sort_values("run_utc", kind="stable")
             rows = rows.drop_duplicates(["kind", "n", "mode", "nproc", "strategy", *SIZES], keep="last")
             most_rows = max((x for _, x in rows.groupby(list(SIZES))), key=len)
-            newest = (_newest(every[every["stage"].isin(x)]) for x in (["link", "call"], ["timeline"]))
-            return Recorded(most_rows.reset_index(drop=True), *newest)
+            others = (_newest(every[every["stage"].isin(x)]) for x in (["link", "call"], ["timeline"]))
+            return Recorded(most_rows.reset_index(drop=True), *others)
     return Recorded(*(pd.DataFrame() for _ in range(3)))
 
 
@@ -155,7 +158,7 @@ def summary(rows: pd.DataFrame, cell: Callable[[dict], str]) -> pd.DataFrame:
     ours = [x for x in (ONE, *OURS) if x in table]  # these come first
     table = table[[*ours, *(x for x in table if x not in ours)]]
     table = table.reset_index().rename_axis(columns=None).rename(columns=SHORT)
-    return table.drop(columns=[x for x in ("mode", "ranks") if table[x].nunique() < 2])
+    return table.drop(columns=[x for x in ("mode", "ranks") if table[x].nunique() < 2]).set_index("pattern")
 
 
 def time_and_speedup(row: dict) -> str:
@@ -216,7 +219,7 @@ def longest(rows: pd.DataFrame) -> pd.DataFrame:
     names = {"strategy": "strategy", "world": "ranks", "n": "longest N", "limiter": "limited by"}
     found = rows[[*names]].rename(columns=names)
     found["budget (MiB)"], found["peak MiB"] = rows["budget_bytes"] / 2**20, rows["peak_bytes"] / 2**20
-    return found.assign(**{"times one device's": rows["ratio"]})
+    return found.assign(**{"times one device's": rows["ratio"]}).set_index("strategy")
 
 
 def one_case(rows: pd.DataFrame) -> pd.DataFrame:
@@ -268,7 +271,7 @@ def moved(rows: pd.DataFrame, world: int) -> pd.DataFrame:
             "MiB, busiest sender": int(sent.sum(1).max()) / 2**20, "rows got over rows held": int(sent.sum()) / held,
             "exchanges": len(of_kind.stages), "most pairs over the mean": of_kind.balance,
         })  # fmt: skip
-    return pd.DataFrame(found)
+    return pd.DataFrame(found).set_index("pattern") if found else pd.DataFrame()
 
 
 def orders(rows: pd.DataFrame, device: str) -> pd.DataFrame:
@@ -280,12 +283,13 @@ def orders(rows: pd.DataFrame, device: str) -> pd.DataFrame:
         if {ONE, "sequence"} <= set(by.index):
             ours = by.loc["sequence"]
             found.append({
-                "device": device, "order": kind.removeprefix("neighborhood, "), "N": int(n), "mode": MODES[mode], "ranks": int(world),
+                "device": device, "order": kind.removeprefix("neighborhood, "), "N": int(n), "mode": MODES[mode],
+                "ranks": int(world),
                 "one device (ms)": by.loc[ONE, "median_ms"], "all ranks (ms)": ours["median_ms"],
                 "speed-up": ours["speedup"], "low": ours["speedup_low"], "high": ours["speedup_high"],
                 "MiB, busiest sender": max(ours["sent_bytes"]) / 2**20,
             })  # fmt: skip
-    return pd.DataFrame(found)
+    return pd.DataFrame(found).set_index("device") if found else pd.DataFrame()
 
 
 @one_thread()

@@ -86,9 +86,10 @@ def costs(rows: pd.DataFrame) -> list[str]:
                 found.append((sizes[0] / sizes[1], *sizes, dict(zip(CASE, case, strict=False))))
         if found and max(found, key=lambda x: x[0])[0] > UNEQUAL:
             most, theirs, ours, case = max(found, key=lambda x: x[0])
+            ends = dict.fromkeys([number(min(x[0] for x in found)), number(most)])
             said.append(
-                f"{name.capitalize()} {holds} **{spread(min(x[0] for x in found), most, '.3g')} times** the {noun} of "
-                f"sequence: at most at {_case(case)}, {mib(theirs)} against {mib(ours)} MiB."
+                f"{name.capitalize()} {holds} **{' to '.join(ends)} times** the {noun} of sequence: at most at "
+                f"{_case(case)}, {mib(theirs)} against {mib(ours)} MiB."
             )
     return said
 
@@ -212,7 +213,7 @@ def batches(shares: pd.DataFrame, what: str = "card") -> list[str]:
         if not one and pd.notna(row["speed-up"]):
             words += f"; all together **{row['speed-up']:.2f} times** as fast as one device"
             words += f" ({row['low']:.2f} to {row['high']:.2f})" if pd.notna(row["low"]) else ""
-            slower = idle * row["ranks"] / row["speed-up"]  # over the time of its share on one device
+            slower = (idle or 0) * row["ranks"] / row["speed-up"]  # over the time of its share on one device
             if slower > UNEQUAL:
                 words += f". Its kernels run for {slower:.2f} times as long as the same work takes one device"
         said.append(words + ".")
@@ -270,11 +271,10 @@ def moves(moved: pd.DataFrame) -> str:
     """`multicard.moved` in a sentence: which pattern has to fetch most and least for what a rank holds."""
     if moved.empty:
         return "Nothing ran whose plan could be counted."
-    ranked = moved.sort_values("rows got over rows held")
-    (least, few), (most, many) = ranked.iloc[[0, -1]][["pattern", "rows got over rows held"]].itertuples(index=False)
+    ranked = moved["rows got over rows held"].sort_values()
     return (
-        f"For each row that it holds, a rank has to get **{number(many)}** with {most}, the most of these, and "
-        f"**{number(few)}** with {least}, the least."
+        f"For each row that it holds, a rank has to get **{number(ranked.iloc[-1])}** with {ranked.index[-1]}, the "
+        f"most of these, and **{number(ranked.iloc[0])}** with {ranked.index[0]}, the least."
     )
 
 

@@ -14,7 +14,8 @@ const timeline = {
   shares(events) {
     const spans = stage => events.filter(event => event[0] === stage).map(event => event.slice(2));
     const [compute, pack, exchange] = [0, 1, 2].map(stage => timeline.covered(spans(stage)));
-    return {compute, pack, exchange, beside: compute + exchange - timeline.covered([...spans(0), ...spans(2)])};
+    const beside = compute + exchange - timeline.covered([...spans(0), ...spans(2)]);
+    return {compute, pack, exchange, beside: Math.max(0, Math.round(1000 * beside) / 1000)};
   },
 
   // Steps of an axis over `span` microseconds: 1, 2 or 5 times a power of ten, at most `many` of them.

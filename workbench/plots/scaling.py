@@ -202,10 +202,11 @@ def messages(links: Mapping[str, pd.DataFrame]):
         rates, rows = link.fit(rows), rows[rows["stage"].eq("link") & rows["status"].eq("ok")]
         size, each = rows["message_bytes"].to_numpy(float), rows["samples_ms"].tolist()
         speed = rows["bytes_per_second"].to_numpy(float) / 1e9
-        ends = [[1e-6 * s / max(x) for s, x in zip(size, each, strict=True)],
-                [1e-6 * s / min(x) for s, x in zip(size, each, strict=True)]]  # fmt: skip
-        ax.errorbar(size, speed, yerr=[speed - ends[0], ends[1] - speed], fmt="o", ms=6, capsize=2, color=color)
+        least, most = (size / np.array([end(x) for x in each]) / 1e6 for end in (max, min))
+        ends = np.clip([speed - least, most - speed], 0, None)
+        ax.errorbar(size, speed, yerr=ends, fmt="o", ms=6, capsize=2, color=color)
         if rates is None:
+            style.note(ax, name, (size[-1], speed[-1]), (-8, 0), color=color, ha="right", va="center")
             continue
         at = np.geomspace(size.min() / 2, size.max() * 4, 60)
         ax.plot(at, at / rates.message_s(at) / 1e9, color=color, lw=1.6)

@@ -140,7 +140,7 @@ def shares(rows: pd.DataFrame) -> pd.DataFrame:
         for rank, events in enumerate(row["events"]):
             spans = {x: [(start, start + took) for stage, _, start, took in events if stage == x] for x in STAGES}
             ms = {x: covered(spans[x]) / 1e3 for x in STAGES}
-            either = covered(spans["compute"] + spans["exchange"]) / 1e3
+            beside = ms["compute"] + ms["exchange"] - covered(spans["compute"] + spans["exchange"]) / 1e3
             line = {"label": row["label"], "strategy": row["strategy"], "rank": rank, "call": row["milliseconds"]} | ms
-            found.append(line | {"beside": ms["compute"] + ms["exchange"] - either})
+            found.append(line | {"beside": max(0.0, round(beside, 6))})
     return pd.DataFrame(found, columns=["label", "strategy", "rank", "call", *STAGES, "beside"])
