@@ -67,7 +67,7 @@ const kit = (() => {
   // controls(root, "pattern", specs, changed): labelled inputs in a row, and their state, an object by name.
   // A spec: {name, label, kind, value, ...}, kind one of
   //   "range" {min, max, step, values}: values, if given, are what the positions stand for
-  //   "number" {min, max}: whole unless step is given; "text" {parse}: parse(text) -> value, throws Error in words
+  //   "number" {min, max}: whole unless step is given; "text" {parse, size}: parse(text) -> value, throws Error in words
   //   "select" {options: [[value, words], ...] or [value, ...]}; "check": a boolean
   // and optionally show(state) -> bool (hidden elsewhere), words(value, state) -> string beside a range.
   // changed(state, name) is called after each change that is valid (with name "" at the end of controls, once); what it
@@ -137,7 +137,7 @@ const kit = (() => {
     } else {
       const type = spec.kind === "check" ? "checkbox" : spec.kind;
       const ends = spec.kind === "text" ? {} : spec.values ? {min: 0, max: spec.values.length - 1, step: 1} : {min: spec.min, max: spec.max, step: spec.step ?? 1};
-      made = el("input", {type, ...attributes, ...(spec.kind === "check" ? {} : ends), ...(spec.kind === "text" ? {spellcheck: "false"} : {})});
+      made = el("input", {type, ...attributes, ...(spec.kind === "check" ? {} : ends), ...(spec.kind === "text" ? {spellcheck: "false", size: spec.size ?? 20} : {})});
     }
     made.name = spec.name;
     const output = spec.kind === "range" ? el("output") : null;
@@ -260,7 +260,8 @@ const kit = (() => {
   function key(parent) {
     const box = el("div", {class: "x-key"});
     parent.append(box);
-    return entries => box.replaceChildren(...entries.map(([words, color]) => { const square = el("i"); square.style.background = color; return el("span", {}, square, words); }));
+    const fill = entries => box.replaceChildren(...entries.map(([words, color]) => el("span", {}, el("i", {style: `background: ${color}`}), words)));
+    return Object.assign(fill, {box});
   }
 
   function mount(root, start, data) {

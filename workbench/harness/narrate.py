@@ -91,6 +91,12 @@ def number(x: float) -> str:
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
+def binary(size: float) -> str:
+    """Bytes in the largest unit of 1,024 of which there is one: 64 MiB, 1.25 GiB."""
+    power = max(0, min(4, (max(1, int(size)).bit_length() - 1) // 10))
+    return f"{number(size / 1024**power)} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
 def spread(low: float, high: float, form: str = ".2f") -> str:
     """A range in words; one number where both ends read the same."""
     low, high = format(low, form), format(high, form)

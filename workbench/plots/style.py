@@ -42,11 +42,11 @@ def family_color(family: str) -> str:
 
 
 def length(n: float) -> str:
-    """A length, most of which are powers of two: 131072 is 128K, and 1000 is 1000."""
+    """A length, most of which are powers of two: 131072 is 128K, and 632960, which is none of 1,024, 632,960."""
     for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
         if n >= size and n % size == 0:
-            return f"{n / size:g}{unit}"
-    return f"{n:g}"
+            return f"{n / size:,g}{unit}"
+    return f"{n:,.10g}"
 
 
 def log_ticks(axis, form, at=None) -> None:
@@ -69,6 +69,21 @@ def apart(values, room: float) -> list:
 def note(ax, text: str, at: tuple, offset=(0, 0), **look) -> None:
     """Small text, `offset` points away from a place."""
     ax.annotate(text, at, xytext=offset, textcoords="offset points", **{"fontsize": 9} | look)
+
+
+def name_ends(ax, ends) -> None:
+    """Name lines to the right of an axis, one above the other where they end close together: the axis' scales and
+    limits are final then. ends: (x, y, text, colour)."""
+    lines, low = [], -0.04
+    for x, y, text, color in sorted(ends, key=lambda end: end[1]):
+        at = ax.transAxes.inverted().transform(ax.transData.transform((x, y)))[1]
+        low = max(at, low + 0.055 * (1 + text.count("\n")))
+        lines.append([x, y, text, color, low])
+    over = max(0, low - 1.04)
+    for x, y, text, color, at in lines:
+        arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3}
+        ax.annotate(text, (x, y), xytext=(1.03, at - over), textcoords="axes fraction", color=color, fontsize=9,
+                    va="center", arrowprops=arrow)  # fmt: skip
 
 
 def bare(ax) -> None:

@@ -27,7 +27,7 @@ def figure(fig, caption: str, data=None) -> None:
     data: the DataFrame that is drawn; the page saves it as CSV and shows it as a table on demand.
     """
     alt = _described(fig)
-    about = {"kind": "figure", "caption": caption, "alt": alt, "csv": _csv(data), "inches": fig.get_figwidth()}
+    about = {"kind": "figure", "caption": caption, "alt": alt, "csv": _csv(data), "inches": float(fig.get_figwidth())}
     if _batch():
         _display({"image/svg+xml": svg(fig)}, about)
         return
@@ -65,7 +65,7 @@ def in_short(sentences, key=None, headline: str = "") -> None:
     if _batch():
         about["records"] = dict(records.DRAWN)
     if key is not None and _batch():
-        about |= {"svg": svg(key), "alt": _described(key), "inches": key.get_figwidth()}
+        about |= {"svg": svg(key), "alt": _described(key), "inches": float(key.get_figwidth())}
     _display(bundle, about)
     if key is not None and not _batch():
         _display({"image/png": _png(key)}, {})
