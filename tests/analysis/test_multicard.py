@@ -148,12 +148,12 @@ def test_what_is_saved_beside_a_figure_has_single_values(rows):
     assert {"kind", "n", "median_ms", "speedup"} <= {*found} and not {"samples_ms", "run_utc", "nothing"} & {*found}
 
 
-def test_what_is_committed_is_of_the_newest_commit_and_of_one_sequence(rows, tmp_path, monkeypatch):
+def test_what_is_committed_is_of_one_commit_and_of_one_sequence(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(records, "default_folder", lambda: tmp_path)
     assert all(x.empty for x in multicard.recorded(["h100x2"]))
     lines = [{"kind": "run", "run": x, "utc": x, "commit": y} for x, y in (("1", "old"), ("2", "new"), ("3", "new"))]
     for run, took in (("3", 4.0), ("2", 5.0), ("1", 6.0)):
-        for n in (4096, 256) if run == "1" else (4096,):
+        for n in (4096, 256) if run == "2" else (4096,):
             made = row("longnet-geometric", n, 2, "sequence", [took] * 3, first=256)
             made |= {"kind": "row", "run": run, "stage": "sweep"}
             lines += [made, made | {"batch": 2}]
@@ -163,5 +163,5 @@ def test_what_is_committed_is_of_the_newest_commit_and_of_one_sequence(rows, tmp
     lines = [line | {"probe": "scaling"} for line in lines]
     (tmp_path / "h200x2" / "2026-01-01-scaling-abc.jsonl").write_text("\n".join(map(json.dumps, lines)))
     found = multicard.recorded(["h100x2", "h200x2"])
-    assert found.rows["kind"].tolist() == ["longnet-geometric"] and found.rows["median_ms"].tolist() == [4.0]
+    assert found.rows["n"].tolist() == [256, 4096] and found.rows["median_ms"].tolist() == [5.0, 4.0]
     assert found.link["run"].tolist() == ["2"] and found.timelines.empty

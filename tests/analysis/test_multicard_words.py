@@ -116,9 +116,9 @@ def test_what_other_ways_cost_is_a_range_with_its_worst_case():
         lines[x] |= {"sent_bytes": [1, sent << 20]}
     lines[5] |= {"peak_bytes": 7 << 19}
     memory, sent = words.costs(pd.DataFrame(lines))
-    assert memory.startswith("Context parallel holds **3.5 times** the memory of sequence: at most at dense, forward")
-    assert memory.endswith("N = 256, 3.5 against 1 MiB.")
-    assert "Heads sends **2 to 16 times** the bytes" in sent and "geometric, forward, N = 1,024, 16 against 1" in sent
+    assert memory.startswith("*context parallel* holds **3.5 times** the memory of *sequence*; most for dense, forward")
+    assert memory.endswith("N = 256: 3.5 against 1 MiB.")
+    assert "*heads* sends **2 to 16 times** the bytes" in sent and "geometric, forward, N = 1,024: 16 against 1" in sent
     assert words.costs(pd.DataFrame(case(sequence=5))) == []
 
 
@@ -141,8 +141,8 @@ def test_what_a_call_spends_its_time_on():
     line = {"label": "longnet-geometric", "strategy": "sequence", "call": 10.0, "compute": 8.0, "pack": 1.0}
     shares = pd.DataFrame([line | {"rank": x, "exchange": 2.0, "beside": 1.5} for x in (0, 1)])
     (said,) = words.beside(shares)
-    assert said.startswith("LongNet, geometric by sequence: of 10 ms a rank computes for **80%**")
-    assert said.endswith("for 2 ms, 1.5 ms of it while it computes.")
+    assert said.startswith("LongNet, geometric by *sequence* takes 10 ms here. A rank computes for **80%**")
+    assert said.endswith("for 2 ms, 1.5 ms of which while it computes.")
     assert words.beside(shares[:0]) == []
 
 

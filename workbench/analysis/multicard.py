@@ -115,18 +115,19 @@ class Recorded(NamedTuple):
 
 
 def recorded(machines: Iterable[str]) -> Recorded:
-    """The records of the first of these machine kinds that has sweeps; nothing if none has. Only rows of batch 1,
-    of the newest commit, of patterns in KINDS, and of the heads, head_dim and dtype that most rows have; the newest if
-    a case was measured more than once."""
+    """The records of the first of these machine kinds that has sweeps; nothing if none has. Of sweeps: batch 1, the
+    patterns in KINDS, the commit that measured most of them, and the heads, head_dim and dtype that most rows have; the
+    newest row if a case was measured more than once."""
     for machine in machines:
         every = records.committed(machine, "scaling")
         rows = every[every["stage"].eq("sweep")] if len(every) else every
         if len(rows):
-            newest = rows.loc[rows["run_utc"].idxmax(), "run_commit"]
-            rows = kinds(rows[rows["run_commit"].eq(newest) & rows["batch"].eq(1)])
+            rows = kinds(rows[rows["batch"] == 1])
             rows = rows[rows["kind"].isin(KINDS)].sort_values("run_utc", kind="stable")
-            rows = rows.drop_duplicates(["kind", "n", "mode", "nproc", "strategy", *SIZES], keep="last")
-            most_rows = max((x for _, x in rows.groupby(list(SIZES))), key=len)
+            case = ["kind", "n", "mode", "nproc", "strategy", *SIZES]
+            commits = (x.drop_duplicates(case, keep="last") for _, x in rows.groupby("run_commit"))
+            rows = max(commits, key=lambda x: (len(x), x["run_utc"].max()), default=rows)
+            most_rows = max((x for _, x in rows.groupby(list(SIZES))), key=len, default=rows)
             others = (_newest(every[every["stage"].isin(x)]) for x in (["link", "call"], ["timeline"]))
             return Recorded(most_rows.reset_index(drop=True), *others)
     return Recorded(*(pd.DataFrame() for _ in range(3)))
@@ -204,6 +205,20 @@ def by_batch(rows: pd.DataFrame) -> pd.DataFrame:
                 "peak": row["peak_bytes"] / one["peak_bytes"].iloc[0] if len(one) else None,
             })  # fmt: skip
     return pd.DataFrame(lines, columns=columns)
+
+
+def relative(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows that ran, with peak and sent, bytes of the fullest rank and of the busiest sender, and both over those
+    of "sequence" in the same case (empty where it sends nothing)."""
+    done, keys = ok(rows), ["kind", "n", "mode", "nproc"]
+    sent = [max(x, default=0) if isinstance(x, list) else None for x in done["sent_bytes"]]
+    done = done.assign(peak=done["peak_bytes"], sent=pd.Series(sent, done.index, dtype=float))
+    ours = done[done["strategy"] == "sequence"].drop_duplicates(keys)
+    ours = done[keys].merge(ours[[*keys, "peak", "sent"]], "left", keys)
+    for column in ("peak", "sent"):
+        per = ours[column].where(ours[column] > 0).to_numpy(float)
+        done[f"{column} over sequence's"] = done[column].to_numpy(float) / per
+    return done
 
 
 def plain(rows: pd.DataFrame) -> pd.DataFrame:

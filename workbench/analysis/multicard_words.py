@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from workbench.analysis.multicard import ORDERS, mib, ok
+from workbench.analysis.multicard import ORDERS, mib, ok, relative
 from workbench.harness.narrate import MODES, counted, listed, number, spread, title
 from workbench.probes.timing import AA
 from workbench.scaling.strategies import ONE, SHORT
@@ -70,33 +70,25 @@ def _name(strategy: str) -> str:
     return SHORT.get(strategy, strategy)
 
 
-COSTS = {"context parallel": ("peak_bytes", "holds", "memory"), "heads": ("sent_bytes", "sends", "bytes")}
+COSTS = {"context parallel": ("peak", "holds", "memory"), "heads": ("sent", "sends", "bytes")}
 
 
 def costs(rows: pd.DataFrame) -> list[str]:
     """What other ways cost beside dividing the sequence: the memory of context parallel and the bytes that heads send,
     over those of "sequence", as a range over cases and at the case with the largest."""
-    done, said = ok(rows), []
-    for name, (column, holds, noun) in COSTS.items():
-        found = []
-        for case, group in done.groupby([*CASE, "nproc"], sort=False):
-            by = group.drop_duplicates("strategy").set_index("strategy")[column]
-            sizes = [_most(by.get(x)) for x in (name, "sequence")]
-            if all(sizes):
-                found.append((sizes[0] / sizes[1], *sizes, dict(zip(CASE, case, strict=False))))
-        if found and max(found, key=lambda x: x[0])[0] > UNEQUAL:
-            most, theirs, ours, case = max(found, key=lambda x: x[0])
-            ends = dict.fromkeys([number(min(x[0] for x in found)), number(most)])
-            said.append(
-                f"{name.capitalize()} {holds} **{' to '.join(ends)} times** the {noun} of sequence: at most at "
-                f"{_case(case)}, {mib(theirs)} against {mib(ours)} MiB."
-            )
+    done, said = relative(rows), []
+    for name, (column, does, noun) in COSTS.items():
+        ratio = done[done["strategy"] == name][f"{column} over sequence's"].dropna()
+        if ratio.empty or ratio.max() <= UNEQUAL:
+            continue
+        most = done.loc[ratio.idxmax()]
+        ends = " to ".join(dict.fromkeys([number(ratio.min()), number(ratio.max())]))
+        ours = most[column] / ratio.max()
+        said.append(
+            f"*{name}* {does} **{ends} times** the {noun} of *sequence*; most for {_case(most)}: {mib(most[column])} "
+            f"against {mib(ours)} MiB."
+        )
     return said
-
-
-def _most(value) -> float | None:
-    value = max(value, default=None) if isinstance(value, list) else value
-    return None if value is None or value != value else value
 
 
 def headline(rows: pd.DataFrame, what: str = "card") -> str:
@@ -146,10 +138,11 @@ def beside(shares: pd.DataFrame) -> list[str]:
     said = []
     for (label, strategy), ranks in shares.groupby(["label", "strategy"], sort=False):
         mean = ranks.drop(columns=["label", "strategy", "rank"]).mean()
+        name = f"{title(label)[0].upper()}{title(label)[1:]} by *{strategy}*"
         said.append(
-            f"{title(label)} by {strategy}: of {number(mean['call'])} ms a rank computes for "
-            f"**{mean['compute'] / mean['call']:.0%}**, and exchanges or waits in an exchange for "
-            f"{number(mean['exchange'])} ms, {number(mean['beside'])} ms of it while it computes."
+            f"{name} takes {number(mean['call'])} ms here. A rank computes for "
+            f"**{mean['compute'] / mean['call']:.0%}** of it, and is in an exchange for {number(mean['exchange'])} ms, "
+            f"{number(mean['beside'])} ms of which while it computes."
         )
     return said
 

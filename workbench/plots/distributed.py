@@ -29,6 +29,7 @@ def borders(rows: pd.DataFrame):
             style.note(ax, orderings.label(name), (line["world"].iloc[-1], line[column].iloc[-1]), (0, 6), ha="right",
                        color=orderings.color(name))  # fmt: skip
         ax.set(xscale="log", yscale="log", xlabel="ranks")
+        ax.margins(y=0.12)  # room for the names
         rank_ticks(ax, rows["world"])
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=15))
         style.log_ticks(ax.yaxis, "{:,g}".format)
