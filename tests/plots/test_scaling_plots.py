@@ -35,7 +35,7 @@ def test_a_pattern_that_nothing_ran_has_no_line_and_one_that_some_ranks_did_not_
     assert len(draw.speedups(none).axes[0].get_yticks()) == 2
     some = rows[(rows["kind"] != "longnet-geometric") | (rows["nproc"] == 2)]
     said = [text.get_text() for text in draw.speedups(some).axes[1].texts]
-    assert said == ["2.00"] * 2 + ["no result"] * 3 + ["ideal"]
+    assert said == ["2.00"] * 2 + ["not measured"] * 3 + ["ideal"]
     assert draw.speedups(rows[:0]).get_label().startswith("No way of using several ranks")
 
 

@@ -133,6 +133,13 @@ def test_what_is_not_for_this_case_or_machine_says_why(rows):
     assert not sweeps.failed(pd.DataFrame(list(rows.values())))
 
 
+def test_each_case_may_have_strategies_of_its_own(rows, folder):
+    cases = {"dilated": Case(DILATED, dtype="float64", **SIZES), "pair": Case(Dense(True), batch=2, **SIZES)}
+    found = sweep(folder / "rows", cases, lambda case: ["sequence"] if case.batch == 2 else ["heads"])
+    assert list(found) == [("dilated", ONE), ("dilated", "heads"), ("dilated", AA), ("pair", ONE), ("pair", "sequence"),
+                           ("pair", AA)]  # fmt: skip
+
+
 def test_a_table_has_a_line_a_row(rows):
     header, *lines = sweeps.table(pd.DataFrame(list(rows.values()))).splitlines()
     assert header.split() == ["case", "strategy", "ms", "speed-up", "peak", "MiB", "sent", "MiB", "busy", "note"]

@@ -85,8 +85,13 @@ def most(world: int) -> int:
 
 
 def sweep(chosen: Mapping[str, Case], worlds: Iterable[int], strategies=STRATEGIES, **options) -> pd.DataFrame:
-    """The rows of `scaling.sweep` on each number of ranks, with `kind` (see `kinds`)."""
-    frames = (sweeps.sweep(chosen, nproc, strategies, say=None, **options) for nproc in worlds)
+    """The rows of `scaling.sweep` on each number of ranks, with `kind` (see `kinds`). Shares of the batch are measured
+    for dense attention alone: for one sequence they are one device, whatever the pattern."""
+
+    def of(case: Case) -> list[str]:
+        return [x for x in strategies if x not in SHORT or isinstance(case.pattern, Dense)]
+
+    frames = (sweeps.sweep(chosen, nproc, of, say=None, **options) for nproc in worlds)
     return kinds(pd.DataFrame([row for frame in frames for row in frame.to_dict("records")]))
 
 

@@ -96,7 +96,7 @@ def _line(ax, y: int, rows: pd.DataFrame, names: list[str]) -> None:
         at = {"transform": ax.get_yaxis_transform(), "va": "center", "ha": "right", "fontsize": 9}
         ax.text(1, y, f"{by.loc['sequence', 'speedup']:.2f}", color=COLORS["sequence"], **at)
     elif by.empty:
-        ax.text(1, y, "no result", color="#666666", fontsize=9, ha="right", transform=ax.get_yaxis_transform())
+        ax.text(1, y, "not measured", color="#666666", fontsize=9, ha="right", transform=ax.get_yaxis_transform())
 
 
 def _bounds(ax, world: int, most: int | None, lines: int) -> None:

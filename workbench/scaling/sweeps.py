@@ -36,12 +36,13 @@ MEASURED = (
 
 
 def sweep(
-    cases: Mapping[str, Case], nproc: int = 2, strategies: Iterable[str] = STRATEGIES, *, samples: int = 9,
+    cases: Mapping[str, Case], nproc: int = 2, strategies: Iterable[str] | Callable = STRATEGIES, *, samples: int = 9,
     seconds: float = 20.0, within_s: float | None = None, profile="quick", folder=None, say: Callable | None = print,
 ) -> pd.DataFrame:  # fmt: skip
     """Measure every case by every strategy on nproc ranks and, always, on one device: a row each, and one of "A/A".
 
-    cases: {label: case}. samples: rounds of a case; seconds: after about so long no further round is begun.
+    cases: {label: case}. strategies: names, or a function of a case that gives them. samples: rounds of a case;
+    seconds: after about so long no further round is begun.
     within_s: after so long no case is begun that has anything left to measure; calling again goes on with those.
     profile, folder: as in `records.start`.
     Rows become records when their case is measured, and settled ones are not measured again, whatever their label. A
@@ -61,10 +62,10 @@ def sweep(
         compared_with: one device or, for a forward that it cannot do, float64; unchecked: why nothing was compared
     On cards times are taken in a pool of their own, in which no profiler ever ran.
     """
-    wanted = _wanted(strategies)
+    wanted = _wanted(strategies, checks.named("cases", cases, "Case"))
     end = math.inf if within_s is None else time.monotonic() + checks.number("within_s", within_s, above=-1)
     samples, seconds = checks.whole("samples", samples, 1), checks.number("seconds", seconds)
-    backend = backend_of(checks.named("cases", cases, "Case").values())
+    backend = backend_of(cases.values())
     recorder = records.start("scaling", profile, folder)
     say, rows = say or (lambda *_, **__: None), []
     with contextlib.ExitStack() as pools:
@@ -73,8 +74,8 @@ def sweep(
             for_times = pools.enter_context(Pool(nproc, backend))
         for number, (label, case) in enumerate(cases.items(), 1):
             fields = {"stage": "sweep", "nproc": nproc, "check": True, "rounds": samples} | case.fields()
-            known = {name: _settled(recorder, fields | who(name, nproc)) for name in (*wanted, AA)}
-            todo = [name for name in wanted if known[name] is None]
+            known = {name: _settled(recorder, fields | who(name, nproc)) for name in (*wanted[label], AA)}
+            todo = [name for name in wanted[label] if known[name] is None]
             if todo and time.monotonic() > end:
                 say(f"{number}/{len(cases)}: {label}: not begun, time is over; run it again to go on", flush=True)
                 continue
@@ -101,11 +102,15 @@ def _recorded(known: dict, fresh: dict, fields: Callable[[str], dict], recorder,
     return rows
 
 
-def _wanted(strategies: Iterable[str]) -> list[str]:
-    wanted = [ONE, *dict.fromkeys(x for x in checks.listed("strategies", strategies) if x != ONE)]
-    for name in wanted:
-        ways.check_name(name)
-    return wanted
+def _wanted(strategies: Iterable[str] | Callable, cases: Mapping[str, Case]) -> dict[str, list[str]]:
+    """By label, the strategies to measure, one device first."""
+    found = {}
+    for label, case in cases.items():
+        names = checks.listed("strategies", strategies(case) if callable(strategies) else strategies)
+        found[label] = [ONE, *dict.fromkeys(x for x in names if x != ONE)]
+        for name in found[label]:
+            ways.check_name(name)
+    return found
 
 
 def backend_of(cases: Iterable[Case]) -> str:
