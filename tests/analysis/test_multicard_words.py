@@ -60,14 +60,6 @@ def test_results_are_counted_and_wrong_ones_named():
     assert "No strategy" in words.as_planned(rows[:0])
 
 
-def test_ranks_are_not_cards_and_a_missing_row_is_said():
-    rows = pd.DataFrame(case(sequence=4))
-    told = "At the peak a rank holds **1.00** of what one device holds; an even share is 0.50."
-    assert words.share_of_one(rows, "rank").startswith(told)
-    assert "nothing to compare" in words.share_of_one(rows[rows["strategy"] != "sequence"])
-    assert "nothing to compare" in words.share_of_one(rows[:0])
-
-
 def test_processors_bound_the_mean_and_not_one_rank():
     assert words.processors(2, [2]).endswith("more than 2 times as fast as a rank alone.")
     assert words.processors(2, [2, 4]).endswith("for at most 50% of the time with 4 ranks.")
@@ -149,11 +141,12 @@ def test_what_a_call_spends_its_time_on():
 def test_a_neighborhood_that_is_slower_on_two_ranks_says_so():
     one, other = case(multicard.GRIDS[0], alone=43, sequence=28), case(multicard.GRIDS[1], alone=9, sequence=11)
     rows = pd.DataFrame(one + other)
-    (told,) = words.orders(rows)
+    (told,) = words.orders(multicard.orders(rows, "Here"))
+    assert told.startswith("Here, N = 256, forward: along")
     assert "one device takes **9 ms** in place of 43, and 2 take **11 ms** in place of 28" in told
     assert "gives 1.54 times in row-major order and 0.82 along the curve" in told
     assert told.endswith("one device alone is faster.")
-    assert words.orders(rows[rows["strategy"] != "sequence"]) == [] and words.orders(pd.DataFrame()) == []
+    assert words.orders(multicard.orders(pd.DataFrame(one), "Here")) == [] and words.orders(pd.DataFrame()) == []
 
 
 def test_who_has_to_get_most_and_least():

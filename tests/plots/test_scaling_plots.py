@@ -39,17 +39,6 @@ def test_a_pattern_that_nothing_ran_has_no_line_and_one_that_some_ranks_did_not_
     assert draw.speedups(rows[:0]).get_label().startswith("No way of using several ranks")
 
 
-def test_cards_have_a_bar_each_and_what_is_not_counted_says_so(rows):  # noqa: F811
-    case = rows[(rows["kind"] == "longnet-geometric") & (rows["n"] == 1024) & (rows["nproc"] == 4)].copy()
-    case.loc[case["strategy"] == "sequence", "sent_bytes"] = None
-    fig = draw.cards(case, "rank")
-    assert [len(ax.patches) for ax in fig.axes] == [12, 8, 12]  # three ways, four ranks
-    assert "  not counted" in [text.get_text() for text in fig.axes[1].texts]
-    assert labels(fig) == ["rank 0", "rank 1", "rank 2", "rank 3"]
-    assert [text.get_text() for text in fig.axes[2].texts[:4]] == ["90%", "80%", "80%", "80%"]
-    assert fig.get_label() == "What each of 4 ranks holds, sends and computes: LongNet, geometric, forward, N = 1,024."
-
-
 def test_curves_tell_modelled_from_measured(rows):  # noqa: F811
     curves = many_ranks.curves(rows, Rates(1e-4, 1e9, 1e-3), (2, 16, 64), 64, 16)
     fig = draw.curves(curves, many_ranks.efficiency(rows))

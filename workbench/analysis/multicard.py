@@ -16,7 +16,7 @@ import torch
 
 from workbench.distributed import Shards, plan
 from workbench.harness import records
-from workbench.harness.narrate import MODES, first_mode, number, title
+from workbench.harness.narrate import MODES, first_mode, number, spread, title
 from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern, from_spec, layouts, orderings
 from workbench.patterns.dilated import geometric
 from workbench.probes import catalog
@@ -181,6 +181,12 @@ def peak_and_sent(row: dict) -> str:
     return mib(row["peak_bytes"]) + sends
 
 
+def busy(row: dict) -> str:
+    """For `summary`: the shares of the time in which a rank computes, from the least to the largest."""
+    known = [x for x in row["busy"] if x is not None] if isinstance(row["busy"], list) else []
+    return spread(min(known), max(known), ".0%") if known else "?"
+
+
 def mib(x: float) -> str:
     """Bytes in MiB, three digits or all of a whole number's."""
     return "?" if pd.isna(x) else f"{x / 2**20:,.0f}" if x >= 100 << 20 else f"{x / 2**20:.3g}"
@@ -242,15 +248,6 @@ def longest(rows: pd.DataFrame) -> pd.DataFrame:
     return found.assign(**{"times one device's": rows["ratio"]}).set_index("strategy")
 
 
-def one_case(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of one case on the most ranks: longnet's longest or, without any, that of what comes first."""
-    done = first_mode(ok(rows))
-    done = done[done["nproc"] == done["nproc"].max()]
-    first = "longnet-geometric" if "longnet-geometric" in set(done["kind"]) else next(iter(done["kind"]), None)
-    done = done[done["kind"] == first]
-    return done[done["n"] == done["n"].max()]
-
-
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
@@ -265,31 +262,22 @@ def one_thread():
         torch.set_num_threads(threads)
 
 
-def plans(rows: pd.DataFrame, world: int) -> dict:
-    """{kind: the plan of its longest sequence on so many ranks}."""
-    longest = first_mode(rows).sort_values("n").drop_duplicates("kind", keep="last").sort_index()
-    found = {}
-    for row in longest.to_dict("records"):
-        n, *sizes = (int(row[x]) for x in ("n", "heads", "kv_heads", "nq"))
-        found[row["kind"]] = plan(from_spec(row["pattern_spec"]), Shards.even(n, world), *sizes)
-    return found
-
-
 @one_thread()
 def moved(rows: pd.DataFrame, world: int) -> pd.DataFrame:
-    """What a forward moves on so many ranks, from the plans of each pattern's longest sequence: a row for each pattern;
-    MiB sent by all ranks and by the one that sends most, rows that ranks get over those that they hold, exchanges, and
-    the most pairs of a rank over the mean."""
+    """What a forward moves on so many ranks, from the plans of each pattern's longest sequence: MiB sent by all ranks
+    and by the one that sends most, rows that ranks get over those that they hold, exchanges, and the most pairs of a
+    rank over the mean."""
     found = []
-    for kind, of_kind in plans(rows, world).items():
-        row = rows[rows["kind"] == kind].iloc[0]
-        sizes = getattr(torch, row["dtype"]).itemsize, int(row["head_dim"])
-        sent = of_kind.bytes(*sizes)
-        held = 2 * of_kind.n * of_kind.kv_heads * math.prod(sizes)
+    for row in first_mode(rows).sort_values("n").drop_duplicates("kind", keep="last").sort_index().to_dict("records"):
+        n, heads, kv_heads, nq, head_dim = (int(row[x]) for x in ("n", "heads", "kv_heads", "nq", "head_dim"))
+        its = plan(from_spec(row["pattern_spec"]), Shards.even(n, world), heads, kv_heads, nq)
+        itemsize = getattr(torch, row["dtype"]).itemsize
+        sent = its.bytes(itemsize, head_dim)
         found.append({
-            "pattern": title(kind), "N": of_kind.n, "MiB, all ranks": int(sent.sum()) / 2**20,
-            "MiB, busiest sender": int(sent.sum(1).max()) / 2**20, "rows got over rows held": int(sent.sum()) / held,
-            "exchanges": len(of_kind.stages), "most pairs over the mean": of_kind.balance,
+            "pattern": title(row["kind"]), "N": n, "MiB, all ranks": int(sent.sum()) / 2**20,
+            "MiB, busiest sender": int(sent.sum(1).max()) / 2**20,
+            "rows got over rows held": int(sent.sum()) / (2 * n * kv_heads * head_dim * itemsize),
+            "exchanges": len(its.stages), "most pairs over the mean": its.balance,
         })  # fmt: skip
     return pd.DataFrame(found).set_index("pattern") if found else pd.DataFrame()
 

@@ -165,20 +165,6 @@ def as_planned(rows: pd.DataFrame) -> str:
     return f"In **{same} of {len(done)}** every rank sent as many bytes as its plan says, to the byte."
 
 
-def share_of_one(rows: pd.DataFrame, what: str = "card") -> str:
-    """What the sequence strategy holds and sends in one case (rows of one N, mode and number of ranks)."""
-    by = rows.drop_duplicates("strategy").set_index("strategy")
-    if not {ONE, "sequence"} <= set(by.index) or by.loc[[ONE, "sequence"], "peak_bytes"].isna().any():
-        return "One device or the division of the sequence gave no right result here: there is nothing to compare."
-    alone, ours = by.loc[ONE], by.loc["sequence"]
-    world, sent = int(ours["nproc"]), ours["sent_bytes"]
-    said = (
-        f"At the peak a {what} holds **{ours['peak_bytes'] / alone['peak_bytes']:.2f}** of what one device holds; "
-        f"an even share is {1 / world:.2f}."
-    )
-    return said + (f" It sends at most {max(sent) / 2**20:.3g} MiB." if isinstance(sent, list) and sent else "")
-
-
 def processors(cores: int, worlds) -> str:
     """What ranks that share processors can reach at best."""
     said = (f"The ranks share **{counted(cores, 'processor')}**, one thread a rank or more where there is room: no "
@@ -240,22 +226,20 @@ def longest(rows: pd.DataFrame, budget_mib: float, step: float, what: str = "car
     )
 
 
-def orders(rows: pd.DataFrame) -> list[str]:
-    """What the two orders of a grid's cells give on one device and on several, where both were measured."""
-    done, said = ok(rows[rows["kind"].str.startswith("neighborhood")]) if len(rows) else rows, []
-    for (n, mode, world), group in done.groupby(["n", "mode", "nproc"]) if len(done) else ():
-        by = group.drop_duplicates(["kind", "strategy"], keep="last").set_index(["kind", "strategy"])
-        kinds = [f"neighborhood, {x}" for x in ORDERS.values()]
-        if not all((kind, x) in by.index for kind in kinds for x in (ONE, "sequence")):
+def orders(measured: pd.DataFrame) -> list[str]:
+    """`multicard.orders` in sentences: what the order of a grid's cells gives on one device and on several."""
+    said = []
+    for (device, n, mode, world), group in measured.groupby(["device", "N", "mode", "ranks"]) if len(measured) else ():
+        by = group.set_index("order")
+        if {*by.index} != {*ORDERS.values()}:
             continue
-        alone, many = ([by.loc[(kind, x), "median_ms"] for kind in kinds] for x in (ONE, "sequence"))
-        gain = [by.loc[(kind, "sequence"), "speedup"] for kind in kinds]
-        slower = by.loc[(kinds[1], "sequence"), "speedup_high"] < 1
+        (row, curve), (slow, fast) = ([by.loc[x, y] for x in ORDERS.values()] for y in ("one device (ms)", "speed-up"))
+        rows, many = (by.loc[x, "all ranks (ms)"] for x in ORDERS.values())
         said.append(
-            f"N = {int(n):,}, {MODES[mode]}: along the Hilbert curve one device takes **{number(alone[1])} ms** in "
-            f"place of {number(alone[0])}, and {world:g} take **{number(many[1])} ms** in place of {number(many[0])}. "
-            f"Dividing gives {gain[0]:.2f} times in row-major order and {gain[1]:.2f} along the curve"
-            + (": too little work is left to divide, one device alone is faster." if slower else ".")
+            f"{device}, N = {n:,}, {mode}: along the Hilbert curve one device takes **{number(curve)} ms** in place of "
+            f"{number(row)}, and {world} take **{number(many)} ms** in place of {number(rows)}. Dividing gives "
+            f"{slow:.2f} times in row-major order and {fast:.2f} along the curve"
+            + (": too little work is left, one device alone is faster." if by.loc["Hilbert", "high"] < 1 else ".")
         )
     return said
 

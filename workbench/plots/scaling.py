@@ -1,4 +1,4 @@
-"""Pictures of several cards: the speed-up of each strategy, what each card does, the link, and what many would give.
+"""Pictures of several cards: the speed-up of each strategy, the link, and what many would give.
 
 Each function draws from DataFrames alone (see `analysis.multicard` for the columns) and returns a Figure, whose label
 is its alternative text.
@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from workbench.harness.narrate import title
 from workbench.plots import style
@@ -110,51 +109,6 @@ def _bounds(ax, world: int, most: int | None, lines: int) -> None:
     ax.grid(False, axis="y")
 
 
-def cards(rows: pd.DataFrame, what: str = "card"):
-    """For each strategy and card a bar of its memory at the peak, of what it sends, and of its share of time computing.
-
-    rows: of `multicard.ok`, of one case and one number of ranks. what: the word for a card in the legend and text.
-    """
-    order = [*COLORS, *sorted({*rows["strategy"]} - {*COLORS})]
-    rows = rows[rows["strategy"] != AA].set_index("strategy")
-    names = [x for x in order if x in rows.index]
-    if not names:
-        return style.blank("Nothing gave a right result here.")
-    world = int(rows["nproc"].iloc[0])
-    shades = sns.color_palette(style.SEQUENTIAL, world + 1)[1:]
-    panels = {"peak_by_card": ("at the peak (MiB)", 2**20), "sent_bytes": ("sent (MiB)", 2**20),
-              "busy": ("computing, of the time", 1)}  # fmt: skip
-    high = 0.8 / world
-    fig, axes = style.subplots(1, 3, figsize=(9.5, 1.6 + len(names) * (0.3 + 0.13 * world)), sharey=True)
-    for ax, (column, (label, unit)) in zip(axes, panels.items(), strict=True):
-        largest = 0
-        for y, name in enumerate(names):
-            values = rows[column][name]
-            if not isinstance(values, list):
-                ax.text(0, y, "  not counted", va="center", fontsize=9, color="#666666")
-                continue
-            values = [x / unit if x is not None else np.nan for x in values + [0] * (world - len(values))]
-            places = [y + high * (card - (world - 1) / 2) for card in range(world)]
-            bars = ax.barh(places, values, high, color=shades, lw=0)
-            ax.bar_label(bars, [_told(x, column) for x in values], padding=2, fontsize=9)
-            largest = max(largest, *np.nan_to_num(values))
-        ax.set(xlabel=label, xlim=(0, 1.35 * largest or 1))
-        # a label at the right end would touch the next panel's
-        ax.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10], prune="upper"))
-        ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}"))
-        ax.grid(False, axis="y")
-    axes[0].set(yticks=range(len(names)), yticklabels=[SHORT.get(x, x) for x in names])
-    axes[0].invert_yaxis()
-    axes[2].set(xlim=(0, max(1.2, 1.2 * largest)), xticks=(0, 0.25, 0.5, 0.75, 1))
-    axes[2].xaxis.set_major_formatter(PercentFormatter(1))
-    patches = [Patch(color=shade, label=f"{what} {card}") for card, shade in enumerate(shades)]
-    fig.legend(handles=patches, loc="outside lower center", ncols=world, fontsize=9)
-    first = rows.iloc[0]
-    case = f"{title(first['kind'])}, {style.MODES[first['mode']]}, N = {int(first['n']):,}"
-    axes[0].set_title(case, loc="left")
-    return style.finish(fig, f"What each of {world} {what}s holds, sends and computes: {case}.")
-
-
 def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
     """Efficiency, speed-up over the number of ranks, against the number of ranks: lines are modelled, markers measured.
 
@@ -228,8 +182,3 @@ def rank_ticks(ax, worlds) -> None:
     """Ticks at powers of two, as many as there is room for."""
     powers = [1 << x for x in range(int(max(worlds)).bit_length()) if min(worlds) <= 1 << x]
     style.log_ticks(ax.xaxis, "{:,.0f}".format, powers[:: -(-len(powers) // 7)])
-
-
-def _told(x: float, column: str) -> str:
-    """A number beside a bar."""
-    return "?" if np.isnan(x) else f"{x:.0%}" if column == "busy" else style.number(round(x, 2))
