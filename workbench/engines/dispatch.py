@@ -4,8 +4,6 @@ Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H quer
 head_dim.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

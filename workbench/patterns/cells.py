@@ -6,8 +6,6 @@ theorem), so a cell with m kept positions holds m * m pairs, or m (m + 1) / 2 ca
 the subsets gives what at least one branch sees.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 
