@@ -72,17 +72,15 @@ def note(ax, text: str, at: tuple, offset=(0, 0), **look) -> None:
 
 
 def name_ends(ax, ends) -> None:
-    """Name lines to the right of an axis, one above the other where they end close together: the axis' scales and
-    limits are final then. ends: (x, y, text, colour)."""
-    lines, low = [], -0.04
+    """Name lines to the right of an axis, or beside their ends where these are far from it, one above the other where
+    they are close: the axis' scales and limits are final then. ends: (x, y, text, colour)."""
+    low = {}
     for x, y, text, color in sorted(ends, key=lambda end: end[1]):
-        at = ax.transAxes.inverted().transform(ax.transData.transform((x, y)))[1]
-        low = max(at, low + 0.055 * (1 + text.count("\n")))
-        lines.append([x, y, text, color, low])
-    over = max(0, low - 1.04)
-    for x, y, text, color, at in lines:
+        across, at = ax.transAxes.inverted().transform(ax.transData.transform((x, y)))
+        across = 1.03 if across > 0.5 else across + 0.05
+        low[across] = max(at, low.get(across, -1) + 0.055 * (1 + text.count("\n")))
         arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3}
-        ax.annotate(text, (x, y), xytext=(1.03, at - over), textcoords="axes fraction", color=color, fontsize=9,
+        ax.annotate(text, (x, y), xytext=(across, low[across]), textcoords="axes fraction", color=color, fontsize=9,
                     va="center", arrowprops=arrow)  # fmt: skip
 
 
