@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.notebooks.build import code, text
 from workbench.report import page
-from workbench.report.outputs import STATE, VIEW, shrink
+from workbench.report.outputs import STATE, VIEW
 
 FACTS = {"title": "T", "status": "ok", "failure": "", "message": "", "cell": None, "byline": [("device", "a <card>")]}
 
@@ -170,13 +170,6 @@ def test_a_failure_has_a_banner_a_mark_on_its_cell_and_shade_on_what_did_not_run
     assert ["failed" in c[:40] for c in cells] == [False, True, False]
     assert ["unrun" in c[:40] for c in cells] == [False, False, True]
     assert "killed by &lt;9&gt;" in cells[1]
-
-
-def test_a_plot_becomes_a_palette_and_a_photograph_keeps_its_colours():
-    plot, noise = png(PIXELS.repeat(40, 0).repeat(40, 1)), png(np.random.default_rng(0).integers(0, 256, (64, 64, 3)))
-    assert Image.open(io.BytesIO(shrink(plot))).mode == "P" and len(shrink(plot)) < len(plot)
-    assert np.array_equal(Image.open(io.BytesIO(shrink(plot))).convert("RGB"), Image.open(io.BytesIO(plot)))
-    assert np.array_equal(Image.open(io.BytesIO(shrink(noise))), Image.open(io.BytesIO(noise)))
 
 
 def test_a_figure_is_described_by_its_label_or_its_titles():

@@ -1,4 +1,4 @@
-"""Outputs in a form that needs no Jupyter: figures described in words, pictures in fewer bytes, widgets as plain HTML.
+"""Outputs in a form that needs no Jupyter: figures described in words, widgets as plain HTML.
 
 It is an IPython extension too: what `workbench report` adds inside its kernels.
 """
@@ -11,10 +11,6 @@ import io
 import sys
 from html import escape
 
-from PIL import Image, ImageChops, ImageStat
-
-PALETTE = 256
-UNSEEN = 2.0  # root mean square error, of 255, that a palette may bring: plots stay below, photographs above
 VIEW = "application/vnd.jupyter.widget-view+json"
 STATE = "application/vnd.jupyter.widget-state+json"
 
@@ -43,33 +39,6 @@ def describe(fig) -> str:
         if parts and not hasattr(ax, "_colorbar"):
             panels.append(": ".join(parts))
     return ". ".join(filter(None, [fig.get_suptitle(), *dict.fromkeys(panels)]))
-
-
-def picture(data: bytes) -> Image.Image | None:
-    """The image in these bytes, or None where there is none that can be read."""
-    try:
-        image = Image.open(io.BytesIO(data))
-        image.load()
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return None
-    return image
-
-
-def shrink(png: bytes) -> bytes:
-    """The same picture in fewer bytes: with a palette where one cannot tell. What is no picture stays as it is."""
-    image = picture(png)
-    if image is None:
-        return png
-    if image.mode == "RGBA" and image.getextrema()[3] == (255, 255):
-        image = image.convert("RGB")
-    if image.mode == "RGB":
-        exact = image.getcolors(PALETTE)
-        palette = image.quantize(len(exact) if exact else PALETTE, dither=Image.Dither.NONE)
-        if exact or max(ImageStat.Stat(ImageChops.difference(image, palette.convert("RGB"))).rms) < UNSEEN:
-            image = palette
-    out = io.BytesIO()
-    image.save(out, "PNG", optimize=True)
-    return min(out.getvalue(), png, key=len)
 
 
 def make_static(nb) -> None:
