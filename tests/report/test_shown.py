@@ -52,6 +52,7 @@ def html(tmp_path, monkeypatch):
     for bundle, about in shown:
         cells.append(code("a = 1\nb = 2"))
         cells[-1].outputs = [v4.new_output("display_data", bundle, metadata={"workbench": about})]
+    cells.insert(-1, text("## In short"))
     cells.append(text("| a | b |\n|---|---|\n| 1 | 2 |"))
     return page.render(v4.new_notebook(cells=cells), tmp_path / "t.ipynb", FACTS)
 
@@ -62,7 +63,7 @@ def test_figures_and_tables_are_numbered_and_the_answer_comes_first(html):
     before = html[: html.index("<main ")]
     assert "<strong>four</strong>" in before and 'href="#figure-2"' in before and "<svg" not in before
     assert 'alt="Time grows."' in before
-    assert page.shown.alt("One. Two.") == "One."
+    assert html.count(">In short<") == 1 and page.shown.alt("One. Two.") == "One."
 
 
 def test_numbers_are_shown_by_their_kind():

@@ -3,8 +3,6 @@
 A plan (`plan`, `Shards`) is pure computation: it needs no process group and no other ranks.
 """
 
-from __future__ import annotations
-
 import importlib
 
 _HOMES = {

@@ -6,8 +6,6 @@ too. They answer while the attention to the rank's own rows runs (`start`). If o
 Dimensions: B batch, L rows of this rank, Lq its queries, H query heads, G key heads, D head_dim.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -21,8 +21,6 @@ An error that attention raises is raised on all ranks of that sequence, but not 
 their gradients: let it end the process, as `harness.ranks` does.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -9,8 +9,6 @@ Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H quer
 and j are a query head and absolute positions of a query and a key.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

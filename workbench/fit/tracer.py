@@ -12,8 +12,6 @@ Example: of (x + x) * 2 with x (4,) in float32, the events are the births of x (
 Some kernels take memory of their own, which no dispatch mode sees: `workspace` has its size, by operator.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Local attention on a grid whose cells are tokens in any order."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from functools import cached_property

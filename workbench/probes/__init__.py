@@ -4,8 +4,6 @@ the same way. What is predicted for any card is in `workbench.fit`, several card
 `estimate`, `frontier`, `layer` and `link` are found here, too.
 """
 
-from __future__ import annotations
-
 import importlib
 
 _MODULES = dict.fromkeys(("baselines", "error", "memory", "roofline", "speed", "suite", "timing", "validity"), "probes")

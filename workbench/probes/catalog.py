@@ -6,8 +6,6 @@ mean several, so they are refused with the choices.
 Dimensions: N tokens, H heads, D head_dim.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping

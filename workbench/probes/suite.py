@@ -6,8 +6,6 @@ Rates are over attended pairs. `run` measures all groups, or some, and records e
 Dimensions: N tokens, H heads, D head_dim.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
