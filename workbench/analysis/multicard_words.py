@@ -206,10 +206,9 @@ def uneven(shares: pd.DataFrame, what: str = "card") -> list[str]:
     for row in shares[shares["strategy"] == SHORT["distributed data parallel"]].to_dict("records"):
         equal = row["sequences"] % row["ranks"] == 0 and row["idlest"] and row["busiest"]
         if equal and row["busiest"] > UNEQUAL * row["idlest"]:
-            times = row["busiest"] / row["idlest"]
             said.append(f"**Not a fair row:** with {counted(int(row['sequences']), 'sequence')}, DDP gave each {what} "
-                        f"as much to do, but one computed {times:.2f} times as long as another. One {what} was slow: "
-                        "measure again.")  # fmt: skip
+                        f"as much to do, but one computed {row['busiest']:.0%} of the time and another "
+                        f"{row['idlest']:.0%}. One {what} was slow: measure again.")  # fmt: skip
     return said
 
 
