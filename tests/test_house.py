@@ -26,8 +26,7 @@ LONG = []
 LARGE = {
     "workbench.engines.flex.why_not", "workbench.engines.triton_backend.why_not",  # flat lists of reasons
     "workbench.engines.layers.__init__", "workbench.engines.torch_rules.kernels", "workbench.fit.fake_cuda.attention",
-    "workbench.fit.tracer_shortcuts.copied", "workbench.harness.ranks._ask",
-    "workbench.report.run", "workbench.report.parameters.fits",
+    "workbench.harness.ranks._ask", "workbench.report.run", "workbench.report.parameters.fits",
 }  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def test_each_constraint_is_one_public_version():
         (specifier,) = pin.specifier
         assert specifier.operator == "==" and "*" not in specifier.version, name
         assert "+" not in specifier.version and not pin.url and not pin.marker and not pin.extras, name
-        assert name == "nvidia-ml-py" or not name.startswith(OF_A_CUDA_TORCH), name  # that one is plain Python
+        assert not name.startswith(OF_A_CUDA_TORCH), name
 
 
 def test_every_requirement_has_a_pin_that_it_admits():

@@ -3,8 +3,6 @@
 Names are imported when they are first used, so that `import workbench` and the command line start at once.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 

@@ -1,7 +1,5 @@
 """The command line: `workbench report`, `list`, `doctor`, `fit`, `scale`. What one needs is imported when it runs."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io
@@ -19,25 +17,22 @@ from workbench.report import parameters
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; its exit code: 0 done, 1 something failed, 2 refused, 130 interrupted."""
-    out, err = Output(sys.stdout), Output(sys.stderr)
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = _run(_words(sys.argv[1:] if argv is None else argv))
-        finally:
-            out.flush()
-    if out.lost:
-        err.write(f"workbench: not all could be printed: {out.lost}\n")
-    return code or int(bool(out.lost))
-
-
-def _run(argv: list[str]) -> int:
-    arguments = parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what the encoding lacks is escaped
     try:
-        return arguments.command(arguments)
+        arguments = parser().parse_args(_words(sys.argv[1:] if argv is None else argv))
+        code = arguments.command(arguments)
+        print(end="", flush=True)
+        return code
     except ValueError as refused:
         print(f"workbench: {refused}", file=sys.stderr)
         return 2
     except OSError as failed:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still holds at its end
+        if isinstance(failed, BrokenPipeError):
+            return 0  # whoever read has left (`| head -1`)
         print(f"workbench: {failed}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -49,39 +44,6 @@ def _words(argv: list[str]) -> list[str]:
     """`-p heads=4` is `-p heads 4`."""
     pairs = zip(["", *argv], argv, strict=False)
     return [part for before, word in pairs for part in (word.split("=", 1) if before == "-p" else [word])]
-
-
-class Output:
-    """A stream that no trouble in printing ends a command by: the work goes on, without its words.
-
-    What the encoding lacks is escaped. `lost` is what the system said of words that were lost; that whoever read them
-    has left (`| head -1`) is none.
-    """
-
-    def __init__(self, stream):
-        self.stream, self.lost, self.open = stream, None, stream is not None
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        self._try("write", text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._try("flush")
-
-    def _try(self, method: str, *words: str) -> None:
-        if not self.open:
-            return
-        try:
-            getattr(self.stream, method)(*words)
-        except OSError as error:
-            self.open = False
-            self.lost = None if isinstance(error, BrokenPipeError) else error
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())  # for what Python still holds at its end
 
 
 def parser() -> argparse.ArgumentParser:
@@ -183,17 +145,16 @@ def _to_records(arguments) -> None:
 
 
 def _count(text: str) -> int:
-    """A number of tokens: 1000000, 1_000_000, 1e6, 300k, 1M, 1Mi (1,048,576)."""
+    """A number of tokens: 1000000, 1_000_000, 1e6, 128K (131,072), 1M (1,048,576)."""
     from fractions import Fraction
 
-    found = re.fullmatch(r"([-+]?[\d_.]+(?:e\+?\d{1,2})?)([kmgt]?)(i?)", text.strip().lower())
+    found = re.fullmatch(r"([-+]?[\d_.]+(?:e\+?\d{1,2})?)([kmgt]?)", text.strip().lower())
     try:
-        scale = (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")
-        number = Fraction(found[1]) * scale
+        number = Fraction(found[1]) * 1024 ** " kmgt".index(found[2] or " ")
     except (TypeError, ValueError):
         number = Fraction(1, 2)
     if number.denominator != 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: want a number of tokens, e.g. 131072, 1e6, 300k, 1M or 128Ki")
+        raise argparse.ArgumentTypeError(f"{text!r}: want a number of tokens, e.g. 131072, 1e6, 128K or 1M")
     return int(number)
 
 

@@ -3,8 +3,6 @@
 Nothing is taken on trust: each backend runs small cases in each dtype, forward and backward, held to the oracle.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

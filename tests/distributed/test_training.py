@@ -63,14 +63,6 @@ def test_compiled_steps_are_those_of_one_device(ranks, wrap):
         assert parameter < TOLERANCE and loss < TOLERANCE and graphs > 1, graphs
 
 
-def test_bfloat16_gradients_are_half_of_what_the_all_reduce_carries(ranks):
-    for found in ranks(4).run(train.compression, *MESHES["2x2-uneven"]):
-        (full, parameters, exact), *halves = found.values()
-        assert abs(full - 4 * parameters * 1.5) <= 8 and exact < 1e-5  # four ranks send 2 x 3/4 of what is reduced
-        for size, _, error in halves:
-            assert 2 * size == full and 1e-5 < error < 0.02, "rounded, and not lost"
-
-
 def test_traffic_is_that_of_the_plan(ranks):
     for counted, data, planned in ranks(4).run(train.plan_bytes):
         assert counted == data == planned > 0
@@ -88,10 +80,9 @@ def test_a_copy_stays_on_its_group_and_a_state_dict_fits_both_layers(ranks):
 
 
 def test_refusals_say_what_is_wanted(ranks):
-    for (uneven, none, many, dtype), shape, again in ranks(2).run(train.refused):
+    for (uneven, none, many), shape, again in ranks(2).run(train.refused):
         assert "data=3, sequence=1: want integers whose product is the 2 ranks" in uneven
         assert "data=0" in none and "data=2, sequence=3" in many
-        assert dtype == "dtype=<class 'int'>: want one of torch.bfloat16, torch.float16"
         assert shape == [1, 2] and again
 
 
@@ -106,13 +97,9 @@ def test_without_a_process_group():
 def test_the_demo_learns_alike_on_any_mesh_and_says_its_bytes(ranks):
     one, two, four = (
         ranks(world).run(train.demo, steps=12, n=128, **options)
-        for world, options in ((2, {"data": 2}), (2, {}), (4, {"data": 2, "compressed": True}))
+        for world, options in ((2, {"data": 2}), (2, {}), (4, {"data": 2}))
     )
-    for found in (*one, *two):
+    for found in (*one, *two, *four):
         torch.testing.assert_close(found["losses"], one[0]["losses"], rtol=1e-4, atol=1e-4)
         assert max(found["losses"][-3:]) < 0.9 * min(found["losses"][:2])
-    for rough in four:
-        torch.testing.assert_close(rough["losses"], one[0]["losses"], rtol=0.05, atol=0.05)
-        # half the bytes an element; four ranks send 2 x 3/4 of what they reduce, two ranks 2 x 1/2
-        assert abs(rough["bytes"]["all-reduce"] - one[0]["bytes"]["all-reduce"] / 2 * 1.5) <= 8
     assert "all-to-all" not in one[0]["bytes"] and two[0]["bytes"]["all-to-all"] > 0

@@ -153,27 +153,6 @@ def compiled(rank, world, parts, lengths, name, wrap):
         torch._dynamo.reset()
 
 
-def compression(rank, world, parts, lengths):
-    """{dtype that travels: (bytes that DDP's all-reduces sent in a step, number of parameters, their largest error
-    after the steps)}."""
-    want, found = alone("dilated", torch.float32)[0], {}
-    for dtype in (None, torch.bfloat16, torch.float16):
-
-        def wrap(net, dtype=dtype):
-            net = DistributedDataParallel(net)
-            if dtype is not None:
-                training.compress(net, dtype)
-            return net
-
-        got, _, net = train(parts, lengths, "dilated", wrap, dtype=torch.float32)
-        _, batches = on_mesh(parts, lengths, torch.float32)
-        losses = losses_of(net, *batches[0])
-        with Traffic() as traffic:
-            losses.mean().backward()
-        found[str(dtype)] = traffic.by_collective["all-reduce"], got.numel(), float((got - want).abs().max())
-    return found
-
-
 def plan_bytes(rank, world):
     """(bytes that attention's exchanges sent, data bytes in all, bytes of the plan) of a forward and backward."""
     q, k, v = (torch.randn(2, 16, heads, 8, requires_grad=True) for heads in (4, 2, 2))
@@ -222,10 +201,10 @@ def copied(rank, world):
 
 
 def refused(rank, world):
-    found, net = [], DistributedDataParallel(nn.Linear(2, 2))
-    for call, *given in ((training.mesh, 3), (training.mesh, 0), (training.mesh, 2, 3), (training.compress, net, int)):
+    found = []
+    for given in ((3,), (0,), (2, 3)):
         try:
-            call(*given)
+            training.mesh(*given)
         except ValueError as error:
             found.append(str(error))
     again = training.mesh() is training.mesh()

@@ -503,17 +503,6 @@ def compiled(rank, world):
     return max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
 
 
-def explained(rank, world):
-    """By pattern (the sentence of `explain`, bytes that this rank's forward sent) of a call by "auto"."""
-    found = []
-    for pattern in (Dilated([64], [4]), Dense()):
-        q, k, v, *_ = mine_of(pattern, rank, world, torch.float32, heads=4)
-        with Counted(world) as counted:
-            api.attention(q, k, v, pattern)
-        found.append((api.explain(q, k, v, pattern), sum(counted.sent)))
-    return found
-
-
 def alternating(rank, world):
     """For calls of one pattern that alternate heads, groups and strategies: (how many agreements each round takes, the
     largest error, how many plans are kept once more than `call.PLANS` have been made)."""

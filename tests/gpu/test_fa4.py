@@ -140,7 +140,7 @@ def test_compiled_checkpointed_and_replayed_calls_are_the_same(pattern):
 def test_auto_takes_it_and_says_why_and_determinism_takes_triton():
     q, k, v, _ = inputs(1, 4096, 4096, 4, 4, 64)
     words = explain(q, k, v, Dilated(*RATES))
-    assert words.startswith("fa4: ") and "each key of a query once" in words and "last bits" in words
+    assert words.startswith("fa4: ") and "last bits" in words
     torch.use_deterministic_algorithms(True)
     try:
         assert explain(q, k, v, Dilated(*RATES)).startswith("triton: ")

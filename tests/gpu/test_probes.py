@@ -24,7 +24,7 @@ def test_compare_finds_itself_equal():
     assert 1.5 < frame.speedup["one"] < 2.5 and 0.9 < frame.speedup["A/A"] < 1.1
 
 
-def test_four_numbers():
+def test_three_numbers():
     kept = torch.zeros(4 * MB, dtype=torch.uint8, device="cuda")
 
     def fn():
@@ -35,7 +35,7 @@ def test_four_numbers():
     assert got.allocated_before_bytes >= kept.numel()
     assert got.extra_bytes >= 96 * MB
     assert 32 * MB <= got.allocated_after_bytes - got.allocated_before_bytes < 33 * MB
-    assert got.allocated_after_bytes < got.peak_allocated_bytes <= got.reserved_bytes < got.device_used_bytes
+    assert got.allocated_after_bytes < got.peak_allocated_bytes
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "cudnn", "flash", "efficient"])
@@ -44,9 +44,6 @@ def test_fused_baselines(backend, mode):
     case = Case(wb.Dense(causal=True), 1024, 4, 64, torch.bfloat16, backend, mode, "cuda")
     row = timing.time(case, samples=3)
     assert (row["status"], row["error"]) == ("ok", None)
-    row = memory.peak(case)
-    assert (row["status"], row["error"]) == ("ok", None)
-    assert row["allocated_before_bytes"] >= 3 * 1024 * 4 * 64 * 2
 
 
 def test_a_kernel_that_does_not_take_the_input_is_unsupported():

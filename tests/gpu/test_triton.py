@@ -6,7 +6,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import tools
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, attention, explain, layouts
-from workbench.engines import triton_backend
 from workbench.patterns import orderings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
@@ -163,16 +162,12 @@ def test_replays_from_a_cuda_graph(make):
     assert torch.equal(out, attention(q, k, v, pattern, backend="triton"))
 
 
-def test_auto_takes_the_kernels_for_16_bits_and_says_with_which_tile():
+def test_auto_takes_the_kernels_for_16_bits():
     q, k, v = tools.Case("", None, 256, head_dim=64).inputs(torch.bfloat16, "cuda")[:3]
     for pattern in (Dilated([64], [2]), BlockSparse(layouts.local(1))):
         words = explain(q, k, v, pattern)
-        m, n, *_ = triton_backend.tile_of(q, pattern)
-        assert words.startswith("triton: ") and f"{m} queries x {n} keys" in words
+        assert words.startswith("triton: ")
         with torch.autocast("cuda", torch.bfloat16):
             assert explain(q.float(), k.float(), v.float(), pattern) == words
-    assert "cuDNN" not in words
-    q, k, v = tools.Case("", None, 1 << 16, heads=8, head_dim=128).inputs(torch.bfloat16, "cuda")[:3]
-    assert "forward by cuDNN on strided views, the faster way for w=2,048 r=1" in explain(q, k, v, Dilated([2048], [1]))
     assert explain(q, k, v, BlockSparse(layouts.local(1), 24)).startswith("torch: ")
     assert explain(q.float(), k.float(), v.float(), Dilated([64], [2])).startswith("torch: ")

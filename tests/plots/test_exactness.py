@@ -52,6 +52,14 @@ def test_the_exactness_table_flags_what_is_over_budget(errors):
     assert error_ == pytest.approx(row.error_out, rel=0.05) and budget == pytest.approx(row.budget_out, rel=0.05)
 
 
+def test_the_summary_counts_by_kernel_and_in_all(errors):
+    shown = exactness.summary(errors)
+    assert list(shown.index) == ["torch", "FlexAttention", "all"]
+    ok = int((errors.status == "ok").sum())
+    assert shown.loc["all", ["runs", "within", "refused"]].tolist() == [ok, ok, len(errors) - ok]
+    assert shown.loc["all"].iloc[-1] == 100 * errors.worst.max()
+
+
 def test_values_without_gradients_are_one_row(errors):
     values = error.table([wb.Dense()], n=16, backends=["torch"], dtypes=["float32"]).iloc[0].to_dict()
     same = {key: values[key] for key in ("pattern", "causal", "backend", "dtype")}

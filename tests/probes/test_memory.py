@@ -1,14 +1,9 @@
-from pathlib import Path
-
 import pytest
 import torch
 
-import workbench as wb
 from workbench.probes import memory
-from workbench.probes.case import Case
 
 MB = 1 << 20
-ROOT = Path(wb.__file__).parents[1]
 
 
 def test_allocations_are_counted_exactly():
@@ -21,8 +16,7 @@ def test_allocations_are_counted_exactly():
 
     got = memory.measure(fn)
     assert (got.allocated_before_bytes, got.allocated_after_bytes, got.peak_allocated_bytes) == (0, 4 * MB, 5 * MB)
-    assert got.extra_bytes == 5 * MB and got.reserved_bytes is None
-    assert got.source == "torch profiler" and got.device_used_bytes > 50 * MB
+    assert got.extra_bytes == 5 * MB
 
 
 def test_scratch_inside_an_op_is_counted():
@@ -37,25 +31,7 @@ def test_profiler_says_nothing(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_fresh_and_here_agree_on_what_is_allocated():
-    case = Case(wb.Dense(), 512, 4, 32, torch.float64, "reference")
-    here, there = memory.peak(case, in_process=True), memory.peak(case)
-    assert here["status"] == there["status"] == "ok"
-    inputs = 3 * 512 * 4 * 32 * 8
-    for row in (here, there):
-        assert row["allocated_before_bytes"] == inputs
-        assert row["peak_bytes"] == row["extra_bytes"] + inputs
-        assert row["extra_bytes"] > 4 * 512 * 512 * 8  # a matrix of scores
-        assert (row["pairs"], row["backend"], row["measured"]) == (4 * 512 * 512, "reference", True)
-    assert here["extra_bytes"] == there["extra_bytes"]
-    assert here["reserved_bytes"] is there["reserved_bytes"] is None and there["device_used_bytes"] > 50 * MB
-
-
 def test_refusals():
-    row = memory.peak(Case(wb.Dense(), 64, 2, 8, backend="nonsense"), in_process=True)
-    assert row["status"] == "refused" and "nonsense" in row["error"] and row["peak_bytes"] is None
-    with pytest.raises(ValueError, match="module:function"):
-        memory.peak(Case(wb.Predicate(lambda h, i, j: i == j), 8, 1, 8))
     for fn, device, want in ((lambda: 1, "mps", "device='mps': want 'cpu'"), (lambda: 1, None, "device='None'"),
                              ("module:function", "cpu", "fn='module:function': want a function")):  # fmt: skip
         with pytest.raises(ValueError, match=want):

@@ -12,6 +12,7 @@ from nbformat import v4
 
 from tests import browser
 from tests.notebooks.build import code, text
+from workbench.plots import style
 from workbench.report import page, show
 
 FACTS = {
@@ -51,6 +52,7 @@ def html(tmp_path, monkeypatch):
     for bundle, about in shown:
         cells.append(code("a = 1\nb = 2"))
         cells[-1].outputs = [v4.new_output("display_data", bundle, metadata={"workbench": about})]
+    cells.insert(-1, text("## In short"))
     cells.append(text("| a | b |\n|---|---|\n| 1 | 2 |"))
     return page.render(v4.new_notebook(cells=cells), tmp_path / "t.ipynb", FACTS)
 
@@ -61,7 +63,7 @@ def test_figures_and_tables_are_numbered_and_the_answer_comes_first(html):
     before = html[: html.index("<main ")]
     assert "<strong>four</strong>" in before and 'href="#figure-2"' in before and "<svg" not in before
     assert 'alt="Time grows."' in before
-    assert page.shown.alt("One. Two.") == "One."
+    assert html.count(">In short<") == 1 and page.shown.alt("One. Two.") == "One."
 
 
 def test_numbers_are_shown_by_their_kind():
@@ -69,15 +71,17 @@ def test_numbers_are_shown_by_their_kind():
     cells = re.findall(r"<td[^>]*>(.*?)</td>", table, re.S)
     assert cells[0::3] == ["2", "", "1,024"] and cells[2::3] == ["1.23", "0.5", "12,346"]
     assert cells[1] == "x" and "&lt;y&gt;" in cells[4]
-    assert re.findall(r'scope="col"[^>]*>([^<]+)', table)[:2] == ["pattern", "ms"]
+    assert re.findall(r"<th [^>]*>([^<]+)", table)[:3] == ["pattern", "ms", "a, &quot;b&quot;"]
 
 
-def test_a_table_of_two_levels_has_one_row_of_headings_and_marks_what_repeats():
-    frame = pd.DataFrame({"n": [1, 2, 3]}, index=pd.MultiIndex.from_tuples([(1024, "x"), (1024, "y"), (2, "y")]))
-    table = show._table(show.formatted(frame.rename_axis(["N", "what"])))
-    assert table.count("<tr>") == 4 and table.count("class=again") == 1 and "1,024" in table
-    hidden = show._table(frame.style.hide())
-    assert hidden.count('scope="row"') == 3 and "<td" not in hidden
+def test_every_row_has_a_heading_also_under_two_levels_or_a_hidden_index():
+    index = pd.MultiIndex.from_tuples([(1024, "x"), (1024, "y")], names=["tokens", "what"])
+    frame = pd.DataFrame({"n": [1, 2]}, index)
+    table = show._table(show.formatted(frame))
+    assert re.findall(r"<t[hd] [^>]*>(.*?)</t", table) == ["tokens", "what", "N", "1,024", "x", "1", "1,024", "y", "2"]
+    for styler in (frame.style, frame.style.hide(), show.formatted(frame)):
+        body = show._table(styler).partition("<tbody>")[2]
+        assert body.count("<tr>") == 2 <= body.count("<th")
 
 
 def test_many_marks_become_pixels_inside_the_svg():
@@ -173,3 +177,7 @@ def test_text_stands_out_from_what_is_behind_it(scheme):
     for front, back in pairs:
         dark, bright = sorted((light(colors[front]), light(colors[back])))
         assert (bright + 0.05) / (dark + 0.05) >= 4.5, (front, back)
+
+
+def test_what_is_drawn_stands_out_from_white():
+    assert {name: x for name, x in style.COLORS.items() if 1.05 / (light(x) + 0.05) < 3} == {}

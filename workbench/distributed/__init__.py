@@ -3,14 +3,12 @@
 A plan (`plan`, `Shards`) is pure computation: it needs no process group and no other ranks.
 """
 
-from __future__ import annotations
-
 import importlib
 
 _HOMES = {
     "plans": ("plan", "Plan"),
     "shards": ("Shards",),
-    "api": ("attention", "explain"),
+    "api": ("attention",),
     "layers": ("MultiheadAttention",),
     "traffic": ("Traffic",),
 }

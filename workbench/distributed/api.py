@@ -8,8 +8,6 @@ sequence   one rank's run of such a plan: its own rows, then those that arrive, 
 ulysses    the other strategy: all rows, for a part of the heads
 """  # noqa: E501 (a table)
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -33,7 +31,7 @@ def attention(
     group: a process group (None: the default one). A single rank needs none: it calls `workbench.attention`.
     strategy: "sequence" (a rank attends for its own rows and fetches the key rows that they need), "heads" (a rank
         attends to the whole sequence for a part of the heads), or "auto", the one of these that brings fewer bytes to
-        the rank that receives most (see `explain`).
+        the rank that receives most.
     backend: "auto", "torch" or "triton", for what each rank computes.
     Block-sparse attention is faster, and takes less memory, if each shard is a whole number of query and of key blocks.
 
@@ -53,20 +51,3 @@ def attention(
         out, lse = call.Attend.apply(q, k, v, this, agreement)
     out = dispatch._divided(out, pattern)
     return (out, lse) if return_lse else out
-
-
-def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, group=None, strategy: str = "auto") -> str:
-    """Which strategy this call takes, why, and the bytes that it moves, in a sentence. All ranks call it together."""
-    ranks = Ranks.of(group)
-    if ranks.world == 1:
-        call.check_strategy(strategy)
-        return f"one rank: {dispatch.explain(q, k, v, pattern)}"
-    with Agreement(ranks, call.PROPOSED) as agreement:
-        q, k, v, this = call.check(q, k, v, pattern, ranks, strategy, None, "auto", False)
-        plan = call.start(this, agreement, q, k, lambda _: None)[0].plan
-    sizes = q.element_size(), q.shape[3], q.shape[0]
-    forward, backward = (plan.bytes(*sizes, mode=mode) for mode in ("fwd", "bwd"))
-    return (
-        f"{plan.strategy}: {plan.why}; forward moves {int(forward.sum()):,} bytes, at most "
-        f"{int(forward.sum(0).max()):,} to one rank, and backward {int(backward.sum()):,}"
-    )

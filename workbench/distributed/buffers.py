@@ -17,8 +17,6 @@ Dimensions: B batch, L rows of this rank, Q queries that it computes, H query he
 partial: R queries, M keys, h query heads, g key heads; of a strided view: C steps of R rows and c heads each.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 

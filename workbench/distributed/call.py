@@ -6,8 +6,6 @@ too. They answer while the attention to the rank's own rows runs (`start`). If o
 Dimensions: B batch, L rows of this rank, Lq its queries, H query heads, G key heads, D head_dim.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from workbench.distributed.group import Ranks
 from workbench.distributed.plans import Plan, describe, digest
 from workbench.distributed.shards import Shards
 from workbench.engines import dispatch, partial
-from workbench.engines.operators import transformed
+from workbench.engines.operators import refuse_transforms
 from workbench.engines.torch.fused import unit_stride
 from workbench.patterns import Dense, Pattern
 from workbench.patterns.checks import choice
@@ -69,11 +67,7 @@ def check(q, k, v, pattern, ranks: Ranks, strategy, scale, backend, return_lse) 
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern={pattern!r}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
     q, k, v = dispatch.check(q, k, v, Dense(), scale)
-    if transformed(q, k, v):
-        raise ValueError(
-            "transforms of torch.func and forward-mode derivatives do not go through several ranks: "
-            "torch.autograd.grad and backward do, and workbench.attention with backend='reference' takes all"
-        )
+    refuse_transforms(q, k, v)
     if pattern.batch not in (None, q.shape[0]):
         raise ValueError(f"the layout is for a batch of {pattern.batch}, but q is {tuple(q.shape)}")
     reason = partial.why_not(backend, q, k, pattern)
@@ -162,7 +156,7 @@ def _make(call: Call, held: list[tuple[int, int]], q: Tensor, k: Tensor) -> Exec
 
 
 def choose(strategy: str, sizes: tuple, itemsize: int, head_dim: int) -> Plan:
-    """A plan that says `why` it. sizes: the arguments of `Plan`. ValueError where the strategy is not possible."""
+    """The plan. sizes: the arguments of `Plan`. ValueError where the strategy is not possible."""
     if strategy == "heads":
         return ulysses.HeadsPlan(*sizes)
     plan = Plan(*sizes)
@@ -170,15 +164,9 @@ def choose(strategy: str, sizes: tuple, itemsize: int, head_dim: int) -> Plan:
         return plan
     try:
         other = ulysses.HeadsPlan(*sizes)
-    except ValueError as error:
-        plan.why = f"not possible by heads ({error})"
+    except ValueError:  # its heads do not divide
         return plan
-    rows, by_heads = (int(x.bytes(itemsize, head_dim).sum(0).max()) for x in (plan, other))
-    if by_heads < rows:
-        other.why = f"it brings one rank at most {by_heads:,} bytes, the rows that queries touch are {rows:,}"
-        return other
-    plan.why = f"the rows that queries touch are at most {rows:,} bytes for one rank, by heads it is {by_heads:,}"
-    return plan
+    return min((plan, other), key=lambda one: int(one.bytes(itemsize, head_dim).sum(0).max()))
 
 
 def plans_of(pattern: Pattern) -> dict[tuple, Executor]:

@@ -9,8 +9,6 @@ rule for the rank that holds the positions `own`: `dense`, `DilatedHalo`, `block
 asks the right one, where the rank has queries at all.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

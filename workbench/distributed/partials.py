@@ -17,8 +17,6 @@ by pattern:
 All of it is arithmetic on positions: no tensor of the call is needed. `fills` finds where the keys lie.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

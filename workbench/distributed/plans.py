@@ -78,10 +78,10 @@ class Plan:
     """What ranks need from each other (`halo`, `units`, `bytes`), and what they compute (`work`, `pairs`, `balance`).
 
     zigzag: whether ranks compute queries that other ranks hold (see `work`), which have to travel
-    strategy, why: "sequence" or "heads", and why this one
+    strategy: "sequence" or "heads"
     """
 
-    strategy, why = "sequence", "asked for by name"
+    strategy = "sequence"
 
     def __init__(self, pattern: Pattern, shards: Shards, heads: int, kv_heads: int, nq: int):
         if not isinstance(pattern, (Dense, Dilated, BlockSparse, Neighborhood)):

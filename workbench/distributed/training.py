@@ -4,7 +4,6 @@
     rows = Shards.even(n, 4)[mesh.get_local_rank("sequence")]  # of the sequences that this rank's data index has
     layer = wb.distributed.MultiheadAttention(512, 8, pattern, group=mesh.get_group("sequence"))  # in your model
     model = DistributedDataParallel(model)  # over all ranks, both axes of the mesh
-    training.compress(model)  # optional: gradients travel in bfloat16
     losses = cross_entropy(model(x), y, reduction="none")  # x and y: this rank's rows
     training.mean(losses).backward()  # now every rank has the gradient that one device would have: clip it, and step
 
@@ -22,14 +21,11 @@ An error that attention raises is raised on all ranks of that sequence, but not 
 their gradients: let it end the process, as `harness.ranks` does.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,8 +33,6 @@ from workbench.distributed.layers import MultiheadAttention
 from workbench.distributed.shards import Shards
 from workbench.distributed.traffic import Traffic
 from workbench.patterns import Dilated
-
-HOOKS = {torch.bfloat16: bf16_compress_hook, torch.float16: fp16_compress_hook}
 
 
 def mesh(data: int = 1, sequence: int | None = None) -> DeviceMesh:
@@ -75,20 +69,6 @@ def mean(losses: Tensor, group=None) -> Tensor:
     return losses.sum() / count * dist.get_world_size(group)
 
 
-def compress(model: DistributedDataParallel, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Have DDP's all-reduce carry gradients in this dtype, by torch's own hook; parameters keep their dtype.
-
-    dtype: bfloat16, or float16 (in which small gradients vanish without a loss scale); ValueError for another.
-    """
-    if dtype not in HOOKS:
-        raise ValueError(f"dtype={dtype}: want one of {', '.join(map(str, HOOKS))}")
-
-    def hook(group, bucket):  # torch knows its bfloat16 hook by name, and refuses it without NCCL; gloo can add it, too
-        return HOOKS[dtype](group, bucket)
-
-    model.register_comm_hook(model.process_group, hook)
-
-
 # --- an example -------------------------------------------------------------------------------------------------------
 
 
@@ -106,12 +86,12 @@ class Layer(nn.Module):
         return x + self.mlp(self.norms[1](x))
 
 
-def demo(steps: int = 40, n: int = 512, data: int = 1, compressed: bool = False) -> dict:
+def demo(steps: int = 40, n: int = 512, data: int = 1) -> dict:
     """Train a small model to tell the level of a noisy sequence from the positions so far; each step draws new ones.
 
         torchrun --nproc_per_node 2 -m workbench.harness.ranks workbench.distributed.training:demo '{"steps": 20}'
 
-    n: positions; data: into how many parts the 8 sequences of a step are divided; compressed: gradients in bfloat16.
+    n: positions; data: into how many parts the 8 sequences of a step are divided.
     Returns {"losses": by step, the same on any number of ranks; "bytes": what this rank sent in the last step}.
     """
     ranks = mesh(data)
@@ -119,8 +99,6 @@ def demo(steps: int = 40, n: int = 512, data: int = 1, compressed: bool = False)
     pattern, group = Dilated([n // 8, n], [1, 4], causal=True), ranks.get_group("sequence")
     layers = (Layer(64, MultiheadAttention(64, 8, pattern, group=group)) for _ in range(2))
     model = DistributedDataParallel(nn.Sequential(nn.Linear(1, 64), *layers, nn.Linear(64, 1)).to(ranks.device_type))
-    if compressed:
-        compress(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     some = Shards.even(8, data)[ranks.get_local_rank("data")]
     rows = Shards.even(n, dist.get_world_size(group))[dist.get_rank(group)]

@@ -4,8 +4,6 @@ Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H quer
 head_dim.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
@@ -17,11 +15,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.engines.check import check, refuse
-from workbench.engines.operators import call, handle_of, refuse_second, transformed
+from workbench.engines.operators import call, handle_of, refuse_transforms
 from workbench.engines.reference import reference
 from workbench.engines.torch.fused import GRID, OFFSETS, expand_heads, kernel, span, unit_stride
 from workbench.patterns import Dense, Dilated, Pattern, tile_order
-from workbench.patterns.advice import advise
 from workbench.patterns.checks import choice, flag
 
 BACKENDS = ("reference", "torch", "flex", "triton", "fa4")
@@ -39,8 +36,7 @@ def attention(
     A row that no key reaches has out 0, lse -inf and zero gradients.
     k and v have to be finite where they are hidden too, as in torch's kernels: hidden means a weight of 0, and 0 * NaN
     is NaN. A NaN or infinity reaches the rows that see it, and may reach others of its sequence and its group of heads.
-    Derivatives: reverse mode once, torch.func's included; others by backend "reference" only, and refused elsewhere. To
-    run what torch.export saved, import workbench.engines.torch_backend first: it defines the operators.
+    Derivatives: torch.autograd's, once. Others, and torch.func's, by backend "reference" only, and refused elsewhere.
     backend: "auto" (see `explain`), "reference", "torch", "flex", "triton" or "fa4"; one asked for by name runs or
     raises ValueError with the reason, as does any input that the pattern or the shapes do not allow. Where "auto" takes
     flex and torch cannot compile the pattern's function, which only trying tells, a warning says so and the torch
@@ -52,7 +48,11 @@ def attention(
     refuse("attention", unknown)
     q, k, v = check(q, k, v, pattern, scale)
     return_lse = flag("return_lse", return_lse)
-    advise(pattern, k.shape[1], q.shape[2], q.shape[1])
+    if q.shape[2] >= 64 and q.shape[2] > 2 * k.shape[1] > 2 and not torch.compiler.is_compiling():
+        said = f"{k.shape[1]} positions of {q.shape[2]} heads: tensors are (batch, positions, heads, head_dim) here"
+        warnings.warn(f"{said}; transpose(1, 2) those of (batch, heads, positions, head_dim)", stacklevel=2)
+    if backend != "reference":
+        refuse_transforms(q, k, v)
     chosen = choose(backend, q, k, v, pattern, return_lse)[0]
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     run = _run_flex_or_torch if backend == "auto" and chosen == "flex" else _RUN[chosen]
@@ -67,13 +67,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **unknown) -> str
     refuse("explain", unknown)
     q, k, v = check(q, k, v, pattern)
     chosen, why = choose("auto", q, k, v, pattern)
-    if chosen == "triton":
-        why += f"; {kernel_words(q, k, v, pattern)}"
-    elif chosen == "fa4":
-        from workbench.engines import fa4_backend
-
-        why += f"; {fa4_backend.words(q, k, pattern)}"
-    elif isinstance(pattern, Dense) and gradients_past_2_31(q, k, v):
+    if chosen == "torch" and isinstance(pattern, Dense) and gradients_past_2_31(q, k, v):
         why += "; by memory-efficient attention, since cuDNN's gradients are wrong past 2^31 elements and flash's fail"
     return f"{chosen}: {why}"
 
@@ -105,7 +99,8 @@ def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[st
         from workbench.engines import fa4_backend
 
         if fa4_backend.preferred(q, k, pattern):
-            return "fa4", "FlashAttention-4 is installed, and was measured to be the faster for such calls"
+            words = "FlashAttention-4 is installed, and was measured to be the faster for such calls; its gradients"
+            return "fa4", f"{words} differ in their last bits from run to run (use_deterministic_algorithms: Triton's)"
     if isinstance(pattern, Dense):
         return "torch", "every pair attends, which torch's fused attention computes as it is"
     if device == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
@@ -120,24 +115,6 @@ def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[st
             return "flex", "on this device FlexAttention skips the empty blocks inside one kernel"
         return "torch", f"key blocks are gathered in chunks, since FlexAttention is not possible here ({reason})"
     return "torch", f"on a {device.upper()} gathering the needed key blocks in chunks takes no compilation"
-
-
-def kernel_words(q: Tensor, k: Tensor, v: Tensor, pattern) -> str:
-    """Which of our kernels run this call, with which tiles, and which branches cuDNN runs instead."""
-    from workbench.engines.triton import tile_sizes
-    from workbench.engines.triton_backend import by_cudnn, in_tile_order, tile_of
-
-    plan, rest = in_tile_order(pattern, q, k.shape[1]) if isinstance(pattern, Dilated) else (None, None)
-    tile = tile_of(q, pattern) if plan is None else tile_sizes.choose("blocks forward", q, plan.block_size)
-    m, n, warps, stages, _ = tile
-    kind = "a kernel a branch" if isinstance(pattern, Dilated) else "a kernel over lists of visible blocks"
-    if plan is not None:
-        kind = "nested branches in one pass, each key once" + (", and a kernel a branch for the others" if rest else "")
-    words = f"{kind}, forward tiles of {m} queries x {n} keys, {warps} warps, {stages} stages"
-    for direction, found in by_cudnn(q, k, v, pattern).items():
-        names = ", ".join(f"w={branch.w:,} r={branch.r}" for branch in found)
-        words += f"; {direction} by cuDNN on strided views, the faster way for {names}" if found else ""
-    return words
 
 
 def gradients_past_2_31(*tensors: Tensor) -> bool:
@@ -187,7 +164,7 @@ def _run_torch(q, k, v, pattern, scale, return_lse):
     from workbench.engines.torch_backend import attend
 
     square = not pattern.causal or q.shape[1] == k.shape[1]  # torch aligns its causal mask at the first query
-    if isinstance(pattern, Dense) and square and not return_lse and q.numel() and not transformed(q, k, v):
+    if isinstance(pattern, Dense) and square and not return_lse and q.numel():
         past = gradients_past_2_31(q, k, v)
         with right_past_2_31() if past else contextlib.nullcontext():
             if q.shape[0] <= GRID:
@@ -205,10 +182,7 @@ def _dense(q, k, v, causal, scale, efficient=False):
     if grouped and q.device.type == "cuda" and (efficient or q.dtype == torch.float32 or kernel(q) == "efficient"):
         k, v, grouped = expand_heads(k, q), expand_heads(v, q), {}
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    out = sdpa(q, k, v, is_causal=causal, scale=scale, **grouped)
-    if not torch.compiler.is_compiling() and out.grad_fn is not None:
-        out.grad_fn.register_hook(refuse_second)
-    return out.transpose(1, 2)
+    return sdpa(q, k, v, is_causal=causal, scale=scale, **grouped).transpose(1, 2)
 
 
 def _run_flex(q, k, v, pattern, scale, return_lse):

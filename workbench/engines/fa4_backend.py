@@ -3,8 +3,6 @@
 Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads, D head_dim.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 from operator import index  # which has torch.compile take a length as a constant
@@ -107,22 +105,6 @@ def worthwhile(pattern: Dilated, n: int) -> bool:
     some, _ = tile_order.together(pattern, n)
     order = tile_order.of(some, n)
     return order.padded <= PADDED * n and tile_order.period_of(some, order) <= tile_order.PERIOD
-
-
-def words(q: Tensor, k: Tensor, pattern) -> str:
-    """How the engine runs a call that it takes."""
-    from workbench.engines.fa4.plans import plan_of
-
-    plan = plan_of(pattern, q, k.shape[1])
-    found = "lists of blocks of 128 queries x 128 keys" if plan.both else "every block"
-    if plan.order:
-        found += " in tile order, each key of a query once"
-        if plan.order.n < plan.order.padded:
-            found += f", padded from {plan.order.n:,} to {plan.order.padded:,} tokens in copies"
-    if plan.rest:
-        branches = zip(plan.rest.segment_lengths, plan.rest.dilation_rates, strict=True)
-        found += "; by Triton: " + ", ".join(f"w={w:,} r={r}" for w, r in branches)
-    return f"{found}; gradients differ in their last bits from run to run (use_deterministic_algorithms takes Triton)"
 
 
 def directions(natural: bool):

@@ -9,8 +9,6 @@ Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H quer
 and j are a query head and absolute positions of a query and a key.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os
@@ -24,7 +22,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from workbench.engines.operators import transformed
 from workbench.engines.torch.fused import GRID
 from workbench.patterns import BlockSparse, Neighborhood, Predicate
 from workbench.patterns.base import Blocks
@@ -47,8 +44,6 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, pattern, return_lse: bool = False) 
         return "FlexAttention has no float64 kernel"
     if q.device.type not in ("cpu", "cuda"):
         return f"FlexAttention runs on a CPU or CUDA here, not on {q.device.type}"
-    if transformed(q, k, v):
-        return "transforms of torch.func and forward-mode derivatives do not go through FlexAttention"
     if n and h and counts_repeats(pattern, n, h):
         return f"{pattern.name} counts how often a query sees a key, which a mask cannot say"
     if q.device.type == "cpu":

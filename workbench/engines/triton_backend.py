@@ -3,8 +3,6 @@
 Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads, D head_dim.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import sys
@@ -16,6 +14,7 @@ from workbench.engines import operators
 from workbench.engines.torch.fused import unit_stride
 from workbench.engines.torch_backend import one_branch
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, tile_order
+from workbench.patterns.checks import LIVING
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 LENGTH = 1 << 30  # positions are int32 in the kernels, and some are computed one tile beyond the last
@@ -99,7 +98,7 @@ attend, attend_backward = operators.define("attend_by_kernels", forward, backwar
 def attend_into(q: Tensor, k: Tensor, v: Tensor, handle: str, scale: float, out: Tensor, lse: Tensor) -> None:
     """Merge what `attend` gives into out (B, Nq, H, D) and lse (B, H, Nq) of other keys; no dilated pattern."""
     if q.numel():
-        ((execution, pattern),) = kernels(operators.living(handle), q, k.shape[1])
+        ((execution, pattern),) = kernels(LIVING[handle], q, k.shape[1])
         with device_of(q):
             execution.forward(*map(unit_stride, (q, k, v)), *pattern, scale, (out, lse))
 
@@ -157,32 +156,6 @@ def plan_of(pattern, q: Tensor, n: int):
         return block_lists.make_plan(found, pattern, q.device)
 
     return pattern.kept("plan", (*sizes, str(q.device)), make)
-
-
-def tile_of(q: Tensor, pattern):
-    """The forward's tile: queries, keys, warps, stages and, where it is limited, registers."""
-    from workbench.engines.triton import tile_sizes
-
-    if isinstance(pattern, (Dense, Dilated)):
-        return tile_sizes.choose("dilated forward", q)
-    return tile_sizes.choose("blocks forward", q, block_size_of(pattern))
-
-
-def by_cudnn(q: Tensor, k: Tensor, v: Tensor, pattern) -> dict[str, list]:
-    """By direction, the branches whose whole segments cuDNN takes (the backward: for gradients laid out as q is)."""
-    from workbench.engines.triton import cudnn_views, dilated
-
-    if isinstance(pattern, Dense):
-        pattern = one_branch(pattern, k.shape[1])
-    left = in_tile_order(pattern, q, k.shape[1])[1] if isinstance(pattern, Dilated) else None
-    if left is None:
-        return {}
-    plan = dict.fromkeys(dilated.branches(left, k.shape[1], q.shape[2]))  # branches may repeat
-    q, k, v = map(unit_stride, (q, k, v))
-    return {
-        direction: [branch for branch in plan if cudnn_views.segments(direction, branch, pattern.causal, q, k, v)]
-        for direction in ("forward", "backward")
-    }
 
 
 def device_of(q: Tensor):

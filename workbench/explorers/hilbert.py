@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from workbench.explorers import Explorer
 from workbench.plots import style
 
 COLORS = {"cell": style.COLORS["BlockSparse"], "window": style.COLORS["accent"], "keys": style.COLORS["Neighborhood"],
           "query": style.COLORS["Dilated"]}  # fmt: skip
+LEGIBLE = 4096  # cells up to which the path is drawn at first
 
 
 def explore(shape=(32, 32), radius: int = 3, block: int = 64, left="row_major", right="hilbert") -> Explorer:
@@ -16,4 +19,5 @@ def explore(shape=(32, 32), radius: int = 3, block: int = 64, left="row_major", 
     """
     tile = [8, 16] if len(shape) == 2 else [4]
     data = {"shape": list(shape), "radius": radius, "block": block, "left": left, "right": right, "tile": tile}
-    return Explorer("Hilbert explorer", ["curves", "hilbert"], data | {"slice": 0, "path": True, "colors": COLORS})
+    data |= {"slice": 0, "path": math.prod(shape) <= LEGIBLE, "colors": COLORS}
+    return Explorer("Hilbert explorer", ["curves", "hilbert"], data)

@@ -3,8 +3,8 @@
 Tensors of the card are `meta` tensors: they have shapes, strides and storages, and the real code runs on them, its
 Python, its autograd, the bodies of our operators. A function mode tells the program that it is on the card
 (`fake_cuda.OnCard`). A dispatch mode, `Births`, sees each new storage, and a weak reference tells when it is freed.
-What the program computes on the CPU is computed, except what `tracer_shortcuts` leaves out: of lists of blocks all but
-the lengths, and calls equal to earlier ones. What depends on data that the card would have raises `CannotTrace`.
+What the program computes on the CPU is computed. `tracer_shortcuts` leaves out calls equal to earlier ones. What looks
+at data that the card would have raises `CannotTrace`.
 
 Example: of (x + x) * 2 with x (4,) in float32, the events are the births of x (16 bytes, by its name), "add" (16) and
 "mul" (16), and the death of "add", which nothing holds any longer.
@@ -12,24 +12,23 @@ Example: of (x + x) * 2 with x (4,) in float32, the events are the births of x (
 Some kernels take memory of their own, which no dispatch mode sees: `workspace` has its size, by operator.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from workbench.engines import fa4_backend, operators, torch_backend, torch_rules, triton_backend  # noqa: F401 (ops)
 from workbench.engines.torch.fused import OFFSETS, span
 from workbench.fit import workspace
 from workbench.fit.cards import Card
-from workbench.fit.fake_cuda import CUDA, CannotTrace, OnCard, impersonate
+from workbench.fit.fake_cuda import CUDA, META, CannotTrace, OnCard, impersonate
 from workbench.fit.tracer_shortcuts import Shortcuts
 from workbench.probes.case import Case
 
@@ -128,6 +127,7 @@ class Births(TorchDispatchMode):
         self.functions = OnCard(card)
         self.bodies = operators.BODIES  # our operators and the Python that they run
         self.words = iter(())  # names for what comes next
+        self.mirrored = False  # see `mirror`
         self.ids = itertools.count(1)
         self.workspaces: set[bool] = set()  # of which of the two threads, see `hidden`
 
@@ -171,14 +171,32 @@ class Births(TorchDispatchMode):
 
     def born(self, x: Tensor, name: str) -> None:
         """Note the storage of a tensor, and watch it, unless it is known (x is a view), empty or not on the card."""
-        if not x.is_meta:
-            return
         storage = x.untyped_storage()
-        address, nbytes = storage._cdata, storage.nbytes()
-        if address in self.alive or nbytes == 0:
-            return
-        self.alive[address] = self.add(nbytes, next(self.words, name))
+        nbytes = storage.nbytes() if x.is_meta or self.mirrored and x.is_cpu else 0
+        if nbytes and storage._cdata not in self.alive:
+            self.watch(storage, self.add(nbytes, next(self.words, name)))
+
+    def watch(self, storage, id: int) -> None:
+        address = storage._cdata
+        self.alive[address] = id
         self.watched[address] = weakref.ref(storage, lambda _: self.died(address))
+
+    def mirror(self, call: Callable):
+        """call(), whose tensors on the CPU count as if they were on the card."""
+        self.mirrored = True
+        try:
+            return call()
+        finally:
+            self.mirrored = False
+
+    def onto_card(self, x: Tensor) -> Tensor:
+        """In the place of a tensor that `mirror` has counted, one without contents."""
+        address = x.untyped_storage()._cdata
+        self.watched.pop(address)
+        with _disable_current_modes():
+            made = torch.empty(x.shape, dtype=x.dtype, device=META)
+        self.watch(made.untyped_storage(), self.alive.pop(address))
+        return made
 
     def died(self, address: int) -> None:
         """Note that the storage at this address is gone; called by its weak reference."""

@@ -6,8 +6,6 @@ measured on. Where that is not how an operator
 takes its scratch, its own rule stands here (RULES), as torch's sources have it, and is measured against, too.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

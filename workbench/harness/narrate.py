@@ -19,12 +19,11 @@ NAMES = MODES | {
 # Column of a frame -> the heading of a table; what is not here is shown as it is, with spaces for underscores.
 heads = {
     "n": "N", "nq": "queries", "head_dim": "head dim", "kv_heads": "key heads", "dtype": "type", "median_ms": "ms",
-    "tflops": "TFLOP/s", "allocated_n": "N (allocated)", "real_n": "N (measured)", "dense_n": "N, dense",
-    "longest_n": "longest N", "too_much": "first N that does not fit", "pairs_share": "share of pairs",
+    "tflops": "TFLOP/s", "dense_n": "N, dense", "dilated_n": "N, dilated", "theirs": "N, in the report",
+    "longest_n": "longest N", "pairs_share": "share of pairs", "intensity": "operations per byte",
     "speedup": "speed relative to the first", "speedup_low": "low", "speedup_high": "high",
-    "extra_bytes": "extra bytes", "peak_bytes": "peak bytes", "floor_share": "share of the least time",
-    "world": "ranks", "q10_ms": "10 % (ms)", "q90_ms": "90 % (ms)",
-    "backend": "kernel",
+    "extra_bytes": "extra bytes", "peak_bytes": "peak bytes", "world": "ranks",
+    "q10_ms": "10 % (ms)", "q90_ms": "90 % (ms)", "backend": "kernel", "share": "of the ceiling",
 }  # fmt: skip
 
 

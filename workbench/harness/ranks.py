@@ -11,8 +11,6 @@ failed, error and lost_peer: whether another rank failed before. What the functi
 stack of an error, under a line with the rank. Exit code: 0 ok, 1 failed, 2 bad arguments.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import faulthandler

@@ -32,7 +32,7 @@ FIELDS = (
 )  # fmt: skip
 RUN_FIELDS = (
     "schema", "device", "n_devices", "driver", "cuda", "torch", "triton", "fa4", "python", "commit", "dirty",
-    "argv", "profile", "utc",
+    "argv", "profile", "utc", "load", "processors",
 )  # fmt: skip
 
 

@@ -139,7 +139,7 @@ class Pattern(Value):
 
     def answer(self, question: Callable[..., T], *args) -> T:
         """question(self, *args), which torch.compile asks once, for this pattern, and takes as a constant."""
-        return _answer(self._key, question, *args)
+        return _answer(self.key, question, *args)
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
@@ -213,8 +213,8 @@ class Pattern(Value):
         return self._ask(self._blocks, n, heads, nq, self.block_of(block_size))
 
     def row_counts(self, n: int, heads: int, nq: int | None = None, block_size=None) -> Tensor:
-        """`Blocks.row_counts` of `blocks`, without making the list where there is a rule for its length."""
-        return self._ask(self._row_counts, n, heads, nq, self.block_of(block_size))
+        """`Blocks.row_counts` of `blocks`."""
+        return self.blocks(n, heads, nq, block_size).row_counts()
 
     def block_of(self, block_size=None) -> tuple[int, int]:
         """A block size as (query, key)."""
@@ -245,9 +245,6 @@ class Pattern(Value):
         """int64 (heads,): rows that no key reaches."""
         rows = ((count <= 0).all(-1).sum(-1) for count in self._tiles(n, heads, nq))
         return sum(rows, start=torch.zeros(heads, dtype=torch.int64))
-
-    def _row_counts(self, n, heads, nq, block_size):
-        return self._blocks(n, heads, nq, block_size).row_counts()
 
     def _blocks(self, n, heads, nq, block_size):
         bq, bk = (max(1, min(size, n)) for size in block_size)
@@ -306,22 +303,3 @@ def watched(steps, what: str, total: int):
             print(f"\r{line}", end="", file=sys.stderr, flush=True)
     if line:
         print(f"\r{' ' * len(line)}\r", end="", file=sys.stderr, flush=True)
-
-
-def repeated(counts: Callable[[int], Tensor], n: int, block: int, period: int, reach: int) -> Tensor:
-    """counts(n), (..., rows of `block` tokens), of a periodic pattern, extrapolated from two short lengths.
-
-    For patterns in which a block's visibility depends on its row and column modulo `period` and, within `reach` blocks,
-    on their distance from each other and from the ends. Each further period of columns on one side of a row, beyond the
-    reach, then adds the same number of blocks.
-    """
-    reach, step = reach + 1, period * block
-    turns = (n - (2 * reach + period + 1) * block) // step  # periods that can be left out
-    if turns < 1:
-        return counts(n)
-    short, longer = counts(n - turns * step), counts(n - (turns - 1) * step)
-    row = torch.arange(-(-n // block))
-    before = ((row - reach) // period).clamp(0, turns)  # how many of them lie before the row
-    row = row - before * period
-    here = short[..., row]
-    return here + before * (longer[..., row + period] - here) + (turns - before) * (longer[..., row] - here)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workbench.patterns import layouts
-from workbench.patterns.base import TILE, Blocks, Pattern, repeated
+from workbench.patterns.base import TILE, Blocks, Pattern
 from workbench.patterns.checks import axes, describe, flag
 from workbench.patterns.predicate import evaluate, named, source_of
 
@@ -105,18 +105,6 @@ class BlockSparse(Pattern):
         )
         return Blocks.joined(self.block_size, n, nq, layouts, rows)
 
-    def _row_counts(self, n, heads, nq, block_size):
-        (bq, bk), layout = self.block_size, self.layout
-        if self.predicate is not None or not nq or (n - nq) % bq:
-            return super()._row_counts(n, heads, nq, block_size)
-        first = (n - nq) // bq
-        if layout.row_counts and not self.causal and n % bk == 0:
-            return layout.row_counts(self._grid(n))[first:].expand(2, heads if layout.per_head else 1, -1)
-        if layout.repeats is None or bq != bk:
-            return super()._row_counts(n, heads, nq, block_size)
-        whole = super()._row_counts  # of all positions
-        return repeated(lambda m: whole(m, heads, m, block_size), n, bq, *layout.repeats)[..., first:]
-
     def _by_head(self, n, heads) -> bool:
         if self.layout.per_head or self.predicate is None or not n or heads < 2:
             return self.layout.per_head
@@ -177,27 +165,10 @@ class BlockSparse(Pattern):
     # --- counting -----------------------------------------------------------------------------------------------------
 
     def _pairs(self, n, heads, nq):
-        (bq, bk), layout = self.block_size, self.layout
-        if self.predicate is None and nq == n:
-            if layout.row_counts and not self.causal and n % bq == n % bk == 0:
-                return heads * bq * bk * int(layout.row_counts(self._grid(n)).sum())
-            if layout.repeats and bq == bk:
-                return heads * self._pairs_repeated(n, *layout.repeats)
         total = sum(self._pairs_of(part, n, nq) for part in self._parts(n, heads, nq))
         return total if self._by_head(n, heads) else heads * total
 
     _distinct = _pairs
-
-    def _pairs_repeated(self, n, period, reach) -> int:
-        """The pairs of a head: quadratic in the number of periods, so that three short lengths determine it."""
-        step = period * self.block_size[0]
-        turns = (n - 2 * (reach + 1) * self.block_size[0]) // step - 1
-        lengths = [n] if turns < 2 else [n - (turns - more) * step for more in range(3)]
-        found = [sum(self._pairs_of(part, m, m) for part in self._parts(m, 1, m)) for m in lengths]
-        if turns < 2:
-            return found[0]
-        more = found[1] - found[0]
-        return found[0] + turns * more + turns * (turns - 1) // 2 * (found[2] - found[1] - more)
 
     def _pairs_of(self, part: Part, n, nq) -> int:
         (q0, q1), (k0, k1) = self._spans(part, n, nq)
@@ -216,24 +187,6 @@ class BlockSparse(Pattern):
         bq, bk = self.block_size
         queries = (part.row * bq).clamp(min=n - nq), (part.row * bq + bq).clamp(max=n)
         return queries, (part.column * bk, (part.column * bk + bk).clamp(max=n))
-
-    def _uncovered(self, n, heads, nq):
-        missing = torch.zeros(heads if self._by_head(n, heads) else 1, dtype=torch.int64)
-        for part in self._parts(n, heads, nq):
-            low, high = max(part.start * self.block_size[0], n - nq), min(part.end * self.block_size[0], n)
-            line = torch.arange(low, high) // self.block_size[0] - part.start  # of each query
-            if self.predicate is not None:
-                hits = torch.zeros(part.end - part.start, self.block_size[0], dtype=torch.int32)
-                for some, seen, _ in self._evaluated(part, n, nq):
-                    hits.index_add_(0, part.row[some] - part.start, seen.any(2).int())
-                covered = hits[line, torch.arange(low, high) % self.block_size[0]] > 0
-            else:  # a query sees something from the first of its row's key blocks on
-                since = torch.full((part.end - part.start,), n)
-                opens = part.column * (self.block_size[1] if self.causal else 0)
-                since.scatter_reduce_(0, part.row - part.start, opens, "amin")
-                covered = since[line] <= torch.arange(low, high)
-            missing[part.head] += int((~covered).sum())
-        return missing.expand(heads).clone()
 
     # --- identity -----------------------------------------------------------------------------------------------------
 

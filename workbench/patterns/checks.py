@@ -38,9 +38,8 @@ class Value(metaclass=_Finished):
 
     def _finish(self) -> None:
         """What is found out can be kept from now on; `LIVING` has it by its key, as long as it lives."""
-        key = str(next(_numbers))
-        vars(self).update(_kept={}, _key=key)
-        LIVING[key] = self
+        vars(self).update(_kept={}, key=str(next(_numbers)))
+        LIVING[self.key] = self
 
     def __setattr__(self, name, value):
         if "_kept" in vars(self):
@@ -51,7 +50,7 @@ class Value(metaclass=_Finished):
         raise AttributeError(f"{name} of {self!r}: a {type(self).__name__} does not change, make another one")
 
     def __getstate__(self):  # a copy is a value of its own, and keeps tables of its own
-        return {k: v for k, v in vars(self).items() if k not in ("_handle", "_kept", "_key")}
+        return {k: v for k, v in vars(self).items() if k not in ("_kept", "key")}
 
     def __setstate__(self, state):
         vars(self).update(state)

@@ -1,7 +1,5 @@
 """Local attention on a grid whose cells are tokens in any order."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from functools import cached_property
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workbench.patterns import orderings
-from workbench.patterns.base import Blocks, Pattern, repeated
+from workbench.patterns.base import Blocks, Pattern
 from workbench.patterns.checks import axes
 
 CHUNK = 1 << 22  # cells of windows held at once: a few hundred MB at most
@@ -125,20 +123,6 @@ class Neighborhood(Pattern):
             x, y = visible.nonzero(as_tuple=True)
             parts.append((visible.sum(1), y.int(), self._within(boxes[0], x + a, boxes[1], y)))
         return Blocks.joined(block_size, n, nq, 1, parts)
-
-    def _row_counts(self, n, heads, nq, block_size):
-        bq, bk = block_size
-        if self.ordering is not None or not nq or (n - nq) % bq:
-            return super()._row_counts(n, heads, nq, block_size)
-        line = math.prod(self.shape[1:])
-        period = math.lcm(bq, bk, line)
-        reach = (min(self.radius[0], self.shape[0]) + 1) * line + max(bq, bk)
-
-        def whole(m):
-            shorter = Neighborhood((m // line, *self.shape[1:]), self.radius)
-            return Pattern._row_counts(shorter, m, heads, m, block_size)
-
-        return repeated(whole, n, bq, period // bq, -(-reach // bq))[..., (n - nq) // bq :]
 
     def _runs(self, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Runs of cells of one label >= -1 along the last axis: each run's label and last cell, and each cell's run."""

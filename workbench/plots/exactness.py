@@ -69,6 +69,19 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(names | shown | {"worst, of its budget": rows.worst, "verdict": verdict}).set_index("pattern")
 
 
+def summary(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row a backend and one of all: runs, those within their budgets, what was refused, the worst in percent."""
+
+    def line(of: pd.DataFrame) -> dict:
+        ran = of[of.status == "ok"]
+        within, worst = int((ran.worst <= 1).sum()), 100 * ran.worst.max()
+        refused = int((of.status == "refused").sum())
+        return {"runs": len(ran), "within": within, "refused": refused, "worst, % of its budget": worst}
+
+    lines = {title(backend): line(of) for backend, of in rows.groupby("backend", sort=False)}
+    return pd.DataFrame(lines | {"all": line(rows)}).T.rename_axis("backend")
+
+
 def refusals(rows: pd.DataFrame) -> pd.DataFrame:
     """Who refused what, and why."""
     refused = rows[rows.status == "refused"]

@@ -12,8 +12,6 @@ sum over the tokens, which is no softmax attention.
 Dimensions: B batch, N tokens, H heads, D head_dim, L tokens that a branch keeps of a segment.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

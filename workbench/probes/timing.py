@@ -1,15 +1,6 @@
-"""Timing: warm, every sample kept, alternatives interleaved; CUDA events where the work is on a GPU.
+"""Timing: warm, every sample kept, alternatives interleaved; CUDA events where the work is on a GPU."""
 
-Beside the times: the clock that the GPU ran at and what held it down, read while no call is being timed or launched.
-"""
-
-from __future__ import annotations
-
-import contextlib
-import functools
-import operator
 import random
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
@@ -22,31 +13,13 @@ from workbench.patterns import checks
 from workbench.probes.case import Case, case_of
 
 AA = "A/A"  # the first alternative measured against itself: what noise alone does
-THROTTLE = {  # the bits of NVML's clocks event reasons; 1, the card is idle, holds nothing down
-    2: "applications clocks setting",
-    4: "software power cap",
-    8: "hardware slowdown",
-    16: "sync boost",
-    32: "software thermal slowdown",
-    64: "hardware thermal slowdown",
-    128: "hardware power brake slowdown",
-    256: "display clock setting",
-    512: "board limit",
-    1024: "reliability",
-}
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long each call took, in milliseconds, in the order in which they ran.
-
-    sm_clock_mhz: the median clock of the GPU's multiprocessors. throttle: what held it down at any time, in NVML's
-    words, [] for nothing. Both None on a CPU and where NVML (package nvidia-ml-py) does not tell.
-    """
+    """How long each call took, in milliseconds, in the order in which they ran."""
 
     samples_ms: list[float]
-    sm_clock_mhz: float | None = None
-    throttle: list[str] | None = None
 
     @property
     def median_ms(self) -> float:
@@ -62,9 +35,7 @@ def measure(fn: Callable[[], object], *, warmup: int = 2, samples: int = 9, seco
     """
     checks.callable_("fn", fn)
     _check(samples, warmup, seconds)
-    clocks = _Clocks()
     seconds -= _warm(fn, warmup, seconds)
-    clocks.sample()
     reads, begin = [], perf_counter()
     lasts = _lasts(fn) if _on_gpu() else None  # of events, known only when it is too late
     while len(reads) < samples:
@@ -72,11 +43,7 @@ def measure(fn: Callable[[], object], *, warmup: int = 2, samples: int = 9, seco
         spent = perf_counter() - begin if lasts is None else len(reads) * lasts
         if len(reads) >= 3 and spent + spent / len(reads) > seconds:  # fewer would show no spread
             break
-    taken = []
-    for read in reads:
-        taken.append(read())
-        clocks.sample()  # all is launched, and the GPU works on what was queued after this one
-    return Timing(taken, clocks.sm_clock_mhz, clocks.throttle)
+    return Timing([read() for read in reads])
 
 
 def compare(
@@ -87,8 +54,6 @@ def compare(
     Returns a DataFrame, a row each and one named "A/A", the first measured against itself: median_ms, q10_ms, q90_ms;
     speedup (the first's time over this one's in the same round, median of the rounds), speedup_low and speedup_high
     (the 95% bootstrap interval of that median) and samples_ms. A speed-up within the A/A row's interval is noise.
-    places: its place in each round, 0 for the first to run; order_seed draws the same again. sm_clock_mhz and throttle
-    (see `Timing`) are of the whole run, the same in every row.
     seconds: no round is started after about this long, warm-up included, once three are done.
     """
     import pandas as pd
@@ -101,29 +66,24 @@ def compare(
     _check(samples, warmup, seconds)
     first = next(iter(alternatives))
     runs = {**alternatives, AA: alternatives[first]}
-    clocks, begin = _Clocks(), perf_counter()
+    begin = perf_counter()
     for fn in alternatives.values():
         _warm(fn, warmup, seconds / len(alternatives))
-    clocks.sample()
-    shuffled, reads, places = random.Random(seed), {name: [] for name in runs}, {name: [] for name in runs}
+    shuffled, reads = random.Random(seed), {name: [] for name in runs}
     for done in range(samples):
         if done >= 3 and perf_counter() - begin > seconds:
             break
-        for place, name in enumerate(shuffled.sample(list(runs), len(runs))):
+        for name in shuffled.sample(list(runs), len(runs)):
             reads[name].append(_sample(runs[name]))
-            places[name].append(place)
-        clocks.sample()  # the round is launched, and the GPU at work on it
         if _on_gpu():
             torch.cuda.synchronize()
-    clocks.sample()
     timings = {name: Timing([read() for read in taken]) for name, taken in reads.items()}
     rows = []
-    for name, timing in timings.items():
+    for timing in timings.values():
         quantiles = np.quantile(timing.samples_ms, [0.5, 0.1, 0.9]).tolist()
         row = dict(zip(("median_ms", "q10_ms", "q90_ms"), quantiles, strict=True))
         row |= speedup(timings[first].samples_ms, timing.samples_ms, seed)
-        row |= {"samples_ms": timing.samples_ms, "places": places[name], "order_seed": seed}
-        rows.append(row | {"sm_clock_mhz": clocks.sm_clock_mhz, "throttle": clocks.throttle})
+        rows.append(row | {"samples_ms": timing.samples_ms})
     return pd.DataFrame(rows, index=pd.Index(timings, name="name"))
 
 
@@ -142,11 +102,10 @@ def time(case: Case, *, warmup: int = 2, samples: int = 9, seconds: float = 10.0
 
     outcome = attempt(work)
     row |= {"status": outcome.status, "samples_ms": None, "median_ms": None, "pairs": None, "measured": True}
-    row |= {"error": outcome.error, "sm_clock_mhz": None, "throttle": None}
+    row |= {"error": outcome.error}
     if outcome.status == "ok":
         row["pairs"], row["backend"], timing = outcome.result
         row |= {"samples_ms": timing.samples_ms, "median_ms": timing.median_ms}
-        row |= {"sm_clock_mhz": timing.sm_clock_mhz, "throttle": timing.throttle}
     return row
 
 
@@ -207,45 +166,3 @@ def speedup(first_ms: list[float], samples_ms: list[float], seed: int = 0) -> di
     drawn = np.random.default_rng(seed).choice(ratios, (2000, len(ratios)))
     low, high = np.quantile(np.median(drawn, axis=1), [0.025, 0.975])
     return {"speedup": float(np.median(ratios)), "speedup_low": float(low), "speedup_high": float(high)}
-
-
-class _Clocks:
-    """The clock of the current GPU and what holds it down, from NVML; samples nothing where there is none to ask.
-
-    Made before the warm-up, as NVML takes a moment to begin and the GPU would cool down meanwhile.
-    """
-
-    def __init__(self):
-        self._clocks, self._reasons, self._nvml = [], [], None
-        if not _on_gpu():
-            return
-        with contextlib.suppress(ImportError):
-            import pynvml
-
-            with contextlib.suppress(pynvml.NVMLError):  # no NVML with this driver, or a slice of a card
-                pynvml.nvmlInit()
-                # by its UUID: NVML counts all cards, torch those that CUDA_VISIBLE_DEVICES leaves, in its order
-                uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-                self._handle, self._nvml = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"), pynvml
-
-    def sample(self) -> None:
-        if self._nvml is not None:
-            self._ask(self._clocks, self._nvml.nvmlDeviceGetClockInfo, self._nvml.NVML_CLOCK_SM)
-            # today "clocks event reasons"; old drivers know this name only, and new ones still do
-            self._ask(self._reasons, self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons)
-
-    def _ask(self, answers: list, function: Callable, *arguments) -> None:
-        with contextlib.suppress(self._nvml.NVMLError):  # this card does not tell
-            answers.append(function(self._handle, *arguments))
-
-    @property
-    def sm_clock_mhz(self) -> float | None:
-        return float(statistics.median(self._clocks)) if self._clocks else None
-
-    @property
-    def throttle(self) -> list[str] | None:
-        if not self._reasons:
-            return None
-        seen = functools.reduce(operator.or_, self._reasons)
-        bits = (1 << place for place in range(1, seen.bit_length()))
-        return [THROTTLE.get(bit, f"reason {bit:#x}") for bit in bits if seen & bit]

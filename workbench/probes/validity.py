@@ -13,8 +13,6 @@ Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H quer
 head_dim; m rows and M keys of one head at a time. i and j are absolute positions of a query and a key.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +40,7 @@ class Validity:
     errors, allowed: by quantity (out, lse, dq, dk, dv), the largest error over the sampled rows and what it may be
     wrong: a sentence for each row with more, the worst first
     rows, keys: how many rows of out and dq, of dk and dv were compared
-    note: what was not checked, or on which grounds, or None
+    note: what was not checked, or None
     unchecked: of what was given, the quantities of which not a row was compared though they have some
     ok: nothing is wrong, and of everything that was given something was compared
     """
@@ -72,9 +70,9 @@ class Validity:
 
 @torch.no_grad()
 def check(
-    case: Case | Pattern, returned: Mapping[str, Tensor], inputs: Sequence[Tensor], *, scale: float | None = None,
+    case: Case | Pattern, returned: Mapping[str, Tensor], inputs: Sequence[Tensor], *,
     rows: Iterable[tuple[int, int, int]] | None = None, keys: Iterable[tuple[int, int, int]] | None = None,
-    pairs: int | None = None, seed: int = 0,
+    pairs: int | None = None,
 ) -> Validity:  # fmt: skip
     """Compare what a call of attention returned with float64, at sampled rows.
 
@@ -82,30 +80,31 @@ def check(
     returned: by name, what there is of out (B, Nq, H, D), lse (B, H, Nq) and dq, dk, dv of sum(out * upstream)
     inputs: q (B, Nq, H, D), k and v (B, N, G, D) and, for gradients, the upstream one, like q
     rows: (batch entry, row of q, head), and keys: (batch entry, row of k, key head); default `sample`'s
-    pairs: of (query, key), how many may be computed for the softmaxes of the queries that see a sampled key. Past it
-        the out and lse of the call itself are taken, if it gave them, and `note` says so; else the key is left out.
+    pairs: of (query, key), how many may be computed for the softmaxes of the queries that see a sampled key. A key that
+        needs more is left out, as `note` says.
     """
     pattern, (q, k, v, *upstream) = getattr(case, "pattern", case), inputs
-    dispatch.check(q, k, v, pattern, scale)
+    dispatch.check(q, k, v, pattern)
     given = _given(returned, q, k, upstream)
-    exact = Exact(pattern, q, k, v, *(upstream if "dq" in given else [None]), scale)
+    exact = Exact(pattern, q, k, v, *(upstream if "dq" in given else ()))
     report, shift = _Report(given, q.dtype), k.shape[1] - q.shape[1]
-    rows = list(sample(q.shape, pattern, shift, seed) if rows is None else rows)
+    rows = list(sample(q.shape, pattern, shift) if rows is None else rows)
     for b, i, h in rows:
         found = exact.rows(b, h, torch.tensor([i + shift]))
         for name in given.keys() & found.keys():
             report.compare(name, (b, h, i) if name == "lse" else (b, i, h), *(x[0] for x in found[name]))
     if "dq" not in given:
         return report.validity(len(rows), 0, None)
-    keys = list(sample(k.shape, pattern, 0, seed + 1) if keys is None else keys)
-    left = PAIRS.get(k.device.type, PAIRS["cpu"]) if pairs is None else pairs
-    done, borrowed = _compare_keys(exact, report, keys, left, {"out", "lse"} <= given.keys() and bool(rows))
-    notes = []
-    if borrowed:
-        notes.append(f"dk and dv of {borrowed} keys from the call's own out and lse, compared at {len(rows)} rows")
-    if done < len(keys):
-        notes.append(f"{len(keys) - done} keys left out: the softmaxes of their queries are too many pairs")
-    return report.validity(len(rows), done, "; ".join(notes) or None)
+    keys = list(sample(k.shape, pattern, 0, seed=1) if keys is None else keys)
+    left, done = PAIRS.get(k.device.type, PAIRS["cpu"]) if pairs is None else pairs, 0
+    for b, j, g in keys:
+        spent = exact.pairs(b, g, j, left)
+        if spent <= left:
+            done, left = done + 1, left - spent
+            for name, found in exact.key(b, g, j).items():
+                report.compare(name, (b, j, g), *found)
+    more = f"{len(keys) - done} keys left out: the softmaxes of their queries are too many pairs"
+    return report.validity(len(rows), done, more if done < len(keys) else None)
 
 
 def _given(returned: Mapping[str, Tensor], q: Tensor, k: Tensor, upstream: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -120,20 +119,6 @@ def _given(returned: Mapping[str, Tensor], q: Tensor, k: Tensor, upstream: Seque
     if gradients and (len(gradients) != 3 or [x.shape for x in upstream] != [q.shape]):
         raise ValueError("gradients: want dq, dk and dv, and as the fourth input the upstream gradient of out, like q")
     return {name: returned[name].detach() for name in shapes if name in returned}
-
-
-def _compare_keys(exact: Exact, report: _Report, keys: list, left: int, lend: bool) -> tuple[int, int]:
-    """(how many keys were compared, how many of them with the call's own softmaxes, which lend allows)."""
-    done = borrowed = 0
-    for b, j, g in keys:
-        spent = exact.pairs(b, g, j, left)
-        if spent > left and not lend:
-            continue
-        own = (report.given["out"], report.given["lse"]) if spent > left else None
-        done, borrowed, left = done + 1, borrowed + (spent > left), left - (0 if spent > left else spent)
-        for name, found in exact.key(b, g, j, own).items():
-            report.compare(name, (b, j, g), *found)
-    return done, borrowed
 
 
 def sample(shape: tuple[int, ...], pattern, shift: int = 0, seed: int = 0) -> list[tuple[int, int, int]]:
@@ -216,9 +201,9 @@ class Exact:
     Each is (value (m, D) or (D), size (m) or ()): what an error is relative to.
     """
 
-    def __init__(self, pattern, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor | None = None, scale=None):
+    def __init__(self, pattern, q: Tensor, k: Tensor, v: Tensor, upstream: Tensor | None = None):
         self.pattern, self.q, self.k, self.v, self.upstream = pattern, q, k, v, upstream
-        self.scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+        self.scale = 1 / math.sqrt(q.shape[3])
         self.n, self.heads, self.group = k.shape[1], q.shape[2], q.shape[2] // max(1, k.shape[2])
         self.shift = k.shape[1] - q.shape[1]
         self.divisor = pattern.divisor(self.heads)
@@ -286,21 +271,17 @@ class Exact:
                     return total
         return total
 
-    def key(self, b: int, g: int, j: int, own: tuple[Tensor, Tensor] | None) -> dict[str, tuple[Tensor, Tensor]]:
-        """dk and dv of a key. own: (out, lse) of the call, for the softmaxes of the queries that see it."""
+    def key(self, b: int, g: int, j: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """dk and dv of a key."""
         k, v = (self.take(x, b, range(j, j + 1), g)[0] for x in (self.k, self.v))
         dk, dv, dk_2, dv_2 = k * 0, v * 0, k.new_zeros(()), v.new_zeros(())
-        pattern, chunk = self.pattern.for_batch(b), CHUNK // len(k) if own else ROWS
+        pattern = self.pattern.for_batch(b)
         for h in range(g * self.group, (g + 1) * self.group):
-            for i in queries(pattern, h, j, self.n, self.heads, self.n - self.shift, chunk):
+            for i in queries(pattern, h, j, self.n, self.heads, self.n - self.shift, ROWS):
                 at = i - self.shift
-                if own is None:
-                    found = self.rows(b, h, i, gradient=False)
-                    out, lse = found["out"][0], found["lse"][0]
-                else:
-                    out, lse = self.take(own[0], b, at, h), own[1][b, h, at.to(self.device)].double()
+                found = self.rows(b, h, i, gradient=False)
+                out, lse = found["out"][0] * self.divisor, found["lse"][0]
                 q, do = self.take(self.q, b, at, h), self.take(self.upstream, b, at, h) / self.divisor
-                out = out * self.divisor
                 p = torch.exp(q @ k * self.scale - lse)
                 ds = p * (do @ v - (do * out).sum(1))
                 rounded = p.square() * (_square(do * v) + _square(do * out))

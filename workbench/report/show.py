@@ -17,7 +17,6 @@ from workbench.harness.narrate import heads, number
 
 HEAVY = 2000  # marks of one kind in one axes: more are drawn as pixels inside the SVG
 DPI = 200  # of what is pixels there
-EMPTY = "&nbsp;"  # what pandas writes in a corner
 
 
 def figure(fig, caption: str, data=None) -> None:
@@ -43,9 +42,9 @@ def table(frame, caption: str, fold: bool = False) -> None:
     frame as CSV as it is.
     fold: closed behind its caption until somebody opens it.
     """
-    styler = frame if hasattr(frame, "to_html") and hasattr(frame, "data") else formatted(frame)
-    html = _table(styler)
-    about = {"kind": "table", "caption": caption, "csv": _csv(styler.data), "fold": fold}
+    styled = hasattr(frame, "data")
+    html = _table(frame if styled else formatted(frame))
+    about = {"kind": "table", "caption": caption, "csv": _csv(frame.data if styled else frame), "fold": fold}
     if not _batch():
         html = html.replace("<table>", f"<table><caption>{_plain(caption)}</caption>", 1)
     _display({"text/html": html}, about)
@@ -72,12 +71,13 @@ def in_short(sentences, key=None, headline: str = "") -> None:
 
 
 def formatted(frame):
-    """The frame as a Styler with numbers formatted by kind: integers (floats too, where all of a column are whole)
-    with commas, other numbers with three significant digits, yes and no, and nothing for what is missing."""
+    """The frame as a Styler, an index that says something as its first columns, numbers formatted by kind: integers
+    (floats too, where all of a column are whole) with commas, other numbers with three significant digits, yes and no,
+    and nothing for what is missing."""
+    if not _plain_index(frame):
+        frame = frame.rename_axis(index=[name or " " * at for at, name in enumerate(frame.index.names)]).reset_index()
     forms = {column: _form(frame.iloc[:, at]) for at, column in enumerate(frame.columns)}
-    styler = frame.style.format(forms, na_rep="", escape="html").format_index(escape="html", axis=1)
-    levels = [frame.index.get_level_values(at).to_series() for at in range(frame.index.nlevels)]
-    return styler.format_index(dict(enumerate(map(_form, levels))), na_rep="", escape="html")
+    return frame.style.format(forms, na_rep="", escape="html").format_index(escape="html", axis=1).hide()
 
 
 def _form(column):
@@ -93,49 +93,35 @@ def _form(column):
 
 
 def _table(styler) -> str:
-    """The Styler's cells with one row of headings, in words, and a scope on each; words stand left, numbers right."""
-    html = styler.to_html(exclude_styles=True, sparse_index=False)
-    cells = re.compile(r"<(th|td) ([^>]*)>(.*?)</t[hd]>", re.S)
-    head, body = ([cells.findall(row) for row in part.split("<tr>")[1:]] for part in html.split("<tbody>"))
-    labels = sum(tag == "th" for tag, *_ in body[0]) if body else 0
-    if len(head) > 1 and all(text == EMPTY for *_, text in head[-1][labels:]):
-        names = head.pop()  # of the index: they belong over its columns
-        head[-1] = [own if name[2] == EMPTY else name for own, name in zip(head[-1], names, strict=True)]
-    words = [" class=words" * any(not re.match(r"[-−+]?[\d.]", row[at][2] or "0") for row in body)
-             for at in range(len(body[0]) if body else 0)]  # fmt: skip
-    lines = ["<table>", "<thead>"]
-    for row in head:
-        looks = words if row is head[-1] and len(row) == len(words) else [""] * len(row)
-        each = [_head(how + look, unescape(text)) for (_, how, text), look in zip(row, looks, strict=True)]
-        lines.append(f"<tr>{''.join(each)}</tr>")
-    lines += ["</thead>", "<tbody>"]
-    for row, before in zip(body, [None, *body], strict=False):
-        line = ""
-        for at, (_, _, text) in enumerate(row):
-            again = labels > 1 and at < labels - 1 and before and before[: at + 1] == row[: at + 1]
-            look = " class=again" * bool(again) or words[at]
-            line += f'<th scope="row"{look}>{text}</th>' if at < max(labels, 1) else f"<td{look}>{text}</td>"
-        lines.append(f"<tr>{line}</tr>")
-    return "\n".join([*lines, "</tbody>", "</table>"])
+    """The Styler's cells, headings in words; the first of a row heads it. The rest of the look is the page's."""
+    html = styler.hide(names=True).to_html(exclude_styles=True, sparse_index=False)
+    head, middle, body = html.partition("<tbody>")
+    if "<th" not in body:
+        body = re.sub(r"(<tr>\s*)<td >(.*?)</td>", r"\1<th >\2</th>", body, flags=re.S)
+    return re.sub(r"(<th [^>]*>)(.*?)</th>", _heading, head) + middle + body
 
 
-def _head(how: str, name: str) -> str:
-    if unescape(EMPTY) == name:
-        return f"<td {how}></td>"
-    return f'<th scope="col" {how}>{escape(heads.get(name, name.replace("_", " ")))}</th>'
+def _heading(found: re.Match) -> str:
+    name = unescape(found[2]).strip()
+    return f"{found[1]}{escape(heads.get(name, name.replace('_', ' ')))}</th>" if name else "<td></td>"
 
 
 def svg(fig) -> str:
-    """The figure as SVG with text as paths; what has more than HEAVY marks becomes pixels inside it."""
+    """The figure as SVG with text as paths; what has more than HEAVY marks becomes pixels inside it. The same again
+    where the figure is shown again, for a layout moves a little each time that it is drawn."""
     import matplotlib
 
+    if hasattr(fig, "workbench_svg"):
+        return fig.workbench_svg
     _rasterize(fig)
     out = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "workbench"}):
         plain = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         fig.savefig(out, format="svg", dpi=DPI, bbox_inches="tight", pad_inches=0.05, metadata=plain)
     text = re.sub(r"<!--.*?-->|\n\s*(?=<)", "", out.getvalue()[out.getvalue().index("<svg") :], flags=re.S)
-    return re.sub(r' d="[^"]*"', lambda d: re.sub(r"(\.\d\d)\d+", r"\1", d[0]).replace("\n", " "), text)
+    rounded = re.sub(r' d="[^"]*"', lambda d: re.sub(r"(\.\d\d)\d+", r"\1", d[0]).replace("\n", " "), text)
+    fig.workbench_svg = rounded
+    return rounded
 
 
 def _rasterize(fig) -> None:
@@ -166,7 +152,12 @@ def _described(fig) -> str:
 
 
 def _csv(data) -> str | None:
-    return None if data is None else data.to_csv(lineterminator="\n")
+    return None if data is None else data.to_csv(index=not _plain_index(data), lineterminator="\n")
+
+
+def _plain_index(frame) -> bool:
+    """Whether the index only counts the rows."""
+    return type(frame.index).__name__ == "RangeIndex"
 
 
 def _plain(markdown: str) -> str:

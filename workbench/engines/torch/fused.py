@@ -9,8 +9,6 @@ and (X, G, M, D) views with stride(-1) == 1; lse is (X, H, L), natural logarithm
 Nothing here may be empty: callers skip empty selections (torch's CPU kernel divides by the number of keys).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

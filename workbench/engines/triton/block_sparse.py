@@ -12,8 +12,6 @@ Dimensions: B batch, N keys, Nq queries (the last Nq positions), H query heads, 
 and N are the queries and keys of a tile, i and j absolute positions.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -12,8 +12,6 @@ cuDNN sums dq in any order, so its gradients differ in their last bits from run 
 Dimensions of a view: S segments, H heads, L positions that a head keeps in a segment, D head_dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

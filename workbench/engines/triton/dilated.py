@@ -12,8 +12,6 @@ Dimensions: B batch, N keys, Nq queries (the last Nq positions), H query heads, 
 and N are the queries and keys of a tile, and i and j count the positions that a head keeps in the segment.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -100,10 +100,15 @@
 
   function sortable(table) {
     const head = table.tHead && table.tHead.rows[table.tHead.rows.length - 1], body = table.tBodies[0];
-    if (!head || !body || body.rows.length < 2 || all("[colspan], [rowspan]", table).length) return table;
-    const first = Array.from(body.rows);
+    if (!head || !body || all("[rowspan], tbody [colspan]", table).length) return table;
+    const first = Array.from(body.rows), words = (cell) => cell && /^\s*[^\s\d.+−-]/.test(cell.textContent);
+    Array.from(head.cells).forEach((cell, at) => {  // words stand left, numbers right; a label that repeats is pale
+      if (first.some((row) => words(row.cells[at]))) [head, ...first].forEach((row) => row.cells[at] && row.cells[at].classList.add("words"));
+    });
+    first.forEach((row, at) => row.cells[0].classList.toggle("again", at > 0 && first[at - 1].cells[0].textContent === row.cells[0].textContent));
+    if (first.length < 2) return table;
     Array.from(head.cells).forEach((cell, at) => {
-      if (cell.tagName !== "TH") return;
+      if (!cell.textContent.trim()) return;
       const sort = make("button", "sort", cell.textContent);
       sort.type = "button";
       sort.addEventListener("click", () => {
