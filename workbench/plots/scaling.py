@@ -116,7 +116,6 @@ def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
     modelled: of `many_ranks.curves`; a line takes what is computed and what moves one after the other, and the band
     above it goes to where all that moves is hidden. measured: of `many_ranks.efficiency`.
     """
-    modelled = modelled[modelled["status"] == "ok"]
     if modelled.empty:
         return style.blank("No forward of one device ran on enough tokens: there is no rate from which to model many.")
     fig, axes = style.subplots(1, 2, figsize=(9.5, 4.2), sharey=True)
