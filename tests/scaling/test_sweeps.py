@@ -312,7 +312,7 @@ def test_curves_are_modelled_and_say_so():
     assert (fast["most"] > 0.99).all()
     weak = link.modelled(case, 1e9, free, (2, 8), scaling="weak", at=lambda n: Case(geometric(n), n, 8, 64, "bfloat16"))
     assert weak["n"].tolist() == [1 << 17, 1 << 19]
-    with pytest.raises(ValueError, match="scaling='both': want 'strong' or 'weak'"):
+    with pytest.raises(ValueError, match="scaling='both': want one of 'strong', 'weak'"):
         link.modelled(case, 1e9, free, scaling="both")
 
 
