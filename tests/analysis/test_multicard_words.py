@@ -122,7 +122,7 @@ def test_the_headline_is_a_range_or_no_gain():
 
 
 def test_engines_are_named_by_their_kernels():
-    rows = pd.DataFrame(case(sequence=5)).assign(kernel=["cudnn_sdpa", None, None, "flash_attncute_fwd_sm90"])
+    rows = pd.DataFrame(case(sequence=5)).assign(kernel=["cudnn_sdpa_sm90", None, None, "kernel_cutlass_flash_fwd"])
     assert words.computed_by(rows) == [
         "Most of the time is **cuDNN**'s: dense by one device.", "Most of the time is **FlashAttention-4**'s: dense by "
         "sequence.",

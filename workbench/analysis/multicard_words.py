@@ -121,9 +121,9 @@ def compared(rows: pd.DataFrame) -> str:
 
 # How names of kernels tell which engine they are of, the first that fits.
 ENGINES = {
-    "cute": "FlashAttention-4", "Sm90": "FlashAttention-4", "cudnn": "cuDNN", "flash_fwd": "FlashAttention-2",
-    "flash_bwd": "FlashAttention-2", "fmha": "torch's memory-efficient attention", "forward_kernel": "Triton",
-    "dq_kernel": "Triton", "dkdv_kernel": "Triton",
+    "pytorch_flash": "FlashAttention-2", "fmha": "torch's memory-efficient attention", "cudnn": "cuDNN",
+    "kernel_cutlass": "FlashAttention-4", "fa4": "FlashAttention-4", "Sm90": "FlashAttention-4",
+    "forward_kernel": "Triton", "dq_kernel": "Triton", "dkdv_kernel": "Triton",
 }  # fmt: skip
 
 
