@@ -109,7 +109,7 @@ def test_what_other_ways_cost_is_a_range_with_its_worst_case():
         lines[x] |= {"sent_bytes": [1, sent << 20]}
     lines[5] |= {"peak_bytes": 7 << 19}
     memory, sent = words.costs(pd.DataFrame(lines))
-    assert memory.startswith("Context parallel holds **3.5 times** the memory of dividing the sequence; most for den")
+    assert memory.startswith("Context parallel holds **3.5 times** the memory of dividing the sequence; most")
     assert memory.endswith("N = 256: 3.5 against 1 MiB.")
     assert "the heads sends **2 to 16 times** the bytes" in sent and "geometric, forward, N = 1,024: 16 against 1" in sent
     assert words.costs(pd.DataFrame(case(sequence=5))) == []
