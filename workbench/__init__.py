@@ -23,7 +23,7 @@ _FOLDERS = (
 )  # fmt: skip
 _MODULES = {name: name for name in _FOLDERS} | {
     "orderings": "patterns.orderings", "records": "harness.records", "machine": "harness.machine",
-    "cards": "fit.cards", "explore": "report.explore",
+    "cards": "fit.cards",
 }  # fmt: skip
 
 __all__ = [*_FROM, *_MODULES]
