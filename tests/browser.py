@@ -58,10 +58,11 @@ class Tab:
             raise RuntimeError(result["exceptionDetails"]["exception"]["description"])
         return result["result"].get("value")
 
-    def slide(self, selector: str, position: int) -> None:
-        """Move a range input as a hand would."""
+    def slide(self, selector: str, value: int | str) -> None:
+        """Give an input a value as a hand would: a position on a range, a text, a choice."""
+        event = "new Event('input', {bubbles: true})"
         self.run(
-            f"(input => {{ input.value = {position}; input.dispatchEvent(new Event('input', {{bubbles: true}})) }})"
+            f"(input => {{ input.value = {json.dumps(value)}; input.dispatchEvent({event}) }})"
             f"(document.querySelector({json.dumps(selector)}))"
         )
 

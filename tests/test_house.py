@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "workbench"
 # From the ground up: a folder imports those before it, and files of its own.
 FOLDERS = (
-    "patterns", "harness", "engines", "probes", "distributed", "fit", "scaling", "analysis", "plots", "report",
-    "top",
+    "patterns", "harness", "engines", "probes", "distributed", "fit", "scaling", "analysis", "plots",
+    "explorers", "report", "top",
 )  # fmt: skip
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in SOURCES}
@@ -26,8 +26,7 @@ LONG = []
 LARGE = {
     "workbench.engines.triton_backend.why_not",  # a flat list of reasons
     "workbench.engines.layers.__init__", "workbench.engines.torch_rules.kernels", "workbench.fit.fake_cuda.attention",
-    "workbench.harness.ranks._ask",
-    "workbench.plots.scaling.speedups", "workbench.report.run", "workbench.report.parameters.fits",
+    "workbench.harness.ranks._ask", "workbench.report.run", "workbench.report.parameters.fits",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+import workbench as wb
 from workbench.analysis import cost
 from workbench.plots import exactness
 
@@ -12,12 +13,35 @@ def table(**rows):
 
 
 def test_extremes_name_who_and_say_where_memory_differs():
-    same = cost.extremes(table(dense=(972, 2e9), window=(1, 2e9)))
-    assert same == "At N = 64 dense computes **972 times** as many pairs as window; all need about the same 2 GB."
+    same = cost.extremes(table(dense=(972, 2**31), window=(1, 2**31)))
+    assert same == "At N = 64 dense computes **972 times** as many pairs as window; all need about the same 2 GiB."
     assert cost.extremes(table(a=(5, 1e9), b=(5, 4e9))).endswith(
         "all patterns compute as many pairs; b needs **4 times** the bytes of a."
     )
     assert cost.rises(table(a=(5, 1))) == "One length alone shows no growth."
+
+
+def test_more_pairs_than_dense_attention_are_named():
+    assert "**1.50 times** as many under a at N = 64" in cost.beyond(table(dense=(2, 1), a=(3, 1), b=(1, 1)))
+    assert cost.beyond(table(dense=(2, 1), a=(2, 1))) == ""
+
+
+def test_what_each_pattern_sees_at_a_glance():
+    patterns = {"dense": wb.Dense(), "gappy": wb.Dilated([4], [4])}
+    shown = cost.glance(patterns, 16, 2, {"dense": 1, "gappy": None})
+    assert shown["pairs seen (%)"].tolist() == [100, 100 * patterns["gappy"].density(16, 2)]
+    assert shown["rows without a key"].tolist() == [0, 24] and shown["layers to reach all"].isna().tolist() == [0, 1]
+
+
+def test_the_worth_of_a_pair_and_of_a_choice():
+    rows = [("a", "window", 0.1, 0.5), ("a", "window", 0.1, 0.3), ("a", "top blocks of q.k", 0.2, 0.2)]
+    worth = cost.worth(pd.DataFrame(rows, columns=["source", "pattern", "density", "mass"]))
+    assert worth["worth of a pair"].tolist() == [4, 1] and worth["weight kept (%)"].tolist() == [40, 20]
+    said = cost.best_and_worst(worth, "a")
+    assert said.startswith("On the a a pair of the window pattern holds **4.0 times**") and "**1.0 times**" in said
+    kept = worth["weight kept (%)"].unstack()
+    assert "does not always beat the plain window: 20.0% against 40.0% (a)" in cost.choice(kept)
+    assert "keeps more weight than the plain window" in cost.choice(kept.assign(window=1.0))
 
 
 def test_layers_that_are_never_enough():
@@ -28,5 +52,5 @@ def test_layers_that_are_never_enough():
 def test_a_budget_that_is_exceeded_is_not_said_to_be_kept():
     rows = pd.DataFrame({"status": ["ok", "ok"], "worst": [0.5, 2.3], "pattern": "p", "backend": ["torch", "flex"]})
     said = exactness.kept(rows.assign(dtype="float32"))
-    assert said == "**1 of 2** runs keep their budgets; at worst 230% of one is used (p, flex, float32)."
+    assert said == "**1 of 2** runs keep their budgets; the worst uses 230% of one (p, FlexAttention, float32)."
     assert exactness.kept(rows.assign(status="refused")).startswith("Nothing ran")

@@ -35,9 +35,11 @@ def test_predictions_are_counted_where_both_numbers_are():
 
 
 def test_what_is_promised_too_much():
-    frame = pd.DataFrame({"way": ["a", "b"], "too_much": [0.1, 0.2]})
+    frame = pd.DataFrame({"way": ["a", "b"], frontiers.TOO_MUCH: [0.1, 0.2]})
     assert frontiers.overpromised(frame, "t4").endswith("up to **20.0%** more tokens than run (b).")
-    assert frontiers.overpromised(frame.assign(too_much=0.0), "t4").endswith("promises no more tokens than run.")
+    assert frontiers.overpromised(frame.assign(**{frontiers.TOO_MUCH: 0.0}), "t4").endswith(
+        "promises no more tokens than run."
+    )
     assert frontiers.overpromised(pd.DataFrame([]), "t4") == "None of these ways runs on t4."
 
 
@@ -48,15 +50,15 @@ def test_limits_are_counted_and_unknown_times_named():
     table["predicted_ms"] = [1.0, None, None]
     first, second = frontiers.limits(table)
     assert first.startswith("Of the 2 cells that run, what limits is time in 1 and nothing as far as was searched in 1")
-    assert second.startswith("The time of `b` is not modelled")
+    assert second.startswith("The time of b is not modelled")
     assert frontiers.limits(table[2:]) == ["None of these ways runs on any of these cards."]
 
 
 def test_none_one_or_several_silent_calls():
     found = pd.DataFrame({"elements": [2**31, 2**32]})
-    assert frontiers.silent(found[:0], "t4") == "No such call is on record for `t4`."
-    assert frontiers.silent(found[:1], "t4").startswith("One such call is on record for `t4`, with 2,147,483,648")
-    assert frontiers.silent(found.assign(elements=[5, 2**31]), "t4") == "2 such calls are on record for `t4`."
+    assert frontiers.silent(found[:0], "t4") == "No such call is on record for T4."
+    assert frontiers.silent(found[:1], "t4").startswith("One such call is on record for T4, with 2,147,483,648")
+    assert frontiers.silent(found.assign(elements=[5, 2**31]), "t4") == "2 such calls are on record for T4."
     assert {str(x) for x in frontiers.wrong("h100x1")[["n", "elements"]].dtypes} == {"int64"}
 
 

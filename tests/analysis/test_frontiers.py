@@ -5,6 +5,7 @@ import pytest
 from workbench import Dilated
 from workbench.analysis import frontiers
 from workbench.fit import cards, estimate, executions, frontier
+from workbench.harness.narrate import title
 
 SHAPE = {"segments": [256, 1024], "rates": [1, 4], "block_size": 512}
 SIZES = {"heads": 8, "head_dim": 64, "dtype": "float16", "mode": "fwd"}
@@ -55,12 +56,12 @@ def test_scores_are_most_of_what_eager_attention_takes():
 def test_allocated_promises_more_than_runs():
     """allocated_n is the longest whose allocated bytes are no more than the card's, and the next is more."""
     at = frontiers.ways(["dense, auto", "dilated, triton"], **SHAPE, **SIZES)
-    card = cards.find("rtx3060")
+    card, found = cards.find("rtx3060"), {title(way): case for way, case in at.items()}
     for row in frontiers.promised(at, "rtx3060").to_dict("records"):
-        seen, case = row["allocated_n"], at[row["way"]]
+        seen, case = row[frontiers.PROMISED], found[row["way"]]
         assert estimate.trace(case(seen), card).allocated_bytes <= card.total_bytes
         assert estimate.trace(case(seen + frontiers.GRAIN), card).allocated_bytes > card.total_bytes
-        assert row["real_n"] < seen and 0.02 < row["too_much"] < 0.2
+        assert row[frontiers.RUNS] < seen and 0.02 < row[frontiers.TOO_MUCH] < 0.2
 
 
 def test_records_are_found_by_machine_with_their_labels(tmp_path, monkeypatch):

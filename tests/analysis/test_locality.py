@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -21,16 +22,16 @@ def by_blocks(visible, block):
     return torch.tensor([[bool(part.any()) for part in row] for row in parts])
 
 
-def test_orders_are_five_of_one_grid_or_of_a_region():
+def test_orders_are_of_one_grid_or_of_a_region():
     assert [o.name for o in locality.orders((4, 4), 2)] == ["row_major", "tiles-2x2", "morton", "hilbert"]
-    assert [o.name for o in locality.orders((4, 4), 2, seed=3)][4:] == ["random-3"]
+    assert [o.name for o in locality.orders((4, 4), 2, seed=3)][4:] == ["snake", "random-3"]
     assert {len(o) for o in locality.orders(RAGGED, 3, mask=MASK)} == {int(MASK.sum())}
 
 
 def test_steps_of_rows_and_of_a_hilbert_curve():
     table = locality.steps([orderings.row_major((3, 4)), orderings.hilbert((4, 4))]).set_index("order")
-    assert table.loc["row_major"].tolist() == [2, 4, pytest.approx(17 / 11)]
-    assert table.loc["hilbert"].tolist() == [0, 1, 1]
+    assert table.loc["row_major"].tolist() == ["3 x 4", 2, 4, pytest.approx(17 / 11)]
+    assert table.loc["hilbert"].tolist() == ["4 x 4", 0, 1, 1]
 
 
 def test_extent_is_the_longer_side_of_the_box_around_a_run():
@@ -73,6 +74,21 @@ def test_touched_equals_looking_at_every_pair(order):
     window = (order.coordinates // 3 * torch.tensor([100, 1])).sum(1)
     want = by_blocks(window[:, None] == window, 8)
     assert locality.touched_by_tiles(order, 3, 8).tolist() == want.tolist()
+
+
+def test_borders_are_the_cells_of_others_that_the_neediest_shard_sees():
+    got = locality.borders(some_orders(), 2, [3, 4])
+    for (many, order), row in zip(itertools.product([3, 4], some_orders()), got.itertuples(), strict=True):
+        n = len(order)
+        seen = wb.Neighborhood(order.shape, 2, order).multiplicity(n, 1)[0] > 0
+        shard = torch.arange(n) * many // n
+        foreign = [int(seen[shard == x].any(0)[shard != x].sum()) for x in range(many)]
+        assert (row.shards, row.order, row.cells) == (many, order.name, max(foreign)), order.name
+
+
+def test_moving_puts_q_k_and_v_in_order_and_one_back():
+    cells = torch.randn(3, 1, 63, 2, 4).unbind()
+    assert torch.equal(locality.moving(cells, orderings.hilbert(RAGGED))(), cells[2])
 
 
 def test_blocks_touched_by_the_windows_of_the_notebook():

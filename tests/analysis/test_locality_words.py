@@ -26,14 +26,20 @@ def test_steps():
 
 
 def test_seams_are_told_only_where_there_are_any():
-    box = pd.Series({"row_major": 100.0, "hilbert": 12.0})
-    assert words.compact(box, pd.Series({"row_major": 0.99, "hilbert": 0.8}), 96).endswith("each has seams.")
-    assert words.compact(box, pd.Series({"row_major": 0.5, "hilbert": 0.8}), 96).endswith("50% in row-major.")
+    box = pd.Series({"row_major": 100.0, "morton": 14.0, "hilbert": 12.0})
+    near = pd.Series({"row_major": 0.99, "morton": 0.7, "hilbert": 0.8})
+    said = words.compact(box, near, 96)
+    assert "a box of side **12** (Hilbert), **14** (Morton), **100** (row-major)" in said
+    assert "99% (row-major), 80% (Hilbert), 70% (Morton)" in said and said.endswith("each has seams.")
+    assert words.compact(box, near.where(near < 0.9, 0.5), 96).endswith("50% (row-major).")
 
 
 def test_the_fewest_blocks_are_counted_with_ties():
     said = words.fewest(percents(row_major=[10.0, 10.0], tiles=[5.0, 8.0], morton=[4.0, 5.0], hilbert=[5.0, 5.0]))
-    assert "of 2 windows: Morton in 2, Hilbert in 1." in said and "**1.2 to 2.0 times** as many as the worst of" in said
+    assert (
+        "(ties count), of 2 windows: Morton in 2, Hilbert in 1." in said
+        and "**1.2 to 2.0 times** as many as the worst of" in said
+    )
 
 
 def test_from_which_window_on_an_order_pays():
@@ -44,6 +50,7 @@ def test_from_which_window_on_an_order_pays():
 def test_a_simpler_order_that_is_faster_than_hilbert_is_named():
     said = words.fastest(times(tiles=2.1, morton=2.2, hilbert=1.6))
     assert "Morton **2.20**" in said and said.endswith("Morton is faster than Hilbert here.")
+    assert "not beyond the noise: Hilbert (" in words.fastest(times(tiles=2.1, hilbert=1.0))
     assert "faster than Hilbert" not in words.fastest(times(noise=0.2, morton=1.7, hilbert=1.6))
     assert words.fastest(times(hilbert=1.05)).startswith("No order is faster than row-major beyond the noise")
     assert words.fastest(times(hilbert=0.5)).startswith("No order")
@@ -57,13 +64,60 @@ def test_results_that_differ_are_said_to():
 def test_surroundings_name_ties_and_one_branch_is_told_once():
     seen = pd.DataFrame({"row_major": [0.1, 0.3, 0.4], "morton": [0.2, 0.2, 0.5], "hilbert": [0.3, 0.1, 0.5]})
     said = words.surroundings(seen.set_index(pd.Index(["64 / 1", "256 / 2", "any"])))
-    assert "most of all under Morton and Hilbert." in said and "longest segments alone 10% against 30%" in said
+    assert "most under Morton and Hilbert." in said and "longest segments alone 10% against 30%" in said
     assert "segments alone" not in words.surroundings(seen[1:].set_index(pd.Index(["64 / 1", "any"])))
 
 
-def test_the_verdict_names_all_that_are_compact():
-    frame = percents(row_major=[10.0, 20.0], tiles=[5.0, 8.0], morton=[5.0, 5.0], hilbert=[6.0, 6.0])
-    said = words.verdict(frame, times(tiles=2.0, morton=2.2, hilbert=1.6), 3.0)
-    assert "On a grid, Morton, Hilbert and tiles touch fewer" in said and "Morton is faster than Hilbert here." in said
-    none = words.verdict(percents(row_major=[1.0, 1.0], hilbert=[1.0, 1.0]), times(hilbert=1.0), 1.0)
-    assert "no order touches clearly fewer" in none and "costs nothing" in none
+def test_areas_are_the_same_or_each_is_told():
+    band, square = np.full((4, 4), -1.0), np.full((4, 4), -1.0)
+    band[0], square[:2, :2] = 1, 2
+    said = words.areas({"row_major": band, "hilbert": square}, 2)
+    assert "knows 25% of the cells, as many in every order" in said
+    assert "**1 x 4** (row-major), **2 x 2** (Hilbert)" in said
+    square[3, 3] = 1
+    said = words.areas({"row_major": band, "hilbert": square}, 2)
+    assert "25% (row-major), 31% (Hilbert)" in said and "**4 x 4** (Hilbert)" in said
+
+
+def test_the_runs_among_like_patches_are_told_also_where_none_ends():
+    said = words.alike({"row_major": 17, "hilbert": None}, 1200)
+    assert "**17** (row-major), **more than 1,200** (Hilbert)" in said
+
+
+def test_what_shards_send_and_what_hurts_on_a_line():
+    needed = pd.DataFrame({"row_major": [20, 30], "morton": [10, 20], "hilbert": [10, 15]}, index=[4, 8])
+    said = words.sends(needed)
+    assert "of 2 cuts: Hilbert in 2 and Morton in 1. Row-major needs **2.0 times** as many" in said
+    line = pd.DataFrame({"natural": [15.0, 100.0], "hilbert": [45.0, 100.0], "sorted by t mod 4": [34.0, 6.0]})
+    said = words.on_a_line(line)
+    assert "**3.0 times** the blocks of the natural" in said and "tokens sorted by t mod 4 only **6%**" in said
+
+
+def summary(**orders):
+    rows = [words.BLOCKS, words.ATTENTION, words.MOVED, words.ALIKE, words.SHARDS]
+    return pd.DataFrame(orders, index=rows).astype(float)
+
+
+def test_the_verdict_weighs_all_orders():
+    found = summary(
+        row_major=[11, 1200, None, 17, 2064], tiles=[5.4, 700, 8, 88, 2176], hilbert=[6.7, 900, 9, 116, 1584]
+    )
+    line = {"natural": 15.0, "hilbert": 43.0}
+    work, speed, moved, long_runs, on_a_line = words.verdict(found, times(tiles=1.7, hilbert=1.3), line)
+    assert work.startswith("**Any order that keeps blocks compact saves work**")
+    assert "5.4% (tiles), 6.7% (Hilbert), 11.0% (row-major)" in work
+    assert speed.endswith("tiles is faster than Hilbert here.")
+    assert "at most 9 ms, once" in moved and "takes 700 ms or more" in moved
+    assert (
+        "under **Hilbert** (116; row-major 17)" in long_runs
+        and "under **Hilbert** (1,584; row-major 2,064)" in long_runs
+    )
+    assert on_a_line.endswith("43.0% of the blocks against 15.0%: leave a line in its natural order.")
+
+
+def test_the_verdict_where_no_order_helps():
+    found = summary(row_major=[5, 10, None, None, 40], hilbert=[6, 12, None, 30, 40])
+    work, _, long_runs, on_a_line = words.verdict(found, times(hilbert=1.0), {"natural": 15.0, "hilbert": 15.0})
+    assert work.startswith("**No choice of order saves much work**")
+    assert "under **row-major** (more than was looked at" in long_runs and "**row-major and Hilbert** (40" in long_runs
+    assert on_a_line.endswith("costs nothing.")

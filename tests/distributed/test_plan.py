@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import time
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import numpy as np
 import pytest
 import torch
 
@@ -21,7 +16,6 @@ from workbench.analysis.multicard import one_thread
 from workbench.distributed import Shards, plan
 from workbench.distributed.plans import Stage
 from workbench.patterns import orderings
-from workbench.plots import distributed as draw
 
 WORLDS = (2, 7)
 MINIMAL = [id for id, (case, _) in CASES.items() if not getattr(case.pattern(), "predicate", None)]
@@ -171,29 +165,3 @@ def test_a_stage_brings_about_a_sixteenth_but_not_few_rows():
     assert [len(x.heads) for x in dense(15)] == [6, 6]
     assert dense(17) == [Stage(range(h, h + 1), piece, 2) for h in range(12) for piece in range(2)]
     assert {x.pieces for x in dense(20, 8)} == {4}
-
-
-# --- pictures ---------------------------------------------------------------------------------------------------------
-
-
-def test_traffic_draws_the_bytes_and_the_shares():
-    plans = {
-        "dilated": plan(wb.Dilated([256], [4]), Shards.even(1024, 8), 4),
-        "causal": plan(wb.Dense(True), Shards((9, 90, 1)), 2),
-    }
-    fig = draw.traffic(plans)
-    images = [ax.images[0].get_array() for ax in fig.axes if ax.images]
-    for image, found in zip(images, plans.values(), strict=True):
-        assert np.array_equal(np.asarray(image.filled(0)), found.bytes(2, 64).numpy())
-        assert f"{int(found.bytes(2, 64).sum()):,} bytes" in fig.get_label()
-    alone = draw.traffic({"nothing moves": plan(wb.Dilated([128], [4]), Shards.even(1024, 8), 4)})
-    assert "moves 0 bytes" in alone.get_label()
-    assert [text.get_text() for text in alone.axes[0].texts] == ["nothing moves"] and not fig.axes[0].texts
-    told = [text.get_text() for text in fig.axes[-1].get_yticklabels()]  # beside the colours: bytes that are there
-    assert told[0] == "768.0 B" and 2 <= len(told) <= 9
-
-
-def test_many_ranks_are_drawn_in_groups_that_keep_the_sum():
-    sent = torch.randint(0, 9, (300, 300)).numpy()
-    found = draw.grouped(sent)
-    assert found.shape == (100, 100) and found.sum() == sent.sum() and found[0, 0] == sent[:3, :3].sum()

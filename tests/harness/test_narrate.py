@@ -1,7 +1,7 @@
 import pandas as pd
 import pytest
 
-from workbench.harness.narrate import compared
+from workbench.harness.narrate import compared, title
 
 
 @pytest.mark.parametrize(
@@ -12,3 +12,15 @@ def test_a_speed_up_inside_the_noise_is_no_difference(low, high, verdict):
     times = pd.DataFrame([[1, 1, 1], [(low + high) / 2, low, high], [1, 0.9, 1.1]], ["dense", "mine", "A/A"], columns)
     said = compared(times, "mine")
     assert said.startswith(verdict) and "dense against itself 0.90 to 1.10" in said
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("dense", "dense"), ("longnet-geometric", "LongNet, geometric"), ("dense, cudnn", "dense, cuDNN"),
+    ("dilated-4096x1-16384x2-65536x4-131072x8", "LongNet, geometric"), ("dilated-128x2", "dilated: 128 at rate 2"),
+    ("random-0.90", "random blocks, 90% left out"), ("window-1024", "window, 1,024 each way"),
+    ("neighborhood-16-tiles-8x16", "neighborhood, radius 16, tiles 8 x 16"),
+    ("local-19+strided-32", "blocks: local 19 + strided 32"), ("h200x2", "2 x H200"), ("a100-40gb", "A100 40 GB"),
+    ("what is this", "what is this"),
+])  # fmt: skip
+def test_an_identifier_has_words(name, words):
+    assert title(name) == words

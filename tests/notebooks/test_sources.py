@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from workbench.fit.cards import CARDS
-from workbench.probes import catalog, suite
+from workbench.probes import catalog
 from workbench.report import notebooks, parameters
 from workbench.scaling.strategies import STRATEGIES
 
@@ -43,11 +43,11 @@ def test_one_cell_of_parameters_all_literals_with_a_profile(nb):
 def test_parameters_keep_their_own_rules_and_their_choices_are_all_there_are(nb):
     own = {key: value for key, value in parameters.declared(nb).items() if key != "profile"}
     parameters.settle({"notebook": nb}, "quick", own)  # raises where a default is not taken
-    for key in ("card", "cards", "fit_card", "choose_cards"):
+    for key in ("card", "cards", "fit_card"):
         assert key not in own or parameters.rules(nb)[key]["choices"] == list(CARDS)
     assert "strategies" not in own or parameters.rules(nb)["strategies"]["choices"] == list(STRATEGIES)
     if "card_groups" in own:
-        groups = {*(name.split(" ")[0] for name in catalog.one_card()), "peers", suite.BLOCK_MASK}
+        groups = {*(name.split(" ")[0] for name in catalog.one_card()), "peers"}
         assert set(parameters.rules(nb)["card_groups"]["choices"]) == groups
 
 

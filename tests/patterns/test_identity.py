@@ -18,8 +18,9 @@ PATTERNS = [
     BlockSparse(local(1) | random(0.2, 1) - local(0), (4, 8), causal=True),
     BlockSparse(explicit(torch.rand(2, 8, 8) < 0.5, name="mine") & ~strided(3), 4), Neighborhood(GRID, (1, 2)),
     *(Neighborhood(GRID, 1, x) for x in (
-        orderings.tiles(GRID, (2, 3)), orderings.hilbert(GRID), orderings.morton(GRID), orderings.random(GRID, 3),
-        orderings.Ordering("mine", GRID, torch.arange(32).flip(0)), orderings.hilbert(GRID).restrict(MASK),
+        orderings.snake(GRID), orderings.tiles(GRID, (2, 3)), orderings.hilbert(GRID), orderings.morton(GRID),
+        orderings.random(GRID, 3), orderings.Ordering("mine", GRID, torch.arange(32).flip(0)),
+        orderings.hilbert(GRID).restrict(MASK),
         orderings.hilbert(GRID).restrict(MASK).restrict(torch.arange(32).view(GRID) < 20),
     )),
 ]  # fmt: skip

@@ -8,8 +8,8 @@ from workbench.patterns.neighborhood import Neighborhood
 
 SHAPES = [(1,), (7,), (1, 1), (1, 9), (9, 1), (8, 8), (5, 12), (13, 6), (97, 131), (1, 1, 5), (2, 3, 4), (5, 7, 3)]
 MAKERS = {
-    "row_major": orderings.row_major, "tiles": lambda shape: orderings.tiles(shape, 3), "morton": orderings.morton,
-    "hilbert": orderings.hilbert, "random": lambda shape: orderings.random(shape, seed=3),
+    "row_major": orderings.row_major, "snake": orderings.snake, "tiles": lambda shape: orderings.tiles(shape, 3),
+    "morton": orderings.morton, "hilbert": orderings.hilbert, "random": lambda shape: orderings.random(shape, seed=3),
 }  # fmt: skip
 
 
@@ -86,6 +86,15 @@ def test_morton_and_tiles_by_hand():
     assert orderings.morton((2, 2, 2)).curve.tolist() == list(range(8))
     assert orderings.tiles((3, 3), 2).curve.tolist() == [0, 1, 3, 4, 2, 5, 6, 7, 8]
     assert orderings.tiles((2, 4), (2, 3)).curve.tolist() == [0, 1, 2, 4, 5, 6, 3, 7]
+
+
+def test_snake_never_jumps_and_walks_each_row_where_row_major_does():
+    assert orderings.snake((3, 3)).curve.tolist() == [0, 1, 2, 5, 4, 3, 6, 7, 8]
+    assert orderings.snake((2, 2, 2)).curve.tolist() == [0, 1, 3, 2, 6, 7, 5, 4]
+    for shape in SHAPES:
+        assert orderings.snake(shape).jumps == 0
+        rows = orderings.snake(shape).curve.view(-1, shape[-1]).sort(1).values
+        assert {*map(tuple, rows.tolist())} == {*map(tuple, torch.arange(math.prod(shape)).view(rows.shape).tolist())}
 
 
 def test_random_is_seeded():

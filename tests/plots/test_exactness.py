@@ -21,23 +21,43 @@ def errors():
     return pd.concat([ran, error.table(both, n=16, backends=["flex"], dtypes=["float64"])], ignore_index=True)
 
 
-def test_exactness_draws_an_error_and_a_budget_for_each_run(errors):
+def test_exactness_draws_each_run_as_a_share_of_its_budget_and_what_was_refused(errors):
     fig = exactness.figure(errors)
-    runs = int((errors.status == "ok").sum())
-    assert all(len(ax.get_lines()) == 2 * runs for ax in fig.axes)
-    assert f"{runs} runs" in fig.get_label() and " 0 are over budget" in fig.get_label()
+    ok = errors.status == "ok"
+    for ax in fig.axes:
+        dots = [x for line in ax.get_lines() if line.get_marker() == "o" for x in line.get_xdata()]
+        crosses = [x for line in ax.get_lines() if line.get_marker() == "x" for x in line.get_xdata()]
+        assert len(dots) == ok.sum() and max(dots) < 1 and len(crosses) == (~ok).sum()
+    share = max(errors.error_out[ok] / errors.budget_out[ok])
+    drawn = [x for line in fig.axes[0].get_lines() if line.get_marker() == "o" for x in line.get_xdata()]
+    assert max(drawn) == pytest.approx(share)
+    assert f"{ok.sum()} runs" in fig.get_label() and " 0 are over budget" in fig.get_label()
+
+
+def test_a_run_over_its_budget_is_ringed(errors):
+    over = errors[errors.status == "ok"].assign(error_out=lambda rows: 2 * rows.budget_out)
+    lines = [line for line in exactness.figure(over).axes[0].get_lines() if line.get_marker() == "o"]
+    rings = [line for line in lines if line.get_markeredgecolor() == "red"]
+    assert sum(len(line.get_xdata()) for line in rings) == len(over)
 
 
 def test_the_exactness_table_flags_what_is_over_budget(errors):
-    shown = exactness.table(errors).data
+    shown = exactness.table(errors)
     ok = errors.status == "ok"
     assert set(shown.verdict[ok.to_numpy()]) == {"within"} and set(shown.verdict[~ok.to_numpy()]) == {"refused"}
     over = errors.assign(worst=2.0)[ok]
-    assert set(exactness.table(over).data.verdict) == {"OVER"}
+    assert set(exactness.table(over).verdict) == {"OVER"}
     row = errors[ok].iloc[0]
-    error_, budget = (float(x) for x in shown["values"][0].split(" / "))
+    error_, budget = (float(x) for x in shown["values"].iloc[0].split(" / "))
     assert error_ == pytest.approx(row.error_out, rel=0.05) and budget == pytest.approx(row.budget_out, rel=0.05)
-    assert "within" in exactness.table(errors).to_html()
+
+
+def test_the_summary_counts_by_kernel_and_in_all(errors):
+    shown = exactness.summary(errors)
+    assert list(shown.index) == ["torch", "FlexAttention", "all"]
+    ok = int((errors.status == "ok").sum())
+    assert shown.loc["all", ["runs", "within", "refused"]].tolist() == [ok, ok, len(errors) - ok]
+    assert shown.loc["all"].iloc[-1] == 100 * errors.worst.max()
 
 
 def test_values_without_gradients_are_one_row(errors):
@@ -47,15 +67,13 @@ def test_values_without_gradients_are_one_row(errors):
     grads = [f"{kind}_{name}" for kind in ("error", "budget") for name in error.GRADIENTS]
     ran = {key: value for key, value in values.items() if key not in grads} | {"mode": "fwd"}
     rows = pd.concat([errors, pd.DataFrame([refused, ran])], ignore_index=True)
-    shown = exactness.table(rows).data
+    shown = exactness.table(rows)
     assert len(shown) == len(rows) - 1
     assert tuple(shown.iloc[-1][["gradients", "verdict"]]) == ("refused", "within") and shown["values"].iloc[-1]
     assert "refused" not in set(shown.gradients[:-1])
-    assert list(exactness.refusals(rows).data.refuses) == ["all", "gradients"]
+    assert list(exactness.refusals(rows).refuses) == ["all", "gradients"]
 
 
 def test_refusals_list_who_and_why(errors):
-    table = exactness.refusals(errors)
-    shown = table.data
-    assert "float64" in table.to_html()
-    assert set(shown.backend) == {"flex"} and shown.why.str.contains("float64").any()
+    shown = exactness.refusals(errors)
+    assert set(shown.index) == {"FlexAttention"} and shown.why.str.contains("float64").any()

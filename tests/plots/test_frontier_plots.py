@@ -38,8 +38,8 @@ def points(fig):
 
 def test_another_machines_frontiers_are_hollow_and_named(rows, measured):
     fig = draw.n_against_budget(rows[rows["card"] == "h100"], measured)
-    named = [text.get_text() for text in fig.legends[0].get_texts()]
-    assert "dense, eager · H100" in named and not any("measured here" in text for text in named)
+    named = [text.get_text() for text in fig.axes[1].texts]
+    assert "dilated, Triton" in named and not fig.legends
     marked = [x for x in fig.axes[0].get_lines() if x.get_marker() in "os"]
     assert len(marked) == 3 and all(x.get_markerfacecolor() == "white" for x in marked)
 
@@ -55,10 +55,10 @@ def test_the_share_is_of_what_inputs_and_results_take(measured):
 def test_the_map_names_each_cells_limiter(rows):
     fig = draw.limiter_map(rows[rows["budget_bytes"] == 8 * GIB])
     ax = fig.axes[0]
-    assert [x.get_text() for x in ax.get_xticklabels()] == ["t4", "h100"]
+    assert [x.get_text() for x in ax.get_xticklabels()] == ["T4", "H100"]
     said = [x.get_text() for x in ax.texts]
     assert len(said) == 6 and said.count("refused") == 1  # triton's kernels on a T4
-    assert "dilated, triton on t4: refused" in fig.get_label()
+    assert "dilated, Triton on T4: refused" in fig.get_label()
     assert {x.get_text() for x in fig.legends[0].get_texts()} >= {"memory", "refused"}
 
 
@@ -84,9 +84,4 @@ def test_claims_and_the_four_numbers_say_what_they_show():
         [{"way": "dense", "requested": GIB, "allocated": GIB, "reserved": 2 * GIB, "device": 3 * GIB}]
     )
     fig = draw.four_numbers(numbers, 4096)
-    assert [bar.get_height() for bar in fig.axes[0].patches] == [1, 1, 2, 3]
-
-
-@pytest.mark.parametrize(("n", "text"), [(900, "900"), (131_072, "131K"), (14_200_000, "14.2M")])
-def test_lengths_are_written_short(n, text):
-    assert draw.tokens(n) == text
+    assert [bar.get_height() for bar in fig.axes[0].patches] == [1, 2, 3]  # requested is allocated

@@ -32,7 +32,6 @@ def longnet():
 
 FIGURES = {
     "curves": (lambda: plots.curves(ORDERS), "grid of 8 x 12 cells"),
-    "curves of a box": (lambda: plots.curves([orderings.hilbert((2, 4, 4)), orderings.morton((2, 4, 4))]), "2 x 4 x 4"),
     "locality": (
         lambda: plots.locality(locality.extent(ORDERS, [2, 8]), locality.within(ORDERS, [2, 8])),
         "adjacent cells",
@@ -42,9 +41,11 @@ FIGURES = {
         lambda: plots.touched_by_side(locality.blocks_touched([(*GRID, "sliding", s) for s in (3, 5)], 4, 8)),
         "side of a sliding window",
     ),
-    "block on the grid": (lambda: plots.block_on_grid(ORDERS[3], touched(ORDERS[3]), 8, 1), "of 12 key blocks"),
     "runs": (lambda: plots.runs_on_picture(torch.rand(*GRID, 12), ORDERS, 20, "20 tokens"), "20 tokens"),
-    "similarity": (lambda: plots.similarity(locality.similarity(torch.rand(*GRID, 3), ORDERS, 9), 0.5), "similarity"),
+    "similarity": (
+        lambda: plots.similarity(locality.similarity(torch.rand(*GRID, 3), ORDERS, 9), 0.5),
+        "Similarity of the photograph",
+    ),
     "times": (lambda: plots.times(times(), PERCENT), "Hilbert 9.5 ms, 5.9% of the blocks"),
     "neighbours": (lambda: plots.neighbours(longnet()[1], 1, "A full grid"), "within 3 x 3 cells"),
     "fields": (lambda: longnet()[0], "row 3, column 5 after 2 layers"),
@@ -60,15 +61,13 @@ def test_figure_draws_from_its_data_and_says_what_it_shows(name):
     assert not plt.get_fignums()  # or Jupyter would show it twice
 
 
-def test_block_on_grid_shows_what_is_needed_and_what_is_loaded():
-    order = orderings.row_major(GRID)
-    kind = plots.block_on_grid(order, touched(order), 12, 1).axes[0].images[0].get_array()
-    assert kind.shape == GRID
-    assert (kind == 3).sum() == 12  # the queries: one row
-    assert (kind == 2).sum() == 24  # the rows above and below
+def test_jumps_are_drawn_apart_from_steps():
+    order = orderings.morton((4, 4))
+    steps, jumps = plots.curves([order]).axes[0].collections
+    assert len(jumps.get_segments()) == order.jumps and len(steps.get_segments()) == 15 - order.jumps
 
 
 def test_labels_and_colours_tell_orderings_apart():
     names = [o.name for o in ORDERS]
-    assert [plots.label(name) for name in names] == ["row-major", "tiles 4x4", "Morton", "Hilbert", "random"]
+    assert [plots.label(name) for name in names] == ["row-major", "tiles 4 x 4", "Morton", "Hilbert", "snake", "random"]
     assert len({plots.color(name) for name in names}) == len(names)

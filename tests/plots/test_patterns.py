@@ -35,14 +35,17 @@ def test_masks_are_coloured_exactly_where_a_query_sees_a_key():
     assert "near" in fig.get_label() and f"{PATTERNS['near'].density(N, 2):.1%}" in fig.get_label()
 
 
-def test_heads_shade_the_rows_without_a_key_and_give_the_coverage():
+def test_heads_shade_the_rows_without_a_key_and_draw_all_heads_together():
     gappy = wb.Dilated([8], [4])
+    count = gappy.multiplicity(N, 3)
     fig = draw.heads(gappy, N, 3)
-    for h, (ax, image) in enumerate(zip(fig.axes, images(fig), strict=True)):
-        empty = (gappy.multiplicity(N, 3)[h] == 0).all(1).numpy()
+    for seen, ax, image in zip([*count, count.sum(0)], fig.axes, images(fig), strict=True):
+        empty = (seen == 0).all(1).numpy()
         shaded = np.isclose(np.asarray(image), to_rgb(draw.UNCOVERED)).all((1, 2))
         assert np.array_equal(shaded, empty)
-        assert f"{gappy.coverage(N, 3)[h]:.0%}" in ax.get_title("left")
+        title = ax.get_title("left")
+        assert f": {(seen > 0).double().mean():.1%}" in title and f"{empty.sum()} empty rows" in title
+    assert [t.get_text() for t in fig.legends[0].get_texts()] == ["seen once", "a row that sees nothing"]
 
 
 def test_the_sum_of_the_branches_is_the_pattern():
@@ -56,13 +59,15 @@ def test_branches_of_partitioned_heads_are_refused():
         draw.branches(wb.Dilated([4, 8], [1, 2], heads="partition"), N, 2)
 
 
-def test_reach_draws_the_share_of_tokens_after_each_layer():
-    fig = draw.reach(PATTERNS, N, heads=1, layers=3)
+def test_reach_draws_the_share_of_tokens_after_each_layer_and_when_one_token_depends_on_each():
+    fig, shares = draw.reach(PATTERNS, N, heads=1, layers=3)
     lines = fig.axes[0].get_lines()
-    assert len(lines) == len(PATTERNS) and all(len(line.get_xdata()) == 4 for line in lines)
-    assert list(lines[0].get_ydata()) == [1 / N, 1, 1, 1]
-    assert list(lines[-1].get_ydata()) == [1 / N] * 4  # a token that sees itself alone
+    assert len(lines) == len(PATTERNS) and list(lines[0].get_ydata()) == [1 / N, 1, 1, 1] == list(shares["dense"])
+    assert list(lines[-1].get_ydata()) == [1 / N] * 4 == list(shares["mine"])  # a token that sees itself alone
     assert "mine 6%" in fig.get_label()
+    first = images(fig)[3][0]  # of a neighborhood of 3 x 3 on 4 x 4 cells: all but the far border after one layer
+    assert first[N // 2] == 0 and {*first} == {0, 1, 2, 3}
+    assert {*images(fig)[-1][0]} == {-1, 0}
 
 
 def test_cost_draws_the_table_and_says_that_bytes_are_modelled():
@@ -89,7 +94,7 @@ def test_attention_maps_draw_each_source_and_head():
     fig = draw.attention_maps(sources, {"field": samples.tokens(sources["field"], 2, 4)})
     grid, *weights = images(fig)
     assert grid.shape == (6, 5) and len(weights) == 2
-    assert all(float(w.sum()) == pytest.approx(1, abs=1e-5) for w in weights)
+    assert all(float(w.max()) == 1 and float(w.min()) >= 0 for w in weights)
 
 
 def test_mass_draws_a_ring_a_head_and_a_bar_a_pattern():

@@ -1,6 +1,7 @@
 import pandas as pd
 import pytest
 
+from workbench.analysis import roofline
 from workbench.plots import speed as draw
 from workbench.plots import style
 from workbench.probes import speed
@@ -15,25 +16,41 @@ def test_time_has_a_panel_a_mode_and_a_line_a_backend(card):
     rows, _ = card
     fig = draw.time_against_n(rows)
     assert [ax.get_title("left") for ax in fig.axes] == ["forward", "forward + backward"]
-    lines = {line.get_label() for line in fig.axes[0].get_lines()}
-    assert {"dense (cudnn)", "dense (flash)", "dilated (triton)", "block-sparse (triton)"} <= lines
+    assert {"dense, cuDNN", "dense, FlashAttention-2", "dilated", "block-sparse", "neighborhood"} <= named(fig)
     assert "At the longest N: dense" in fig.get_label()
 
 
 def test_another_machines_rows_are_told_apart(card):
+    rows, _ = card
+    fig = draw.time_against_n(rows, rows.copy())
+    pale = [line for line in fig.axes[0].get_lines() if line.get_markerfacecolor() == "white"]
+    assert len(pale) == 5 and {"dilated", "dilated, H100"} <= named(fig)
+
+
+def named(fig) -> set[str]:
+    return {text.get_text() for text in fig.axes[0].texts}
+
+
+def test_a_roofline_has_both_ceilings_and_no_point_above_them(card):
     rows, best = card
-    fig = draw.rate(rows, best, rows.copy(), best)
-    pale = [line for line in fig.axes[0].get_lines() if "H100" in line.get_label()]
-    assert pale and all(line.get_markerfacecolor() == "white" for line in pale)
-    notes = [text.get_text() for text in fig.axes[0].texts]
-    assert notes == ["bfloat16 matmul here", "bfloat16 matmul, H100"]
+    device = roofline.device(rows, best)
+    fig = draw.roofline({"H100": device})
+    roof, peak, *lines = fig.axes[0].get_lines()
+    assert max(roof.get_ydata()) == device["tflops"] == pytest.approx(best["matmul_tflops"]["bfloat16"])
+    assert roof.get_ydata()[0] == pytest.approx(roof.get_xdata()[0] * best["copy_gbs"] / 1000)
+    assert peak.get_ydata()[0] == 989.4 and len(lines) == 2 * 5
+    assert all(max(line.get_ydata()) <= device["tflops"] for line in lines)
+    low = roofline.device(rows, best | {"matmul_tflops": {"bfloat16": 1.0}})
+    assert low["tflops"] == rows["tflops"].max()  # never more than all of a ceiling
+    assert "the nearest" in roofline.bound(device) or "points lie below" in roofline.bound(device)
+    assert len(roofline.only({"a": device}, ["dense"])["a"]["points"]) == (rows["label"] == "dense").sum()
+    assert roofline.shown({"a": device})["share"].max() < 1
 
 
 def test_rows_that_failed_are_not_drawn(card):
     rows = card[0].copy()
     rows.loc[rows["label"] == "dilated", "status"] = "oom"
-    lines = [line.get_label() for line in draw.time_against_n(rows).axes[0].get_lines()]
-    assert not any(label.startswith("dilated") for label in lines) and lines
+    assert "dilated" not in named(draw.time_against_n(rows)) and "block-sparse" in named(draw.time_against_n(rows))
 
 
 def test_break_even_shows_the_noise_beside_the_gain():
@@ -42,20 +59,19 @@ def test_break_even_shows_the_noise_beside_the_gain():
         "speedup": [1, 1.5, 7, 1], "speedup_low": [1, 1.4, 6, 0.9], "speedup_high": [1, 1.6, 8, 1.1], "n": [64] * 4,
     })  # fmt: skip
     ax = draw.break_even(rows).axes[0]
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
-        "dense against itself", "fewer pairs, same rate", "measured, 95% interval",
-    ]  # fmt: skip
-    assert "90%: 7.00x" in ax.figure.get_label()
+    assert named(ax.figure) == {"dense against itself", "fewer pairs,\nsame rate", "measured"}
+    ideal = ax.get_lines()[1]
+    assert ax.get_xscale() == "log" and ideal.get_ydata() == pytest.approx(1 / ideal.get_xdata())
+    assert "10% kept: 7.00x" in ax.figure.get_label()
 
 
-@pytest.mark.parametrize(("n", "text"), [(4096, "4K"), (1 << 20, "1M"), (1000, "1000"), (1536, "1536")])
+@pytest.mark.parametrize(("n", "text"), [(4096, "4K"), (1 << 20, "1M"), (1000, "1,000"), (632_960, "632,960")])
 def test_lengths_are_written_short(n, text):
     assert style.length(n) == text
 
 
-def test_a_rate_is_drawn_without_a_ceiling_and_a_group_only_beside_its_baseline(card):
+def test_a_group_is_drawn_only_beside_its_baseline(card):
     rows = card[0]
-    draw.rate(rows, {"matmul_tflops": {}})
     assert "nothing ran" in draw.time_against_n(rows.assign(status="oom")).get_label()
     group = pd.DataFrame({"suite": ["a"], "n": [64], "label": ["ours"], "against": ["dense"]})
     assert "not timed" in draw.times_faster(group).get_label()

@@ -59,10 +59,22 @@ def test_against_the_ceiling_is_a_share_of_what_was_measured():
          "dtype": "float32", "batch": 1, "heads": 1, "head_dim": 8, "status": "ok"}
         for mode, n, rate in (("fwd", 512, 0.5), ("fwd", 1024, 1.0), ("fwdbwd", 1024, 3.0))
     ])  # fmt: skip
-    shares = speed.against_ceiling(rows, {"matmul_tflops": {"float32": 4.0}, "copy_gbs": 1e-1}).set_index("mode")
-    assert shares.loc["fwd", "n"] == 1024 and shares.loc["fwd", "share"] == 0.25
-    assert shares.loc["fwd", "floor_share"] == pytest.approx(4 * 1024 * 8 * 4 / 1e8 * 1000 / 2)  # memory is the limit
-    assert shares.loc["fwdbwd", "share"] == 0.75 and shares["floor_share"].isna().loc["fwdbwd"]
+    shares = speed.against_ceiling(rows, {"matmul_tflops": {"float32": 4.0}}).set_index("mode")
+    assert (
+        shares.loc["fwd", "n"] == 1024 and shares.loc["fwd", "share"] == 0.25 and shares.loc["fwdbwd", "share"] == 0.75
+    )
+    assert shares.loc["fwd", "intensity"] == 4 * 1024 * 1024 * 8 / (4 * 1024 * 8 * 4)  # of q, k, v and out, in float32
+
+
+def test_the_table_of_times_is_relative_to_the_fastest_dense_kernel_of_a_length(lineup, tmp_path):
+    rows = speed.sweep(lineup, [64, 128], folder=tmp_path, **SMALL)
+    table = speed.times(rows)
+    assert len(table) == len(rows) and (table.loc["dense", "speed relative to dense"] == 1).all()
+    took = rows[rows["n"] == 128].set_index("label")["median_ms"]
+    dilated = table.loc["dilated"].set_index("n").loc[128, "speed relative to dense"]
+    assert dilated == pytest.approx(took["dense"] / took["dilated"])
+    assert speed.headline(rows).endswith("times dense at 128")
+    assert speed.headline(rows[rows["label"] == "dilated"]) == ""
 
 
 def test_break_even_is_measured_against_dense_in_one_run(tmp_path):
@@ -97,10 +109,10 @@ def test_settings_say_in_words_what_was_timed(lineup, tmp_path):
     rows = speed.sweep(lineup, [128], folder=tmp_path, **SMALL)
     said = speed.settings(rows, None).iloc[:, 0]
     assert said["inputs"] == "float32, 2 heads x 16"
-    assert said["dense"] == "every pair (sdpa)"
+    assert said["dense"] == "every pair (torch's SDPA)"
     assert said["dilated"] == "2 branches, segments 32 to 64, rates 1 to 2 (torch)"
-    assert said["neighborhood"] == "grid 8 x 16, radius 2, hilbert order (torch)"
-    assert said["block-sparse"] == "random-0.75, blocks 16 x 16 (torch)"
+    assert said["neighborhood"] == "grid 8 x 16, radius 2, Hilbert order (torch)"
+    assert said["block-sparse"] == "random blocks, 75% left out, of 16 x 16 (torch)"
     assert speed.settings(None).empty
 
 

@@ -43,7 +43,7 @@ def render(tmp_path):
 
 
 def main(html: str) -> str:
-    return html[html.index("<main>") : html.index("</main>")]
+    return html[html.index("<main ") : html.index("</main>")]
 
 
 @pytest.mark.parametrize("tex", [
@@ -158,14 +158,14 @@ def test_the_title_is_in_the_head_only_and_sections_are_in_the_contents(render):
     assert html.count("<h1") == 1 and "about" in main(html)
     contents = re.search(r"<nav.*?</nav>", html, re.S)[0]
     anchors = re.findall(r'href="#([^"]+)"', contents)
-    assert len(anchors) == len(set(anchors)) == 3
+    assert anchors == ["one", "deep", "one-2", "n2-pairs"]
     assert all(f'id="{anchor}"' in html for anchor in anchors)
 
 
 def test_a_failure_has_a_banner_a_mark_on_its_cell_and_shade_on_what_did_not_run(render):
     failing = {"status": "killed", "failure": "Kernel died in cell 2.", "message": "killed by <9>", "cell": 1}
     html = render(code("a = 1"), code("b = 2"), code("c = 3"), **failing)
-    assert "Kernel died in cell 2." in html[: html.index("<main>")] and 'href="#failed"' in html
+    assert "Kernel died in cell 2." in html[: html.index("<main ")] and 'href="#failed"' in html
     cells = re.findall(r"<section class=\"cell[^>]*>.*?</section>", html, re.S)
     assert ["failed" in c[:40] for c in cells] == [False, True, False]
     assert ["unrun" in c[:40] for c in cells] == [False, False, True]

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from workbench.harness.narrate import listed, number
+from workbench.harness.narrate import binary, listed, number
 from workbench.patterns import Dense, Dilated, Pattern
 
 
@@ -76,9 +76,26 @@ def extremes(table: pd.DataFrame) -> str:
         times = f"**{number(pairs.max() / pairs.min())} times**"
         said = f"{pairs.idxmax()} computes {times} as many pairs as {pairs.idxmin()}"
     if size.max() < 1.5 * size.min():
-        return f"At N = {last['n'].iloc[0]:,} {said}; all need about the same {size.max() / 1e9:.3g} GB."
+        return f"At N = {last['n'].iloc[0]:,} {said}; all need about the same {binary(size.max())}."
     need = f"{size.idxmax()} needs **{number(size.max() / size.min())} times** the bytes of {size.idxmin()}"
     return f"At N = {last['n'].iloc[0]:,} {said}; {need}."
+
+
+def glance(patterns: Mapping[str, Pattern], n: int, heads: int, depths: Mapping[str, int | None]) -> pd.DataFrame:
+    """A row a pattern: percent of pairs, rows that see nothing, and `reach.depth` (NaN where no number is enough)."""
+    shares = [100 * p.density(n, heads) for p in patterns.values()]
+    empty = [p.uncovered(n, heads) for p in patterns.values()]
+    shown = {"pairs seen (%)": shares, "rows without a key": empty, "layers to reach all": depths.values()}
+    return pd.DataFrame(shown, pd.Index(patterns, name="pattern")).astype({"layers to reach all": float})
+
+
+def beyond(table: pd.DataFrame) -> str:
+    """Which patterns have more pairs than dense attention, where; "" where none has."""
+    wide = table.pivot(index="n", columns="pattern", values="pairs").astype(float)
+    more = wide.div(wide["dense"], axis=0).stack()
+    said = [f"**{times:.2f} times** as many under {name} at N = {n:,}" for (n, name), times in more[more > 1].items()]
+    because = "a key that several branches see counts once for each branch"
+    return f"A sparse pattern can have more pairs than dense attention: {listed(said)}; {because}." if said else ""
 
 
 def layers(depths: Mapping[str, int | None]) -> str:
@@ -87,3 +104,31 @@ def layers(depths: Mapping[str, int | None]) -> str:
     done = ", ".join(f"{name} **{x}**" for name, x in depths.items() if x is not None)
     said = [f"Layers until every token can depend on every other: {done}."] if done else []
     return " ".join(said + [f"No number of layers is enough for {listed(never)}."] * bool(never))
+
+
+def worth(masses: pd.DataFrame) -> pd.DataFrame:
+    """Per source and pattern: percent of pairs, percent of weight kept, and weight per pair in times the mean, best
+    first. masses: a row a source, pattern and head, with density and mass."""
+    mean = masses.assign(gain=masses.mass / masses.density).groupby(["source", "pattern"])[["density", "mass", "gain"]]
+    shown = mean.mean().sort_values(["source", "gain"], ascending=False)
+    shown[["density", "mass"]] *= 100
+    return shown.rename(columns={"density": "pairs (%)", "mass": "weight kept (%)", "gain": "worth of a pair"})
+
+
+def best_and_worst(worth: pd.DataFrame, source: str) -> str:
+    """The pattern whose pairs hold most weight on a source, and the one whose hold least (rows of `worth`)."""
+    gain = worth["worth of a pair"][source]
+    most, least = f"{gain.max():.1f} times", f"{gain.min():.1f} times"
+    on = f"On the {source} a pair of the {gain.idxmax()} pattern holds **{most}** the mean weight"
+    return f"{on}, one of the {gain.idxmin()} pattern **{least}**."
+
+
+def choice(kept: pd.DataFrame, chosen: str = "top blocks of q.k", simple: str = "window") -> str:
+    """Whether blocks chosen by their content keep more weight than a plain window (a row a source), in a sentence."""
+    pairs = [f"{row[chosen]:.1f}% against {row[simple]:.1f}% ({source})" for source, row in kept.iterrows()]
+    if (kept[chosen] > kept[simple]).all():
+        return f"Choosing blocks by their content keeps more weight than the plain {simple}: {listed(pairs)}."
+    return (
+        f"Choosing blocks by their content does not always beat the plain {simple}: {listed(pairs)}. It takes whole "
+        f"blocks, chosen by the mean of their vectors; and near tokens are alike here, so a {simple} has them too."
+    )

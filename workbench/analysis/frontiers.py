@@ -15,13 +15,13 @@ from workbench.fit import allocator, cards, estimate, executions, frontier
 from workbench.fit.frontier import GRAIN
 from workbench.fit.tracer import Event
 from workbench.harness import records
-from workbench.harness.narrate import counted, listed, number
+from workbench.harness.narrate import counted, listed, number, title
 from workbench.patterns import Dense, Dilated
 from workbench.probes import catalog
 from workbench.probes.case import Case
 
+PROMISED, RUNS, TOO_MUCH = "longest N by max_memory_allocated", "longest N that runs", "promised too much"
 KINDS = {"Dense": "dense", "Dilated": "dilated", "BlockSparse": "blocks", "Neighborhood": "window-tokens"}
-STEP = 0.02  # 0.2 % for a prediction, see `frontier.search`
 
 # What the reports say fits on 8 GB (and, by 35 KB a token and linear scaling, on other cards): report, what, sizes, N.
 CLAIMS = (
@@ -69,7 +69,7 @@ def recorded(kind: str) -> pd.DataFrame:
     """
     rows = records.committed(kind, "frontier")
     if rows.empty:
-        return rows
+        return rows.assign(label=None)
     rows = rows[(rows["stage"] == "search") & (rows["status"] == "ok") & rows["measured_n"].notna()]
     sizes = ["batch", "heads", "head_dim", "dtype", "mode"]
     rows = rows.assign(label=_labels(rows)).drop_duplicates(["label", "budget_bytes", *sizes], keep="last")
@@ -95,7 +95,7 @@ def claims() -> pd.DataFrame:
             key = kind, card, heads, head_dim, dtype
             if key not in known:
                 case = Case(pattern, frontier.FIRST, heads, head_dim, dtype, device="cuda")
-                known[key] = frontier.search(case, card=card, seconds=math.inf, step=STEP, say=None)
+                known[key] = frontier.search(case, card=card, seconds=math.inf, step=executions.STEP, say=None)
             line |= {f"{kind}_n": known[key]["n"], f"{kind}_ms": known[key]["predicted_ms"]}
         lines.append(line)
     return pd.DataFrame(lines)
@@ -127,9 +127,8 @@ def ledger(steps: Iterable[tuple[str, int | None]]) -> pd.DataFrame:
 
 
 def promised(found: Mapping[str, frontier.Lengths], card: str) -> pd.DataFrame:
-    """A line a way: allocated_n, the longest whose max_memory_allocated is within the card's memory, and real_n.
-
-    real_n has room for the CUDA context and for what the allocator reserves; too_much is allocated_n / real_n - 1.
+    """A line per way: PROMISED, the longest N whose max_memory_allocated is within the card's memory, RUNS, the longest
+    with room for the CUDA context and for what the allocator reserves, and by how much the first exceeds the second.
     """
     of = cards.find(card)
     lines = []
@@ -143,15 +142,21 @@ def promised(found: Mapping[str, frontier.Lengths], card: str) -> pd.DataFrame:
 
         fits = range(real // GRAIN, 2 * real // GRAIN)  # the first one does
         seen = GRAIN * (fits[0] - 1 + bisect_right(fits, of.total_bytes, key=allocated))
-        lines.append({"way": name, "allocated_n": seen, "real_n": real, "too_much": seen / real - 1})
+        lines.append({"way": title(name), PROMISED: seen, RUNS: real, TOO_MUCH: seen / real - 1})
     return pd.DataFrame(lines)
 
 
 def numbers(traces: Mapping[str, estimate.Estimate]) -> pd.DataFrame:
-    """A line a way: requested, allocated, reserved and device, bytes at the peak of what was traced."""
+    """A line per way: requested, allocated, reserved and device, bytes at the peak of what was traced."""
     kinds = ("requested", "allocated", "reserved", "device")
-    lines = [[name, *(getattr(one, f"{x}_bytes") for x in kinds)] for name, one in traces.items()]
+    lines = [[title(name), *(getattr(one, f"{x}_bytes") for x in kinds)] for name, one in traces.items()]
     return pd.DataFrame(lines, columns=["way", *kinds])
+
+
+def peaks(traces: Mapping[str, estimate.Estimate]) -> pd.DataFrame:
+    """The table of what is alive at each way's peak: a line per tensor, its bytes."""
+    lines = [(title(way), name, size) for way, found in traces.items() for name, size in found.at_peak]
+    return pd.DataFrame(lines, columns=["way", "tensor", "bytes at the peak"])
 
 
 def alive(events: Sequence[Event]) -> pd.DataFrame:
@@ -171,6 +176,39 @@ def alive(events: Sequence[Event]) -> pd.DataFrame:
 # --- in words ---------------------------------------------------------------------------------------------------------
 
 
+def at_most(lines: pd.DataFrame) -> pd.DataFrame:
+    """The table of a sweep at its largest budget, a line per way: the longest N, and in times of the shortest there."""
+    done = lines[lines["budget_bytes"] == lines["budget_bytes"].max()].dropna(subset="n").sort_values("n")
+    return pd.DataFrame({
+        "way": done["label"].map(title), "budget (GiB)": done["budget_bytes"] / 2**30,
+        "longest_n": done["n"].astype(int), "limited by": done["limiter"],
+        "times the shortest": done["n"] / done["n"].min(),
+    })[::-1].set_index("way")  # fmt: skip
+
+
+def against_measured(measured: pd.DataFrame) -> pd.DataFrame:
+    """The table of what was predicted and measured, a line per search."""
+    both = measured.dropna(subset=["measured_n", "predicted_n"])
+    return pd.DataFrame({
+        "way": both["label"].map(title), "budget (MiB)": both["budget_bytes"] / 2**20,
+        "predicted N": both["predicted_n"], "measured N": both["measured_n"],
+        "off (%)": 100 * (both["predicted_n"] / both["measured_n"] - 1),
+        "limited by": both["limiter"], "probes": both["probes"],
+    }).set_index("way")  # fmt: skip
+
+
+def options(table: pd.DataFrame, seconds: float) -> pd.DataFrame:
+    """`fit.table` at an N as it is shown."""
+    late = table["fits"] & (table["ms"].astype(float) > 1000 * seconds)
+    fits = table["fits"].map({True: "yes", False: "no"}).mask(late, "too slow")
+    shown = pd.DataFrame({
+        "way": table["way"].map(title), "fits": fits, "GiB": table["device_bytes"].astype(float) / 2**30,
+        "seconds": table["ms"].astype(float) / 1000, "pairs_share": table["pairs_share"].astype(float),
+        "longest_n": table["longest_n"], "limited by": table["limiter"], "note": table["note"],
+    })  # fmt: skip
+    return shown.dropna(axis=1, how="all").set_index("way")
+
+
 def most(lines: pd.DataFrame, card: str) -> str:
     """Which way takes the longest sequence at the largest budget (rows of `frontier.sweep`), in a sentence."""
     done = lines[lines["budget_bytes"] == lines["budget_bytes"].max()].dropna(subset="n").sort_values("n")
@@ -178,33 +216,41 @@ def most(lines: pd.DataFrame, card: str) -> str:
         return f"On {card} none of these ways runs with the largest budget."
     top, least = done.iloc[-1], done.iloc[0]
     said = f"Predicted for the memory and speed of {card}, {top['budget_bytes'] / 2**30:g} GiB for tensors: "
-    said += f"**{top['label']}** takes {int(top['n']):,} tokens"
+    said += f"**{title(top['label'])}** takes {int(top['n']):,} tokens"
     if top["n"] == least["n"]:
         return said + (", as many as every other way." if len(done) > 1 else ".")
-    return said + f", **{number(top['n'] / least['n'])} times** as many as {least['label']}."
+    return said + f", **{number(top['n'] / least['n'])} times** as many as {title(least['label'])}."
 
 
 def agreement(measured: pd.DataFrame) -> list[str]:
     """How the predictions compare with what was measured, and what was not."""
     done = measured.dropna(subset=["measured_n", "predicted_n"])
-    said = [f"Not measured, {x.label}: {x.error}" for x in measured[measured["status"] != "ok"].itertuples()]
+    said = [f"Not measured, {title(x.label)}: {x.error}" for x in measured[measured["status"] != "ok"].itertuples()]
     if done.empty:
         return ["No search has both a prediction and a measurement.", *said]
     off = (done["predicted_n"] / done["measured_n"] - 1).abs()
-    inside = (off <= done["step"] + done["grain"] / done["measured_n"]).sum()
     searches = "1 search" if len(done) == 1 else f"{len(done)} searches"
-    within = f"In **{inside} of {searches}** the prediction is within a step of what was measured; at worst off"
-    return [f"{within} by {off.max():.1%}. A search took {done['probes'].mean():.1f} probes on average.", *said]
+    within = (
+        f"In **{right(measured)} of {searches}** the prediction is within a step of what was measured; at worst off"
+    )
+    return [f"{within} by {off.max():.1%}.", *said]
+
+
+def right(measured: pd.DataFrame) -> int:
+    """In how many searches the prediction is within a step of what was measured."""
+    done = measured.dropna(subset=["measured_n", "predicted_n"])
+    off = (done["predicted_n"] / done["measured_n"] - 1).abs()
+    return int((off <= done["step"] + done["grain"] / done["measured_n"]).sum())
 
 
 def overpromised(lines: pd.DataFrame, card: str) -> str:
     """`promised` in a sentence."""
     if lines.empty:
         return f"None of these ways runs on {card}."
-    worst = lines.loc[lines["too_much"].idxmax()]
-    if worst["too_much"] <= 0:
+    worst = lines.loc[lines[TOO_MUCH].idxmax()]
+    if worst[TOO_MUCH] <= 0:
         return f"On {card} (predicted) it promises no more tokens than run."
-    return f"On {card} (predicted) it promises up to **{worst['too_much']:.1%}** more tokens than run ({worst['way']})."
+    return f"On {card} (predicted) it promises up to **{worst[TOO_MUCH]:.1%}** more tokens than run ({worst['way']})."
 
 
 def limits(table: pd.DataFrame) -> list[str]:
@@ -218,17 +264,17 @@ def limits(table: pd.DataFrame) -> list[str]:
         said.append("None of these ways runs on any of these cards.")
     unknown = done.loc[done["predicted_ms"].isna(), "label"].unique()
     if len(unknown):
-        said.append(f"The time of {listed(f'`{x}`' for x in unknown)} is not modelled, so time never limits it here.")
+        said.append(f"The time of {listed(map(title, unknown))} is not modelled, so time never limits it here.")
     return said
 
 
 def silent(found: pd.DataFrame, kind: str) -> str:
     """`wrong` in a sentence."""
     if found.empty:
-        return f"No such call is on record for `{kind}`."
+        return f"No such call is on record for {title(kind)}."
     calls = "One such call is" if len(found) == 1 else f"{len(found)} such calls are"
     over = (found["elements"] >= 2**31).all()
-    return f"{calls} on record for `{kind}`" + (f", with {2**31:,} elements or more." if over else ".")
+    return f"{calls} on record for {title(kind)}" + (f", with {2**31:,} elements or more." if over else ".")
 
 
 def beyond(table: pd.DataFrame, heads: int, head_dim: int) -> str:
@@ -251,5 +297,5 @@ def choice(options: pd.DataFrame, n: int, card: str) -> str:
     known = room.dropna(subset="ms").sort_values("ms")
     if len(known):
         seconds = number(known["ms"].iloc[0] / 1000)
-        said += f"; the fastest whose time is modelled is **{known['way'].iloc[0]}**, {seconds} s"
+        said += f"; the fastest whose time is modelled is **{title(known['way'].iloc[0])}**, {seconds} s"
     return said + "."

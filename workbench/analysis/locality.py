@@ -16,15 +16,16 @@ from torch import Tensor
 
 from workbench.engines.dispatch import attention
 from workbench.patterns import Dilated, Neighborhood, Pattern, Predicate, orderings
+from workbench.patterns.neighborhood import box_sums
 from workbench.patterns.orderings import Ordering
 
 # --- what is compared -------------------------------------------------------------------------------------------------
 
 
 def orders(shape, tile=(8, 16), seed: int | None = None, mask=None) -> list[Ordering]:
-    """row_major, tiles, morton, hilbert and, with a seed, random; with a mask (bool, grid) its True cells alone."""
+    """row_major, tiles, morton, hilbert and, with a seed, snake and random; with a mask (bool, grid) its True cells."""
     made = [orderings.row_major(shape), orderings.tiles(shape, tile), orderings.morton(shape), orderings.hilbert(shape)]
-    made += [] if seed is None else [orderings.random(shape, seed)]
+    made += [] if seed is None else [orderings.snake(shape), orderings.random(shape, seed)]
     return made if mask is None else [order.restrict(mask) for order in made]
 
 
@@ -53,12 +54,12 @@ def project(features: Tensor, heads: int, head_dim: int, seed: int = 0) -> list[
 
 
 def steps(compared: list[Ordering]) -> pd.DataFrame:
-    """order, jumps (steps to a cell that is no neighbour), longest and mean step, in cells summed over the axes."""
-    lengths = [order.steps.double() for order in compared]
-    rows = [
-        {"order": order.name, "jumps": order.jumps, "longest": int(x.max()), "mean": float(x.mean())}
-        for order, x in zip(compared, lengths, strict=True)
-    ]
+    """grid, order, jumps (steps to a cell that is no neighbour), longest and mean step, in cells summed over axes."""
+    rows = []
+    for order in compared:
+        x = order.steps.double()
+        row = {"grid": " x ".join(map(str, order.shape)), "order": order.name, "jumps": order.jumps}
+        rows.append(row | {"longest": int(x.max()), "mean": float(x.mean())})
     return pd.DataFrame(rows)
 
 
@@ -165,6 +166,25 @@ def reordered(pattern: Pattern, curve: Tensor, heads: int = 1) -> Predicate:
     """The pattern, of positions in time, for tokens of which the i-th in memory has position curve[i] in time."""
     n = len(curve)
     return Predicate(lambda h, i, j: pattern.count(h, curve[i], curve[j], n, heads) > 0)
+
+
+def borders(compared: list[Ordering], radius: int, shards) -> pd.DataFrame:
+    """shards, order, cells: how many cells of others the windows of a shard need, for the shard that needs most.
+
+    The tokens are cut into so many equal runs, as sequence parallelism does; a window reaches `radius` to each side.
+    """
+    rows = []
+    for many, order in itertools.product(shards, compared):
+        shard = torch.where(order.rank >= 0, order.rank * many // len(order), -1).view(order.shape)
+        needs = [box_sums((shard == x).long(), (radius,) * shard.ndim) > 0 for x in range(many)]
+        foreign = [int((near & (shard != x) & (shard >= 0)).sum()) for x, near in enumerate(needs)]
+        rows.append({"shards": many, "order": order.name, "cells": max(foreign)})
+    return pd.DataFrame(rows)
+
+
+def moving(qkv: list[Tensor], order: Ordering):
+    """A function of nothing: q, k, v put in `order`, and a result put back on the grid: what a permutation costs."""
+    return lambda: order.restore([order.arrange(x) for x in qkv][-1])
 
 
 def neighborhood_call(qkv: list[Tensor], order: Ordering, radius: int):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 
-from workbench.harness.narrate import beyond_noise, listed, spread
+from workbench.harness.narrate import beyond_noise, listed, number, spread
 
 
 def label(order: str) -> str:
-    """An ordering's name as it is written in figures and sentences: row-major, tiles 8x16, Hilbert."""
+    """An ordering's name as it is written in figures and sentences: row-major, tiles 8 x 16, Hilbert."""
     kind, _, rest = order.partition("-")
     names = {"row_major": "row-major", "morton": "Morton", "hilbert": "Hilbert"}
-    return " ".join([names.get(kind, kind), *([rest] if kind == "tiles" and rest else [])])
+    return " ".join([names.get(kind, kind), *([rest.replace("x", " x ")] if kind == "tiles" and rest else [])])
 
 
 def _best(values: pd.Series, digits: int = 2) -> str:
@@ -31,13 +32,14 @@ def smooth(frame: pd.DataFrame) -> str:
 
 def compact(box: pd.Series, near: pd.Series, length: int) -> str:
     """How large a box `length` tokens need, and how many adjacent cells are within so many tokens, by order."""
+    boxes = ", ".join(f"**{side:.0f}** ({label(x)})" for x, side in box.sort_values().items())
+    shares = ", ".join(f"{share:.0%} ({label(x)})" for x, share in near.sort_values(ascending=False).items())
     said = (
-        f"{length:,} consecutive tokens lie in a box of side **{box['hilbert']:.0f}** under Hilbert and "
-        f"{box['row_major']:.0f} under row-major. Of all adjacent cells {near['hilbert']:.0%} are within {length:,} "
-        f"tokens of each other under Hilbert, {near['row_major']:.0%} in row-major"
+        f"{length:,} consecutive tokens lie in a box of side {boxes}. Adjacent cells at most {length:,} tokens apart: "
+        f"{shares}"
     )
-    seams = ": no curve keeps all neighbours close, each has seams"
-    return said + seams * bool(near["hilbert"] < near["row_major"]) + "."
+    seams = ": no compact order keeps all neighbours close, each has seams"
+    return said + seams * bool(near.drop("row_major").max() < near["row_major"]) + "."
 
 
 def fewest(percents: pd.DataFrame) -> str:
@@ -47,7 +49,7 @@ def fewest(percents: pd.DataFrame) -> str:
     counts = ", ".join(f"{label(x)} in {n}" for x, n in wins.sort_values(ascending=False).items() if n)
     compact = percents.drop(columns="row_major")
     ratio = percents["row_major"] / compact.max(axis=1)
-    said = f"Fewest blocks, ties counted for each, of {len(percents)} windows: {counts}. "
+    said = f"Fewest blocks (ties count), of {len(percents)} windows: {counts}. "
     times = f"**{spread(ratio.min(), ratio.max(), '.1f')} times**"
     return said + f"Row-major touches {times} as many as the worst of {listed(map(label, compact))}."
 
@@ -60,7 +62,7 @@ def pays(percents: pd.DataFrame) -> str:
         sides = [side for side in gain.index if (gain.loc[side:] > 1).all()]
         since.setdefault(f"from {sides[0]} x {sides[0]} on" if sides else "in none of these windows", []).append(order)
     parts = [f"{listed(map(label, orders))} **{when}**" for when, orders in since.items()]
-    return f"On this grid fewer blocks than row-major's are touched by {listed(parts)}."
+    return f"These orders touch fewer blocks than row-major: {listed(parts)}."
 
 
 def fastest(times: pd.DataFrame) -> str:
@@ -73,11 +75,22 @@ def fastest(times: pd.DataFrame) -> str:
     best = orders.loc[won, "speedup"].idxmax()
     told = ", ".join(f"{label(x)} **{orders.loc[x, 'speedup']:.2f}** ({orders.loc[x, 'speedup_low']:.2f} to "
                      f"{orders.loc[x, 'speedup_high']:.2f})" for x in won)  # fmt: skip
-    said = f"Beyond the noise ({noise}), times as fast as row-major, by paired rounds: {told}."
+    others = [label(x) for x in orders.index[1:] if x not in won]
+    told += f"; not beyond the noise: {listed(others)}" if others else ""
+    said = f"Speed relative to row-major, by paired rounds: {told} ({noise})."
     if best != "hilbert" and "hilbert" in orders.index:
         apart = orders.loc[best, "speedup_low"] > orders.loc["hilbert", "speedup_high"]
         said += f" {label(best)} is faster than Hilbert here." if apart else ""
     return said
+
+
+def alike(fall: dict[str, int | None], longest: int) -> str:
+    """For how many tokens each order stays among like patches: `falls_below` a half, looked for up to `longest`."""
+    told = (f"**{f'{lag:,}' if lag else f'more than {longest:,}'}** ({label(order)})" for order, lag in fall.items())
+    return (
+        f"Take the *k* tokens just before a token: their mean similarity to it first drops below a half at *k* = "
+        f"{', '.join(told)}. A larger *k* means that the order stays longer among like patches."
+    )
 
 
 def same_results(worst: float, largest: float) -> str:
@@ -93,21 +106,77 @@ def surroundings(seen: pd.DataFrame) -> str:
     any_, branches = seen.loc["any"], seen.drop(index="any")
     said = (
         f"Over all branches a token sees **{any_['hilbert']:.0%}** of its surroundings under Hilbert and "
-        f"**{any_['row_major']:.0%}** in row-major; the most of all under {_best(any_)}."
+        f"**{any_['row_major']:.0%}** in row-major; most under {_best(any_)}."
     )
     for which, line in (("shortest", branches.iloc[0]), ("longest", branches.iloc[-1])) if len(branches) > 1 else ():
         said += f" By the {which} segments alone {line['hilbert']:.0%} against {line['row_major']:.0%}."
     return said
 
 
-def verdict(percents: pd.DataFrame, times: pd.DataFrame, line: float) -> str:
-    """What the notebook found: blocks touched on a grid, time, and (line) Hilbert's blocks over the natural order's."""
-    mean = (percents["row_major"] / percents.drop(columns="row_major").T).T.mean().sort_values(ascending=False)
-    good = [label(x) for x in mean.index[mean > 1.05]]
-    grid = "On a grid, no order touches clearly fewer blocks than row-major"
-    if good:
-        share = f"on average 1/{mean.max():.1f} under {label(mean.index[0])}"
-        grid = f"On a grid, {listed(good)} touch fewer blocks than row-major for the same result, {share}"
-    end = "leave the order of a line alone" if line > 1 else "here even that costs nothing"
-    pace = fastest(times).replace("**", "")
-    return f"**{grid}. {pace} On a line, Hilbert's order touches {line:.1f} times as many: {end}.**"
+def areas(known: dict, layers: int) -> str:
+    """How many cells a token knows after some layers under each order, and the box they lie in (`field_on_grid`)."""
+    shares = {name: (grid >= 0).sum() / np.isfinite(grid).sum() for name, grid in known.items()}
+    boxes = {}
+    for name, grid in known.items():
+        rows, cols = np.nonzero(grid >= 0)
+        box = f"{np.ptp(rows) + 1} x {np.ptp(cols) + 1}"
+        boxes.setdefault(box, []).append(label(name))
+    shapes = ", ".join(f"**{box}** ({listed(names)})" for box, names in boxes.items())
+    if max(shares.values()) - min(shares.values()) < 0.005:
+        same = f"After {layers} layers a token knows {max(shares.values()):.0%} of the cells, as many in every order"
+        return f"{same}; only the shape differs: they lie in a box of {shapes} cells."
+    told = ", ".join(f"{share:.0%} ({label(name)})" for name, share in shares.items())
+    return f"After {layers} layers a token knows {told} of the cells. They lie in a box of {shapes}."
+
+
+# The rows of the summary, which the verdict reads.
+BLOCKS, SPEED, MOVED = "blocks touched (%)", "speed relative to row-major", "permutation (ms)"
+ATTENTION, ALIKE, SHARDS = "attention (ms)", "tokens until half alike", "cells from other shards"
+
+
+def verdict(summary: pd.DataFrame, times: pd.DataFrame, line: dict[str, float]) -> list[str]:
+    """What the notebook found, in sentences: a summary with a row a measure and a column an order, the times that it is
+    made of, and the percent of blocks on a line in its natural order and in Hilbert's."""
+    blocks = summary.loc[BLOCKS].sort_values()
+    good = [x for x in blocks.index if blocks[x] < 0.8 * blocks["row_major"]]
+    told = ", ".join(f"{share:.1f}% ({label(x)})" for x, share in blocks.items())
+    claim = "Any order that keeps blocks compact saves work" if len(good) > 1 else "No choice of order saves much work"
+    said = [f"**{claim}**: the same attention touches {told} of the blocks.", fastest(times)]
+    moved, slowest = summary.loc[MOVED].max(), summary.loc[ATTENTION].min()
+    if pd.notna(moved):
+        said.append(f"Permuting q, k, v and the result takes at most {number(moved)} ms, once for a whole network; one "
+                    f"call of attention takes {number(slowest)} ms or more, and the result is the same.")  # fmt: skip
+    said.append(f"Long runs: most tokens that stay half alike under {_leader(summary.loc[ALIKE], True)}, fewest cells "
+                f"that a shard needs from others under {_leader(summary.loc[SHARDS], False)}.")  # fmt: skip
+    end = "leave a line in its natural order" if line["hilbert"] > line["natural"] else "here even that costs nothing"
+    ratio = f"{line['hilbert']:.1f}% of the blocks against {line['natural']:.1f}%"
+    return [*said, f"On a line, where neighbours are already close, Hilbert's order touches {ratio}: {end}."]
+
+
+def _leader(row: pd.Series, larger: bool) -> str:
+    """The best order of a row of the summary, ties included, and row-major's value beside."""
+    values = row.astype(float).fillna(float("inf") if larger else float("nan"))
+    best = values.max() if larger else values.min()
+    names = listed(label(x) for x in values.index[values == best])
+    shown = "more than was looked at" if best == float("inf") else f"{best:,.0f}"
+    return f"**{names}** ({shown}; row-major {values['row_major']:,.0f})"
+
+
+def sends(needed: pd.DataFrame) -> str:
+    """Which orders need the fewest cells from other shards (a line a number of shards), and how row-major compares."""
+    wins = needed.eq(needed.min(axis=1), axis=0).sum()
+    counts = listed(f"{label(x)} in {n}" for x, n in wins.sort_values(ascending=False).items() if n)
+    ratio = needed["row_major"] / needed.min(axis=1)
+    times = f"**{spread(ratio.min(), ratio.max(), '.1f')} times**"
+    return f"Fewest cells (ties count), of {len(needed)} cuts: {counts}. Row-major needs {times} as many as the best."
+
+
+def on_a_line(line: pd.DataFrame) -> str:
+    """What sorting does to masks on a line: a row a mask, a column an order, percent of blocks touched."""
+    window, branch = line.iloc[0], line.iloc[1]
+    times, best = f"{window['hilbert'] / window['natural']:.1f} times", branch.idxmin()
+    return (
+        f"Under a window Hilbert's order touches **{times}** the blocks of the natural one. Under the LongNet branch "
+        f"the natural order touches {branch['natural']:.0f}% of the blocks, Hilbert's {branch['hilbert']:.0f}%, and "
+        f"tokens {best} only **{branch[best]:.0f}%**."
+    )

@@ -1,4 +1,4 @@
-"""Will it fit? Ways to run attention on a card that need not be there, by what each needs: a line a way.
+"""Will it fit? Ways to run attention on a card that need not be there, by what each needs: a line per way.
 
 Dimensions: N tokens, H heads, D head_dim.
 """
@@ -19,7 +19,7 @@ from workbench.probes.case import BASELINES, FUSED, Case
 
 USUAL = ("dense", "longnet-paper", "window-blocks")
 LONGEST = {"BlockSparse": 1 << 18, "Neighborhood": 1 << 18}  # the lists of blocks for more take seconds to make
-STEP = 0.05  # half a percent for a prediction, see `frontier.search`
+STEP = 0.02  # 0.2 % for a prediction, see `frontier.search`
 
 
 def ways(
@@ -74,8 +74,8 @@ def table(
     ways: Mapping[str, Callable[[int], Case]], card: str | cards.Card, *, n: int | None = None,
     budget_bytes: int | None = None, seconds: float = 60.0,
 ) -> pd.DataFrame:  # fmt: skip
-    """A line a way (`executions`), all of it predicted: longest_n, longest_ms there (None where no time is known, which
-    then limits nothing), and limiter, what stands in the way of more.
+    """A line per way (`executions`), all of it predicted: longest_n, longest_ms there (None where no time is known,
+    which then limits nothing), and limiter, what stands in the way of more.
 
     With n, and ranked by ms there, what fits first: fits, where it is not known to compute wrongly; device_bytes, the
     context included; ms, None where this is not known; pairs_share, of dense attention's pairs, 1.0 being exact. note:
@@ -107,7 +107,7 @@ def words(frame: pd.DataFrame, card: cards.Card, sizes: dict, n, budget_bytes, s
     kv = f" ({sizes['kv_heads']} of keys)" if sizes.get("kv_heads") else ""
     lines = [
         f"{card.name}: {given / 2**30:.2f} GiB for tensors, {card.context_bytes / 2**30:.2f} for the CUDA context, of "
-        f"{card.total_bytes / 2**30:.2f}; at most {seconds:g} s a call",
+        f"{card.total_bytes / 2**30:.2f}; at most {seconds:g} s per call",
         f"batch {sizes['batch']}, {sizes['heads']} heads{kv} x {sizes['head_dim']}, {sizes['dtype']}, {sizes['mode']}; "
         "predicted, nothing is measured",
     ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -154,14 +155,17 @@ def _asked(example: Case, card, budget_bytes: int | None, seconds: float, how: O
 
 def sweep(
     cases: Mapping[str, Case | Lengths], cards: Iterable = (None,), budgets: Iterable[int | None] = (None,), *,
-    profile="quick", folder=None, say: Callable | None = print, **options,
+    known: pd.DataFrame | None = None, within_s=math.inf, profile="quick", folder=None, say: Callable | None = print,
+    **options,
 ) -> pd.DataFrame:  # fmt: skip
     """`search` for every case, card and budget: its rows, with `label`, the case's name.
 
+    known: rows with `label` that were measured before; a search that they have, of the same sizes and budget, is
+    predicted anew and has their measured_n. within_s: after so long nothing more is measured, only predicted.
     options: `search`'s. A measurement is recorded (see `records.start` for profile and folder); interrupted and started
     again it goes on where it was, and gives the same table.
     """
-    measured = options.get("measure", False)
+    measured, begin = options.pop("measure", False), time.monotonic()
     recorder = records.start("frontier", profile, folder) if measured else None
     cases = checks.named("cases", cases, "a Case or a function of N that gives one")
     cards, budgets = checks.listed("cards", cards), checks.listed("budgets", budgets)
@@ -169,9 +173,26 @@ def sweep(
     for number, ((label, case), card, budget) in enumerate(wanted, 1):
         if say:
             say(f"{number}/{len(wanted)}: {label}")
-        row = search(case, card=card, budget_bytes=budget, recorder=recorder, say=say, **options)
-        rows.append(row | {"label": label})
+        earlier = _earlier(known, label, case, budget) if measured else {}
+        again = measured and not earlier and time.monotonic() - begin < within_s
+        to = {"measure": True, "recorder": recorder} if again else {}
+        row = search(case, card=card, budget_bytes=budget, say=say, **to, **options)
+        rows.append(row | earlier | {"label": label})
     return pd.DataFrame(rows)
+
+
+def _earlier(known: pd.DataFrame | None, label: str, case: Case | Lengths, budget: int | None) -> dict:
+    """What a row of `known` measured of this search; {} if none did."""
+    if known is None or known.empty:
+        return {}
+    rows = known[(known["label"] == label) & (known["budget_bytes"] == budget) & known["measured_n"].notna()]
+    for row in rows.to_dict("records"):
+        fields = (case(int(row["n"])) if callable(case) else case.at(int(row["n"]))).fields()
+        if all(row[x] == fields[x] for x in ("pattern_spec", "batch", "heads", "head_dim", "dtype", "mode", "causal")):
+            return {
+                x: row[x] for x in ("n", "measured_n", "limiter", "status", "probes", "median_ms", "reserved_bytes")
+            }
+    return {}
 
 
 def lengths_of(case: Case | Lengths, grain: int, limit_n: int, step: float, seconds: float) -> Lengths:

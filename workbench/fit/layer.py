@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from workbench.engines import dispatch
 from workbench.engines.layers import MultiheadAttention
 from workbench.harness import records
+from workbench.harness.narrate import number, title
 from workbench.patterns import Dense, Dilated, checks
 from workbench.probes import baselines, suite
 from workbench.probes.case import FUSED, Case, case_of
@@ -88,8 +89,30 @@ def recorded(kind: str = "h100x1") -> pd.DataFrame:
 
 
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
-    """The table of a layer benchmark: a line a layer, time, speed-up over the first with its interval, memory."""
-    out = rows[rows["label"] != "A/A"].copy()
-    out["n"] = out["n"].astype(int)
-    out["GB extra"] = out["extra_bytes"].astype(float) / 1e9
-    return out[["label", "backend", "n", "status", "median_ms", "speedup", "speedup_low", "speedup_high", "GB extra"]]
+    """The table of a layer benchmark: a line per layer, its time, its speed relative to the first's, its memory."""
+    out = rows[rows["label"] != "A/A"]
+    return pd.DataFrame({
+        "layer": out["label"].map(title), "backend": out["backend"].map(title), "n": out["n"].astype(int),
+        "status": out["status"], "median_ms": out["median_ms"], "speed relative to dense": out["speedup"],
+        "speedup_low": out["speedup_low"], "speedup_high": out["speedup_high"],
+        "extra (GiB)": out["extra_bytes"].astype(float) / 2**30,
+    }).set_index("layer")  # fmt: skip
+
+
+def answer(rows: pd.DataFrame, alone: pd.DataFrame) -> list[str]:
+    """What of attention's gain is left in a layer. alone: rows of `speed.table`, attention alone on the same device."""
+    done = rows[(rows["status"] == "ok") & (rows["label"] != "A/A")].set_index("label")
+    if not {"dense", "longnet"} <= set(done.index):
+        return []
+    one, n = done.loc["longnet"], int(done.loc["longnet", "n"])
+    said = f"A layer with LongNet's pattern is **{number(one['speedup'])} times** as fast as one with dense attention"
+    alone = alone[(alone["n"] == n) & (alone["mode"] == "fwdbwd") & (alone["run_device"] == one["run_device"])]
+    took = alone[alone["status"] == "ok"].groupby("family")["median_ms"].min()
+    if {"Dense", "Dilated"} <= set(took.index):
+        said += f"; attention alone, timed in another run, {number(took['Dense'] / took['Dilated'])} times"
+    said = [f"{said} (N = {n:,}, forward + backward)."]
+    theirs = done[done.index.str.startswith("longnet, ")]
+    said += [f"With {title(name.removeprefix('longnet, '))} for the attention the layer takes "
+             f"{number(ms / one['median_ms'])} times as long as with this package."
+             for name, ms in theirs["median_ms"].items()]  # fmt: skip
+    return said

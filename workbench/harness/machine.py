@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import re
 import subprocess
@@ -12,10 +13,11 @@ import torch
 
 
 def describe() -> dict:
-    """device, n_devices, driver, cuda, torch, triton, fa4 (the version of flash-attn-4), python, threads and kind; None
-    where there is no such thing.
+    """device, n_devices, driver, cuda, torch, triton, fa4 (the version of flash-attn-4), python, threads, processors,
+    load and kind; None where there is no such thing.
 
-    On a CPU `device` is its model and `n_devices` is 1; `threads` is how many torch uses.
+    On a CPU `device` is its model and `n_devices` is 1; `threads` is how many torch uses; `load`: how many processes
+    were running or waiting for one of the `processors`, in the mean of the last minute.
     """
     cuda = torch.cuda.is_available()
     return {
@@ -28,6 +30,8 @@ def describe() -> dict:
         "fa4": _version("flash-attn-4"),
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
+        "processors": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 1),
         "kind": kind(),
     }
 

@@ -2,9 +2,69 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 
 MODES = {"fwd": "forward", "fwdbwd": "forward + backward"}
+# Identifier -> the words for it on a page; the same on every page.
+NAMES = MODES | {
+    "longnet": "LongNet", "longnet-paper": "LongNet, paper", "longnet-paper-blocked": "LongNet, paper, blocked offsets",
+    "longnet-pow2": "LongNet, powers of two", "longnet-geometric": "LongNet, geometric", "dilated": "dilated",
+    "window-blocks": "window of blocks", "window-tokens": "window", "strided": "local + strided blocks",
+    "random": "random blocks", "blocks": "block-sparse", "cudnn": "cuDNN", "flash": "FlashAttention-2",
+    "fa4": "FlashAttention-4", "flex": "FlexAttention", "triton": "Triton", "efficient": "memory-efficient",
+    "sdpa": "torch's SDPA", "workbench": "this package", "row_major": "row-major", "hilbert": "Hilbert",
+    "morton": "Morton", "cpu": "CPU", "nccl": "NCCL", "oom": "out of memory",
+}  # fmt: skip
+# Column of a frame -> the heading of a table; what is not here is shown as it is, with spaces for underscores.
+heads = {
+    "n": "N", "nq": "queries", "head_dim": "head dim", "kv_heads": "key heads", "dtype": "type", "median_ms": "ms",
+    "tflops": "TFLOP/s", "dense_n": "N, dense", "dilated_n": "N, dilated", "theirs": "N, in the report",
+    "longest_n": "longest N", "pairs_share": "share of pairs", "intensity": "operations per byte",
+    "speedup": "speed relative to the first", "speedup_low": "low", "speedup_high": "high",
+    "extra_bytes": "extra bytes", "peak_bytes": "peak bytes", "world": "ranks",
+    "q10_ms": "10 % (ms)", "q90_ms": "90 % (ms)", "backend": "kernel", "share": "of the ceiling",
+}  # fmt: skip
+
+
+def title(name: str) -> str:
+    """The words for an identifier of the catalog, a record, a backend, an order, a card or a machine.
+
+    longnet-geometric -> LongNet, geometric; random-0.90 -> random blocks, 90% left out; h200x2 -> 2 x H200. Several
+    with commas between ("dense, cudnn") are named one by one; what is no known identifier comes back as it is.
+    """
+    if name in NAMES:
+        return NAMES[name]
+    if ", " in name:
+        return ", ".join(map(title, name.split(", ")))
+    for form, words in _FORMS:
+        if found := re.fullmatch(form, name):
+            return words(*found.groups(default=""))
+    return name
+
+
+def _dilated(branches: str) -> str:
+    each = [tuple(map(int, branch.split("x"))) for branch in branches.split("-")]
+    if len(each) > 1 and each[:-1] == [(4096 * 4**i, 2**i) for i in range(len(each) - 1)]:
+        return NAMES["longnet-geometric"]  # whose last segment is cut at N
+    return "dilated: " + listed(f"{w:,} at rate {r}" for w, r in each)
+
+
+def _card(make: str, model: str, rest: str, count: str) -> str:
+    words = " ".join(filter(None, [make.upper(), model.upper(), re.sub(r"(\d+)gb", r"\1 GB", rest)]))
+    return f"{count} x {words}" if count not in ("", "1") else words
+
+
+_FORMS = (
+    (r"dilated-((?:\d+x\d+-?)+)", _dilated),
+    (r"random-([\d.]+)", lambda left_out: f"random blocks, {float(left_out):.0%} left out"),
+    (r"window-(\d+)", lambda radius: f"window, {int(radius):,} each way"),
+    (r"neighborhood-(\d+)-?(.*)", lambda r, order: f"neighborhood, radius {r}" + f", {title(order)}" * bool(order)),
+    (r"tiles[- ](\d+) ?x ?(\d+)", "tiles {} x {}".format),
+    (r"((?:local|global|strided)-\d+(?:\+(?:local|global|strided)-\d+)*)",
+     lambda layout: f"blocks: {layout.replace('-', ' ').replace('+', ' + ')}"),
+    (r"(gtx|rtx|)(\d+[a-z]*|[ahbvlt]\d+[a-z]?)-?(\d+gb|pcie|)(?:x(\d+))?", _card),
+)  # fmt: skip
 
 
 def say(text: str) -> None:
@@ -28,6 +88,12 @@ def counted(number: int, noun: str) -> str:
 def number(x: float) -> str:
     """Three digits or all of a whole number's, and never an exponent for a large one: 0.123, 12.3, 1,234."""
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def binary(size: float) -> str:
+    """Bytes in the largest unit of 1,024 of which there is one: 64 MiB, 1.25 GiB."""
+    power = max(0, min(4, (max(1, int(size)).bit_length() - 1) // 10))
+    return f"{number(size / 1024**power)} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def spread(low: float, high: float, form: str = ".2f") -> str:

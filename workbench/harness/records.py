@@ -32,7 +32,7 @@ FIELDS = (
 )  # fmt: skip
 RUN_FIELDS = (
     "schema", "device", "n_devices", "driver", "cuda", "torch", "triton", "fa4", "python", "commit", "dirty",
-    "argv", "profile", "utc",
+    "argv", "profile", "utc", "load", "processors",
 )  # fmt: skip
 
 
@@ -92,6 +92,8 @@ class Recorder:
         if isinstance(row.get("error"), str):
             row["error"] = scrub(row["error"])
         self._write(row)
+        if self.unwritten is None:
+            DRAWN[_name(self.path)] = DRAWN.get(_name(self.path), 0) + 1
         return row
 
     def done(self, **key) -> bool:
@@ -133,6 +135,7 @@ class Recorder:
 
 PACKAGE = Path(__file__).parents[1]  # workbench/
 FOLDER = "WORKBENCH_RECORDS"  # the environment variable that names where new records go
+DRAWN: dict[str, int] = {}  # journal, as machine/file -> rows of it that this process read or wrote
 _SAME = ("source", "device", "driver", "cuda", "torch", "triton", "fa4", "python", "threads")
 
 
@@ -149,12 +152,19 @@ def load(*paths):
 
 def committed(kind: str, probe: str | None = None):
     """`load` of the journals of a machine kind, all rows or those of one probe; no rows where there are none."""
-    frame = _frame(_lines(sorted((default_folder() / str(kind)).glob("*.jsonl"))))
-    return frame if probe is None else frame[frame["probe"] == probe]
+    return _frame(_lines(sorted((default_folder() / str(kind)).glob("*.jsonl")), probe))
 
 
-def _lines(journals: list[Path]):
-    return (line for journal in journals for line in _parse(journal.read_bytes()))
+def _lines(journals: list[Path], probe: str | None = None):
+    for journal in journals:
+        lines = [x for x in _parse(journal.read_bytes()) if x.get("kind") != "row" or probe in (None, x.get("probe"))]
+        if rows := sum(line.get("kind") == "row" for line in lines):
+            DRAWN[_name(journal)] = rows
+        yield from lines
+
+
+def _name(journal: Path) -> str:
+    return f"{journal.parent.name}/{journal.name}"
 
 
 def _frame(lines):

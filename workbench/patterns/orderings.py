@@ -135,6 +135,17 @@ def row_major(shape) -> Ordering:
 
 
 @on_host()
+def snake(shape) -> Ordering:
+    """Row by row, every other row backwards (and every other plane of a box): each step is to an adjacent cell."""
+    shape, curve = shape_of(shape), torch.zeros(1, dtype=torch.int64)
+    for side in reversed(shape):
+        lines = torch.arange(side)[:, None] * len(curve) + curve  # (side, cells of the inner axes)
+        lines[1::2] = lines[1::2].flip(1)
+        curve = lines.flatten()
+    return _ordering("snake", shape, curve)
+
+
+@on_host()
 def tiles(shape, tile) -> Ordering:
     """Tile by tile in row-major order, row-major within a tile; tiles at the far borders may be smaller.
 
@@ -213,7 +224,7 @@ def random(shape, seed: int = 0) -> Ordering:
 @on_host()
 def from_spec(spec: dict) -> Ordering:
     """The ordering that `Ordering.spec` describes."""
-    makers = {f.__name__: f for f in (row_major, tiles, morton, hilbert, random)}
+    makers = {f.__name__: f for f in (row_major, snake, tiles, morton, hilbert, random)}
     spec = dict(spec)
     name, runs, curve = spec.pop("ordering"), spec.pop("runs", None), spec.pop("curve", None)
     if curve is None and name not in makers:

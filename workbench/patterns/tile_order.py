@@ -6,6 +6,7 @@ a row: with W / R a multiple of 128, whole tiles. The order is the same for all 
 dilated pattern is a block-sparse one, in which a pair of tiles counts as often as branches show it.
 """
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from workbench.patterns.dilated import Dilated
 
 TILE = 128
 CAUSAL_RATE = 4  # measured on an H200: see `together`
-PERIOD = 1 << 19  # places: to find the pairs of longer periods takes more than seconds
+PERIOD = 1 << 20  # places: to find the pairs of longer periods takes more than seconds
 
 
 class TileOrder(NamedTuple):
@@ -119,18 +120,43 @@ def period_of(pattern: Dilated, order: TileOrder) -> int:
 
 
 class Pairs(NamedTuple):
-    """Pairs of tiles that see each other, for each set of offsets that heads have: int64 (pairs,), in no order.
+    """Pairs of tiles that see each other: int64 (pairs,), in no order.
+
+    Heads whose offsets differ by the same number in all branches see the same, so many residues further: pairs are
+    those of a few `base`s, and each of the sets that heads have is a base, turned (`turn`) by its number of tiles.
 
     times: how many branches show the pair. partial: some of its (query, key) are hidden, by causality or as padding.
     """
 
     which: Tensor  # int64 (heads,): the set of each head
+    sets: list[tuple[int, int]]  # (its base, tiles by which it is turned)
+    segment: int  # tiles of a segment, inside which they turn
     tiles: tuple[int, int]  # of queries and of keys
-    set: Tensor
+    base: Tensor
     row: Tensor
     col: Tensor
     times: Tensor
     partial: Tensor
+
+
+def turn(tile: Tensor, by: int, segment: int) -> Tensor:
+    """Tiles `by` tiles further in their segments of so many tiles, the last ones at the beginning."""
+    inside = tile % segment
+    return tile - inside + (inside + by) % segment
+
+
+def _bases(offsets: Tensor, pattern: Dilated, order: TileOrder) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """(offsets that are not others turned, of each line of `offsets` the base and the tiles by which it is turned)."""
+    rates, bases, sets = pattern.dilation_rates, [], []
+    for offset in offsets.tolist():
+        for base, by in itertools.product(range(len(bases)), range(order.rate)):
+            if offset == [-1 if o < 0 else (o + by) % r for o, r in zip(bases[base], rates, strict=True)]:
+                break
+        else:
+            base, by = len(bases), 0
+            bases.append(offset)
+        sets.append((base, by * order.run // TILE))
+    return bases, sets
 
 
 def pairs(pattern: Dilated, order: TileOrder, heads: int, nq: int) -> Pairs:
@@ -142,11 +168,12 @@ def pairs(pattern: Dilated, order: TileOrder, heads: int, nq: int) -> Pairs:
     lengths = [w if w < order.n else order.padded for w in pattern.segment_lengths]
     period = period_of(pattern, order) // TILE
     offsets, which = pattern._offsets(heads).unique(dim=0, return_inverse=True)
+    bases, sets = _bases(offsets, pattern, order)
     place = torch.arange(period) * TILE
     residue, start = place % order.segment // order.run, place // order.segment * order.segment
     begin = start + place % order.run * order.rate  # a later tile of any residue begins after all of an earlier one
     found = []
-    for one, offset in enumerate(offsets.tolist()):
+    for one, offset in enumerate(bases):
         shown = [torch.zeros(0, dtype=torch.int64)]
         for w, r, o in zip(lengths, pattern.dilation_rates, offset, strict=True):
             kept = (residue % r == o).nonzero()[:, 0]  # none where the head is not in the branch: its offset is -1
@@ -172,4 +199,4 @@ def pairs(pattern: Dilated, order: TileOrder, heads: int, nq: int) -> Pairs:
         partial = (row // each == col // each) & (row % (order.run // TILE) == col % (order.run // TILE))
     else:
         partial = col // each == order.n // order.segment
-    return Pairs(which, (tiles - first, tiles), one, row - first, col, times, partial)
+    return Pairs(which, sets, each, (tiles - first, tiles), one, row - first, col, times, partial)

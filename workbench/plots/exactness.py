@@ -2,50 +2,57 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pandas as pd
 from matplotlib.lines import Line2D
 
+from workbench.harness.narrate import title
 from workbench.plots import style
 
 DTYPES = {"float64": "#000000", "float32": "#0072B2", "float16": "#D55E00", "bfloat16": "#CC79A7"}
-EXACT = 1e-17  # where an error of 0 is drawn on a log axis
+LEAST, REFUSED = 1e-4, 6.0  # where smaller shares of a budget and refusals are drawn, on a log axis
 
 
 def figure(rows: pd.DataFrame):
-    """Errors (dots) left of their budgets (bars), values and gradients, from the rows of `probes.error.table`."""
-    ran = rows[rows.status == "ok"].copy()
-    ran["error_grad"], ran["budget_grad"] = _worst_gradient(ran)
-    lines = list(dict.fromkeys(zip(ran.pattern + np.where(ran.causal, ", causal", ""), ran.backend, strict=True)))
-    fig, axes = style.subplots(1, 2, figsize=(9.4, 1.5 + 0.26 * len(lines)), sharey=True)
-    for ax, what, title in zip(axes, ("out", "grad"), ("values", "gradients (worst of dq, dk, dv)"), strict=True):
-        for r in ran.itertuples():
-            error, budget = getattr(r, f"error_{what}"), getattr(r, f"budget_{what}")
-            if np.isnan(error):
-                continue
-            y, color = lines.index((r.pattern + ", causal" * r.causal, r.backend)), DTYPES[r.dtype]
-            ax.plot(max(error, EXACT), y, "o", ms=6, color=color if error <= budget else "red")
-            ax.plot(budget, y, "|", ms=11, mew=2, color=color)
-        ax.set(xscale="log", xlabel="relative error against the float64 oracle", title=title, xlim=(EXACT / 3, 1))
-        style.log_ticks(ax.xaxis, _power, [EXACT, 1e-13, 1e-10, 1e-7, 1e-4, 1e-1])
-    axes[0].set_yticks(range(len(lines)), [f"{pattern}  ·  {backend}" for pattern, backend in lines], fontsize=8)
+    """Errors as shares of their budgets, values and gradients, from the rows of `probes.error.table`: right of the line
+    at 1 is too much. Crosses: refused."""
+    rows = rows.assign(line=_line(rows), out=rows.error_out / rows.budget_out, grad=_share_of_gradient(rows))
+    lines = list(dict.fromkeys(rows.line))
+    fig, axes = style.subplots(1, 2, figsize=(9.5, 1.2 + 0.23 * len(lines)), sharey=True)
+    for ax, what, words in zip(axes, ("out", "grad"), ("values", "gradients (worst of dq, dk, dv)"), strict=True):
+        ran = rows[(rows.status == "ok") & rows[what].notna()]
+        for x, dtype in enumerate(DTYPES):
+            of = ran[ran.dtype == dtype]
+            y = np.array([lines.index(line) for line in of.line]) + 0.16 * (x - 1.5)
+            ax.plot(of[what].clip(lower=LEAST), y, "o", ms=5, color=DTYPES[dtype])
+            ax.plot(of[what][of[what] > 1], y[of[what] > 1], "o", ms=11, mfc="none", mec="red", mew=2)
+        without = rows[(rows.status == "refused") & ~rows.line.isin(ran.line)]
+        ax.plot([REFUSED] * len(without), [lines.index(line) for line in without.line], "x", color="#666666", ms=6)
+        ax.axvline(1, color="red", lw=1.2)
+        for y in range(0, len(lines), 2):
+            ax.axhspan(y - 0.5, y + 0.5, color="#f6f6f6", lw=0, zorder=0)
+        ax.set(xscale="log", xlabel="error / budget", title=words, xlim=(LEAST / 2, 2 * max(REFUSED, rows[what].max())))
+        style.log_ticks(ax.xaxis, _power, [LEAST, 1e-3, 1e-2, 1e-1, 1])
+        ax.grid(False, axis="y")
+    axes[0].set_yticks(range(len(lines)), lines)
     axes[0].set_ylim(len(lines) - 0.4, -0.6)
-    dots = [Line2D([], [], color=DTYPES[d], marker="o", ls="", label=d) for d in DTYPES if d in set(ran.dtype)]
-    bar = Line2D([], [], color="#666666", marker="|", ms=11, mew=2, ls="", label="its budget")
-    fig.legend(handles=[*dots, bar], loc="outside lower center", ncols=5, fontsize=9)
-    over = int((ran.worst > 1).sum())
-    alt = f"Errors of {len(ran)} runs against the float64 oracle beside their budgets; {over} are over budget."
-    return style.finish(fig, alt)
+    dots = [Line2D([], [], color=DTYPES[d], marker="o", ls="", label=d) for d in DTYPES if d in set(rows.dtype)]
+    cross = Line2D([], [], color="#666666", marker="x", ls="", label="refused, by name")
+    fig.legend(handles=[*dots, cross], loc="outside lower center", ncols=5)
+    over, many = int((rows.worst > 1).sum()), int((rows.status == "ok").sum())
+    return style.finish(fig, f"Errors of {many} runs as shares of their budgets; {over} are over budget.")
 
 
 def _power(x: float) -> str:
-    return "0" if x == EXACT else f"$10^{{{round(math.log10(x))}}}$"
+    return f"{x:g}" if x > LEAST else "less"
 
 
-def table(rows: pd.DataFrame):
-    """The same rows as a pandas Styler: each error / its budget, and whether all are kept.
+def _line(rows: pd.DataFrame) -> pd.Series:
+    return rows.pattern.map(title) + np.where(rows.causal, ", causal", "") + "  ·  " + rows.backend.map(title)
+
+
+def table(rows: pd.DataFrame) -> pd.DataFrame:
+    """The same rows in words: each error / its budget, and whether all are kept.
 
     Where only the gradients are refused, the values have the one row, and "refused" stands for the gradients.
     """
@@ -55,23 +62,36 @@ def table(rows: pd.DataFrame):
     rows["error_grad"], rows["budget_grad"] = _worst_gradient(rows)
     verdict = np.where(rows.status == "ok", np.where(rows.worst <= 1, "within", "OVER"), rows.status)
     columns = {"values": "out", "lse": "lse", "gradients": "grad"}
-    shown = {title: _beside(rows, what) for title, what in columns.items()}
+    shown = {heading: _beside(rows, what) for heading, what in columns.items()}
     shown["gradients"] = np.where(half, "refused", shown["gradients"])
-    causal = np.where(rows.causal, ", causal", "")
-    names = {"pattern": rows.pattern + causal, "backend": rows.backend, "dtype": rows.dtype}
-    bold = lambda text: "color: #b00020; font-weight: bold" if text == "OVER" else ""  # noqa: E731
-    shown = pd.DataFrame(names | shown | {"verdict": verdict})
-    return _table(shown, "padding: 0.2em 0.4em").map(bold, subset=["verdict"])
+    names = {"pattern": rows.pattern.map(title) + np.where(rows.causal, ", causal", "")}
+    names |= {"backend": rows.backend.map(title), "dtype": rows.dtype}
+    return pd.DataFrame(names | shown | {"worst, of its budget": rows.worst, "verdict": verdict}).set_index("pattern")
 
 
-def refusals(rows: pd.DataFrame):
-    """Who refused what, and why, as a pandas Styler."""
+def summary(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row a backend and one of all: runs, those within their budgets, what was refused, the worst in percent."""
+
+    def line(of: pd.DataFrame) -> dict:
+        ran = of[of.status == "ok"]
+        within, worst = int((ran.worst <= 1).sum()), 100 * ran.worst.max()
+        refused = int((of.status == "refused").sum())
+        return {"runs": len(ran), "within": within, "refused": refused, "worst, % of its budget": worst}
+
+    lines = {title(backend): line(of) for backend, of in rows.groupby("backend", sort=False)}
+    return pd.DataFrame(lines | {"all": line(rows)}).T.rename_axis("backend")
+
+
+def refusals(rows: pd.DataFrame) -> pd.DataFrame:
+    """Who refused what, and why."""
     refused = rows[rows.status == "refused"]
     what = np.where(_values_only(rows)[rows.status == "refused"], "gradients", "all")
-    groups = refused.assign(refuses=what).groupby(["backend", "error", "refuses"], sort=False)
-    shown = groups.agg(patterns=("pattern", _listed), dtypes=("dtype", _listed)).reset_index()
-    shown = shown.rename(columns={"error": "why"})[["backend", "refuses", "patterns", "dtypes", "why"]]
-    return _table(shown, "white-space: normal; text-align: left")
+    groups = refused.assign(refuses=what, pattern=refused.pattern.map(title), backend=refused.backend.map(title))
+    groups = groups.groupby(["backend", "error", "refuses"], sort=False)
+    shown = groups.agg(patterns=("pattern", _listed), types=("dtype", _listed)).reset_index()
+    return shown.rename(columns={"error": "why"})[["backend", "refuses", "patterns", "types", "why"]].set_index(
+        "backend"
+    )
 
 
 def _values_only(rows: pd.DataFrame) -> pd.Series:
@@ -80,11 +100,6 @@ def _values_only(rows: pd.DataFrame) -> pd.Series:
     refused = (rows.status == "refused") & (rows["mode"] == "fwdbwd")
     ran = (rows.status == "ok") & (rows["mode"] == "fwd")
     return case.isin(case[refused]) & case.isin(case[ran]) & (refused | ran)
-
-
-def _table(shown: pd.DataFrame, css: str):
-    cells = {"selector": "td, th", "props": f"font-size: 0.8rem; {css}"}
-    return shown.style.hide(axis="index").set_table_styles([cells])
 
 
 def _listed(names: pd.Series) -> str:
@@ -115,11 +130,18 @@ def _worst_gradient(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     return pd.Series(errors[line, worst], rows.index), pd.Series(budgets[line, worst], rows.index)
 
 
+def _share_of_gradient(rows: pd.DataFrame) -> pd.Series:
+    error, budget = _worst_gradient(rows)
+    return error / budget
+
+
 def kept(rows: pd.DataFrame) -> str:
     """How many runs keep their budgets, and how much of a budget the worst uses, in a sentence."""
     ran = rows[rows["status"] == "ok"]
     if ran.empty:
         return "Nothing ran: there is no error to tell."
     inside, worst = int((ran["worst"] <= 1).sum()), ran.loc[ran["worst"].idxmax()]
-    uses = f"at worst {worst['worst']:.0%} of one is used ({worst['pattern']}, {worst['backend']}, {worst['dtype']})"
-    return f"**{inside:,} of {len(ran):,}** runs keep their budgets; {uses}."
+    which = f"{title(worst['pattern'])}, {title(worst['backend'])}, {worst['dtype']}"
+    return (
+        f"**{inside:,} of {len(ran):,}** runs keep their budgets; the worst uses {worst['worst']:.0%} of one ({which})."
+    )

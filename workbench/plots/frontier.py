@@ -17,6 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, PercentFormatter
 
+from workbench.harness.narrate import title
 from workbench.plots import style
 
 GIB = 1 << 30
@@ -34,86 +35,91 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
 
     rows: of `frontier.sweep`, with `label`. A line is predicted, a filled marker was measured here, a cross says that
     time limits there, not memory. recorded: measured rows of another machine, drawn pale and hollow, with its name.
+    Lines are named at their ends.
     """
-    fig, (left, right) = style.subplots(1, 2, figsize=(9.6, 5), width_ratios=(3, 2))
-    handles, words, budgets = {}, [], set()
-    for frame, pale in ((recorded, True), (rows, False)):
-        if frame is None or frame.empty:
-            continue
-        for label, line in frame.groupby("label", sort=False):
-            line = line[line["predicted_n"].fillna(0).gt(0) | line["measured_n"].notna()].sort_values("budget_bytes")
-            if line.empty:
-                continue
-            name = f"{label} · {style.device(line)}" if pale else label
-            handles[name] = _line(left, line, 1, pale)
-            _line(right, line, _bytes_a_token(line) / line["budget_bytes"], pale)
-            last = line.iloc[-1]
-            budgets |= set(line["budget_bytes"])
-            words.append(f"{name}: {int(last['n']):,} on {_budget(last['budget_bytes'])}")
+    fig, (left, right) = style.subplots(1, 2, figsize=(9.5, 4.8), width_ratios=(2, 3))
+    ends, words, budgets = [], [], set()
+    for name, line, pale in _named(rows, recorded):
+        share = _bytes_a_token(line) / line["budget_bytes"]
+        _line(left, line, 1, pale)
+        color, last = _line(right, line, share, pale), line.iloc[-1]
+        ends.append((last["budget_bytes"], last["n"] * share.iloc[-1], name, color))
+        budgets |= set(line["budget_bytes"])
+        words.append(f"{name}: {int(last['n']):,} on {_budget(last['budget_bytes'])}")
     late = rows[rows["predicted_limiter"].eq("time")]
     for ax in (left, right):
         if len(late):
             scale = 1 if ax is left else _bytes_a_token(late) / late["budget_bytes"]
             ax.plot(late["budget_bytes"], late["predicted_n"] * scale, "x", color="black", markersize=8)
         ax.set(xscale="log", xlabel="budget: what the allocator may reserve")
-        style.log_ticks(ax.xaxis, _budget, style.apart(sorted(budgets), (max(budgets) / min(budgets)) ** 0.15))
-        ax.tick_params(axis="x", labelsize=9)
-    if len(late):
-        handles[f"limited by time ({late['seconds'].iloc[0]:g} s)"] = Line2D([], [], marker="x", color="black",
-                                                                             linestyle="")  # fmt: skip
-    if rows["measured_n"].notna().any():
-        handles["line: predicted, filled marker: measured here"] = Line2D([], [], color="#777777", marker="o")
+        style.log_ticks(
+            ax.xaxis, _budget, style.apart(sorted(budgets), (max(budgets, default=1) / min(budgets, default=1)) ** 0.12)
+        )
+    signs = {"o": "line: predicted; filled: measured here"} if rows["measured_n"].notna().any() else {}
+    signs |= {"x": f"limited by time ({rows['seconds'].iloc[0]:g} s)"} if len(late) else {}
+    handles = [Line2D([], [], marker=x, color="#555555", linestyle="", label=text) for x, text in signs.items()]
+    if handles:
+        fig.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9)
     left.set(yscale="log", title="longest N (tokens)")
-    left.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=12))
-    style.log_ticks(left.yaxis, tokens)
-    right.set(title="of what inputs and results\nalone would allow", ylim=(0, 1.05))
+    left.yaxis.set_major_locator(LogLocator(base=2, numticks=12))
+    style.log_ticks(left.yaxis, style.length)
+    right.set(title="of what inputs and results alone would allow", ylim=(0, 1.05))
     right.yaxis.set_major_formatter(PercentFormatter(1))
-    fig.legend(handles.values(), handles, loc="outside lower center", ncols=min(3, len(handles)), fontsize=9)
+    style.name_ends(right, ends)
     return style.finish(fig, f"Longest N against budget, logarithmic. At the largest budget: {'; '.join(words)}.")
 
 
+def _named(rows: pd.DataFrame, recorded: pd.DataFrame | None):
+    """(name, its rows by budget, whether it is another machine's) of each line that is to be drawn."""
+    for frame, pale in ((recorded, True), (rows, False)):
+        for label, line in () if frame is None or frame.empty else frame.groupby("label", sort=False):
+            line = line[line["predicted_n"].fillna(0).gt(0) | line["measured_n"].notna()].sort_values("budget_bytes")
+            if len(line):
+                yield f"{title(label)}, {style.device(line)}" if pale else title(label), line, pale
+
+
 def limiter_map(rows: pd.DataFrame):
-    """A cell a card and way: the longest N, coloured and named by what stands in the way of more.
+    """A cell per card and way: the longest N, coloured and named by what stands in the way of more.
 
     rows: of `frontier.sweep` with `label`, in the order in which cards and ways are to stand.
     """
     names, on = list(dict.fromkeys(rows["label"])), list(dict.fromkeys(rows["card"]))
-    fig, ax = style.subplots(figsize=(1.5 + 1.15 * len(on), 0.8 + 0.55 * len(names)))
-    words, seen = [], {}
+    fig, ax = style.subplots(figsize=(2 + 1.05 * len(on), 0.9 + 0.55 * len(names)))
+    words, seen, limit = [], {}, f"time: {rows['seconds'].iloc[0]:g} s per call"
     for row in rows.to_dict("records"):
         x, y = on.index(row["card"]), names.index(row["label"])
         limiter = "refused" if row["status"] != "ok" else row["limiter"]
         seen[limiter] = LIMITS[limiter]
         ax.add_patch(plt.Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=LIMITS[limiter], edgecolor="white", linewidth=2))
-        said = limiter if limiter == "refused" else f"{tokens(row['n'])}\n{limiter}"
+        said = limiter if limiter == "refused" else f"{int(row['n']):,}\n{limiter}"
         ax.text(x, y, said, ha="center", va="center", fontsize=9, color="#777777" if limiter == "refused" else "black")
-        words.append(f"{row['label']} on {row['card']}: {said}".replace("\n", ", "))
+        words.append(f"{title(row['label'])} on {title(row['card'])}: {said}".replace("\n", ", "))
     ax.set(xlim=(-0.5, len(on) - 0.5), ylim=(len(names) - 0.5, -0.5))
-    ax.set(xticks=range(len(on)), xticklabels=on, yticks=range(len(names)), yticklabels=names)
+    ax.set(xticks=range(len(on)), xticklabels=map(title, on), yticks=range(len(names)), yticklabels=map(title, names))
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
     ax.grid(False)
     ax.spines[:].set_visible(False)
     known = [x for x in LIMITS if x in seen]
-    patches = [Patch(facecolor=LIMITS[x], edgecolor="#999999", label=x) for x in known]
+    patches = [Patch(facecolor=LIMITS[x], edgecolor="#999999", label=limit if x == "time" else x) for x in known]
     fig.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=9, title="limited by",
                title_fontsize=9)  # fmt: skip
     return style.finish(fig, f"Longest N and its limiter: {'; '.join(words)}.")
 
 
 def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
-    """A panel a way: what is alive after each allocation and free, stacked, a colour a tensor's name.
+    """A panel per way: what is alive after each allocation and free, stacked, a colour per tensor's name.
 
-    lives: {title: `frontiers.alive`}. Names beyond the `most` largest are drawn as one, "others".
+    lives: {way: `frontiers.alive`}. Names beyond the `most` largest are drawn as one, "others".
     """
-    lives = {title: life.rename(columns=_short).T.groupby(level=0, sort=False).sum().T for title, life in lives.items()}
+    lives = {title(x): life.rename(columns=_short).T.groupby(level=0, sort=False).sum().T for x, life in lives.items()}
     size = pd.concat([life.max() for life in lives.values()]).groupby(level=0, sort=False).max()
     kept = set(size.nlargest(most).index)
     order = [name for name in size.index if name in kept]  # of birth
     colors = dict(zip(order, sns.color_palette(PALETTE, len(order)), strict=True)) | {"others": "#d0d0d0"}
     fig, axes = style.subplots(1, len(lives), figsize=(3.3 * len(lives), 4.8), sharey=True, squeeze=False)
     words = []
-    for ax, (title, life) in zip(axes[0], lives.items(), strict=True):
+    for ax, (name, life) in zip(axes[0], lives.items(), strict=True):
         own = [name for name in order if name in life]
         layers = [life[name].to_numpy() for name in own]
         layers.append(life.drop(columns=own).sum(axis=1).to_numpy())
@@ -124,9 +130,14 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
         peak = int(total.argmax())
         ax.axhline(total[peak] / GIB, color="black", linewidth=1, linestyle="--")
         style.note(ax, f"peak {style.number(total[peak] / GIB)} GiB", (at[0], total[peak] / GIB), (3, 4))
-        ax.set(title=title, xlabel="allocations and frees", xlim=(at[0], at[-1]))
+        made = np.flatnonzero((life.get("lse", life.get("out", life.iloc[:, 0])) > 0).to_numpy())
+        if "dq" in life and len(made):
+            ax.axvline(made[0] + 1, color="#666666", linewidth=1, linestyle=":")
+            style.note(ax, "backward from here", (made[0] + 1, 0.98), (3, 0), rotation=90, va="top", color="#444444",
+                       xycoords=("data", "axes fraction"))  # fmt: skip
+        ax.set(title=name, xlabel=f"{len(life)} allocations and frees", xlim=(at[0], at[-1]), xticks=[])
         parts = ", ".join(f"{x} {life[x].iloc[peak] / GIB:.2f}" for x in own if life[x].iloc[peak])
-        words.append(f"{title}: peak {total[peak] / GIB:.2f} GiB, of which {parts}")
+        words.append(f"{name}: peak {total[peak] / GIB:.2f} GiB, of which {parts}")
     axes[0, 0].set_ylabel("bytes of the tensors alive (GiB)")
     top = max(life.sum(axis=1).max() for life in lives.values()) / GIB
     axes[0, 0].set_ylim(0, 1.12 * top)
@@ -136,12 +147,12 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
 
 
 def claims(rows: pd.DataFrame):
-    """Dots on a logarithmic axis: what the reports say is the longest, and what is predicted, a line a claim.
+    """Dots on a logarithmic axis: what the reports say is the longest, and what is predicted, a line per claim.
 
     rows: of `frontiers.claims`.
     """
-    fig, ax = style.subplots(figsize=(8, 0.55 * len(rows) + 1.9))
-    names = [f"{r.report}, {r.what}\n{r.card}, {r.heads} x {r.head_dim} {r.dtype}" for r in rows.itertuples()]
+    fig, ax = style.subplots(figsize=(7, 0.55 * len(rows) + 1.6))
+    names = [f"{r.report}, {r.what}\n{title(r.card)}, {r.heads} x {r.head_dim} {r.dtype}" for r in rows.itertuples()]
     y = np.arange(len(rows))
     best = rows[["dense_n", "dilated_n"]].max(axis=1)
     ax.hlines(y, rows["theirs"], best, color="#cccccc", linewidth=2, zorder=1)
@@ -149,10 +160,13 @@ def claims(rows: pd.DataFrame):
     ax.scatter(rows["dilated_n"], y, color=style.COLORS["Dilated"], marker="s", s=42, label="dilated, predicted")
     ax.scatter(rows["dense_n"], y, facecolor="none", edgecolor="black", marker="o", s=75, label="dense, predicted")
     for place, (low, high) in enumerate(zip(rows["theirs"], best, strict=True)):
-        style.note(ax, f"{style.number(high / low)} times", (high, place), (10, 0), va="center")
+        style.note(
+            ax, f"{style.number(high / low)} times", (high, place), (10, 0), va="center", backgroundcolor="white"
+        )
     ax.set(xscale="log", yticks=y, yticklabels=names, ylim=(len(rows) - 0.5, -0.5), xlabel="longest N (tokens)")
     ax.set_xlim(rows["theirs"].min() / 1.5, best.max() * 4)
-    style.log_ticks(ax.xaxis, tokens)
+    ax.xaxis.set_major_locator(LogLocator(base=4, numticks=9))
+    style.log_ticks(ax.xaxis, style.length)
     ax.tick_params(axis="y", labelsize=9)
     fig.legend(loc="outside lower center", ncols=3, fontsize=9)
     words = "; ".join(f"{name}: {r.theirs:,} in the report, {high:,.0f} predicted".replace("\n", ", ")
@@ -161,40 +175,31 @@ def claims(rows: pd.DataFrame):
 
 
 def four_numbers(rows: pd.DataFrame, n: int):
-    """Bars: requested, allocated, reserved and device bytes at the peak, a group a way; rows: `frontiers.numbers`."""
-    kinds = {"requested": "#c6dbef", "allocated": "#6baed6", "reserved": "#2171b5", "device": "#08306b"}
-    fig, ax = style.subplots(figsize=(1.6 + 1.7 * len(rows), 4.2))
+    """Bars: allocated, reserved and device bytes at the peak, a group per way; rows: `frontiers.numbers`."""
+    kinds = {"allocated": "#9ecae1", "reserved": "#2171b5", "device": "#08306b"}
+    fig, ax = style.subplots(figsize=(7, 3.8))
     x = np.arange(len(rows))
     for place, (kind, color) in enumerate(kinds.items()):
-        bars = ax.bar(x + 0.21 * (place - 1.5), rows[kind] / GIB, 0.2, color=color, label=kind)
-        ax.bar_label(bars, fmt=lambda value: f"{value:.3g}", padding=2, fontsize=8)
+        bars = ax.bar(x + 0.27 * (place - 1), rows[kind] / GIB, 0.26, color=color, label=kind)
+        ax.bar_label(bars, fmt=lambda value: f"{value:.3g}", padding=2, fontsize=9)
     ax.set(xticks=x, xticklabels=rows["way"], ylabel="at the peak (GiB)", title=f"N = {n:,}")
     ax.margins(y=0.12)
-    fig.legend(loc="outside lower center", ncols=4, fontsize=9)
+    fig.legend(loc="outside lower center", ncols=3, fontsize=9)
     words = "; ".join(", ".join([r["way"], *(f"{x} {r[x] / GIB:.2f}" for x in kinds)]) for r in rows.to_dict("records"))
     return style.finish(fig, f"Bytes at the peak in GiB, N = {n:,}: {words}.")
 
 
-def tokens(n: float) -> str:
-    """A length in three digits: 131072 -> 131K, 14200000 -> 14.2M."""
-    for size, unit in ((1e6, "M"), (1e3, "K")):
-        if n >= size:
-            return f"{n / size:.3g}{unit}"
-    return f"{n:.3g}"
-
-
-def _line(ax, line: pd.DataFrame, scale, pale: bool) -> Line2D:
-    """Draw predicted and measured N times scale; returns a line that looks like them, for the legend."""
+def _line(ax, line: pd.DataFrame, scale, pale: bool) -> str:
+    """Draw predicted and measured N times scale; returns the colour."""
     family, backend = line["pattern_spec"].iloc[0]["pattern"], str(line["label"].iloc[0]).split(", ")[-1]
     look = {"color": style.family_color(family), "alpha": 0.45 if pale else 1}
     stroke = {"linestyle": LINES.get(backend, "-"), "linewidth": 1 if pale else 1.8}
     ax.plot(line["budget_bytes"], line["predicted_n"].astype(float) * scale, **stroke, **look)
-    if line["measured_n"].isna().all():
-        return Line2D([], [], **stroke, **look)
     marks = {"marker": style.MARKERS.get(family, "v"), "markersize": 6}
     marks["markerfacecolor"] = "white" if pale else look["color"]
-    ax.plot(line["budget_bytes"], line["measured_n"].astype(float) * scale, linestyle="", **marks, **look)
-    return Line2D([], [], **stroke, **marks, **look)
+    if line["measured_n"].notna().any():
+        ax.plot(line["budget_bytes"], line["measured_n"].astype(float) * scale, linestyle="", **marks, **look)
+    return look["color"]
 
 
 def _bytes_a_token(rows: pd.DataFrame) -> pd.Series:
@@ -210,4 +215,6 @@ def _budget(nbytes: float) -> str:
 
 def _short(name: str) -> str:
     """The name of a tensor without torch's long names of operators."""
+    if "zeros" in name:
+        return "accumulators"
     return name.replace("_scaled_dot_product_", "").replace("_attention", "").strip("_")

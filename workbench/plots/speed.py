@@ -1,176 +1,235 @@
-"""Pictures of speed: time against N, the rate beside the device's ceiling, and where sparse attention pays.
+"""Pictures of speed: time against N, the roofline, and where sparse attention pays.
 
-Each function draws from DataFrames alone (see `probes.speed.table` for the columns) and returns a Figure with its
-alternative text.
+Each function draws from DataFrames alone (see `probes.speed.table` and `probes.suite.rates` for the columns) and
+returns a Figure with its alternative text.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pandas as pd
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from workbench.harness.narrate import first_mode
+from workbench.harness.narrate import first_mode, title
 from workbench.plots import style
 from workbench.plots.style import MARKERS, MODES
 
 LINES = {"cudnn": "-", "sdpa": "-", "flash": "--", "efficient": ":"}
+KERNELS = {"fa4": "#1f4e79", "triton": style.COLORS["BlockSparse"], "flex": "#8a8a8a", "torchscale": "#8a8a8a"}
 
 
 def time_against_n(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
-    """A panel a mode: milliseconds a call against N, both logarithmic; the bar is the 10-90 % range of the samples.
+    """A panel a mode: milliseconds per call against N, both logarithmic; the bar is the 10-90 % range of the samples.
 
-    `recorded` rows (another machine's, committed) are drawn pale with hollow markers.
+    `recorded` rows (another machine's, committed) are drawn pale with hollow markers. Lines are named at their ends.
     """
+    modes = [mode for mode in MODES if mode in set(rows["mode"])]
+    width = 7 if len(modes) == 1 else 9.5
+    fig, axes = style.subplots(1, len(modes), figsize=(width, 4.6), sharey=True, squeeze=False)
+    named = [(ax, _lines(ax, mode, rows, recorded)) for ax, mode in zip(axes[0], modes, strict=True)]
+    for ax, ends in named:  # which share their limits
+        style.name_ends(ax, ends)
+    axes[0, 0].set_ylabel("time per call (ms)")
+    slow = first_mode(rows[rows["status"] == "ok"])
+    slow = slow[slow["n"] == slow["n"].max()]
+    said = ", ".join(f"{r.label} {r.median_ms:,.1f} ms" for r in slow.itertuples()) or "nothing ran"
+    return style.finish(fig, f"Time per call against N, logarithmic axes. At the longest N: {said}.")
 
-    def draw(ax, line, pale):
-        samples = [np.quantile(s, [0.1, 0.9]) for s in line["samples_ms"]]
-        _line(ax, line, line["median_ms"], pale)
-        if not pale:
-            low, high = np.transpose(samples)
-            ax.vlines(line["n"], low, high, color=style.family_color(line["family"].iloc[0]), alpha=0.5, linewidth=4)
 
-    fig = _panels(rows, recorded, draw, "time per call (ms)")
-    slow = _last(rows)
-    ends = ", ".join(f"{r.label} {r.median_ms:,.1f} ms" for r in slow.itertuples()) or "nothing ran"
-    return style.finish(fig, f"Time per call against N, logarithmic axes. At the longest N: {ends}.")
+def _lines(ax, mode: str, rows: pd.DataFrame, recorded: pd.DataFrame | None) -> list[tuple]:
+    """Draw the lines of a mode; returns their ends, as `style.name_ends` takes them."""
+    ends = []
+    for frame, pale in ((recorded, True), (rows, False)):
+        if frame is None or not len(frame):
+            continue
+        done = frame[(frame["status"] == "ok") & (frame["mode"] == mode)].sort_values("n")
+        for (family, label, backend), line in done.groupby(["family", "label", "backend"], sort=False):
+            color = style.family_color(family)
+            ax.plot(
+                line["n"], line["median_ms"], LINES.get(backend, "-"), color=color, alpha=0.45 if pale else 1,
+                marker=MARKERS.get(family, "v"), markersize=5, linewidth=1.1 if pale else 1.8,
+                markerfacecolor="white" if pale else None,
+            )  # fmt: skip
+            name = f"{label}, {title(backend)}" if family == "Dense" else label
+            name = f"{name}, {style.device(line)}" if pale else name
+            ends.append((line["n"].iloc[-1], line["median_ms"].iloc[-1], name, color))
+            if not pale:
+                low, high = np.transpose([np.quantile(s, [0.1, 0.9]) for s in line["samples_ms"]])
+                ax.vlines(line["n"], low, high, color=color, alpha=0.5, linewidth=4)
+    ax.set(xscale="log", yscale="log", xlabel="N (tokens)", title=MODES[mode])
+    ax.xaxis.set_major_locator(LogLocator(base=2, numticks=7))
+    style.log_ticks(ax.xaxis, style.length)
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
+    return ends
 
 
-def rate(rows: pd.DataFrame, ceilings: dict, recorded: pd.DataFrame | None = None, recorded_ceilings=None):
-    """A panel a mode: TFLOP/s over attended pairs against N, and the measured matmul ceiling of the dtype as a line."""
+def roofline(devices: Mapping[str, dict]):
+    """A panel per device: the rate of each pattern and length against its operations per byte, under the ceilings.
 
-    def draw(ax, line, pale):
-        _line(ax, line, line["tflops"], pale)
-
-    fig = _panels(rows, recorded, draw, "TFLOP/s over attended pairs")
-    for ax in fig.axes:
-        for best, frame, color in ((ceilings, rows, "#444444"), (recorded_ceilings, recorded, "#aaaaaa")):
-            if best is not None and frame is not None and len(frame):
-                dtype = frame["dtype"].iloc[0]
-                top = best["matmul_tflops"].get(dtype)
-                if top is None:
-                    continue
-                ax.axhline(top, color=color, linewidth=1.2, linestyle=(0, (6, 3)))
-                text = f"{dtype} matmul here" if frame is rows else f"{dtype} matmul, {style.device(frame)}"
-                look = {"fontsize": 8, "color": color, "bbox": {"color": "white", "alpha": 0.8, "pad": 1}}
-                style.note(ax, text, (0.01, top), (0, 4), xycoords=("axes fraction", "data"), **look)
-        ax.margins(y=0.15)
-    ends = ", ".join(f"{r.label} {r.tflops:.3g}" for r in _last(rows).itertuples()) or "nothing ran"
-    return style.finish(fig, f"Rate over attended pairs against N in TFLOP/s. At the longest N: {ends}.")
+    devices: {name: `analysis.roofline.device`}. Filled: forward; hollow: with backward. A line joins the lengths of one
+    pattern; the longest is named.
+    """
+    fig, axes = style.subplots(1, len(devices), figsize=(7 if len(devices) == 1 else 9.5, 4.2), squeeze=False)
+    words = []
+    for ax, (name, device) in zip(axes[0], devices.items(), strict=True):
+        points, ends = device["points"], []
+        ridge = 1000 * device["tflops"] / device["gbs"]
+        x = np.geomspace(min(ridge, points["intensity"].min()) / 2, 2 * points["intensity"].max(), 64)
+        ax.plot(x, np.minimum(device["tflops"], x * device["gbs"] / 1000), color="#444444", linewidth=1.5)
+        style.note(ax, f"measured: {style.number(device['tflops'])} TFLOP/s", (x[0], device["tflops"]), (3, -12))
+        if device["peak"]:
+            ax.axhline(device["peak"], color=style.COLORS["muted"], linestyle="--", linewidth=1)
+            style.note(ax, f"vendor's peak: {style.number(device['peak'])}", (x[0], device["peak"]), (3, 4))
+        lines = points.sort_values("intensity").groupby(["label", "backend", "mode"], sort=False)
+        for (label, backend, mode), line in lines:
+            color = style.family_color(line["family"].iloc[0])
+            fill = color if mode == "fwd" else "white"
+            look = {"color": color, "markerfacecolor": fill, "marker": MARKERS.get(line["family"].iloc[0], "v")}
+            ax.plot(line["intensity"], line["tflops"], linewidth=0.6, markersize=6, **look)
+            if mode == "fwd":
+                named = f"{label}, {title(backend)}" if label == "dense" else label
+                ends.append((line["intensity"].iloc[-1], line["tflops"].iloc[-1], named, color))
+        ax.set(xscale="log", yscale="log", title=name, xlabel="operations per byte that has to move")
+        ax.set_xlim(x[0], x[-1])
+        ax.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 3)))
+        for axis in (ax.xaxis, ax.yaxis):
+            style.log_ticks(axis, "{:,g}".format)
+        style.name_ends(ax, ends)
+        best = points.loc[points["tflops"].idxmax()]
+        words.append(f"{name}: {best['label']} reaches {best['tflops'] / device['tflops']:.0%} of the ceiling")
+    axes[0, 0].set_ylabel("TFLOP/s over attended pairs")
+    return style.finish(fig, f"Roofline. {'; '.join(words)}.")
 
 
 def break_even(rows: pd.DataFrame):
-    """Speed-up over the fastest dense kernel against sparsity, its 95% interval, and what the pairs alone promise."""
-    fig, ax = style.subplots(figsize=(6.4, 4))
+    """Speed relative to dense attention against the share of blocks that is kept, both logarithmic: fewer pairs at the
+    same rate are a straight line. Bars are 95 % intervals."""
+    fig, ax = style.subplots(figsize=(7, 4))
     sparse = rows[~rows["name"].isin(["dense", "A/A"])].sort_values("sparsity")
     noise = rows[rows["name"] == "A/A"]
-    x = sparse["sparsity"] * 100
-    ax.axhline(1, color="black", linewidth=1)
-    band = {"color": "#777777", "alpha": 0.5, "linewidth": 0, "label": "dense against itself"}
+    x = 1 - sparse["sparsity"]
+    ends = np.array([1.1, x.min() / 1.3])
+    band = {"color": "#777777", "alpha": 0.4, "linewidth": 0}
     ax.axhspan(noise["speedup_low"].min(), noise["speedup_high"].max(), **band)
-    ax.plot(x, sparse["ideal"], color=style.COLORS["muted"], linestyle="--", label="fewer pairs, same rate")
-    ends = sparse["speedup"] - sparse["speedup_low"], sparse["speedup_high"] - sparse["speedup"]
-    color = style.COLORS["BlockSparse"]
-    ax.errorbar(x, sparse["speedup"], yerr=ends, color=color, marker="^", capsize=3, label="measured, 95% interval")
-    ax.set_yscale("log")
+    ax.axhline(1, color="black", linewidth=1)
+    ax.plot(ends, 1 / ends, color=style.COLORS["muted"], linestyle="--")
+    bars = sparse["speedup"] - sparse["speedup_low"], sparse["speedup_high"] - sparse["speedup"]
+    ax.errorbar(x, sparse["speedup"], yerr=bars, color=style.COLORS["BlockSparse"], marker="^", capsize=3)
+    ax.set(xscale="log", yscale="log", xlim=ends, xlabel="blocks kept", ylabel="speed relative to dense")
+    style.log_ticks(ax.xaxis, lambda x: f"{100 * x:.3g}%", style.apart(sorted(set(x.round(3))), 1.25))
     ax.yaxis.set_major_locator(LogLocator(base=10, subs=(0.5, 1, 2, 5)))
     style.log_ticks(ax.yaxis, "{:g}x".format)
-    ax.set(xlabel="sparsity (% of block pairs left out)", ylabel="speed relative to dense")
-    ax.set_title(f"N = {rows['n'].iloc[0]:,}: when leaving blocks out pays")
-    ax.legend(loc="upper left")
-    points = ", ".join(f"{r.sparsity:.0%}: {r.speedup:.2f}x" for r in sparse.itertuples())
-    return style.finish(fig, f"Speed-up over dense attention against sparsity: {points}.")
+    style.note(ax, "dense against itself", (ends[0], 1), (4, 6), color="#555555")
+    places = [(ends[1], 1 / ends[1], "fewer pairs,\nsame rate", "#666666")]
+    if len(sparse):
+        last = sparse.iloc[-1]
+        places.append((x.iloc[-1], last["speedup"], "measured", style.COLORS["BlockSparse"]))
+    style.name_ends(ax, places)
+    points = ", ".join(f"{1 - r.sparsity:.0%} kept: {r.speedup:.2f}x" for r in sparse.itertuples())
+    return style.finish(fig, f"Speed relative to dense attention against the blocks kept: {points}.")
 
 
 def against_dense(rows: pd.DataFrame):
     """A panel a mode: each LongNet group's rate over that of dense attention of its sizes, in the same run.
 
-    rows: of `probes.suite.rates`, those whose `suite` begins with "longnet".
+    rows: of `probes.suite.rates`. The colour is the kernel, the marker is N.
     """
-    ours = rows[(rows["label"] == "workbench") & rows["suite"].str.startswith("longnet")]
-    modes = [mode for mode in MODES if mode in set(ours["mode"])]
-    fig, axes = style.subplots(1, len(modes), figsize=(4.8 * len(modes), 3.9), sharey=True, squeeze=False)
-    words = []
+    ours = rows[
+        rows["suite"].str.startswith("longnet") & ~rows["label"].isin(["A/A"]) & (rows["label"] != rows["against"])
+    ]
+    modes, names = (
+        [mode for mode in MODES if mode in set(ours["mode"])],
+        [*dict.fromkeys(ours.sort_values("what")["what"])],
+    )
+    fig, axes = style.subplots(1, len(modes), figsize=(9.5, 0.5 * len(names) + 1.6), sharey=True, squeeze=False)
+    lengths, kernels, words = sorted(set(ours["n"])), [*dict.fromkeys(ours["backend"])], []
     for ax, mode in zip(axes[0], modes, strict=True):
-        chosen = ours[ours["mode"] == mode].sort_values(
-            ["causal", "head_dim", "heads"], ascending=[False, False, False]
-        )
-        names = [_sizes(row) for row in chosen.itertuples()]
-        places = {name: y for y, name in enumerate(dict.fromkeys(names))}
-        for n, marker, color in zip(sorted(set(chosen["n"])), "os^", ("#9ecae1", style.COLORS["Dilated"], "black"),
-                                    strict=False):  # fmt: skip
-            some = chosen["n"] == n
-            y = [places[name] for name, keep in zip(names, some, strict=True) if keep]
-            label = f"N = {style.length(n)}"
-            ax.scatter(chosen["of_dense"][some], y, marker=marker, s=60, color=color, label=label, zorder=3)
+        chosen = ours[ours["mode"] == mode]
+        for n, marker in zip(lengths, "os^D", strict=False):
+            for backend in kernels:
+                some = chosen[(chosen["n"] == n) & (chosen["backend"] == backend)]
+                y = [names.index(what) + 0.17 * (2 * lengths.index(n) - len(lengths) + 1) for what in some["what"]]
+                color = KERNELS.get(backend, "#555555")
+                ax.scatter(some["of_dense"], y, marker=marker, s=45, color=color, zorder=3)
         ax.axvline(1, color="black", linewidth=1)
-        most = max(1.15, 1.05 * ours["of_dense"].max())
-        ax.set(yticks=list(places.values()), yticklabels=list(places), xlim=(0, most), title=MODES[mode])
-        ax.set_xlabel("rate over attended pairs / dense cuDNN's at 16K")
-        words += [f"{_sizes(r)}, {MODES[mode]}, N = {style.length(r.n)}: {r.of_dense:.2f}" for r in chosen.itertuples()]
-    axes[0, 0].legend(loc="lower left")
+        ax.set(yticks=range(len(names)), yticklabels=names, title=MODES[mode], ylim=(len(names) - 0.5, -0.5))
+        ax.set(xlabel="rate per pair, relative to dense", xlim=(0, max(1.15, 1.06 * ours["of_dense"].max())))
+        words += [f"{r.what}, {r.who}, {MODES[mode]}, N = {r.n:,}: {r.of_dense:.2f}" for r in chosen.itertuples()]
+    look = {"linestyle": "", "color": "#555555"}
+    handles = [
+        Line2D([], [], marker="o", linestyle="", color=KERNELS.get(x, "#555555"), label=title(x)) for x in kernels
+    ]
+    handles += [
+        Line2D([], [], marker=m, label=f"N = {style.length(n)}", **look) for n, m in zip(lengths, "os^D", strict=False)
+    ]
+    fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return style.finish(fig, "Rate over attended pairs against dense attention's: " + "; ".join(words) + ".")
 
 
 def times_faster(rows: pd.DataFrame):
-    """Bars: how many times faster than dense attention each alternative is, with the 95% interval, a panel a group.
+    """Dots on a logarithmic axis: the speed of each alternative relative to dense attention, with the 95% interval.
 
-    rows: of `probes.suite.rates`, groups whose baseline is dense attention at the same N.
+    rows: of `probes.suite.rates`, groups whose baseline is dense attention of the same N. The grey mark is what the
+    pairs alone would give. A gain that dense attention against itself reaches, too, is named as noise.
     """
     compared = set(rows.loc[rows["label"] == rows["against"], "suite"])
-    names = [x for x in dict.fromkeys(rows.sort_values("n", kind="stable")["suite"]) if x in compared]
-    if not names:
+    some = rows[rows["suite"].isin(compared) & (rows["label"] != "A/A") & (rows["label"] != rows["against"])]
+    if some.empty:
         return style.blank("Dense attention was not timed beside these.")
-    fig, axes = style.subplots(1, len(names), figsize=(2.6 * len(names) + 1, 3.6), squeeze=False)
-    colors = {"fa4": "#1f4e79", "triton": style.COLORS["BlockSparse"], "flex": "#9a9a9a"}
-    words = []
-    for ax, name in zip(axes[0], names, strict=True):
-        group = rows[(rows["suite"] == name) & (rows["label"] != "A/A") & (rows["label"] != rows["against"])]
-        dense = rows[(rows["suite"] == name) & (rows["label"] == rows["against"])].iloc[0]
-        ideal = dense["pairs"] / group["pairs"].iloc[0]
-        ends = group["speedup"] - group["speedup_low"], group["speedup_high"] - group["speedup"]
-        shade = [colors.get(x, style.COLORS["Dilated"]) for x in group["label"]]
-        bars = ax.bar(group["label"].str.replace(", ", ",\n"), group["speedup"], yerr=ends, color=shade, capsize=3)
-        ax.bar_label(bars, [_gained(r) for r in group.itertuples()], padding=2, fontsize=9)
-        ax.axhline(ideal, color=style.COLORS["muted"], linestyle="--")
-        look = {"xycoords": ("axes fraction", "data"), "fontsize": 8, "color": "#555555"}
-        style.note(ax, f"pairs alone: {ideal:.1f}x", (0.02, ideal), (0, 3), **look)
-        n = style.length(group["n"].iloc[0])
-        ax.set_title(f"{group['pattern'].iloc[0]}, N = {n}\n{MODES[group['mode'].iloc[0]]}", fontsize=10)
-        ax.set_ylim(0, 1.18 * max(ideal, group["speedup_high"].max()))
-        ax.tick_params(axis="x", labelsize=9)
-        words += [f"{name}, {r.label}: {_gained(r, 2)}".replace("\n", " ") for r in group.itertuples()]
-    axes[0, 0].set_ylabel("speed relative to dense cuDNN")
-    return style.finish(fig, "Speed-up over dense attention of the same length: " + "; ".join(words) + ".")
-
-
-def _gained(row, digits: int = 1) -> str:
-    noise = "\nin the noise" if row.speedup_low <= 1 <= row.speedup_high else ""
-    return f"{row.speedup:.{digits}f}x{noise}"
+    some = some.sort_values(["what", "mode", "n"], kind="stable")
+    fig, ax = style.subplots(figsize=(9.5, 0.33 * len(some) + 0.4 * some["suite"].nunique() + 1))
+    y, places, labels, words = 0.0, [], [], []
+    for suite, group in some.groupby("suite", sort=False):
+        dense = rows[(rows["suite"] == suite) & (rows["label"] == rows["against"])].iloc[0]
+        ideal, first = dense["pairs"] / group["pairs"].iloc[0], group.iloc[0]
+        head = f"{first['what']}, {MODES[first['mode']]}, N = {style.length(first['n'])}"
+        ax.text(0, y, head, transform=ax.get_yaxis_transform(), fontsize=10, weight="bold", va="center",
+                backgroundcolor="white")  # fmt: skip
+        ax.plot([ideal, ideal], [y + 0.6, y + len(group) + 0.4], color=style.COLORS["muted"], linewidth=3)
+        for row in group.itertuples():
+            y += 1
+            noise = " (within noise)" if row.in_noise else ""
+            ends = [[row.speedup - row.speedup_low], [row.speedup_high - row.speedup]]
+            ax.errorbar(row.speedup, y, xerr=ends, color=KERNELS.get(row.backend, "#555555"), marker="o", capsize=3)
+            style.note(ax, f"{row.speedup:.1f}x{noise}", (row.speedup_high, y), (9, 0), va="center")
+            places.append(y)
+            labels.append(row.who)
+            words.append(f"{head}, {row.who}: {row.speedup:.2f}x{noise}")
+        y += 1.3
+    ax.axvline(1, color="black", linewidth=1)
+    ax.set(xscale="log", yticks=places, yticklabels=labels, ylim=(y - 0.4, -0.7), xlabel="speed relative to dense")
+    ax.set_xlim(min(0.8, 0.8 * some["speedup_low"].min()), 2.2 * some["speedup_high"].max())
+    ax.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    style.log_ticks(ax.xaxis, "{:g}x".format)
+    ax.grid(False, axis="y")
+    return style.finish(fig, "Speed relative to dense attention of the same length: " + "; ".join(words) + ".")
 
 
 def beside_peers(rows: pd.DataFrame):
-    """Bars: the rate over attended pairs (TFLOP/s) of each alternative, a panel a group."""
-    names = list(dict.fromkeys(rows["suite"]))
-    fig, axes = style.subplots(1, len(names), figsize=(2.7 * len(names) + 1, 3.6), sharey=True, squeeze=False)
-    words = []
-    for ax, name in zip(axes[0], names, strict=True):
-        group = rows[(rows["suite"] == name) & (rows["label"] != "A/A")]
-        shade = [style.COLORS["Dilated"] if x == "workbench" else "#9a9a9a" for x in group["label"]]
-        bars = ax.bar(group["label"].str.replace(" ", "\n"), group["tflops"], color=shade)
-        ax.bar_label(bars, fmt="%.0f", padding=2)
-        n = group["n"].max()
-        ax.set_title(f"N = {style.length(n)}\n{MODES[group['mode'].iloc[0]]}", fontsize=10)
-        ax.tick_params(axis="x", labelsize=8)
-        words += [f"{name}, {r.label}: {r.tflops:.0f}" for r in group.itertuples()]
-    axes[0, 0].set_ylabel("TFLOP/s over attended pairs")
-    axes[0, 0].set_ylim(0, 1.12 * rows["tflops"].max())
-    return style.finish(fig, "Rates in TFLOP/s: " + "; ".join(words) + ".")
-
-
-def _sizes(row) -> str:
-    rates = "paper" if "paper" in row.suite else "pow2"
-    return f"{rates} {int(row.heads)}x{int(row.head_dim)}" + (", causal" if row.causal else "")
+    """Bars: the time of each alternative over this package's, a group of bars a mode and length."""
+    some = rows[~rows["label"].isin(["A/A"]) & (rows["label"] != rows["against"])].sort_values(
+        ["mode", "n"], kind="stable"
+    )
+    ours = some[some["label"] == "workbench"].set_index("suite")["median_ms"]
+    fig, ax = style.subplots(figsize=(7, 0.32 * len(some) + 1))
+    longer = some["median_ms"] / some["suite"].map(ours)
+    names = [f"{r.who}, {MODES[r.mode]}, N = {style.length(r.n)}" for r in some.itertuples()]
+    shade = [style.COLORS["Dilated"] if x == "workbench" else KERNELS["torchscale"] for x in some["label"]]
+    bars = ax.barh(names, longer, color=shade, height=0.7)
+    ax.bar_label(
+        bars,
+        [f"{x:.1f}   {style.number(ms)} ms" for x, ms in zip(longer, some["median_ms"], strict=True)],
+        padding=4,
+        fontsize=9,
+    )
+    ax.set(xlabel="time, in times of this package's", xlim=(0, 1.3 * longer.max()))
+    ax.invert_yaxis()
+    ax.grid(False, axis="y")
+    words = [f"{name}: {x:.1f} times" for name, x in zip(names, longer, strict=True)]
+    return style.finish(fig, "Time in times of this package's: " + "; ".join(words) + ".")
 
 
 def picture(path: str, kind: str = "h100x1") -> None:
@@ -179,45 +238,13 @@ def picture(path: str, kind: str = "h100x1") -> None:
 
     rows, _ = speed.recorded(kind)
     first = rows.iloc[0]
+    fig = time_against_n(rows)
+    for ax, mode in zip(fig.axes, [mode for mode in MODES if mode in set(rows["mode"])], strict=True):
+        done = rows[(rows["status"] == "ok") & (rows["mode"] == mode) & (rows["n"] == rows["n"].max())]
+        dense, dilated = (done.loc[done["family"] == x, "median_ms"].min() for x in ("Dense", "Dilated"))
+        at = done["n"].iloc[0]
+        ax.annotate("", (at, dilated), (at, dense), arrowprops={"arrowstyle": "<->", "color": "#444444"})
+        text = f"dilated: {dense / dilated:.0f} times as fast\nas dense at {style.length(at)}"
+        ax.text(0.04, 0.96, text, transform=ax.transAxes, va="top", fontsize=11, weight="bold")
     sizes = f"{int(first['heads'])} heads x {int(first['head_dim'])}"
-    style.save(time_against_n(rows), path, f"{first['run_device']}, {first['dtype']}, {sizes}")
-
-
-def _panels(rows, recorded, draw, ylabel):
-    modes = [mode for mode in MODES if mode in set(rows["mode"])]
-    fig, axes = style.subplots(1, len(modes), figsize=(4.4 * len(modes), 4.6), sharey=True, squeeze=False)
-    for ax, mode in zip(axes[0], modes, strict=True):
-        for frame, pale in ((recorded, True), (rows, False)):
-            if frame is None or not len(frame):
-                continue
-            done = frame[(frame["status"] == "ok") & (frame["mode"] == mode)]
-            for _, line in done.groupby(["family", "label", "backend"], sort=False):
-                draw(ax, line.sort_values("n"), pale)
-        ax.set(xscale="log", yscale="log", xlabel="N (tokens)", title=MODES[mode])
-        ax.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
-        style.log_ticks(ax.xaxis, style.length)
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
-    axes[0, 0].set_ylabel(ylabel)
-    handles = {}
-    for ax in axes[0]:
-        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    order = sorted(handles, key=lambda label: (" · " in label, label))
-    fig.legend([handles[x] for x in order], order, loc="outside lower center", ncols=min(3, len(order)), fontsize=9)
-    return fig
-
-
-def _line(ax, line, y, pale):
-    first = line.iloc[0]
-    label = f"{first['label']} ({first['backend']})" + (f" · {style.device(line)}" if pale else "")
-    ax.plot(
-        line["n"], y, LINES.get(first["backend"], "-"), label=label, color=style.family_color(first["family"]),
-        marker=MARKERS.get(first["family"], "v"), markersize=5, linewidth=1.1 if pale else 1.8,
-        alpha=0.45 if pale else 1, markerfacecolor="white" if pale else None,
-    )  # fmt: skip
-
-
-def _last(rows):
-    """The rows of the longest N, of the first mode that ran."""
-    done = first_mode(rows[rows["status"] == "ok"])
-    return done[done["n"] == done["n"].max()]
+    style.save(fig, path, f"{first['run_device']}, {first['dtype']}, {sizes}")

@@ -15,6 +15,7 @@ from workbench.probes.timing import Timing, measure
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 CPU_COPY_BYTES, GPU_COPY_BYTES = 1 << 27, 1 << 30  # several times the last cache
+TENSORS = {"fwd": 4, "fwdbwd": 12}  # q, k, v and out; the backward reads them and out's gradient, and writes three
 PASSES = {"fwd": 2, "fwdbwd": 7}  # matrix products of 2 x pairs x head_dim operations: q k' and p v; backward has five
 
 
@@ -59,6 +60,14 @@ def rates(rows: pd.DataFrame, pairs: str = "pairs") -> pd.Series:
     known = rows[["head_dim", "batch", pairs, "median_ms"]].astype(float)
     passes = rows["mode"].map(PASSES).astype(float)
     return 2 * passes * known["head_dim"] * known["batch"] * known[pairs] / known["median_ms"] / 1e9
+
+
+def intensities(rows: pd.DataFrame) -> pd.Series:
+    """Operations over attended pairs a byte that records' rows must move at least: TENSORS of (B, N, H, D), once."""
+    known = rows[["head_dim", "batch", "n", "heads", "pairs"]].astype(float)
+    size = rows["dtype"].map(lambda name: getattr(torch, name).itemsize)
+    done = 2 * rows["mode"].map(PASSES) * known["pairs"]
+    return (done / (rows["mode"].map(TENSORS) * size * known["n"] * known["heads"])).astype(float)
 
 
 def operations(case: Case) -> int:

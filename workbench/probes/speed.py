@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import pandas as pd
-import torch
 
 from workbench.harness import records
-from workbench.harness.narrate import MODES, first_mode, listed, number, spread
+from workbench.harness.narrate import MODES, counted, first_mode, listed, number, spread, title
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, checks, from_spec, layouts
 from workbench.probes import catalog, roofline, timing
 from workbench.probes.case import Case, case_of
 
 Lengths = Callable[[int], Case]
+BUSY = 1.25  # processes a processor; a measurement's own threads are at most one each
 KEY = ("pattern", "n", "heads", "head_dim", "dtype", "causal", "mode", "batch", "kv_heads", "nq")
 
 
@@ -94,6 +94,30 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
+def times(rows: pd.DataFrame) -> pd.DataFrame:
+    """The table of a sweep, a line per row that ran; its speed relative to the fastest dense kernel at that length."""
+    done = rows[(rows["status"] == "ok") & rows["median_ms"].notna()]
+    dense = done[done["family"] == "Dense"].groupby(["n", "mode"])["median_ms"].min()
+    relative = dense.reindex(pd.MultiIndex.from_frame(done[["n", "mode"]])).to_numpy() / done["median_ms"]
+    low, high = (done["samples_ms"].map(lambda s, q=q: float(pd.Series(s).quantile(q))) for q in (0.1, 0.9))
+    return pd.DataFrame({
+        "pattern": done["label"], "backend": done["backend"].map(title), "mode": done["mode"].map(MODES),
+        "n": done["n"], "median_ms": done["median_ms"], "q10_ms": low, "q90_ms": high, "tflops": done["tflops"],
+        "speed relative to dense": relative,
+    }).set_index("pattern")  # fmt: skip
+
+
+def headline(rows: pd.DataFrame) -> str:
+    """The fastest pattern at the longest N, forward, in times of dense attention's speed: a few words."""
+    done = first_mode(rows[(rows["status"] == "ok") & rows["median_ms"].notna()])
+    done = done[done["n"] == done["n"].max()].sort_values("median_ms")
+    dense, others = done[done["family"] == "Dense"], done[done["family"] != "Dense"]
+    if dense.empty or others.empty:
+        return ""
+    ratio = number(dense["median_ms"].iloc[0] / others["median_ms"].iloc[0])
+    return f"{others['label'].iloc[0]}: {ratio} times dense at {int(done['n'].iloc[0]):,}"
+
+
 def gain(rows: pd.DataFrame, n: int, mode: str = "fwd") -> str:
     """Which pattern is the fastest at length n, against the fastest dense kernel, in a sentence.
 
@@ -111,7 +135,7 @@ def gain(rows: pd.DataFrame, n: int, mode: str = "fwd") -> str:
     seen = f"({spread(low, high)} between the extreme samples)"
     if low <= 1:
         return f"{at}**{fast['label']}** is not ahead of {slow['label']} beyond the noise {seen}."
-    ratio = f"{slow['median_ms'] / fast['median_ms']:.2f}"
+    ratio = number(slow["median_ms"] / fast["median_ms"])
     if fast["family"] == "Dense":
         return f"{at}**dense** attention is the fastest; {slow['label']}, the next, takes {ratio} times as long {seen}."
     return f"{at}**{fast['label']}** is the fastest here, {ratio} times as fast as dense {seen}."
@@ -125,11 +149,23 @@ def falling(rows: pd.DataFrame) -> list[str]:
         for before, after in itertools.pairwise(line.to_dict("records")):
             if after["pairs"] > before["pairs"] and after["median_ms"] < 0.9 * before["median_ms"]:
                 said.append(
-                    f"**Disturbed:** {label} ({backend}), {MODES[mode]}, took {number(before['median_ms'])} ms at "
-                    f"N = {before['n']:,} and {number(after['median_ms'])} ms at N = {after['n']:,}, with more to do: "
+                    f"**Disturbed:** {label} ({title(backend)}), {MODES[mode]}, took "
+                    f"{number(before['median_ms'])} ms at N = {before['n']:,} and "
+                    f"{number(after['median_ms'])} ms at N = {after['n']:,}, with more to do: "
                     "something else used the device, so take these times as upper bounds."
                 )
     return said
+
+
+def busy(rows: pd.DataFrame) -> list[str]:
+    """A warning where more ran on the processors than they are, when these rows were measured (of runs on a CPU)."""
+    loads = rows[rows["run_cuda"].isna() | (rows["device"] == "cpu")]
+    loads = loads[loads["run_load"].astype(float) > BUSY * loads["run_processors"].astype(float)]
+    if loads.empty:
+        return []
+    worst = loads.sort_values("run_load").iloc[-1]
+    on = counted(int(worst["run_processors"]), "processor")
+    return [f"**This machine was busy** (load {number(worst['run_load'])} on {on}): times are upper bounds."]
 
 
 def settings(*frames: pd.DataFrame | None) -> pd.DataFrame:
@@ -141,7 +177,7 @@ def settings(*frames: pd.DataFrame | None) -> pd.DataFrame:
         last = frame.sort_values("n").drop_duplicates("label", keep="last").to_dict("records")
         first = last[0]
         inputs = f"{first['dtype']}, {int(first['heads'])} heads x {int(first['head_dim'])}"
-        patterns = {row["label"]: f"{words(row['pattern_spec'])} ({row['backend']})" for row in last}
+        patterns = {row["label"]: f"{words(row['pattern_spec'])} ({title(row['backend'])})" for row in last}
         columns[first["run_device"]] = {"inputs": inputs} | patterns
     return pd.DataFrame(columns)
 
@@ -153,31 +189,30 @@ def words(spec: dict) -> str:
             w, r = spec["segment_lengths"], spec["dilation_rates"]
             return f"{len(w)} branches, segments {w[0]} to {w[-1]}, rates {r[0]} to {r[-1]}"
         case "Neighborhood":
-            order = (spec["ordering"] or {}).get("ordering", "row-major")
+            order = title((spec["ordering"] or {}).get("ordering", "row_major"))
             radius = " x ".join(map(str, dict.fromkeys(spec["radius"])))
             return f"grid {' x '.join(map(str, spec['shape']))}, radius {radius}, {order} order"
         case "BlockSparse":
-            return f"{from_spec(spec).layout.name}, blocks {' x '.join(map(str, spec['block_size']))}"
+            return f"{title(from_spec(spec).layout.name)}, of {' x '.join(map(str, spec['block_size']))}"
         case _:
             return "causal" if spec.get("causal") else "every pair"
 
 
-def against_ceiling(rows: pd.DataFrame, ceilings: dict) -> pd.DataFrame:
-    """One line a (label, backend, mode): at its longest length, the rate and its share of the measured matmul ceiling.
+def top(rows: pd.DataFrame, ceilings: dict) -> tuple[float, str]:
+    """(TFLOP/s that nothing here exceeds, what reached it): a product of matrices of the rows' dtype, or the fastest
+    attention, whichever is faster; (nan, "") where nothing ran."""
+    done = rows[rows["status"] == "ok"].sort_values("tflops")
+    reached = [(ceilings["matmul_tflops"].get(dtype), f"{dtype} matrix products") for dtype in set(rows["dtype"])]
+    reached += [(row["tflops"], f"{row['label']}, {MODES[row['mode']]}") for row in done.tail(1).to_dict("records")]
+    return max(((x, words) for x, words in reached if x), default=(float("nan"), ""))
 
-    share: tflops over the ceiling of the dtype. floor_share: the time that the device needs at least (operations at the
-    matmul ceiling, or q, k, v and out once at the copy ceiling, whichever is more) over the time it took; forward only.
-    """
+
+def against_ceiling(rows: pd.DataFrame, ceilings: dict) -> pd.DataFrame:
+    """One line a (label, backend, mode), at its longest length: its rate, that over `top`, and its intensity."""
     done = rows[rows["status"] == "ok"].sort_values("n").drop_duplicates(["label", "backend", "mode"], keep="last")
     out = done[["label", "backend", "mode", "n", "median_ms", "pairs", "tflops"]].copy()
-    best = done["dtype"].map(ceilings["matmul_tflops"]).astype(float)
-    fastest = rows[rows["status"] == "ok"].groupby("dtype")["tflops"].max()
-    out["share"] = done["tflops"] / pd.concat([best, done["dtype"].map(fastest)], axis=1).max(axis=1)
-    size = done["dtype"].map(lambda name: getattr(torch, name).itemsize)
-    moved = 4 * done["batch"] * done["n"] * done["heads"] * done["head_dim"] * size
-    bytes_ms = moved.astype(float) / ceilings["copy_gbs"] / 1e6
-    floor = pd.concat([done["median_ms"] * out["share"], bytes_ms], axis=1).max(axis=1)
-    out["floor_share"] = (floor / done["median_ms"]).where(done["mode"] == "fwd")
+    out["share"] = done["tflops"] / top(rows, ceilings)[0]
+    out["intensity"] = roofline.intensities(done)
     return out.sort_values(["mode", "median_ms"]).reset_index(drop=True)
 
 
@@ -212,21 +247,20 @@ def break_even(
 
 
 def ceiling(rows: pd.DataFrame, ceilings: dict) -> list[str]:
-    """What comes closest to the ceiling of its dtype, and what stays furthest from it, in `first_mode`."""
+    """What comes closest to the ceiling (`top`), and what stays furthest from it, in `first_mode`."""
     shares = against_ceiling(rows, ceilings)
     shares = first_mode(shares[shares["share"].notna()]).sort_values("share")
     if shares.empty:
         return ["Nothing ran: there is no rate to compare with the ceiling."]
     far, close = shares.iloc[0], shares.iloc[-1]
-    dtype = rows["dtype"].iloc[0]
-    product = ceilings["matmul_tflops"].get(dtype)
-    top = rows.loc[rows["status"] == "ok", "tflops"].max()
-    if product is None or top > product:
-        reached = "could not be measured" if product is None else f"reaches {product:.3g} TFLOP/s"
-        return [f"A {dtype} matrix product {reached} on this device, the fastest attention here {top:.3g} TFLOP/s: the "
-                "product is no ceiling, and `share` is over that attention's rate instead."]  # fmt: skip
-    of = f"{close['share']:.0%} of it ({MODES[close['mode']]})"
-    said = [f"**{close['label']}** comes closest to the matmul ceiling, at {of}."]
+    most, what = top(rows, ceilings)
+    product = ceilings["matmul_tflops"].get(rows["dtype"].iloc[0])
+    said = [f"The ceiling is {number(most)} TFLOP/s, by {what}."]
+    if product is None or product < most:
+        reached = "could not be measured" if product is None else f"reach {number(product)}"
+        said = [f"{rows['dtype'].iloc[0]} matrix products {reached}, so the ceiling is the fastest attention here: "
+                f"{number(most)} TFLOP/s, by {what}."]  # fmt: skip
+    said.append(f"**{close['label']}** comes closest to the ceiling, at {close['share']:.0%} ({MODES[close['mode']]}).")
     if far["label"] != close["label"]:
         said.append(f"**{far['label']}** stays furthest from it, at {far['share']:.0%}.")
     return said

@@ -6,34 +6,46 @@ Rates are over attended pairs. `run` measures all groups, or some, and records e
 Dimensions: N tokens, H heads, D head_dim.
 """
 
+import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 
+import numpy as np
 import pandas as pd
 import torch
 
-from workbench.harness import records
+from workbench.harness import machine, records
+from workbench.harness.machine import short_name
+from workbench.harness.narrate import MODES, listed, spread, title
 from workbench.harness.outcome import attempt
-from workbench.patterns import Neighborhood
+from workbench.patterns import Neighborhood, checks
 from workbench.probes import catalog, memory, roofline
 from workbench.probes.case import Case
 from workbench.probes.timing import AA, compare
 
 
-def run(only: Iterable[str] = (), *, profile="gpu", samples=9, seconds=8.0, folder=None, say=print) -> pd.DataFrame:
+def run(
+    only: Iterable[str] = (), *, profile="gpu", samples=9, seconds=8.0, known: pd.DataFrame | None = None,
+    within_s=math.inf, folder=None, say=print,
+) -> pd.DataFrame:  # fmt: skip
     """Measure the groups whose name begins with one of `only` (default: all) on this CUDA card; their rows.
 
     seconds: about what a group may take. An alternative that cannot run is a row with its status.
+    known: rows of `recorded`; a group that they have is not measured. within_s: no group begins after so long.
     RuntimeError without a CUDA card: notebook 05 measures what a CPU can do.
     """
-    groups = catalog.chosen(catalog.one_card(), only or ["all"])
+    only, begin = checks.listed("only", only), time.monotonic()
     if not torch.cuda.is_available():
         raise RuntimeError("the suite is of a CUDA card, and torch finds none here; notebook 05 measures a CPU, too")
-    recorder, rows = records.start("timing", profile, folder), []
-    for name, make in groups.items():
+    recorder, rows, groups = records.start("timing", profile, folder), [], catalog.one_card()
+    known = set() if known is None or known.empty else set(known["suite"])
+    for name in [x for x in groups if x not in known and (not only or x.startswith(tuple(only)))]:
+        if time.monotonic() - begin > within_s:
+            break
         if say:
             say(name, flush=True)
-        rows += measure(make(), recorder, samples, seconds, suite=name)
-    return pd.DataFrame(rows)
+        rows += measure(groups[name](), recorder, samples, seconds, suite=name)
+    return recorder.frame(rows)
 
 
 def measure(cases: Mapping[str, Case], recorder, samples=9, seconds=8.0, **more) -> list[dict]:
@@ -79,29 +91,86 @@ def _ready(case: Case) -> tuple[Callable, str]:
     return call, backend
 
 
-def recorded(kind: str = "h100x1") -> pd.DataFrame:
-    """The rows committed for a machine kind, of each group the newest run's, with their rates; empty if none."""
-    rows = records.committed(kind)
-    if "suite" not in rows:
-        return pd.DataFrame()
-    rows = rows[rows["suite"].notna()].sort_values("run_utc", kind="stable")
-    newest = rows.groupby("suite")["run"].transform("last")
-    return rates(rows[rows["run"] == newest].reset_index(drop=True))
+def gathered(groups: Iterable[str], kinds: Iterable[str], **options) -> pd.DataFrame:
+    """The rows of `recorded` for machine kinds, this machine's first; where groups are named, those that begin so and
+    that its records have not are measured before (`run`, which takes the options)."""
+    kinds = list(dict.fromkeys([machine.kind(), *kinds]))
+    if not checks.listed("groups", groups):
+        return recorded(*kinds)
+    new, rest = run(groups, known=recorded(kinds[0]), **options), recorded(*kinds)
+    if new.empty or rest.empty:
+        return rest if new.empty else rates(new)
+    return pd.concat([rates(new), rest[~rest["suite"].isin(new["suite"])]], ignore_index=True)
+
+
+def recorded(*kinds: str) -> pd.DataFrame:
+    """The rows committed for machine kinds, with their rates: of each group the newest run's of the first kind that has
+    it; empty if none has any."""
+    found = []
+    for kind in kinds:
+        rows = records.committed(kind)
+        if "suite" not in rows:
+            continue
+        rows = rows[rows["suite"].notna()].sort_values("run_utc", kind="stable")
+        rows = rows[~rows["suite"].isin([name for frame in found for name in frame["suite"]])]
+        found.append(rows[rows["run"] == rows.groupby("suite")["run"].transform("last")])
+    return rates(pd.concat(found, ignore_index=True)) if found else pd.DataFrame()
+
+
+def rates(rows: pd.DataFrame) -> pd.DataFrame:
+    """Suite rows with tflops over attended pairs, and `of_dense`: that over the baseline's of the same group.
+
+    what: the pattern and sizes in words; who: the alternative. in_noise: its interval is not beyond dense attention
+    against itself.
+    """
+    rows = rows[rows["status"] == "ok"].copy()
+    rows["tflops"] = roofline.rates(rows)
+    base = rows[rows["label"] == rows["against"]].set_index("suite")["tflops"]
+    rows["of_dense"] = rows["tflops"] / rows["suite"].map(base)
+    if "block_pairs" in rows:
+        rows["block_tflops"] = roofline.rates(rows, "block_pairs").fillna(rows["tflops"])
+    again = rows[rows["label"] == "A/A"].set_index("suite").reindex(rows["suite"])
+    above = rows["speedup_low"].to_numpy() > np.fmax(again["speedup_high"].to_numpy(float), 1)
+    below = rows["speedup_high"].to_numpy() < np.fmin(again["speedup_low"].to_numpy(float), 1)
+    rows["in_noise"] = ~(above | below)
+    rows["who"] = [_who(row) for row in rows.to_dict("records")]
+    others = rows[(rows["label"] != rows["against"]) & (rows["label"] != "A/A")].groupby("suite")["pattern"]
+    patterns = others.first()[others.nunique() == 1]
+    sizes = [f", {r.heads:g} x {r.head_dim:g}" + ", causal" * (r.causal is True) if r.heads == r.heads else ""
+             for r in rows.itertuples()]  # fmt: skip
+    names = (
+        rows["suite"].map(patterns).where(rows["suite"] != "neighborhood", "neighborhood-16").fillna(rows["pattern"])
+    )
+    rows["what"] = [title(str(name)) + size for name, size in zip(names, sizes, strict=True)]
+    return rows
+
+
+def _who(row: dict) -> str:
+    if row["label"] == row.get("against"):
+        return f"dense, {title(row['backend'])}"
+    if str(row["suite"]).startswith("others"):
+        return title(row["backend"]) + (", float32" if row["dtype"] == "float32" else "")
+    return title(row["label"]) + (f" ({title(row['backend'])})" if str(row["label"]).startswith("workbench") else "")
 
 
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
-    """The table of a suite: a line an alternative; times faster only where the baseline has the same N."""
-    out = rows[rows["label"] != "A/A"].copy()
-    base = out[out["label"] == out["against"]].set_index("suite")["n"]
-    same = (out["n"] == out["suite"].map(base)) & (out["label"] != out["against"])
+    """The table of a suite: a line an alternative; its speed relative to dense only where the baseline has the same N.
+
+    extra / output: bytes that the call needs at once beside its inputs, results included, over the output's.
+    """
+    out = rows[(rows["label"] != "A/A") & rows["pairs"].notna()].sort_values(["what", "mode", "n"], kind="stable")
+    sizes = ["n", "heads", "head_dim", "dtype"]
+    base = out[out["label"] == out["against"]].set_index("suite")[sizes].reindex(out["suite"])
+    same = (out[sizes].to_numpy() == base.to_numpy()).all(axis=1) & (out["label"] != out["against"])
+    output = 2 * out["batch"].astype(float) * out["n"] * out["heads"] * out["head_dim"]
     words = [f"{r.speedup:.2f} ({r.speedup_low:.2f} to {r.speedup_high:.2f})" for r in out.itertuples()]
-    output = 2 * out["batch"] * out["n"] * out["heads"] * out["head_dim"]
     return pd.DataFrame({
-        "group": out["suite"].str.replace(r" \d+$", "", regex=True), "": out["label"],
-        "N": out["n"].astype(int), "ms": out["median_ms"],
-        "TFLOP/s": out["tflops"], "of dense": out["of_dense"], "times faster": pd.Series(words, out.index).where(same),
-        "extra / output": out["extra_bytes"].astype(float) / output.astype(float),
-    }).reset_index(drop=True)  # fmt: skip
+        "pattern": out["what"], "mode": out["mode"].map(MODES), "kernel": out["who"], "n": out["n"].astype(int),
+        "card": [short_name(str(x)).upper() for x in out["run_device"]], "median_ms": out["median_ms"],
+        "tflops": out["tflops"], "rate relative to dense": out["of_dense"],
+        "speed relative to dense": pd.Series(words, out.index).where(same),
+        "extra / output": out["extra_bytes"].astype(float) / output,
+    }).set_index("pattern")  # fmt: skip
 
 
 def orders(rows: pd.DataFrame) -> pd.DataFrame:
@@ -109,18 +178,77 @@ def orders(rows: pd.DataFrame) -> pd.DataFrame:
     out = rows[(rows["label"] != "A/A") & rows["block_pairs"].notna()].sort_values("median_ms")
     base = rows.loc[rows["label"] == rows["against"], "tflops"]
     return pd.DataFrame({
-        "order": out["label"], "ms": out["median_ms"], "block pairs / pairs": out["block_pairs"] / out["pairs"],
-        "TFLOP/s": out["tflops"], "block TFLOP/s": out["block_tflops"],
+        "order": out["who"], "median_ms": out["median_ms"],
+        "pairs of blocks / pairs": out["block_pairs"] / out["pairs"], "tflops": out["tflops"],
+        "TFLOP/s of blocks": out["block_tflops"],
         "of dense": out["block_tflops"] / (base.iloc[0] if len(base) else float("nan")),
-    })  # fmt: skip
+    }).set_index("order")  # fmt: skip
 
 
-def rates(rows: pd.DataFrame) -> pd.DataFrame:
-    """Suite rows with tflops over attended pairs, and `of_dense`: that over the baseline's of the same group."""
-    rows = rows[rows["status"] == "ok"].copy()
-    rows["tflops"] = roofline.rates(rows)
-    base = rows[rows["label"] == rows["against"]].set_index("suite")["tflops"]
-    rows["of_dense"] = rows["tflops"] / rows["suite"].map(base)
-    if "block_pairs" in rows:
-        rows["block_tflops"] = roofline.rates(rows, "block_pairs").fillna(rows["tflops"])
-    return rows
+def devices(rows: pd.DataFrame) -> str:
+    """The cards that rows are from, in words."""
+    return listed(dict.fromkeys(short_name(str(x)).upper() for x in rows["run_device"])) if len(rows) else "no card"
+
+
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+
+def per_pair(rows: pd.DataFrame) -> list[str]:
+    """What LongNet makes of dense attention's rate over attended pairs, and FlashAttention-4 of Triton's speed."""
+    ours = rows[(rows["label"] == "workbench") & rows["suite"].str.startswith("longnet")]
+    said = []
+    for mode in [mode for mode in MODES if mode in set(ours["mode"])]:
+        some = ours[ours["mode"] == mode].sort_values("of_dense")
+        low, high = (f"{x['what']}, N = {int(x['n']):,}" for _, x in some.iloc[[0, -1]].iterrows())
+        said.append(
+            f"{MODES[mode].capitalize()}, LongNet on {devices(some)} computes its pairs at "
+            f"**{spread(some['of_dense'].min(), some['of_dense'].max())} times** the rate of dense attention "
+            f"(least: {low}; most: {high})."
+        )
+        took = some[some["backend"] == "fa4"].set_index("suite")["median_ms"]
+        other = rows[(rows["label"] == "triton") & rows["suite"].isin(took.index)].set_index("suite")["median_ms"]
+        ratio = other / took[other.index]
+        if len(ratio):
+            faster = spread(ratio.min(), ratio.max())
+            said.append(f"{MODES[mode].capitalize()}, FlashAttention-4 is {faster} times as fast as Triton there.")
+    return said
+
+
+def gains(rows: pd.DataFrame) -> list[str]:
+    """A sentence a group that has dense attention of the same length: the fastest alternative, against dense."""
+    said = []
+    others = rows[(rows["label"] != "A/A") & (rows["label"] != rows["against"])]
+    for _, group in others.sort_values("n", kind="stable").groupby("suite", sort=False):
+        best = group.sort_values("speedup").iloc[-1]
+        at = f"{best['what']}, {MODES[best['mode']]}, N = {int(best['n']):,}"
+        if best["in_noise"]:
+            range_ = spread(best["speedup_low"], best["speedup_high"])
+            said.append(
+                f"{at}: {best['who']} is not ahead of dense attention beyond the noise ({range_} times as fast)."
+            )
+        else:
+            said.append(f"{at}: **{best['speedup']:.1f} times** as fast as dense attention, by {best['who']}.")
+    return said
+
+
+def times_longer(rows: pd.DataFrame) -> list[str]:
+    """How much longer LongNet's own code takes than this package, a sentence per mode."""
+    said = []
+    theirs = rows[~rows["label"].isin(["A/A", "workbench"]) & (rows["label"] != rows["against"])]
+    ours = rows[rows["label"] == "workbench"].set_index("suite")["median_ms"]
+    theirs = theirs.assign(longer=theirs["median_ms"] / theirs["suite"].map(ours))
+    for (name, mode), group in theirs.groupby(["who", "mode"], sort=False):
+        each = listed(f"{x.longer:.1f} at N = {int(x.n):,}" for x in group.sort_values("n").itertuples())
+        said.append(f"{MODES[mode].capitalize()}, {name} takes **{group['longer'].max():.1f} times** as long as this "
+                    f"package ({each}; {devices(group)}).")  # fmt: skip
+    return said
+
+
+def order_gain(rows: pd.DataFrame) -> list[str]:
+    """How the orders of a neighborhood compare with row-major, in a sentence."""
+    took = rows[rows["block_pairs"].notna()].set_index("label")["median_ms"]
+    curves = took.drop([x for x in took.index if x in ("row_major", "A/A") or x.startswith(("dense", "flex"))])
+    if "row_major" not in took or curves.empty:
+        return []
+    each = listed(f"{title(name)} {took['row_major'] / ms:.1f}" for name, ms in curves.sort_values().items())
+    return [f"In times of row-major's speed: {each}. The radius and the result are the same."]

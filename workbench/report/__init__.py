@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -99,13 +101,18 @@ def _export(state, path: Path, profile: str, asked: dict, folder: Path, machine:
     title = nbs.title(state.nb, path.stem)
     byline = [
         ("device", machine["device"]),
-        ("profile", profile + "".join(f", {key} = {json.dumps(value)}" for key, value in asked.items())),
+        ("profile", profile + (f"; set by hand: {', '.join(asked)}" if asked else "")),
         ("date", time.strftime("%Y-%m-%d %H:%M UTC", begun)),
         ("commit", machine["commit"]),
-        ("time", _duration(state.seconds)),
+        ("ran for", _duration(state.seconds)),
     ]
     failure = _sentence(state) if state.status != "ok" else ""
-    facts = {"title": title, "status": state.status, "failure": failure, "message": state.message, "byline": byline}
+    words = [f"-p {key} {shlex.quote(json.dumps(value))}" for key, value in asked.items()]
+    facts = {
+        "title": title, "status": state.status, "failure": failure, "message": state.message, "byline": byline,
+        "question": state.nb.metadata.get("workbench", {}).get("question", ""), "environment": _environment(machine),
+        "command": " ".join([f"python -m workbench report {path.stem} --profile {profile}", *words]),
+    }  # fmt: skip
     try:
         html = page.render(state.nb, path, facts | {"cell": state.cell if failure else None})
     except Exception as error:  # whatever a cell holds that the page's makers do not expect
@@ -121,6 +128,14 @@ def _export(state, path: Path, profile: str, asked: dict, folder: Path, machine:
         state.status = "error" if state.status == "ok" else state.status
         failure = f"{failure} It could not be written: {error}.".strip()
     return Report(path.stem, title, state.status, failure, state.seconds, written)
+
+
+def _environment(machine: dict) -> list[tuple[str, str]]:
+    """What ran, for the end of the page; the load is that of the last minute, when the notebook had ended."""
+    known = ("device", "n_devices", "driver", "cuda", "torch", "triton", "fa4", "python", "threads")
+    words = {"n_devices": "devices", "fa4": "flash-attn-4", "cuda": "CUDA"}
+    pairs = [(words.get(key, key), str(machine[key])) for key in known if machine.get(key) is not None]
+    return [*pairs, ("load at the end", f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} processors")]
 
 
 def _sentence(state) -> str:

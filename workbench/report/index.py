@@ -1,4 +1,4 @@
-"""The index of a folder of reports, made from what the reports say of themselves."""
+"""The index of reports: a row per notebook, a column per machine, made from what the pages say of themselves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import re
 import tempfile
 from pathlib import Path
 
+from workbench.harness.narrate import title
+from workbench.report import notebooks as nbs
 from workbench.report.page import TEMPLATES
+from workbench.report.parameters import PROFILES
 
 FACTS = re.compile(r'<script\b[^>]*\bid="report-facts"[^>]*>(.*?)</script>', re.S)
 
@@ -28,15 +31,57 @@ def write(path: Path, text: str) -> None:
 
 
 def refresh(folder: Path) -> Path:
-    """Write index.html for every report in the folder, also those of earlier and of simultaneous runs."""
+    """Write index.html for every report in the folder, also those of earlier and of simultaneous runs.
+
+    In a folder of a folder `reports` it has a column for each machine whose reports lie beside it. Where the folder is
+    itself a machine's, and not named after a profile as the results of `make report` are, `reports` and the machines
+    beside it get theirs anew.
+    """
+    folder = folder.resolve()
+    shelf = folder.parent if folder.parent.name == "reports" else None
+    with _alone_in(shelf or folder):
+        beside = sorted(x for x in shelf.iterdir() if x.is_dir() and x.name not in PROFILES) if shelf else []
+        machines = {x: found for x in beside if (found := _reports(x))}
+        columns = {folder: _reports(folder)} | machines
+        _write(folder, columns)
+        if folder in machines:
+            for one in (shelf, *machines):
+                _write(one, machines)
+    return folder / "index.html"
+
+
+def _write(where: Path, columns: dict[Path, dict[str, dict]]) -> None:
     from jinja2 import Environment
 
     template = Environment(autoescape=True).from_string((TEMPLATES / "index.html.j2").read_text(encoding="utf-8"))
-    with _alone_in(folder):
-        reports = [read(path) for path in sorted(folder.glob("*.html")) if path.name != "index.html"]
-        style = (TEMPLATES / "style.css").read_text(encoding="utf-8")
-        write(folder / "index.html", template.render(reports=[r for r in reports if r], style=style))
-    return folder / "index.html"
+    known = _notebooks() if len(columns) > 1 else {}
+    named = {x: {"title": page["title"], "question": page.get("question", "")}
+             for pages in columns.values() for x, page in pages.items()}  # fmt: skip
+    rows = dict(sorted((named | known).items()))
+    machines = [
+        {"name": title(folder.name), "pages": pages, "at": os.path.relpath(folder, where) + "/"}
+        for folder, pages in columns.items()
+    ]
+    style = (TEMPLATES / "style.css").read_text(encoding="utf-8")
+    write(where / "index.html", template.render(rows=rows, machines=machines, style=style))
+
+
+def _notebooks() -> dict[str, dict]:
+    """Stem -> title and question of the notebooks here."""
+    try:
+        read = {path.stem: nbs.read(path) for path in nbs.find()}
+    except ValueError:  # none here, or one that cannot be read: the pages say what they can
+        return {}
+    return {
+        name: {"title": nbs.title(nb, name), "question": nb["metadata"].get("workbench", {}).get("question", "")}
+        for name, nb in read.items()
+    }
+
+
+def _reports(folder: Path) -> dict[str, dict]:
+    """Stem -> what the report says, for the reports in a folder."""
+    found = {path.stem: read(path) for path in sorted(folder.glob("*.html")) if path.name != "index.html"}
+    return {name: page for name, page in found.items() if page}
 
 
 def read(path: Path) -> dict | None:

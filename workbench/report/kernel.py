@@ -31,7 +31,7 @@ GRACE_S = 5.0  # between the interrupt of a cell that is over its time and the e
 LAST_WORDS = 10_000  # bytes of what a kernel wrote as it died that a report keeps
 KERNEL_OPTIONS = (
     "--IPKernelApp.extra_extensions=workbench.report.outputs",
-    "--InlineBackend.figure_formats=retina",  # twice the pixels: sharp on a phone and on paper
+    "--InlineBackend.figure_formats=svg",  # sharp on a phone and on paper
 )
 SOCKET_PATH = 100  # bytes that a Unix socket's path may have, a little less than the 104 of macOS
 
@@ -202,7 +202,7 @@ def _manager(kernel_name: str, scratch: str) -> AsyncKernelManager:
 
 
 def _environment(mark: str, scratch: str) -> dict[str, str]:
-    """WORKBENCH_BATCH tells `explore` where it is; a fresh IPYTHONDIR keeps a user's start-up files out."""
+    """WORKBENCH_BATCH tells `report.show` where it is; a fresh IPYTHONDIR keeps a user's start-up files out."""
     own = {MARK: mark, "WORKBENCH_BATCH": "1", "IPYTHONDIR": str(Path(scratch, "ipython"))}
     return os.environ | own | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
 

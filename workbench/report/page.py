@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
-import io
+import json
 import re
 from html import escape, unescape
 from pathlib import Path
@@ -16,15 +15,16 @@ from latex2mathml.converter import convert
 from markupsafe import Markup
 from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
-from PIL import Image
 from traitlets.config import Config
 
-from workbench.report.outputs import make_static, picture, shrink
+from workbench.report import shown
+from workbench.report.outputs import make_static
 
 TEMPLATES = Path(__file__).parent / "templates"
 IMAGES = ("image/png", "image/jpeg", "image/svg+xml")
 FUNCTION = re.compile(r'<mi>(log|ln|exp|max|min|sin|cos|arg|dim|sup|inf|lim)</mi>(<mo stretchy="false">&#x00028;)?')
 PLACE_OF_CONTENTS = "<!-- contents -->"
+RESERVED = {"in-short", "failed", "about", "references", "show-code", "main"}  # ids of the template
 
 
 def mathml(tex: str, display: str = "inline") -> str:
@@ -60,10 +60,11 @@ class Renderer(IPythonRenderer):
     def heading(self, text: str, level: int, **attrs) -> str:
         plain = re.sub(r"<(annotation|style)\b.*?</\1>|<[^>]+>", "", text)
         slug = re.sub(r"[^\w]+", "-", unescape(plain).lower()).strip("-") or "section"
-        taken = {other for _, other, _ in self.headings}
-        anchor = slug if slug not in taken else f"{slug}-{len(self.headings)}"
+        taken = {other for _, other, _ in self.headings} | RESERVED
+        anchor = next(x for x in (slug, *(f"{slug}-{i}" for i in range(2, len(taken) + 3))) if x not in taken)
         self.headings.append((level, anchor, text))
-        return f'<h{level} id="{escape(anchor)}">{text}</h{level}>\n'
+        link = f'<a class="anchor" href="#{escape(anchor)}" aria-label="Link to this section">¶</a>'
+        return f'<h{level} id="{escape(anchor)}">{text} {link}</h{level}>\n'
 
     def _embed_image_or_attachment(self, src: str) -> str:
         """The data of a picture in place of its address, which is quoted where its name has a space or an ü."""
@@ -104,6 +105,10 @@ class Exporter(HTMLExporter):
         self.register_preprocessor(_without_blank_streams, enabled=True)
         self.headings: list[tuple[int, str, str]] = []
 
+    def inline(self, text: str) -> str:
+        """One paragraph of Markdown, without the paragraph."""
+        return MarkdownWithMath(renderer=Renderer([])).render(text).strip().removeprefix("<p>").removesuffix("</p>")
+
     @pass_context
     def markdown2html(self, context, text: str) -> str:
         path = context.get("resources", {}).get("metadata", {}).get("path", "")
@@ -121,21 +126,42 @@ _exporter = functools.cache(Exporter)  # one for all: its templates take a while
 def render(nb, path: Path, facts: dict) -> str:
     """The page of a notebook from `path` that ran (changed in place); `facts` is what its head, banner and index say.
 
-    facts: title, name, status, failure (a sentence or ""), cell (the failed one's index, or None), byline (pairs), and
-    whatever else the index wants to find in the page again; `thumbnail` is added here.
+    facts: title, name, status, failure (a sentence or ""), cell (the failed one's index, or None), byline (pairs),
+    environment (pairs), command, and whatever else the index wants to find in the page again; `headline` and
+    `sentences`, the page's "in short", are added here.
     """
-    make_static(nb)
-    _drop_title(nb)
-    _describe_images(nb)
-    facts = facts | {"thumbnail": _thumbnail(nb)}
-    for index, cell in enumerate(nb.cells):
-        cell.metadata["workbench_index"] = index
     exporter = _exporter()
     exporter.headings = []
-    css = (TEMPLATES / "style.css").read_text(encoding="utf-8")
-    resources = {"metadata": {"name": facts["title"], "path": str(path.parent)}, "report": facts, "style": Markup(css)}
+    make_static(nb)
+    _drop_title(nb)
+    short = shown.arrange(nb, exporter.inline) or {"html": "", "records": {}, "headline": "", "sentences": []}
+    _describe_images(nb)
+    facts = facts | {"headline": short["headline"], "sentences": short["sentences"]}
+    for index, cell in enumerate(nb.cells):
+        cell.metadata["workbench_index"] = index
+    css, script = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
+    resources = {
+        "metadata": {"name": facts["title"], "path": str(path.parent)}, "report": facts, "style": Markup(css),
+        "script": Markup(script), "short": Markup(short["html"]), "records": short["records"],
+        "references": _references(nb), "name": path.stem,
+    }  # fmt: skip
     html, _ = exporter.from_notebook_node(nb, resources)
-    return offline(html.replace(PLACE_OF_CONTENTS, _contents(exporter.headings), 1))
+    html = html.replace(PLACE_OF_CONTENTS, _contents(exporter.headings), 1)
+    return offline(_scoped(html))
+
+
+def _references(nb) -> list[dict]:
+    """Those works whose word occurs in what the notebook says or shows."""
+    known = json.loads((TEMPLATES / "references.json").read_text(encoding="utf-8"))
+    said = json.dumps(nb)
+    return [work for work in known if re.search(work["word"], said)]
+
+
+def _scoped(html: str) -> str:
+    """Every heading of a table says what it heads, also in tables that Markdown or pandas made."""
+    heading = re.compile(r"<th(?=[\s>])(?![^>]*\bscope=)")
+    html = re.sub(r"<thead\b.*?</thead>", lambda head: heading.sub('<th scope="col"', head[0]), html, flags=re.S)
+    return heading.sub('<th scope="row"', html)
 
 
 def offline(html: str) -> str:
@@ -169,7 +195,7 @@ def _drop_title(nb) -> None:
 
 
 def _describe_images(nb) -> None:
-    """Every image output gets an alternative text: its own, else the heading it stands under. PNGs become smaller."""
+    """Every image output gets an alternative text: its own, else the heading it stands under."""
     heading = "figure"
     for cell in nb.cells:
         if cell.cell_type == "markdown":
@@ -179,28 +205,11 @@ def _describe_images(nb) -> None:
             alts = [meta.get(mime, {}).get("alt") for mime in IMAGES if isinstance(meta.get(mime, {}), dict)]
             if set(IMAGES) & set(data):
                 output.metadata["alt"] = next(filter(None, [*alts, meta.get("alt")]), f"Figure: {heading}")
-            if "image/png" in data:
-                small = shrink(base64.b64decode(data["image/png"]))
-                data["image/png"] = base64.b64encode(small).decode()
 
 
 def _contents(headings: list[tuple[int, str, str]]) -> str:
-    entries = [f'<li><a href="#{escape(anchor)}">{text}</a></li>' for level, anchor, text in headings if level == 2]
-    return f'<nav class="contents" aria-label="Contents"><ol>{"".join(entries)}</ol></nav>' if len(entries) > 1 else ""
-
-
-def _thumbnail(nb, size: tuple[int, int] = (480, 320)) -> str:
-    """The first picture of a cell tagged `thumbnail`, else the first of all, small, as a data: address."""
-    cells = sorted(nb.cells, key=lambda cell: "thumbnail" not in cell.metadata.get("tags", []))
-    for output in (output for cell in cells for output in cell.get("outputs", [])):
-        data = output.get("data", {})
-        inside = re.search(r"data:image/png;base64,([A-Za-z0-9+/=]+)", data.get("text/html", ""))
-        encoded = data.get("image/png") or (inside and inside[1])
-        image = encoded and picture(base64.b64decode(encoded))
-        if image:
-            image = image.convert("RGB")
-            image.thumbnail(size, Image.Resampling.LANCZOS)
-            out = io.BytesIO()
-            image.save(out, "JPEG", quality=85)
-            return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()
-    return ""
+    entries = [
+        f'<li class="level-{level}"><a href="#{escape(anchor)}">{text}</a></li>'
+        for level, anchor, text in headings if level in (2, 3)
+    ]  # fmt: skip
+    return "".join(entries)

@@ -103,7 +103,7 @@ def check(strategy: str, case: Case, world: int) -> None:
         raise NotImplementedError("DataParallel copies between CUDA cards; here the call is on the CPU")
     if strategy == "context parallel":
         if not isinstance(case.pattern, Dense):
-            raise ValueError(f"context parallel computes Dense only, not {case.pattern.name}")
+            raise ValueError("torch's context parallel computes dense attention only")
         if case.nq != case.n or case.kv_heads != case.heads:
             raise ValueError("context parallel wants as many queries as keys, and as many key heads as heads")
         parts = 2 * world if case.pattern.causal else world

@@ -30,11 +30,10 @@ from flash_attn.cute.mask import AttentionMask
 from flash_attn.cute.seqlen_info import SeqlenInfoQK
 from flash_attn.cute.utils import AuxData
 
-from workbench.engines.fa4.lists import SHIFT
+from workbench.engines.fa4.lists import NUMBER, SHIFT
 from workbench.patterns.tile_order import TILE
 
 ARCH = 90
-NUMBER = (1 << SHIFT) - 1
 
 
 def _copy(name: str, *changes: tuple[str, str, str]):

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from workbench.patterns.base import Blocks
-from workbench.patterns.tile_order import TILE, Pairs
+from workbench.patterns.tile_order import TILE, Pairs, turn
 
 SHIFT = 22  # 2^22 blocks are 2^29 tokens; the backward, whose tiles are halves of blocks, doubles an entry
+NUMBER = (1 << SHIFT) - 1
 TIMES = 1 << 7  # an entry counts less often than this: the backward compares twice an entry with `hopper.LAST`
 
 
@@ -40,7 +41,7 @@ class Lists(NamedTuple):
 class Both(NamedTuple):
     """The lists of blocks of queries, which the forward walks, and of blocks of keys, which the backward walks.
 
-    masked: whether there are partial blocks.
+    masked: whether there are partial blocks. The two may be one.
     """
 
     by_queries: Lists
@@ -48,17 +49,39 @@ class Both(NamedTuple):
     masked: bool
 
     def to(self, device) -> Both:
-        by_queries, by_keys = (Lists(*(x.to(device) for x in part)) for part in self[:2])
-        return self._replace(by_queries=by_queries, by_keys=by_keys)
+        by_queries = Lists(*(x.to(device) for x in self.by_queries))
+        if self.by_keys is self.by_queries:
+            return Both(by_queries, by_queries, self.masked)
+        return Both(by_queries, Lists(*(x.to(device) for x in self.by_keys)), self.masked)
 
 
 def of_pairs(found: Pairs, batch: int) -> Both:
     """The lists of pairs of tiles, of `batch` sequences that follow each other as one."""
-    (rows, cols), sets = found.tiles, int(found.which.max()) + 1
-    b = torch.arange(batch)[:, None]
-    one, times, partial = (x.repeat(batch) for x in (found.set, found.times, found.partial))
-    row, col = (b * rows + found.row).flatten(), (b * cols + found.col).flatten()
-    return _both(one, row, col, times, partial, (1, sets, batch * rows, batch * cols), found.which)
+    bases, (rows, cols) = max((base for base, _ in found.sets), default=0) + 1, found.tiles
+    both = _both(found.base, found.row, found.col, found.times, found.partial, (1, bases, rows, cols))
+    by_queries = _of_heads(both.by_queries, found, batch, cols)
+    # Where nothing is hidden inside blocks nothing is causal, and a tile sees those that see it.
+    same = rows == cols and not both.masked
+    return Both(by_queries, by_queries if same else _of_heads(both.by_keys, found, batch, rows), both.masked)
+
+
+def _of_heads(part: Lists, found: Pairs, batch: int, tiles: int) -> Lists:
+    """The lists of all heads from those of the bases, for `batch` sequences, each of which has so many tiles more."""
+    line = torch.arange(part.full.shape[2])
+
+    def spread(x: Tensor) -> Tensor:
+        entries = x.dim() > 3
+        every = x.new_empty(1, len(found.which), batch, *x.shape[2:])
+        for head, (base, by) in enumerate(found.sets[one] for one in found.which.tolist()):
+            own = x[0, base, turn(line, -by, found.segment)] if by else x[0, base]
+            if entries and by:
+                number = own & NUMBER
+                own = own - number + turn(number, by, found.segment)
+            for b in range(batch):
+                every[0, head, b] = own + b * tiles * entries
+        return every.flatten(2, 3)
+
+    return Lists(*map(spread, part))
 
 
 def of_blocks(each: list[Blocks]) -> Both:
@@ -76,19 +99,19 @@ def of_blocks(each: list[Blocks]) -> Both:
         there = (row < rows) & (col < cols)
         row, col, layout, partial = row[there], col[there], layout[there], partial[there]
     shape = (len(each), layouts, rows, cols)
-    return _both(layout, row, col, torch.zeros_like(row), partial, shape, torch.arange(layouts))
+    return _both(layout, row, col, torch.zeros_like(row), partial, shape)
 
 
-def _both(layout, row, col, times, partial, shape, of_heads) -> Both:
-    """layout: of each pair, counted through sequences and sets of heads; of_heads: the set of each head."""
+def _both(layout, row, col, times, partial, shape) -> Both:
+    """layout: of each pair, counted through sequences and layouts; shape: how many of these, rows and columns."""
     (b, sets, rows, cols), found = shape, []
     for line, lines, entry in ((layout * rows + row, rows, col), (layout * cols + col, cols, row)):
         order = line.argsort(stable=True)
-        found.append(_lists(line[order], ((times << SHIFT) + entry)[order], partial[order], (b, sets, lines), of_heads))
+        found.append(_lists(line[order], ((times << SHIFT) + entry)[order], partial[order], (b, sets, lines)))
     return Both(*found, bool(partial.any()))
 
 
-def _lists(line: Tensor, entry: Tensor, partial: Tensor, shape: tuple[int, ...], of_heads: Tensor) -> Lists:
+def _lists(line: Tensor, entry: Tensor, partial: Tensor, shape: tuple[int, ...]) -> Lists:
     found, lines = [], shape[0] * shape[1] * shape[2]
     for chosen in (partial, ~partial):
         of = line[chosen]
@@ -96,5 +119,5 @@ def _lists(line: Tensor, entry: Tensor, partial: Tensor, shape: tuple[int, ...],
         place = torch.arange(len(of)) - (counts.cumsum(0) - counts)[of]
         table = torch.zeros(lines, max(1, int(counts.max()) if lines else 1), dtype=torch.int32)
         table[of, place] = entry[chosen].to(torch.int32)
-        found += [counts.to(torch.int32).view(shape)[:, of_heads], table.view(*shape, -1)[:, of_heads]]
+        found += [counts.to(torch.int32).view(shape), table.view(*shape, -1)]
     return Lists(*found)

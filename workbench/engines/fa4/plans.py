@@ -54,7 +54,8 @@ class Plan(NamedTuple):
 def plan_of(pattern, q: Tensor, n: int) -> Plan:
     """The plan for these sizes, kept with the pattern."""
     b, nq, h, _ = q.shape
-    return pattern.kept("fa4", (b, nq, h, n, str(q.device)), lambda: make_plan(pattern, b, n, nq, h).to(q.device))
+    which = () if pattern.same_heads else (b, h)  # on these the lists do not depend where all heads see the same
+    return pattern.kept("fa4", (*which, nq, n, str(q.device)), lambda: make_plan(pattern, b, n, nq, h).to(q.device))
 
 
 def make_plan(pattern, b: int, n: int, nq: int, heads: int) -> Plan:

@@ -6,6 +6,7 @@ period: the lists are those of one period, and of those at the ends, which may b
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,27 +83,29 @@ def make_ordered_plan(pattern, order: TileOrder, nq: int, heads: int, device) ->
     spans = torch.stack([(n - nq - start).clamp(0, period), (n - start).clamp(max=period)], 1)
     kinds, kind = spans.unique(dim=0, return_inverse=True)
     begin = order.position(torch.arange(many) * size)
-    last, found = begin + (size - 1) * order.rate, []
-    for x, (low, high) in enumerate(kinds.tolist()):  # positions of a period that are queries; keys: all below high
-        of = tile_order.pairs(pattern, order._replace(n=high), heads, high)
-        i, j = begin[of.row], begin[of.col]
-        full = (i >= low) & (torch.maximum(last[of.row], last[of.col]) < high)
+    last = begin + (size - 1) * order.rate
+    each = [tile_order.pairs(pattern, order._replace(n=high), heads, high) for high in kinds[:, 1].tolist()]
+    sets, by_lines = each[0].sets, ([], [])
+    for (base, by), (low, high), of in ((x, *y) for x in sets for y in zip(kinds.tolist(), each, strict=True)):
+        # positions from `low` to `high` of a period are queries, all below `high` are keys
+        ours = of.base == base
+        row, col = (tile_order.turn(x[ours], by, of.segment) for x in (of.row, of.col))
+        i, j = begin[row], begin[col]
+        full = (i >= low) & (torch.maximum(last[row], last[col]) < high)
         if pattern.causal:
-            full &= i >= last[of.col]
-        of_kind = (of.set * len(kinds) + x) * many
-        bias = of.times.float().log2().view(torch.int32).long()
-        both = of_kind + of.row, of_kind + of.col, torch.stack([j, bias], 1), torch.stack([i, bias], 1), full
-        exist = (last[of.row] >= low) & (torch.maximum(i, j) < high)
-        found.append([each[exist] for each in both])
-    rows, cols, keys, queries, full = map(torch.cat, zip(*found, strict=True))
-    lines, by_lines = (int(of.which.max()) + 1) * len(kinds) * many, []
-    for line, block in ((rows, keys), (cols, queries)):
-        turn = line.argsort(stable=True)
-        by_lines.append(Lists(*(x.to(device) for x in lists(line[turn], block[turn], full[turn], lines))))
-    table = torch.cat([of.which * len(kinds) * many, begin, kind * many]).to(torch.int32).to(device)
+            full &= i >= last[col]
+        exist = (last[row] >= low) & (torch.maximum(i, j) < high)
+        bias = of.times[ours].float().log2().view(torch.int32).long()
+        for found, line, first in zip(by_lines, (row, col), (j, i), strict=True):
+            shown = exist.nonzero()[:, 0]
+            in_order = np.argsort(line[shown].numpy().astype(np.uint16), kind="stable")  # 16 bits: by radix, in a tenth
+            shown = shown[torch.from_numpy(in_order)]
+            found.append(lists(line[shown], torch.stack([first[shown], bias[shown]], 1), full[shown], many))
+    table = torch.cat([each[0].which * len(kinds) * many, begin, kind * many]).to(torch.int32).to(device)
     first = (n - nq) // period * many
     count = len(start) * many
-    return Plan(*by_lines, (size, size), (count - first, count), first, 0, 0, table, period,
+    by_queries, by_keys = (_joined(x, device) for x in by_lines)
+    return Plan(by_queries, by_keys, (size, size), (count - first, count), first, 0, 0, table, period,
                 "causal" if pattern.causal else "all", order.rate)  # fmt: skip
 
 
@@ -112,6 +115,15 @@ def lists(line: Tensor, block: Tensor, full: Tensor, lines: int) -> Lists:
         starts = torch.zeros(lines + 1, dtype=torch.int32, device=line.device)
         starts[1:] = torch.bincount(line[chosen], minlength=lines).cumsum(0)
         found += [starts, block[chosen].to(torch.int32)]
+    return Lists(*found)
+
+
+def _joined(parts: list[Lists], device) -> Lists:
+    """The lists of one set of lines after the other."""
+    found = []
+    for starts, blocks in zip(*[iter(zip(*parts, strict=True))] * 2, strict=True):
+        width = torch.cat([starts[0][:1], *(x.diff() for x in starts)])
+        found += [width.cumsum(0).to(torch.int32).to(device), torch.cat(blocks).to(device)]
     return Lists(*found)
 
 

@@ -1,0 +1,119 @@
+"""The page's patterns against Python's, on random settings: masks, counts, empty rows, reach."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+
+import workbench as wb
+from tests import browser
+from workbench import explorers
+from workbench.analysis.reach import reach
+from workbench.patterns import layouts
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING),
+]
+LAYERS = 3
+ASK = """
+const line = (spec, n, heads, h, i) => { const out = new Uint16Array(n); masks.row(spec, n, heads, h, i, out); return [...out]; };
+const settings = %s;
+const answers = settings.map(({spec, n, heads, token, far}) => ({
+  mask: [...Array(heads).keys()].map(h => [...Array(n).keys()].map(i => line(spec, n, heads, h, i))),
+  summary: masks.summary(spec, n, heads),
+  pairs: String(masks.pairs(spec, n, heads)),
+  far: String(masks.pairs(spec, far, heads)),
+  known: [...masks.known(spec, n, heads, token, %d)],
+  reach: masks.reach(spec, n, heads, %d),
+}));
+"""  # noqa: E501
+
+
+def drawn(rng: random.Random) -> dict:
+    kind = rng.choice(["dense", "dilated", "window", "grid", "blocks"])
+    n, heads = rng.randint(1, 60), rng.randint(1, 5)
+    spec = {"kind": kind, "causal": kind != "grid" and rng.random() < 0.5}
+    if kind == "dilated":
+        branches = range(rng.randint(1, 3))
+        spec |= {"segments": [rng.randint(1, 70) for _ in branches], "dilations": [rng.randint(1, 6) for _ in branches]}
+        spec["offsets"] = rng.choice(["interleaved", "blocked"])
+    elif kind == "window":
+        spec["radius"] = rng.randint(0, 70)
+    elif kind == "grid":
+        spec |= {"shape": [rng.randint(1, 8), rng.randint(1, 8)], "radius": [rng.randint(0, 9), rng.randint(0, 9)]}
+        n = spec["shape"][0] * spec["shape"][1]
+    elif kind == "blocks":
+        parts = {"local": rng.randint(0, 3), "global": rng.randint(0, 3), "strided": rng.randint(1, 5)}
+        wanted = rng.sample(sorted(parts), rng.randint(1, 3))
+        spec |= {"block": rng.randint(1, 9)} | {name: x if name in wanted else None for name, x in parts.items()}
+    # a length at which only the formula counts
+    far = n if kind == "grid" else rng.randint(1 << 12, 1 << 14) if kind == "blocks" else rng.randint(1 << 20, 1 << 30)
+    return {"spec": spec, "n": n, "heads": heads, "token": rng.randrange(n), "far": far}
+
+
+def python(spec: dict, n: int) -> wb.Pattern:
+    causal = spec["causal"]
+    match spec["kind"]:
+        case "dense":
+            return wb.Dense(causal)
+        case "dilated":
+            return wb.Dilated(spec["segments"], spec["dilations"], causal, offsets=spec["offsets"])
+        case "window" if causal:  # the window's own class has no causal form
+            return wb.Predicate(lambda h, i, j: (i - j).abs() <= spec["radius"], causal=True)
+        case "window":
+            return wb.Neighborhood((n,), spec["radius"])
+        case "grid":
+            return wb.Neighborhood(spec["shape"], spec["radius"])
+    made = {"local": layouts.local, "global": layouts.global_, "strided": layouts.strided}
+    first, *rest = [make(spec[name]) for name, make in made.items() if spec[name] is not None]
+    for layout in rest:
+        first = first | layout
+    return wb.BlockSparse(first, spec["block"], causal)
+
+
+@pytest.fixture(scope="module")
+def settings():
+    rng = random.Random(20)
+    return [drawn(rng) for _ in range(200)]
+
+
+@pytest.fixture(scope="module")
+def answers(settings, tmp_path_factory):
+    path = tmp_path_factory.mktemp("masks") / "page.html"
+    ask = ASK % (json.dumps(settings), LAYERS, LAYERS)
+    path.write_text(f"<script>{explorers.source('masks.js')}{ask}</script>")
+    with browser.tab(path) as tab:
+        assert not tab.errors
+        return tab.run("answers")
+
+
+def test_masks_counts_and_reach_are_python_s(settings, answers):
+    assert len(answers) == 200
+    for asked, got in zip(settings, answers, strict=True):
+        n, heads, pattern = asked["n"], asked["heads"], python(asked["spec"], asked["n"])
+        count = pattern.multiplicity(n, heads)
+        assert torch.equal(torch.tensor(got["mask"]), count.long()), asked
+        assert got["summary"] == {
+            "pairs": pattern.pairs(n, heads), "distinct": pattern.distinct(n, heads),
+            "uncovered": pattern.uncovered(n, heads), "repeated": int((count > 1).sum()), "most": int(count.max()),
+        }, asked  # fmt: skip
+        assert int(got["pairs"]) == pattern.pairs(n, heads), asked
+        seen = reach(pattern, n, heads, LAYERS)  # (layers + 1, n, n)
+        assert got["reach"] == pytest.approx(seen.double().mean((1, 2)).tolist(), abs=1e-12), asked
+        layer = seen[:, asked["token"]].int()
+        first = torch.where(layer.any(0), layer.argmax(0), -1)
+        assert got["known"] == first.tolist(), asked
+
+
+def test_counts_of_long_sequences_are_python_s(settings, answers):
+    for asked, got in zip(settings, answers, strict=True):
+        spec, far = asked["spec"], asked["far"]
+        if spec["kind"] == "window" and spec["causal"]:  # half of the pairs off the diagonal
+            want = asked["heads"] * (far + (wb.Neighborhood((far,), spec["radius"]).pairs(far, 1) - far) // 2)
+        else:
+            want = python(spec, far).pairs(far, asked["heads"])
+        assert int(got["far"]) == want, asked

@@ -1,0 +1,70 @@
+"""The pattern explorer in a browser: what it says is what Python counts, by hand and by keys, at any length."""
+
+from __future__ import annotations
+
+import pytest
+
+import workbench as wb
+from tests import browser
+from workbench.explorers import pattern as explorer
+from workbench.patterns import layouts
+
+needs_browser = pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING)
+FACTS = "[...document.querySelectorAll('.x-facts dd')].map(x => x.textContent)"
+NOTE = "document.querySelector('.x-note').textContent"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pattern") / "page.html"
+    html = explorer.explore(wb.Dilated([16, 64], [2, 4]), 64, 4)._repr_html_()
+    path.write_text(f"<!DOCTYPE html><meta name=viewport content='width=device-width'>{html}")
+    with browser.tab(path, width=390) as tab:
+        yield tab
+        assert not tab.errors
+
+
+@needs_browser
+@pytest.mark.browser
+def test_it_says_what_python_counts_and_follows_each_control(page):
+    gappy = wb.Dilated([16, 64], [2, 4])
+    pairs, seen, twice, empty = page.run(FACTS)
+    assert pairs.startswith(f"{gappy.pairs(64, 4):,}, ") and seen == f"{100 * gappy.density(64, 4):.3g}%"
+    assert empty.startswith(f"{gappy.uncovered(64, 4)} (") and twice != "0%"
+    page.slide("[name=dilations]", "1, 4")
+    assert page.run(FACTS)[3] == "none"
+    page.slide("[name=n]", str(1 << 30))
+    assert page.run(FACTS)[0].startswith(f"{wb.Dilated([16, 64], [1, 4]).pairs(1 << 30, 4):,}, ")
+    page.slide("[name=dilations]", "1")
+    assert "one of each per branch" in page.run("document.querySelector('.x-error').textContent")
+    page.slide("[name=dilations]", "1, 4")
+    page.slide("[name=kind]", "grid")
+    assert page.run(FACTS)[0].startswith(f"{wb.Neighborhood((8, 8), 4).pairs(64, 4):,}, ")
+    assert page.run("document.documentElement.scrollWidth") <= 390
+
+
+@needs_browser
+@pytest.mark.browser
+def test_arrow_keys_look_at_another_token(page):
+    page.slide("[name=kind]", "window")
+    page.slide("[name=n]", "100")
+    page.slide("[name=radius]", "1")
+    assert "token 32 depends on 5%" in page.run(NOTE)
+    press = "document.querySelector('canvas').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowUp'}))"
+    page.run(press)
+    assert "token 31" in page.run(NOTE)
+    assert page.run("document.querySelector('.x-tip').textContent") == "query 31, key 32: seen once"
+
+
+def test_it_starts_from_any_pattern_that_the_page_computes_and_refuses_others():
+    made = explorer.explore(wb.BlockSparse(layouts.local(2) | layouts.strided(4), 16), 128, 2)
+    assert made.data["kind"] == "blocks" and [made.data[x] for x in ("local", "global", "strided")] == [2, None, 4]
+    assert explorer.explore(wb.Neighborhood((9, 7), 2)).data["shape"] == [9, 7]
+    assert explorer.explore(wb.Neighborhood((63,), 2)).data["radius"] == 2
+    for other in (
+        wb.BlockSparse(layouts.random(0.5)),
+        wb.BlockSparse(~layouts.local(1)),
+        wb.Neighborhood((4, 4, 4), 1),
+    ):
+        with pytest.raises(ValueError, match="want a pattern that the page can compute"):
+            explorer.explore(other)

@@ -1,0 +1,177 @@
+"""Writes workbench/explorers/fit.json, what the calculator of notebook 03 computes with: python tests/programs.py.
+
+A program is the life of a call's tensors (`fit.tracer`), a step each: a birth, as the coefficients of its bytes, or
+the index of the birth whose tensor dies. Bytes are a x G N^2 + b x G N + c x G + d x N + e, with G = batch x heads,
+through traces at SAMPLES. Where the tensors are not the same ones at all of these, and for several cards, the program
+is one tensor of the bytes that the allocator reserved.
+"""
+
+import json
+import sys
+from random import Random
+
+import numpy as np
+
+from workbench.explorers.fit import DATA, DTYPES, HEAD_DIMS, MODES, WAYS, WORLDS, case, classes, grain
+from workbench.fit import allocator, cards, estimate
+from workbench.harness.outcome import attempt
+from workbench.patterns import Neighborhood
+from workbench.probes import roofline
+
+ONE = [(n, 1, heads) for n in (1 << 16, 1 << 17, 3 << 16) for heads in (4, 8)]  # N, batch, heads
+BATCHED = [(n, 2, heads) for n in (1 << 16, 1 << 17, 3 << 16) for heads in (4, 8)]
+SEVERAL = [
+    (n, batch, heads) for n in (1 << 15, 1 << 17, 1 << 18) for batch, heads in ((1, 4), (1, 16), (2, 32), (8, 32))
+]
+SEVERAL_CARDS = [(n, batch, 8) for n in (1 << 15, 1 << 16, 1 << 17) for batch in (1, 2)]
+LENGTHS = [1024 * x for x in (1, 2, 4, 8, 12, 16, 24, 32, 64, 128)]  # at which pairs are counted
+
+
+def write(ways=WAYS) -> dict:
+    """Trace these ways, and write them; a program that several calls share is kept once."""
+    data = json.loads(DATA.read_text()) if DATA.exists() else {"programs": [], "calls": {}, "several": {}}
+    kept, programs = data["programs"], {}
+
+    def place(program: list) -> int:
+        return programs.setdefault(json.dumps(program), len(programs))
+
+    calls = {x: [y and [place(kept[z]) for z in y] for y in found] for x, found in data["calls"].items()}
+    several = {x: None if y is None else place(kept[y]) for x, y in data["several"].items()}
+    for way in ways:
+        known = {}  # what was traced before has the same program: another card's, another type of as many bytes
+        for kind in [(d, dtype, mode) for d in HEAD_DIMS for dtype in DTYPES for mode in MODES]:
+            words = " ".join(map(str, (way, *kind)))
+            found = [programs_of(way, card, kind, known) for card in classes()]
+            calls[words] = [x and [place(y) for y in x[:2]] for x in found]
+            for at, world in enumerate(WORLDS[1:], 2):
+                its = [x[at] for x in found if x and x[at]]
+                several[f"{words} {world}"] = place([its[0]]) if its else None
+            print(words, calls[words], file=sys.stderr)
+    data = {"programs": [json.loads(x) for x in programs], "calls": calls, "several": several, "pairs": pairs()}
+    data["checked"] = checked(data)
+    DATA.write_text(json.dumps(data, separators=(",", ":")) + "\n")
+    return data
+
+
+def programs_of(way: str, card: cards.Card, kind: tuple, known: dict) -> list | None:
+    """The programs of a call on a card: of one sequence, of a batch, and, fitted, of each of WORLDS' cards (None where
+    it cannot be shared out); None where the call is refused."""
+    first = attempt(lambda: estimate.trace(case(way, *ONE[0], *kind), card))
+    if first.status != "ok":
+        return None
+    key = json.dumps([first.result.backend, first.result.events, kind[0], kind[2]])
+    if key not in known:
+        found = [program(way, card, kind, samples) for samples in (ONE, BATCHED)]
+        if not all(found):
+            found = [[fitted_reserved(way, card, kind)]] * 2
+        known[key] = [*found, *(fitted_reserved(way, card, kind, world) for world in WORLDS[1:])]
+    return known[key]
+
+
+def program(way: str, card: cards.Card, kind: tuple, samples: list) -> list | None:
+    """The program through traces at samples; None where the tensors are not the same ones at all of them."""
+    traces = [estimate.trace(case(way, *x, *kind), card) for x in samples]
+    if len({tuple((e.name, e.nbytes < 0, e.id) for e in x.events) for x in traces}) > 1:
+        return None
+    steps, born = [], {}
+    for place, event in enumerate(traces[0].events):
+        if event.nbytes < 0:
+            steps.append(born[event.id])
+        else:
+            born[event.id] = len(steps)
+            steps.append(fitted(samples, [x.events[place].nbytes for x in traces], way))
+    return steps
+
+
+def fitted_reserved(way: str, card: cards.Card, kind: tuple, world: int = 1) -> list | None:
+    """The bytes that the allocator reserves for a call on each of several cards, at lengths of a card's own."""
+    found, samples = [], SEVERAL if world == 1 else SEVERAL_CARDS
+    for n, batch, heads in samples:
+        at = case(way, n * world, batch, heads, *kind)
+        one = attempt(lambda: estimate.trace(at, card, world=world, rank=world // 2))  # noqa: B023 (called at once)
+        if one.status != "ok":
+            return None
+        found.append(one.result.reserved_bytes)
+    return fitted(samples, found, way)
+
+
+def fitted(samples: list, nbytes: list[int], way: str) -> list:
+    """[place of a coefficient, the coefficient, ...], those that are not 0; the least squares of relative errors."""
+    points = np.array([[b * h * n * n, b * h * n, b * h, n, 1] for n, b, h in samples], dtype=float)
+    use = [0, 1, 2, 3, 4] if way.endswith("eager") else [1, 2, 3, 4]
+    scale = points.max(axis=0)
+    want = np.maximum(np.array(nbytes, dtype=float), 1)
+    solved = np.linalg.lstsq((points / scale)[:, use] / want[:, None], np.ones(len(want)), rcond=None)[0]
+    found = []
+    for place, x in zip(use, solved, strict=True):
+        if abs(x) > 0.5:  # bytes, at the largest sample
+            rounded = round(float(x / scale[place]), 9)
+            found += [place, int(rounded) if rounded == int(rounded) else rounded]
+    return found
+
+
+def pairs() -> dict:
+    """{pattern: [[N, pairs a head, those of the blocks that are visited], ...]}; dense attention's are N^2."""
+    found = {}
+    for way in WAYS:
+        name = way.partition(", ")[0]
+        if name != "dense" and name not in found:
+            found[name] = []
+            for n in LENGTHS:
+                at = case(way, n, 1, 12, 64, "float16", "fwd")
+                blocks = roofline.block_pairs(at) if isinstance(at.pattern, Neighborhood) else None
+                whole = at.pattern.pairs(n, 12) / 12
+                found[name].append([n, whole, blocks / 12 if blocks else whole])
+    return found
+
+
+def drawn(random: Random, data: dict, worlds=(1,)) -> tuple:
+    """(words of a call, way, card, world, N, batch, heads, head_dim, dtype, mode): a setting that a card takes."""
+    while True:
+        way, card, world = random.choice(WAYS), random.choice(classes()), random.choice(worlds)
+        kind = random.choice(HEAD_DIMS), random.choice(DTYPES), random.choice(MODES)
+        words = " ".join(map(str, (way, *kind)))
+        its = data["calls"][words][[x.key for x in classes()].index(card.key)]
+        if its and (world == 1 or data["several"].get(f"{words} {world}")):
+            n = grain(way) * random.randint(1, 8) if grain(way) > 128 else 128 * random.randint(64, 2048)
+            return words, way, card, world, n * world, random.choice((1, 1, 2, 3, 8)), random.randint(2, 40), *kind
+
+
+def program_of(data: dict, words: str, card: cards.Card, world: int, batch: int) -> list:
+    its = data["calls"][words][[x.key for x in classes()].index(card.key)][batch > 1]
+    return data["programs"][its if world == 1 else data["several"][f"{words} {world}"]]
+
+
+def reserved(steps: list, world: int, n: int, batch: int, heads: int, *_) -> int:
+    """Bytes reserved by a program, as the page computes them."""
+    n, group = n // world, batch * heads
+    terms = [group * n * n, group * n, group, n, 1]
+    sizes = [x if isinstance(x, int) else [round(sum(c * terms[k] for k, c in zip(x[::2], x[1::2], strict=True)))]
+             for x in steps]  # fmt: skip
+    return allocator.replay([(x, -1) if isinstance(x, int) else (at, x[0]) for at, x in enumerate(sizes)]).peak_reserved
+
+
+def errors(data: dict, count: int, seed: int, worlds=(1,)) -> tuple[list[float], list[float]]:
+    """Of random settings, by which share of the traced bytes the program is off: those with all steps, and those that
+    are fitted."""
+    random, found = Random(seed), ([], [])
+    for _ in range(count):
+        words, way, card, world, *sizes = drawn(random, data, worlds)
+        place = {"world": world, "rank": world // 2} if world > 1 else {}
+        traced = attempt(lambda: estimate.trace(case(way, *sizes), card, **place))  # noqa: B023 (called at once)
+        if traced.status == "ok":
+            steps = program_of(data, words, card, world, sizes[1])
+            want = traced.result.reserved_bytes
+            found[len(steps) == 1].append(abs(reserved(steps, world, *sizes) / want - 1))
+    return found
+
+
+def checked(data: dict) -> dict:
+    """What the page says of its programs' errors."""
+    (steps, fits), (_, several) = errors(data, 600, 1), errors(data, 60, 1, WORLDS[1:])
+    exact = {"points": len(steps), "equal": sum(x == 0 for x in steps) / len(steps), "worst": max(steps)}
+    return exact | {"fitted": max(fits), "several": max(several)}
+
+
+if __name__ == "__main__":
+    write(sys.argv[1:] or WAYS)

@@ -1,0 +1,72 @@
+"""A roofline's devices and points: each kernel and length by its operations a byte and its rate, under the ceilings."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from workbench.fit import cards
+from workbench.harness.narrate import MODES, number, title
+from workbench.probes import roofline, speed
+
+COLUMNS = ["label", "family", "backend", "mode", "n", "intensity", "tflops", "text"]
+
+
+def device(rows: pd.DataFrame, ceilings: dict, suite: pd.DataFrame | None = None) -> dict:
+    """{"points", "tflops", "gbs", "peak"} of one device: `points` of its sweep, and of the suite's rows that are of it.
+
+    tflops: the ceiling of `speed.top`. gbs: the copy's. peak: the vendor's TFLOP/s of this dtype, None where no card of
+    the table is it.
+    """
+    shown = points(rows)
+    if suite is not None and len(suite):
+        mine = suite[(suite["run_device"] == rows["run_device"].iloc[0]) & (suite["label"] != "A/A")]
+        family = [spec["pattern"] for spec in mine["pattern_spec"]]
+        shown = pd.concat([shown, points(mine.assign(label=mine["what"], backend=mine["who"], family=family))])
+    try:
+        peak = cards.find(str(rows["run_device"].iloc[0])).matmul_tflops.get(rows["dtype"].iloc[0])
+    except ValueError:
+        peak = None
+    most = max(speed.top(rows, ceilings)[0], shown["tflops"].max())
+    return {"points": shown, "tflops": most, "gbs": ceilings["copy_gbs"], "peak": peak}
+
+
+def points(rows: pd.DataFrame) -> pd.DataFrame:
+    """COLUMNS of the rows that ran: intensity in operations over attended pairs a byte of inputs and results."""
+    done = rows[(rows["status"] == "ok") & rows["pairs"].notna()].copy()
+    done["intensity"] = roofline.intensities(done)
+    done["text"] = [
+        f"{row['label']}, {title(row['backend'])}\n{MODES[row['mode']]}, N = {int(row['n']):,}\n"
+        f"{number(row['tflops'])} TFLOP/s, {number(row['intensity'])} operations per byte, "
+        f"{number(row['median_ms'])} ms"
+        for row in done.to_dict("records")
+    ]
+    return done[COLUMNS].reset_index(drop=True)
+
+
+def bound(device: dict) -> str:
+    """Whether memory or arithmetic bounds what was measured, in a sentence."""
+    ridge = 1000 * device["tflops"] / device["gbs"]
+    least = device["points"].loc[device["points"]["intensity"].idxmin()]
+    by_memory = int((device["points"]["intensity"] < ridge).sum())
+    said = f"From **{number(ridge)} operations per byte** on, arithmetic is the limit and not memory: "
+    if by_memory:
+        return said + f"{by_memory} of {len(device['points'])} points lie below that."
+    return said + f"every point lies beyond it, the nearest {least['label']} at {number(least['intensity'])}."
+
+
+def shown(devices: dict) -> pd.DataFrame:
+    """The points of all devices as a table, with the share of the device's ceiling."""
+    frames = [
+        one["points"]
+        .drop(columns=["text", "family"])
+        .assign(device=name, share=one["points"]["tflops"] / one["tflops"])
+        for name, one in devices.items()
+    ]
+    return pd.concat(frames, ignore_index=True)
+
+
+def only(devices: dict, labels) -> dict:
+    """The devices with the points of these labels alone."""
+    return {
+        name: {**one, "points": one["points"][one["points"]["label"].isin(labels)]} for name, one in devices.items()
+    }

@@ -1,0 +1,99 @@
+"""Will it fit? A calculator for any card: every way's longest sequence, what limits it, its bytes and time at an N.
+
+The page computes with programs (`fit.json`, written by tests/programs.py from traces), torch's allocator in JavaScript,
+and the time model of `fit.estimate`: `fit_model.js`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from workbench.engines import torch_rules
+from workbench.explorers import Explorer
+from workbench.fit import cards, estimate
+from workbench.harness.narrate import title
+from workbench.patterns.dilated import PAPER
+from workbench.probes import catalog
+from workbench.probes.case import Case
+
+DATA = Path(__file__).with_name("fit.json")
+DTYPES = ("float32", "float16", "bfloat16")
+HEAD_DIMS = (32, 64, 128)
+MODES = ("fwd", "fwdbwd")
+WORLDS = (1, 2, 4, 8)
+WAYS = (
+    "dense, cudnn", "dense, flash", "dense, fa4", "dense, efficient", "dense, eager", "longnet-paper, triton",
+    "longnet-paper, fa4", "longnet-paper, torch", "window-blocks, triton", "window-blocks, flex",
+    "window-tokens, triton",
+)  # fmt: skip
+NOTE = (
+    "Predicted. Bytes are those of the traced programs through torch's allocator, the CUDA context included. Against "
+    "traces that they were not made from, {equal:.0%} of {points} are equal to the byte and the others at most "
+    "{worst:.1%} off; LongNet by torch and what FlashAttention-4 takes for gradients are fitted, at most {fitted:.0%} "
+    "off, and so is what each of several cards takes of one sequence, at most {several:.0%} off. Time is that of "
+    "attention alone, modelled from what an H100 reached, as a share of the card's peak; not modelled over several "
+    "cards. A training step of so many blocks (layer norm, projections, attention, layer norm, an MLP of 4 E) holds 16 "
+    "bytes per parameter, with Adam, and 16 rows of E elements per token and block; embeddings, logits and data are "
+    "not in it. A window sees 1,024 tokens each way, a window of blocks 8 blocks of 128; LongNet has the paper's "
+    "setting, and its lengths are whole segments of 32,768."
+)
+
+
+def classes() -> list[cards.Card]:
+    """A card of each compute capability: calls are alike on those of one."""
+    return list({card.capability: card for card in cards.CARDS.values()}.values())
+
+
+def grain(way: str) -> int:
+    """What N of a way is a multiple of, on each card: whole segments of LongNet's."""
+    return 128 if not way.startswith("longnet") else max(PAPER)
+
+
+def case(way: str, n: int, batch: int, heads: int, head_dim: int, dtype: str, mode: str) -> Case:
+    """The call of a way of WAYS at N, not causal."""
+    pattern, _, backend = way.partition(", ")
+    return Case(catalog.maker(pattern)(n, False), n, heads, head_dim, dtype, backend, mode, "cuda", batch)
+
+
+def calculator(
+    card="h100", n=131_072, heads=32, head_dim=128, dtype="float16", mode="fwdbwd", seconds=60.0
+) -> Explorer:
+    """The explorer, with these settings at first; it keeps what is set in the address.
+
+    n: the length at which bytes and time are shown. seconds: what attention may take at most.
+    ValueError for a card that is not known.
+    """
+    first = {"card": cards.find(card).key, "n": n, "heads": heads, "head_dim": head_dim, "dtype": dtype, "mode": mode}
+    return Explorer("Will it fit?", ["fit_model", "fit"], known() | {"state": first | {"seconds": seconds}})
+
+
+def known() -> dict:
+    """What `fit_model.js` computes with."""
+    data = json.loads(DATA.read_text())
+    kinds = [card.capability for card in classes()]
+    on = [
+        {
+            "key": card.key, "name": title(card.key), "gib": round(card.total_bytes / 2**30, 2),
+            "total": card.total_bytes, "context": card.context_bytes, "communicator": card.communicator_bytes,
+            "workspace": card.workspace_bytes,
+            "kind": kinds.index(card.capability), "tflops": card.matmul_tflops,
+        }
+        for card in cards.CARDS.values()
+    ]  # fmt: skip
+    rates = {f"{way} {dtype} {mode}": _rates(way, dtype, mode) for way in WAYS for dtype in DTYPES for mode in MODES}
+    wrong = {way: why for way in WAYS if (why := torch_rules.WRONG_PAST_2_31.get(way.removeprefix("dense, ")))}
+    return data | {
+        "cards": on, "rates": rates, "wrong": wrong, "ways": [[way, title(way), grain(way)] for way in WAYS],
+        "worlds": WORLDS,
+        "head_dims": HEAD_DIMS, "dtypes": DTYPES, "note": NOTE.format(**data["checked"]),
+    }  # fmt: skip
+
+
+def _rates(way: str, dtype: str, mode: str) -> dict | None:
+    """{head_dim: [[rows, share], ...]} of `estimate.efficiency`; None where it was not measured."""
+    at = case(way, 1 << 16, 1, 8, 64, dtype, mode)
+    lines, found = estimate.efficiency().get(estimate.family(at, at.backend, cards.find("h100"))), {}
+    for line in lines or ():
+        found.setdefault(line["head_dim"], []).append([line["rows"], line["share"]])
+    return {d: sorted(points) for d, points in found.items()} or None

@@ -1,0 +1,175 @@
+"""What a notebook shows: figures and tables with a caption and their data, and the page's answer in short.
+
+Each call displays at once. In a live notebook that is the picture or the table with its caption; under `workbench
+report` the output carries, besides, what the page needs (metadata `workbench`): `report.shown` numbers it, gives it an
+anchor and buttons that save its data, and lifts "in short" to the top of the page.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import re
+from html import escape, unescape
+
+from workbench.harness.narrate import heads, number
+
+HEAVY = 2000  # marks of one kind in one axes: more are drawn as pixels inside the SVG
+DPI = 200  # of what is pixels there
+
+
+def figure(fig, caption: str, data=None) -> None:
+    """Show a matplotlib Figure under its caption.
+
+    caption: the claim, how to read it, and N, dtype, heads and device, in a few sentences of Markdown.
+    data: the DataFrame that is drawn; the page saves it as CSV and shows it as a table on demand.
+    """
+    alt = _described(fig)
+    about = {"kind": "figure", "caption": caption, "alt": alt, "csv": _csv(data), "inches": float(fig.get_figwidth())}
+    if _batch():
+        _display({"image/svg+xml": svg(fig)}, about)
+        return
+    inside = f'<img alt="{escape(alt)}" style="max-width: 100%" src="data:image/png;base64,{_png(fig)}">'
+    _display({"text/html": f"<figure>{inside}<figcaption>{_plain(caption)}</figcaption></figure>"}, about)
+
+
+def table(frame, caption: str, fold: bool = False) -> None:
+    """Show a DataFrame, or a pandas Styler where cells need a format of their own, under its caption.
+
+    Whole numbers are shown whole, others with three significant digits, nothing for what is missing; a Styler's formats
+    stay. Headings that `narrate.heads` knows are put in words. The page sorts by a click on a heading, and saves the
+    frame as CSV as it is.
+    fold: closed behind its caption until somebody opens it.
+    """
+    styled = hasattr(frame, "data")
+    html = _table(frame if styled else formatted(frame))
+    about = {"kind": "table", "caption": caption, "csv": _csv(frame.data if styled else frame), "fold": fold}
+    if not _batch():
+        html = html.replace("<table>", f"<table><caption>{_plain(caption)}</caption>", 1)
+    _display({"text/html": html}, about)
+
+
+def in_short(sentences, key=None, headline: str = "") -> None:
+    """The page's answer: the last code cell, tagged `in-short`, which the page shows first of all.
+
+    sentences: three to five, Markdown, made from the tables of the notebook.
+    key: the Figure that shows it. headline: a few words for the index, "29.6 times dense at 128K".
+    """
+    from workbench.harness import records
+
+    sentences = [" ".join(sentence.split()) for sentence in sentences]
+    about = {"kind": "short", "sentences": sentences, "headline": headline}
+    bundle = {"text/markdown": "\n".join(f"- {sentence}" for sentence in sentences)}
+    if _batch():
+        about["records"] = dict(records.DRAWN)
+    if key is not None and _batch():
+        about |= {"svg": svg(key), "alt": _described(key), "inches": float(key.get_figwidth())}
+    _display(bundle, about)
+    if key is not None and not _batch():
+        _display({"image/png": _png(key)}, {})
+
+
+def formatted(frame):
+    """The frame as a Styler, an index that says something as its first columns, numbers formatted by kind: integers
+    (floats too, where all of a column are whole) with commas, other numbers with three significant digits, yes and no,
+    and nothing for what is missing."""
+    if not _plain_index(frame):
+        frame = frame.rename_axis(index=[name or " " * at for at, name in enumerate(frame.index.names)]).reset_index()
+    forms = {column: _form(frame.iloc[:, at]) for at, column in enumerate(frame.columns)}
+    return frame.style.format(forms, na_rep="", escape="html").format_index(escape="html", axis=1).hide()
+
+
+def _form(column):
+    kind = column.dtype.kind
+    values = column.dropna()
+    if kind == "b":
+        return lambda x: "yes" if x else "no"
+    if kind in "iu" or kind == "f" and len(values) and (values % 1 == 0).all():
+        return lambda x: f"{x:,.0f}"
+    if kind == "f":
+        return number
+    return lambda x: number(x) if isinstance(x, float) else f"{x:,}" if type(x) is int else x
+
+
+def _table(styler) -> str:
+    """The Styler's cells, headings in words; the first of a row heads it. The rest of the look is the page's."""
+    html = styler.hide(names=True).to_html(exclude_styles=True, sparse_index=False)
+    head, middle, body = html.partition("<tbody>")
+    if "<th" not in body:
+        body = re.sub(r"(<tr>\s*)<td >(.*?)</td>", r"\1<th >\2</th>", body, flags=re.S)
+    return re.sub(r"(<th [^>]*>)(.*?)</th>", _heading, head) + middle + body
+
+
+def _heading(found: re.Match) -> str:
+    name = unescape(found[2]).strip()
+    return f"{found[1]}{escape(heads.get(name, name.replace('_', ' ')))}</th>" if name else "<td></td>"
+
+
+def svg(fig) -> str:
+    """The figure as SVG with text as paths; what has more than HEAVY marks becomes pixels inside it. The same again
+    where the figure is shown again, for a layout moves a little each time that it is drawn."""
+    import matplotlib
+
+    if hasattr(fig, "workbench_svg"):
+        return fig.workbench_svg
+    _rasterize(fig)
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "workbench"}):
+        plain = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        fig.savefig(out, format="svg", dpi=DPI, bbox_inches="tight", pad_inches=0.05, metadata=plain)
+    text = re.sub(r"<!--.*?-->|\n\s*(?=<)", "", out.getvalue()[out.getvalue().index("<svg") :], flags=re.S)
+    rounded = re.sub(r' d="[^"]*"', lambda d: re.sub(r"(\.\d\d)\d+", r"\1", d[0]).replace("\n", " "), text)
+    fig.workbench_svg = rounded
+    return rounded
+
+
+def _rasterize(fig) -> None:
+    for ax in fig.axes:
+        many = len(ax.patches) > HEAVY
+        for artist in [*ax.lines, *ax.collections, *(ax.patches if many else [])]:
+            artist.set_rasterized(artist.get_rasterized() or many or _marks(artist) > HEAVY)
+
+
+def _marks(artist) -> int:
+    for counted in ("get_array", "get_offsets", "get_segments", "get_paths", "get_xdata"):
+        found = getattr(artist, counted, lambda: None)()
+        if found is not None and len(found) > 1:
+            return getattr(found, "size", len(found)) if counted == "get_array" else len(found)
+    return 1
+
+
+def _png(fig) -> str:
+    out = io.BytesIO()
+    fig.savefig(out, format="png", dpi=110, bbox_inches="tight")
+    return base64.b64encode(out.getvalue()).decode()
+
+
+def _described(fig) -> str:
+    from workbench.report.outputs import describe
+
+    return describe(fig)
+
+
+def _csv(data) -> str | None:
+    return None if data is None else data.to_csv(index=not _plain_index(data), lineterminator="\n")
+
+
+def _plain_index(frame) -> bool:
+    """Whether the index only counts the rows."""
+    return type(frame.index).__name__ == "RangeIndex"
+
+
+def _plain(markdown: str) -> str:
+    return escape(re.sub(r"[*`]", "", markdown))
+
+
+def _batch() -> bool:
+    return bool(os.environ.get("WORKBENCH_BATCH"))
+
+
+def _display(bundle: dict, about: dict) -> None:
+    from IPython.display import display
+
+    text = re.sub(r"[*`]", "", about.get("caption", " ".join(about.get("sentences", ["a figure"]))))
+    display({**bundle, "text/plain": text}, metadata={"workbench": about}, raw=True)

@@ -1,0 +1,86 @@
+"""What `report.show` displayed, as parts of a page: numbered, with an anchor, a caption and the data inside."""
+
+from __future__ import annotations
+
+import json
+import re
+from html import escape
+
+COLUMN, WIDE = 7.3, 1000  # inches up to which a figure stands in the column of text; pixels that wider ones may take
+SMALL = 400  # pixels: what is not wider is shown whole on a phone, too; others scroll there
+PIXELS = 108  # of the screen for an inch of a figure: its 9 points become 13 pixels
+ENCODED = str.maketrans({"%": "%25", "#": "%23", '"': "%22", "<": "%3C", ">": "%3E", "&": "%26", "\n": " "})
+
+
+def arrange(nb, inline) -> dict | None:
+    """Number the figures and tables of a notebook that ran, in place: each such output becomes its HTML.
+
+    inline: makes HTML of one paragraph of Markdown. Returns the page's "in short", taken out of its cell: `html`,
+    `sentences`, `headline` and the `records` that were read or written; None where the notebook has none.
+    """
+    count, places, short = {"figure": 0, "table": 0}, {}, None
+    for before, cell in zip([None, *nb.cells], nb.cells, strict=False):
+        for output in list(cell.get("outputs", [])):
+            about = output.get("metadata", {}).get("workbench")
+            if not about:
+                continue
+            kind, data = about["kind"], output["data"]
+            if kind == "short":
+                short = about
+                cell.outputs.remove(output)
+                if before and before.cell_type == "markdown" and before.source.strip() == "## In short":
+                    before.source = ""  # the page has it at the top
+                continue
+            count[kind] += 1
+            anchor = f"{kind}-{count[kind]}"
+            name = f'<a class="number" href="#{anchor}">{kind.title()} {count[kind]}</a>'
+            caption = f"{name} {inline(about['caption'])}"
+            if kind == "figure":
+                places[data["image/svg+xml"]] = (anchor, f"{kind.title()} {count[kind]}")
+                html = _figure(about, data["image/svg+xml"], caption)
+            else:
+                html = _table(about, data["text/html"], caption)
+            wide = " wide" * (about.get("inches", 0) > COLUMN)
+            html = f'<figure class="shown {kind}{wide}" id="{anchor}">{html}{_csv(about["csv"])}</figure>'
+            output["data"] = {"text/html": html}
+    return short and short | {"html": _short(short, places, inline)}
+
+
+def picture(svg: str, alt: str, inches: float) -> str:
+    """An SVG as an image with its text inside: drawn sharp, saved from there, and apart from the ids of the page."""
+    width = min(WIDE, round(inches * PIXELS))
+    size = f' width="{width}"' if width > SMALL else f' style="width: {width}px"'
+    return f'<img alt="{escape(alt)}"{size} src="data:image/svg+xml,{svg.translate(ENCODED)}">'
+
+
+def alt(text: str) -> str:
+    """The first sentence of a description."""
+    return re.split(r"(?<=[.:;]) (?=[A-Z])", text, maxsplit=1)[0]
+
+
+def _figure(about: dict, svg: str, caption: str) -> str:
+    text = about["alt"] or re.sub(r"[*`$]", "", about["caption"])
+    whole = f'<p class="described" hidden>{escape(text)}</p>' if alt(text) != text else ""
+    image = picture(svg, alt(text), about["inches"])
+    return f'<div class="scroll picture">{image}</div><figcaption>{caption}</figcaption>{whole}'
+
+
+def _table(about: dict, html: str, caption: str) -> str:
+    is_open = "" if about["fold"] else " open"
+    return f'<details{is_open}><summary>{caption}</summary><div class="scroll">{html}</div></details>'
+
+
+def _csv(text: str | None) -> str:
+    data = json.dumps(text, ensure_ascii=False).replace("<", "\\u003c")
+    return "" if text is None else f'<script type="application/json" class="csv">{data}</script>'
+
+
+def _short(about: dict, places: dict, inline) -> str:
+    items = "".join(f"<li>{inline(sentence)}</li>" for sentence in about["sentences"])
+    if "svg" not in about:
+        return f"<ul>{items}</ul>"
+    image = f'<div class="scroll picture">{picture(about["svg"], alt(about["alt"]), about["inches"])}</div>'
+    anchor, name = places.get(about["svg"], ("", ""))
+    caption = f'<figcaption><a href="#{anchor}">{name}</a>, with its caption and data</figcaption>' if anchor else ""
+    wide = " wide" * (about["inches"] > COLUMN)
+    return f'<ul>{items}</ul><figure class="key{wide}">{image}{caption}</figure>'
