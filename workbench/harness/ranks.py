@@ -210,9 +210,6 @@ def _waits(stack: str) -> bool:
     return any(folder in inner for folder in COMMUNICATION)
 
 
-# --- on a rank ---
-
-
 def place(environment: Mapping[str, str]) -> tuple[int, int, int]:
     """(rank, world, rank on this host) as set by the launcher: see LAUNCHERS; (0, 1, 0) if by none.
 
