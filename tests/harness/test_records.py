@@ -267,3 +267,16 @@ def test_every_committed_row_is_read_under_todays_names(path):
 def test_the_old_name_of_eager_is_read_as_eager():
     frame = records.load(*COMMITTED)
     assert (frame["backend"] == "eager").sum() == 63 and not frame["backend"].str.contains(":", na=False).any()
+
+
+def test_what_a_process_reads_and_writes_is_counted(recorder, monkeypatch):
+    """A page names the journals that it draws from, and of a probe's only the rows of that probe."""
+    monkeypatch.setattr(records, "DRAWN", {})
+    recorder.row(n=1)
+    recorder.row(n=2)
+    name = f"{recorder.path.parent.name}/{recorder.path.name}"
+    assert records.DRAWN == {name: 2}
+    found = records.committed("h200x2", "scaling")
+    assert sum(records.DRAWN.values()) == 2 + len(found) and len(found) > 0
+    records.committed("h200x2", "roofline")
+    assert sum(records.DRAWN.values()) == 2 + len(found)

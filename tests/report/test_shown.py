@@ -12,6 +12,7 @@ from nbformat import v4
 
 from tests import browser
 from tests.notebooks.build import code, text
+from workbench.harness import records
 from workbench.plots import style
 from workbench.report import page, show
 
@@ -41,6 +42,7 @@ def html(tmp_path, monkeypatch):
     """A page on which each thing is shown."""
     shown = []
     monkeypatch.setenv("WORKBENCH_BATCH", "1")
+    monkeypatch.setattr(records, "DRAWN", {"h200x1/a.jsonl": 3, "cpu/b.jsonl": 1})
     monkeypatch.setattr(show, "_display", lambda bundle, about: shown.append((bundle, about)))
     fig = figure()
     show.figure(figure(), "First **claim**, $N = 4$.")
@@ -64,6 +66,13 @@ def test_figures_and_tables_are_numbered_and_the_answer_comes_first(html):
     assert "<strong>four</strong>" in before and 'href="#figure-2"' in before and "<svg" not in before
     assert 'alt="Time grows."' in before
     assert html.count(">In short<") == 1 and page.shown.alt("One. Two.") == "One."
+
+
+def test_the_end_of_a_page_says_where_it_comes_from(html):
+    end = html[html.index("<footer") :]
+    assert "python -m workbench report t" in end and "torch" in end and "at commit abc1234" in end
+    assert "4 rows of 2 files" in end and "h200x1/a.jsonl: 3 rows" in end and "cpu/b.jsonl: 1 row<" in end
+    assert "@misc{workbench-t," in end and "year = {2026}" in end
 
 
 def test_numbers_are_shown_by_their_kind():
