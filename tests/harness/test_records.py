@@ -275,7 +275,7 @@ def test_what_a_process_reads_and_writes_is_counted(recorder, monkeypatch):
     recorder.row(n=1)
     recorder.row(n=2)
     name = f"{recorder.path.parent.name}/{recorder.path.name}"
-    assert records.DRAWN == {name: 2}
+    assert sum(records.DRAWN.values()) == records.DRAWN[name] == 2
     found = records.committed("h200x2", "scaling")
     assert sum(records.DRAWN.values()) == 2 + len(found) and len(found) > 0
     records.committed("h200x2", "roofline")
