@@ -16,7 +16,7 @@ from html import escape, unescape
 from workbench.harness.narrate import heads, number
 from workbench.report.outputs import describe
 
-HEAVY = 2000  # marks of one kind in one axes: more are drawn as pixels inside the SVG
+HEAVY = 5000  # points in one axes: where there are more, the artists that have them are pixels inside the SVG
 DPI = 200  # of what is pixels there
 
 
@@ -108,7 +108,7 @@ def _heading(found: re.Match) -> str:
 
 
 def svg(fig) -> str:
-    """The figure as SVG with text as paths; what has more than HEAVY marks becomes pixels inside it. The same again
+    """The figure as SVG with text as paths; axes of more than HEAVY points become pixels inside it. The same again
     where the figure is shown again, for a layout moves a little each time that it is drawn."""
     import matplotlib
 
@@ -127,17 +127,21 @@ def svg(fig) -> str:
 
 def _rasterize(fig) -> None:
     for ax in fig.axes:
-        many = len(ax.patches) > HEAVY
-        for artist in [*ax.lines, *ax.collections, *(ax.patches if many else [])]:
-            artist.set_rasterized(artist.get_rasterized() or many or _marks(artist) > HEAVY)
+        marks = {artist: _marks(artist) for artist in [*ax.lines, *ax.collections, *ax.patches]}
+        for artist, number_of in marks.items():
+            if sum(marks.values()) > HEAVY and (number_of > HEAVY / 100 or artist in ax.patches):
+                artist.set_rasterized(True)
 
 
 def _marks(artist) -> int:
-    for counted in ("get_array", "get_offsets", "get_segments", "get_paths", "get_xdata"):
-        found = getattr(artist, counted, lambda: None)()
-        if found is not None and len(found) > 1:
-            return getattr(found, "size", len(found)) if counted == "get_array" else len(found)
-    return 1
+    """How many points an artist has."""
+    if hasattr(artist, "get_xdata"):
+        return len(artist.get_xdata())
+    if not hasattr(artist, "get_paths"):
+        return 1
+    values = artist.get_array()  # of a mesh
+    points = sum(len(path.vertices) for path in artist.get_paths())
+    return max(points, len(artist.get_offsets()), 0 if values is None else values.size)
 
 
 def _png(fig) -> str:
