@@ -1,7 +1,5 @@
 """The command line: `workbench report`, `list`, `doctor`, `fit`, `scale`. What one needs is imported when it runs."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -4,8 +4,6 @@
 imports nothing that a bare Python lacks, and nothing of ours.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path

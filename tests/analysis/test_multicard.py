@@ -80,17 +80,20 @@ def test_rows_that_are_wrong_or_did_not_run_are_left_out_and_named(rows):
     rows.loc[2, "status"], rows.loc[2, "error"] = "unsupported", "not on this machine"
     assert len(multicard.ok(rows)) == len(rows) - 2
     assert multicard.missing(rows) == [
-        "`distributed data parallel`: not on this machine", "`sequence`: wrong: out is off",
+        "DDP: not on this machine", "sequence: wrong: out is off",
     ]  # fmt: skip
 
 
 def test_a_summary_has_a_column_a_strategy(rows):
     table = multicard.summary(rows, multicard.time_and_speedup)
-    assert list(table) == ["pattern", "N", "ranks", ONE, "sequence", "DDP"] and len(table) == 10
+    assert list(table) == ["N", "ranks", ONE, "sequence", "DDP"] and len(table) == 10
+    assert list(dict.fromkeys(table.index)) == ["dense", "LongNet, geometric"]
     first = table.iloc[0]
     assert first["sequence"] == "5 (1.60x)" and first[ONE] == "8"
     memory = multicard.summary(rows[rows["nproc"] == 2], multicard.peak_and_sent)
     assert memory["sequence"].iloc[0] == "1 (0.000488)" and "ranks" not in memory
+    shares = multicard.summary(rows.drop(index=0), multicard.busy)
+    assert shares["sequence"].iloc[0] == "80% to 90%" and shares["DDP"].iloc[0] == "0% to 90%"
 
 
 def test_bytes_are_the_plans_only_where_every_rank_says_so(rows):
@@ -105,37 +108,6 @@ def test_one_sequence_in_shares_of_the_batch_has_an_idle_card(rows):
     assert found.loc[(256, 4, "sequence"), "idlest"] == 0.8
 
 
-def test_efficiency_is_over_the_ranks_and_the_weak_one_by_pairs(rows):
-    found = multicard.efficiency(rows).set_index(["kind", "scaling", "world"])
-    assert found.loc[("dense", "strong", 2), ["n", "efficiency", "low", "high"]].tolist() == [512, 0.8, 0.8, 0.8]
-    assert found.loc[("dense", "strong", 4), "efficiency"] == 0.5
-    # twice the positions, four times the pairs, 5 ms for 8: each rank does 3.2 times what one did
-    assert found.loc[("dense", "weak", 2), "efficiency"] == pytest.approx(2 * 1.6)
-    assert found.loc[("longnet-geometric", "weak", 4), "n"] == 1024
-    assert ("dense", "weak", 4) not in found.index, "nothing four times as long was measured"
-
-
-def test_curves_are_between_all_and_none_of_the_exchange_hidden(rows):
-    found = multicard.curves(rows, 1e9, (2, 16, 64), 64)
-    assert not found["measured"].any() and set(found["scaling"]) == {"strong", "weak"}
-    assert (found["least"] < found["efficiency"]).any() and (found["least"] <= found["efficiency"]).all()
-    strong = found[(found["kind"] == "longnet-geometric") & (found["scaling"] == "strong")]
-    weak = found[(found["kind"] == "longnet-geometric") & (found["scaling"] == "weak")]
-    assert set(strong["n"]) == {1024} and weak["n"].tolist() == [512, 4096, 16_384]
-    assert weak["pattern"].iloc[-1] == geometric(16_384, first=64).name
-
-
-def test_plans_are_of_the_longest(rows):
-    with_gradients = rows.assign(mode="fwdbwd")  # where no forward ran, they stand in for it
-    assert len(multicard.one_case(with_gradients)) == len(multicard.one_case(rows)) > 0
-    assert list(multicard.plans(with_gradients, 8)) == list(multicard.plans(rows, 8))
-    plans = multicard.plans(rows, 8)
-    assert {kind: plan.n for kind, plan in plans.items()} == {"dense": 512, "longnet-geometric": 1024}
-    assert all(plan.world == 8 for plan in plans.values())
-    grouped = multicard.plans(rows.assign(kv_heads=1, nq=256), 8)  # two query heads on a key head, the last 256 queries
-    assert {(plan.heads, plan.kv_heads, plan.nq) for plan in grouped.values()} == {(2, 1, 256)}
-
-
 def test_hilbert_shards_have_the_short_borders():
     found = multicard.borders((32, 32), 2, ["row_major", "hilbert"], [4, 16], heads=2, head_dim=8, itemsize=2)
     by = found.set_index(["order", "world"])
@@ -145,19 +117,43 @@ def test_hilbert_shards_have_the_short_borders():
     assert by.loc[("row_major", 4), "halo"] == pytest.approx(rows_got / 1024)
 
 
-def test_what_is_committed_is_the_newest_of_one_sequence_with_the_links_rate(rows, tmp_path, monkeypatch):
+def test_what_moves_is_counted_from_plans(rows):
+    found = multicard.moved(rows, 8)
+    dense = found.loc["dense"]
+    assert dense["rows got over rows held"] == 7 and dense["MiB, all ranks"] == 7 * 2 * 512 * 2 * 16 * 4 / 2**20
+    assert dense["MiB, busiest sender"] == dense["MiB, all ranks"] / 8 and found.loc["LongNet, geometric", "N"] == 1024
+    grouped = multicard.moved(rows.assign(kv_heads=1, mode="fwdbwd"), 8)  # two query heads on a key head
+    assert grouped.loc["dense", "MiB, all ranks"] == dense["MiB, all ranks"] / 2 and multicard.moved(rows[:0], 8).empty
+
+
+def test_both_orders_are_a_row_each_with_what_was_measured():
+    rows = pd.DataFrame([row(kind, 256, 2, x, [ms] * 3) for kind in multicard.GRIDS for x, ms in
+                         ((ONE, 8.0), ("sequence", 5.0))])  # fmt: skip
+    found = multicard.orders(rows, "here")
+    assert found["order"].tolist() == ["row-major", "Hilbert"] and list(found.index) == ["here"] * 2
+    assert found[["one device (ms)", "all ranks (ms)", "speed-up"]].iloc[0].tolist() == [8, 5, 1.6]
+    assert multicard.orders(rows[rows["strategy"] != ONE], "here").empty and multicard.orders(rows[:0], "here").empty
+
+
+def test_what_is_saved_beside_a_figure_has_single_values(rows):
+    found = multicard.plain(rows.assign(run_utc="1", nothing=None))
+    assert {"kind", "n", "median_ms", "speedup"} <= {*found} and not {"samples_ms", "run_utc", "nothing"} & {*found}
+
+
+def test_what_is_committed_is_of_one_commit_and_of_one_sequence(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(records, "default_folder", lambda: tmp_path)
-    assert multicard.recorded(["h100x2"])[0].empty
-    lines = [{"kind": "run", "run": "a", "utc": "1"}, {"kind": "run", "run": "b", "utc": "2"}]
-    for run, took in (("b", 4.0), ("a", 5.0)):
-        made = row("longnet-geometric", 4096, 2, "sequence", [took] * 3, first=256)
-        lines.append(made | {"kind": "row", "run": run, "stage": "sweep"})
-        lines.append(made | {"kind": "row", "run": run, "stage": "sweep", "batch": 2})
-    for size, speed in ((1 << 20, 1e9), (1 << 24, 5e9)):
-        lines.append({"kind": "row", "run": "a", "stage": "link", "status": "ok", "message_bytes": size}
-                     | {"bytes_per_second": speed})  # fmt: skip
+    assert all(x.empty for x in multicard.recorded(["h100x2"]))
+    lines = [{"kind": "run", "run": x, "utc": x, "commit": y} for x, y in (("1", "old"), ("2", "new"), ("3", "new"))]
+    for run, took in (("3", 4.0), ("2", 5.0), ("1", 6.0)):
+        for n in (4096, 256) if run == "2" else (4096,):
+            made = row("longnet-geometric", n, 2, "sequence", [took] * 3, first=256)
+            made |= {"kind": "row", "run": run, "stage": "sweep"}
+            lines += [made, made | {"batch": 2}]
+    for run in "12":
+        lines.append({"kind": "row", "run": run, "stage": "link", "status": "ok", "message_bytes": 8, "median_ms": 1.0})
     (tmp_path / "h200x2").mkdir()
     lines = [line | {"probe": "scaling"} for line in lines]
     (tmp_path / "h200x2" / "2026-01-01-scaling-abc.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    found, speed = multicard.recorded(["h100x2", "h200x2"])
-    assert found["kind"].tolist() == ["longnet-geometric"] and found["median_ms"].tolist() == [4.0] and speed == 5e9
+    found = multicard.recorded(["h100x2", "h200x2"])
+    assert found.rows["n"].tolist() == [256, 4096] and found.rows["median_ms"].tolist() == [5.0, 4.0]
+    assert found.link["run"].tolist() == ["2"] and found.timelines.empty

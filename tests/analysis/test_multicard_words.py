@@ -38,8 +38,9 @@ def test_a_speed_up_is_none_where_more_ranks_take_longer_than_one_device_took_el
 
 def test_the_range_is_told_and_where_another_way_is_ahead():
     found = said(case(sequence=5, heads=4.5) + case("longnet-geometric", 1024, sequence=4.1, heads=6))
-    assert "in **2 of 2 cases**, by **1.60 to 1.95 times**; the most: longnet-geometric" in found
-    assert found.endswith("at dense, forward, N = 256 (heads 1.78, sequence 1.60).")
+    assert "in **2 of 2 cases**, by **1.60 to 1.95 times**; the most: LongNet, geometric" in found
+    assert found.endswith("ahead beyond the intervals for dense, forward, N = 256 (heads 1.78, sequence 1.60).")
+    assert "ahead within the intervals for dense" in said(case(sequence=5, heads=4.95))
 
 
 def test_what_cannot_be_is_noise():
@@ -60,14 +61,6 @@ def test_results_are_counted_and_wrong_ones_named():
     assert "No strategy" in words.as_planned(rows[:0])
 
 
-def test_ranks_are_not_cards_and_a_missing_row_is_said():
-    rows = pd.DataFrame(case(sequence=4))
-    told = "At the peak a rank holds **1.00** of what one device holds; an even share is 0.50."
-    assert words.share_of_one(rows, "rank").startswith(told)
-    assert "nothing to compare" in words.share_of_one(rows[rows["strategy"] != "sequence"])
-    assert "nothing to compare" in words.share_of_one(rows[:0])
-
-
 def test_processors_bound_the_mean_and_not_one_rank():
     assert words.processors(2, [2]).endswith("more than 2 times as fast as a rank alone.")
     assert words.processors(2, [2, 4]).endswith("for at most 50% of the time with 4 ranks.")
@@ -81,10 +74,12 @@ def shares(**fields):
 
 def test_a_slow_card_is_named_and_not_taken_for_a_strategy():
     (fair,) = words.batches(shares())
-    assert fair.startswith("2 sequences, DDP on 2 cards: the idlest card computes 99% of the time; all together")
+    assert fair.startswith("2 sequences, DDP on 2 cards: the card with least to do computes 99% of the time; all")
     assert fair.endswith("**2.02 times** as fast as one device (1.94 to 2.05).")
+    (slow,) = words.batches(shares(strategy="DataParallel", **{"speed-up": 1.25, "idlest": 0.81}))
+    assert slow.endswith("Its kernels run for 1.30 times as long as the same work takes one device.")
     warning = words.batches(shares(idlest=0.66))[1]
-    assert warning.startswith("**Not a fair row:**") and "1.52 times as long" in warning
+    assert warning.startswith("**Not a fair row:**") and "one computed 100% of the time and another 66%" in warning
     assert len(words.batches(shares(sequences=1, idlest=0.0))) == 1, "one sequence is no equal share"
 
 
@@ -93,7 +88,7 @@ def test_a_slow_card_is_named_and_not_taken_for_a_strategy():
 )
 def test_what_fits_follows_from_the_peak(peak, end):
     (told,) = words.batches(shares(sequences=1, idlest=0.0, peak=peak), "rank")
-    assert "the idlest rank **does nothing**" in told and told.endswith(end) and "card" not in told
+    assert "the rank with least to do **does nothing**" in told and told.endswith(end) and "card" not in told
 
 
 def test_batches_without_rows_or_numbers():
@@ -103,29 +98,65 @@ def test_batches_without_rows_or_numbers():
 
 def test_the_longest_is_told_only_of_two_searches_that_ended():
     rows = pd.DataFrame({"status": ["ok", "ok"], "n": [100.0, 195.0], "world": [1, 2]})
-    assert "**1.95 times** that on one: 195 against 100, to within 2%" in words.longest(rows, 24, 0.02)
+    assert "**1.95 times** that of one: 195 against 100, each found to within 2%" in words.longest(rows, 24, 0.02)
     for bad in (rows.assign(n=[100.0, None]), rows.assign(status=["ok", "killed"]), rows[:0]):
         assert "nothing to compare" in words.longest(bad, 24, 0.02)
 
 
-def test_the_model_says_how_far_it_is_off():
-    point = {"kind": ["dense"], "scaling": ["strong"], "world": [2], "n": [256]}
-    curves = pd.DataFrame(point | {"status": ["ok"], "least": [0.9], "efficiency": [1.0]})
-    seen = pd.DataFrame(point | {"efficiency": [0.84]})
-    off = words.model_error(curves, seen)
-    assert "**0 of 1 point**" in off and "off by 6 points (dense, strong, 2 ranks: measured 84%, modelled 90% to" in off
-    assert words.model_error(curves, seen.assign(efficiency=0.95)).endswith("**1 of 1 point** are inside its bands.")
-    assert words.model_error(curves, seen[:0]) == "No point of the model was measured here."
+def test_what_other_ways_cost_is_a_range_with_its_worst_case():
+    lines = case(sequence=5, heads=4.5, context_parallel=5) + case("longnet-geometric", 1024, sequence=4, heads=6)
+    for x, sent in ((3, 4), (4, 8), (9, 1), (10, 16)):  # sequence and heads of each case
+        lines[x] |= {"sent_bytes": [1, sent << 20]}
+    lines[5] |= {"peak_bytes": 7 << 19}
+    memory, sent = words.costs(pd.DataFrame(lines))
+    assert memory.startswith("Context parallel holds **3.5 times** the memory of dividing the sequence; most")
+    assert memory.endswith("N = 256: 3.5 against 1 MiB.")
+    assert "the heads sends **2 to 16 times** the bytes" in sent
+    assert "LongNet, geometric, forward, N = 1,024: 16 against 1" in sent
+    assert words.costs(pd.DataFrame(case(sequence=5))) == []
+
+
+def test_the_headline_is_a_range_or_no_gain():
+    lines = case(sequence=5) + case("longnet-geometric", 1024, sequence=4.1)
+    assert words.headline(pd.DataFrame(lines)) == "1.60 to 1.95 times on 2 cards"
+    assert words.headline(pd.DataFrame(case(sequence=9)), "rank") == "no gain on 2 ranks"
+
+
+def test_engines_are_named_by_their_kernels():
+    rows = pd.DataFrame(case(sequence=5)).assign(kernel=["cudnn_sdpa_sm90", None, None, "kernel_cutlass_flash_fwd"])
+    assert words.computed_by(rows) == [
+        "Most of the time is **cuDNN**'s: dense by one device.", "Most of the time is **FlashAttention-4**'s: dense by "
+        "sequence.",
+    ]  # fmt: skip
+    assert words.computed_by(rows.drop(columns="kernel")) == []
+
+
+def test_what_a_call_spends_its_time_on():
+    line = {"label": "longnet-geometric", "strategy": "sequence", "call": 10.0, "compute": 8.0, "pack": 1.0}
+    shares = pd.DataFrame([line | {"rank": x, "exchange": 2.0, "beside": 1.5} for x in (0, 1)])
+    (said,) = words.beside(shares)
+    assert said.startswith("LongNet, geometric by *sequence* takes 10 ms here. A rank computes for **80%**")
+    assert said.endswith("for 2 ms, 1.5 ms of it while it computes.")
+    assert words.beside(shares.assign(beside=0.0))[0].endswith("for 2 ms, none of it while it computes.")
+    assert words.beside(shares[:0]) == []
 
 
 def test_a_neighborhood_that_is_slower_on_two_ranks_says_so():
     one, other = case(multicard.GRIDS[0], alone=43, sequence=28), case(multicard.GRIDS[1], alone=9, sequence=11)
     rows = pd.DataFrame(one + other)
-    (told,) = words.orders(rows)
-    assert "takes 43 ms in row-major order and **9 ms** along the Hilbert curve; 2 ranks take 28 and **11 ms**" in told
+    (told,) = words.orders(multicard.orders(rows, "Here"))
+    assert told.startswith("Here, N = 256, forward: along")
+    assert "one device takes **9 ms** in place of 43, and 2 take **11 ms** in place of 28" in told
+    assert "gives 1.54 times in row-major order and 0.82 along the curve" in told
     assert told.endswith("one device alone is faster.")
-    assert words.orders(rows[rows["strategy"] != "sequence"]) == [] and words.orders(pd.DataFrame()) == []
-    assert words.orders(multicard.recorded(["h200x2"])[0]), "the committed rows of it are told"
+    assert words.orders(multicard.orders(pd.DataFrame(one), "Here")) == [] and words.orders(pd.DataFrame()) == []
+
+
+def test_who_has_to_get_most_and_least():
+    moved = pd.DataFrame({"rows got over rows held": [7.0, 0.25]}, index=["dense", "LongNet, geometric"])
+    told = words.moves(moved)
+    assert told.endswith("**7** with dense, the most of these, and **0.25** with LongNet, geometric, the least.")
+    assert "Nothing ran" in words.moves(moved[:0])
 
 
 def test_bytes_of_an_order_may_be_more_or_none():

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import time
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import numpy as np
 import pytest
 import torch
 
@@ -21,7 +16,6 @@ from workbench.analysis.multicard import one_thread
 from workbench.distributed import Shards, plan
 from workbench.distributed.plans import Stage
 from workbench.patterns import orderings
-from workbench.plots import distributed as draw
 
 WORLDS = (2, 7)
 MINIMAL = [id for id, (case, _) in CASES.items() if not getattr(case.pattern(), "predicate", None)]
@@ -110,16 +104,6 @@ def test_a_thousand_ranks_and_two_million_positions_in_seconds(name):
         found = plan(SCALES[name](n), Shards.even(n, 1024), 12, 4)
         assert int(found.bytes(2, 64).sum()) > 0 and found.balance >= 1
         assert time.process_time() - start < 20 * tools.slowness(time.process_time)
-    assert "1024 ranks" in str(found)
-
-
-def test_a_plan_in_words_says_who_sends_what_and_has_the_sizes_that_its_bytes_are_of():
-    assert "nothing" in str(plan(wb.Dilated([512], [4]), Shards.even(1024, 2), 4))
-    found = plan(wb.Dense(), Shards.even(100, 2), 3)
-    assert "batch 1, head_dim 64, 2 bytes a number moves 76,800 bytes" in str(found)  # 2 x 2 x 50 x 3 x 64 x 2
-    text = found.text(4, 8, batch=5)
-    assert "batch 5, head_dim 8, 4 bytes a number moves 96,000 bytes,\n  48,000 from one rank" in text
-    assert "rank 1 sends 48,000 to 0" in text and "max over mean 1.000" in text and "64" not in text
 
 
 def test_seconds_are_those_of_the_slower_of_computing_and_moving():
@@ -171,29 +155,3 @@ def test_a_stage_brings_about_a_sixteenth_but_not_few_rows():
     assert [len(x.heads) for x in dense(15)] == [6, 6]
     assert dense(17) == [Stage(range(h, h + 1), piece, 2) for h in range(12) for piece in range(2)]
     assert {x.pieces for x in dense(20, 8)} == {4}
-
-
-# --- pictures ---------------------------------------------------------------------------------------------------------
-
-
-def test_traffic_draws_the_bytes_and_the_shares():
-    plans = {
-        "dilated": plan(wb.Dilated([256], [4]), Shards.even(1024, 8), 4),
-        "causal": plan(wb.Dense(True), Shards((9, 90, 1)), 2),
-    }
-    fig = draw.traffic(plans)
-    images = [ax.images[0].get_array() for ax in fig.axes if ax.images]
-    for image, found in zip(images, plans.values(), strict=True):
-        assert np.array_equal(np.asarray(image.filled(0)), found.bytes(2, 64).numpy())
-        assert f"{int(found.bytes(2, 64).sum()):,} bytes" in fig.get_label()
-    alone = draw.traffic({"nothing moves": plan(wb.Dilated([128], [4]), Shards.even(1024, 8), 4)})
-    assert "moves 0 bytes" in alone.get_label()
-    assert [text.get_text() for text in alone.axes[0].texts] == ["nothing moves"] and not fig.axes[0].texts
-    told = [text.get_text() for text in fig.axes[-1].get_yticklabels()]  # beside the colours: bytes that are there
-    assert told[0] == "768.0 B" and 2 <= len(told) <= 9
-
-
-def test_many_ranks_are_drawn_in_groups_that_keep_the_sum():
-    sent = torch.randint(0, 9, (300, 300)).numpy()
-    found = draw.grouped(sent)
-    assert found.shape == (100, 100) and found.sum() == sent.sum() and found[0, 0] == sent[:3, :3].sum()

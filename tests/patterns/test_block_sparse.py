@@ -89,7 +89,7 @@ def test_a_batch_is_indexed_before_it_is_counted(agree):
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize("question", ["pairs", "density", "coverage", "uncovered", "blocks"])
+@pytest.mark.parametrize("question", ["pairs", "density", "blocks"])
 def test_a_million_tokens_take_less_than_a_second(one_core_seconds, question, causal):
     pattern = BlockSparse(USUAL, 128, causal)
     assert one_core_seconds(lambda: getattr(pattern, question)(MILLION, 12)) < 1

@@ -76,37 +76,19 @@ def partition(heads, branches):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("config", [PAPER, TINY], ids=["paper", "tiny"])
-@pytest.mark.parametrize("question", ["pairs", "density", "coverage", "uncovered"])
-def test_a_million_tokens_take_less_than_a_second(one_core_seconds, config, causal, question):
+def test_a_million_tokens_take_less_than_a_second(one_core_seconds, config, causal):
     pattern = Dilated(**config, causal=causal)
     for nq in (None, MILLION // 3 + 5):
-        assert one_core_seconds(lambda nq=nq: getattr(pattern, question)(MILLION, 12, nq)) < 1
-
-
-def test_widths_without_a_short_period_take_seconds_at_most(one_core_seconds):
-    pattern = Dilated((7, 11, 13, 17, 19), (1, 2, 4, 6, 12))
-    assert one_core_seconds(lambda: pattern.density(MILLION, 12)) < 3
+        assert one_core_seconds(lambda nq=nq: pattern.pairs(MILLION, 12, nq)) < 1
 
 
 def test_a_million_tokens_are_the_sum_of_their_periods():
     pattern = Dilated(**PAPER, causal=True)
-    assert pattern.distinct(MILLION, 12) == 32 * pattern.distinct(32768, 12)
     assert pattern.pairs(MILLION + 77, 12) == 32 * pattern.pairs(32768, 12) + pattern.pairs(77, 12)
-
-
-def test_chunks_do_not_change_the_count(monkeypatch):
-    from workbench.patterns import cells
-
-    pattern = Dilated((3, 5, 7, 11), (1, 2, 3, 4), causal=True)
-    want = pattern.distinct(1000, 3, 777), pattern.uncovered(1000, 3, 777)
-    monkeypatch.setattr(cells, "CHUNK", 13)
-    assert (pattern.distinct(1000, 3, 777), pattern.uncovered(1000, 3, 777)) == want
 
 
 def test_no_overflow_at_2_to_the_27():
     n = 1 << 27
     assert Dilated([n, n], [1, 1]).pairs(n, 512) == 512 * 2 * n * n
-    assert Dilated([n, n], [1, 1]).distinct(n, 512) == 512 * n * n
     huge = Dilated([n] * 4, [n - 1, n - 3, n - 5, n - 7])  # the common multiple is far beyond 64 bits
     assert huge.pairs(n, 1) == 4 * 4  # each branch keeps 0 and its rate
-    assert huge.distinct(n, 1) == 13  # the pair (0, 0) is common to the four

@@ -21,7 +21,7 @@ FACTS = {
     "environment": [("torch", "2.11")], "command": "python -m workbench report t",
 }  # fmt: skip
 FRAME = pd.DataFrame(
-    {"median_ms": [2.0, None, 1024.0], "a, \"b\"": ["x", "<y>\nz", "10"], "speedup": [1.23456, 0.5, 12345.6]},
+    {"median_ms": [2.0, None, 1024.0], 'a, "b"': ["x", "<y>\nz", "10"], "speedup": [1.23456, 0.5, 12345.6]},
     index=pd.Index(["dense", "longnet", "other"], name="pattern"),
 )
 WIDE = pd.DataFrame({f"a long heading {i}": [123456.789 * i] * 3 for i in range(12)}, index=["words " * 20] * 3)
@@ -52,6 +52,7 @@ def html(tmp_path, monkeypatch):
     for bundle, about in shown:
         cells.append(code("a = 1\nb = 2"))
         cells[-1].outputs = [v4.new_output("display_data", bundle, metadata={"workbench": about})]
+    cells.insert(-1, text("## In short"))
     cells.append(text("| a | b |\n|---|---|\n| 1 | 2 |"))
     return page.render(v4.new_notebook(cells=cells), tmp_path / "t.ipynb", FACTS)
 
@@ -62,7 +63,7 @@ def test_figures_and_tables_are_numbered_and_the_answer_comes_first(html):
     before = html[: html.index("<main ")]
     assert "<strong>four</strong>" in before and 'href="#figure-2"' in before and "<svg" not in before
     assert 'alt="Time grows."' in before
-    assert page.shown.alt("One. Two.") == "One."
+    assert html.count(">In short<") == 1 and page.shown.alt("One. Two.") == "One."
 
 
 def test_numbers_are_shown_by_their_kind():

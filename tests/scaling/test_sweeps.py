@@ -15,7 +15,7 @@ from workbench.harness import records
 from workbench.patterns.dilated import geometric
 from workbench.probes.case import Case
 from workbench.probes.timing import AA
-from workbench.scaling import compare, lengths, link, on_ranks, strategies, sweeps
+from workbench.scaling import compare, lengths, link, on_ranks, strategies, sweeps, timeline
 from workbench.scaling.strategies import ONE
 
 MINE = """
@@ -128,9 +128,16 @@ def test_one_sequence_leaves_the_other_rank_idle_and_two_do_not(rows):
 
 def test_what_is_not_for_this_case_or_machine_says_why(rows):
     assert rows["blocks", "heads"]["status"] == "refused" and "multiples of 2" in rows["blocks", "heads"]["error"]
-    assert rows["dilated", "context parallel"]["error"].startswith("context parallel computes Dense only")
+    assert rows["dilated", "context parallel"]["error"].startswith("torch's context parallel computes dense")
     assert rows["pair", "context parallel"]["status"] == rows["pair", "data parallel"]["status"] == "unsupported"
     assert not sweeps.failed(pd.DataFrame(list(rows.values())))
+
+
+def test_each_case_may_have_strategies_of_its_own(rows, folder):
+    cases = {"dilated": Case(DILATED, dtype="float64", **SIZES), "pair": Case(Dense(True), batch=2, **SIZES)}
+    found = sweep(folder / "rows", cases, lambda case: ["sequence"] if case.batch == 2 else ["heads"])
+    assert list(found) == [("dilated", ONE), ("dilated", "heads"), ("dilated", AA), ("pair", ONE), ("pair", "sequence"),
+                           ("pair", AA)]  # fmt: skip
 
 
 def test_a_table_has_a_line_a_row(rows):
@@ -217,9 +224,8 @@ def test_what_is_settled_is_not_measured_again(rows, folder, monkeypatch):
     written = [json.loads(line) for line in journal.read_text().splitlines()]
     assert sum(line.get("label") == "dilated" for line in written) == len(same) + 1
     asked.clear()
-    monkeypatch.setattr(sweeps, "source_of", lambda name: "edited" if name == mine[1] else None)
     sweep(folder / "rows", case, ["sequence", mine[1]])
-    assert asked == [("facts", mine[1]), ("times", [ONE, mine[1]])]
+    assert asked == [("facts", mine[1]), ("times", [ONE, mine[1]])]  # it may have been edited since
 
 
 @pytest.mark.parametrize(
@@ -265,10 +271,12 @@ def test_no_case_is_begun_after_the_time_and_what_is_measured_comes_all_the_same
     assert sweeps.table(late) == "nothing was measured" and not sweeps.failed(late)
 
 
-def test_the_link_is_measured_by_message(folder):
+def test_the_link_is_measured_by_message_and_a_call_beside_it(folder):
     found = link.measure(2, [1 << 16, 1 << 20], samples=3, folder=folder / "link")
-    assert found["message_bytes"].tolist() == [1 << 16, 1 << 20] and (found["status"] == "ok").all()
+    assert found["stage"].tolist() == ["link", "link", "call"] and (found["status"] == "ok").all()
+    assert found["message_bytes"].tolist() == [1 << 16, 1 << 20, 2 * 64 * 64 * 2 * 4]  # 64 rows of k and v, two heads
     assert (found["bytes_per_second"] == 1000 * found["message_bytes"] / found["median_ms"]).all()
+    assert link.fit(found).call_s == found["median_ms"].iloc[2] / 1000
     for options, message in (
         ({"nproc": 1}, "nproc=1: want an int >= 2"),
         ({"nproc": 3, "sizes": [1]}, r"sizes.*want .*>= 2"),
@@ -278,17 +286,69 @@ def test_the_link_is_measured_by_message(folder):
             link.measure(**options, folder=folder / "link")
 
 
+def measured(*ms, sizes=(1 << 16, 1 << 20, 1 << 24), call=4.0):
+    rows = [{"stage": "link", "status": "ok", "message_bytes": x, "median_ms": y}
+            for x, y in zip(sizes, ms, strict=True)]  # fmt: skip
+    return pd.DataFrame(rows + [{"stage": "call", "status": "ok", "message_bytes": 1, "median_ms": call}] * bool(call))
+
+
+def test_latency_and_bandwidth_are_those_of_the_messages():
+    exact = link.fit(measured(*(1000 * (2e-4 + x / 5e9) for x in (1 << 16, 1 << 20, 1 << 24))))
+    assert exact == pytest.approx((2e-4, 5e9, 4e-3)) and exact.message_s(5e9) == pytest.approx(1.0002)
+    free = link.fit(measured(0.01, 1, 20))  # short messages that cost less than their share of a long one
+    assert free.bytes_per_second == (1 << 24) / 0.02 and free.latency_s == 1e-5
+    assert link.fit(measured(1, 2, 3, call=None)) is None and link.fit(pd.DataFrame()) is None
+    assert link.fit(measured(1, sizes=[8])) is None, "one message tells no two numbers"
+
+
 def test_curves_are_modelled_and_say_so():
     case = Case(geometric(1 << 16), 1 << 16, 8, 64, "bfloat16")
-    fast = link.modelled(case, 1e9, 1e12, (2, 64))
-    assert not fast["measured"].any() and fast["speedup"].round(6).tolist() == [2, 64]
-    slow = link.modelled(case, 1e12, 1e6, (2, 64))
-    assert (slow["speedup"] < 1).all() and (slow["least"] < slow["efficiency"]).all()
-    assert (fast["least"] > 0.99).all()
-    weak = link.modelled(case, 1e9, 1e12, (2, 8), scaling="weak", at=lambda n: Case(geometric(n), n, 8, 64, "bfloat16"))
+    free = link.Rates(0, 1e12, 0)
+    fast = link.modelled(case, 1e9, free, (2, 64))
+    assert not fast["measured"].any() and fast["speedup"].to_list() == pytest.approx([2, 64], rel=1e-3)
+    slow = link.modelled(case, 1e12, link.Rates(0, 1e6, 0), (2, 64))
+    assert (slow["speedup"] < 1).all() and (slow["efficiency"] < slow["most"]).all()
+    assert (fast["most"] > 0.99).all()
+    weak = link.modelled(case, 1e9, free, (2, 8), scaling="weak", at=lambda n: Case(geometric(n), n, 8, 64, "bfloat16"))
     assert weak["n"].tolist() == [1 << 17, 1 << 19]
-    refused = link.modelled(case, 1e9, 1e12, (3,), strategy="heads").iloc[0]
-    assert refused["status"] == "refused" and "multiples of 3" in refused["error"]
+    with pytest.raises(ValueError, match="scaling='both': want one of 'strong', 'weak'"):
+        link.modelled(case, 1e9, free, scaling="both")
+
+
+def test_a_call_and_each_further_exchange_cost_what_was_measured():
+    case = Case(Dense(), 1 << 15, 12, 64, "bfloat16")
+    free, dear = (link.modelled(case, 1e12, x, (2,)).iloc[0] for x in (link.Rates(0, 1e12, 0), link.Rates(3, 1e12, 5)))
+    assert free["exchanges"] == 2 and dear["seconds"] - free["seconds"] == pytest.approx(5 + 3)
+
+
+def test_a_timeline_has_each_ranks_events_by_stage(folder):
+    cases = {"dilated": Case(DILATED, dtype="float64", **SIZES | {"mode": "fwd"})}
+    found = timeline.measure(cases, 2, ["sequence", "context parallel"], folder=folder / "timeline")
+    assert found["status"].tolist() == ["ok", "refused"]
+    row = json.loads((next((folder / "timeline").glob("*.jsonl"))).read_text().splitlines()[1])
+    assert row["stage"] == "timeline" and row["events"] == found["events"][0] and len(row["events"]) == 2
+    for events in row["events"]:
+        assert {stage for stage, *_ in events} == {"compute", "pack", "exchange"}
+        assert [x[2] for x in events] == sorted(x[2] for x in events) and all(x[3] > 0 for x in events)
+        assert max(x[2] + x[3] for x in events) <= 1000 * row["milliseconds"] * 1.001
+        names = {name for stage, name, *_ in events if stage == "exchange"}
+        assert names == {"gloo:all_gather", "gloo:all_to_all"}, "the agreement and the rows; no barrier"
+    spent = timeline.shares(found)
+    assert spent["rank"].tolist() == [0, 1] and (spent["compute"] + spent["pack"] <= spent["call"]).all()
+    with pytest.raises(ValueError, match="mode='fwdbwd': want 'fwd'"):
+        timeline.measure({"x": Case(DILATED, **SIZES)})
+
+
+def test_kernels_compute_on_the_stream_that_works_longest():
+    events = [("ncclDevKernel_AllReduce", 0, 9, 0, 5), ("gemm", 0, 7, 5, 100), ("copy", 0, 9, 6, 4),
+              ("nccl:all_to_all", 0, 9, 10, 30), ("ncclDevKernel_SendRecv", 0, 9, 10, 30)]  # fmt: skip
+    assert timeline.of_card(events) == [
+        ["compute", "gemm", 5, 100], ["pack", "copy", 6, 4], ["exchange", "ncclDevKernel_SendRecv", 10, 30],
+    ]  # fmt: skip
+    row = timeline.together([timeline.of_card(events), []]) | {"status": "ok", "label": "x", "strategy": "sequence"}
+    assert row["milliseconds"] == 1e-4 and row["events"][0][0] == ["compute", "gemm", 0, 0.1] and not row["events"][1]
+    first, idle = timeline.shares(pd.DataFrame([row])).to_dict("records")
+    assert [first["exchange"], first["beside"]] == pytest.approx([3e-5, 3e-5]) and idle["compute"] == 0
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

@@ -9,27 +9,27 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import pandas as pd
 import torch
 
 from workbench.distributed import Shards, plan
 from workbench.harness import records
-from workbench.harness.narrate import first_mode, number
+from workbench.harness.narrate import MODES, first_mode, number, spread, title
 from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern, from_spec, layouts, orderings
 from workbench.patterns.dilated import geometric
 from workbench.probes import catalog
 from workbench.probes.case import Case
-from workbench.probes.timing import AA, speedup
-from workbench.scaling import link, sweeps
+from workbench.probes.timing import AA
+from workbench.scaling import sweeps
 from workbench.scaling.strategies import ONE, OURS, SHORT, STRATEGIES
 
-MODELLED = ("dense", "longnet-geometric", "block-sparse")  # for which `curves` predicts many ranks
+MODELLED = ("dense", "longnet-geometric", "block-sparse")  # for which `many_ranks.curves` predicts
 ORDERS = {"row_major": "row-major", "hilbert": "Hilbert"}
 GRIDS = tuple(f"neighborhood, {x}" for x in ORDERS.values())
 KINDS = (*MODELLED, *GRIDS)
 BLOCK, RADIUS = 128, 8
-LONGEST = 1 << 20  # positions of block-sparse attention up to which a weak curve is drawn: it lists visible blocks
 SIZES = ("heads", "head_dim", "dtype")
 
 
@@ -85,8 +85,13 @@ def most(world: int) -> int:
 
 
 def sweep(chosen: Mapping[str, Case], worlds: Iterable[int], strategies=STRATEGIES, **options) -> pd.DataFrame:
-    """The rows of `scaling.sweep` on each number of ranks, with `kind` (see `kinds`)."""
-    frames = (sweeps.sweep(chosen, nproc, strategies, say=None, **options) for nproc in worlds)
+    """The rows of `scaling.sweep` on each number of ranks, with `kind` (see `kinds`). Shares of the batch are measured
+    for dense attention alone: for one sequence they are one device, whatever the pattern."""
+
+    def of(case: Case) -> list[str]:
+        return [x for x in strategies if x not in SHORT or isinstance(case.pattern, Dense)]
+
+    frames = (sweeps.sweep(chosen, nproc, of, say=None, **options) for nproc in worlds)
     return kinds(pd.DataFrame([row for frame in frames for row in frame.to_dict("records")]))
 
 
@@ -105,25 +110,37 @@ def _kind(spec: dict, name: str, n: int) -> str:
     return f"{found} causal" if causal else found
 
 
-def recorded(machines: Iterable[str]) -> tuple[pd.DataFrame, float | None]:
-    """(rows as of `sweep`, the link's bytes a second) from the records committed for the first of these machine kinds
-    that has sweeps; (empty, None) if none has. Only rows of batch 1, and of the heads, head_dim and dtype that most
-    rows have; the newest if a case was measured more than once."""
+class Recorded(NamedTuple):
+    """What is committed of a machine: sweeps, as of `sweep`; the newest messages of `link.measure`; the newest
+    timelines. Each may be empty."""
+
+    rows: pd.DataFrame
+    link: pd.DataFrame
+    timelines: pd.DataFrame
+
+
+def recorded(machines: Iterable[str]) -> Recorded:
+    """The records of the first of these machine kinds that has sweeps; nothing if none has. Of sweeps: batch 1, the
+    patterns in KINDS, the commit that measured most of them, and the heads, head_dim and dtype that most rows have; the
+    newest row if a case was measured more than once."""
     for machine in machines:
         every = records.committed(machine, "scaling")
         rows = every[every["stage"].eq("sweep")] if len(every) else every
         if len(rows):
-            rows = kinds(rows[rows["batch"] == 1]).sort_values("run_utc", kind="stable")
-            rows = rows.drop_duplicates(["kind", "n", "mode", "nproc", "strategy", *SIZES], keep="last")
-            most_rows = max((x for _, x in rows.groupby(list(SIZES))), key=len)
-            return most_rows.reset_index(drop=True), rate(every[every["stage"].eq("link")])
-    return pd.DataFrame(), None
+            rows = kinds(rows[rows["batch"] == 1])
+            rows = rows[rows["kind"].isin(KINDS)].sort_values("run_utc", kind="stable")
+            case = ["kind", "n", "mode", "nproc", "strategy", *SIZES]
+            commits = (x.drop_duplicates(case, keep="last") for _, x in rows.groupby("run_commit"))
+            rows = max(commits, key=lambda x: (len(x), x["run_utc"].max()), default=rows)
+            most_rows = max((x for _, x in rows.groupby(list(SIZES))), key=len, default=rows)
+            others = (_newest(every[every["stage"].isin(x)]) for x in (["link", "call"], ["timeline"]))
+            return Recorded(most_rows.reset_index(drop=True), *others)
+    return Recorded(*(pd.DataFrame() for _ in range(3)))
 
 
-def rate(messages: pd.DataFrame) -> float | None:
-    """Bytes a second that a rank sends in the largest messages of `link.measure`; None if there are none."""
-    done = messages[messages["status"].eq("ok")] if len(messages) else messages
-    return float(done.sort_values("message_bytes")["bytes_per_second"].iloc[-1]) if len(done) else None
+def _newest(rows: pd.DataFrame) -> pd.DataFrame:
+    """Those of the newest run."""
+    return rows[rows["run_utc"] == rows["run_utc"].max()].dropna(axis="columns", how="all") if len(rows) else rows
 
 
 # --- what a sweep says ------------------------------------------------------------------------------------------------
@@ -140,13 +157,14 @@ def summary(rows: pd.DataFrame, cell: Callable[[dict], str]) -> pd.DataFrame:
     of the row; with columns `mode` and `ranks` only if there are several."""
     done = ok(rows[rows["strategy"] != AA])
     cells = [cell(row) for row in done.to_dict("records")]
+    done = done.assign(kind=done["kind"].map(title), mode=done["mode"].map(MODES))
     names = {"kind": "pattern", "mode": "mode", "n": "N", "nproc": "ranks"}
     frame = done[[*names, "strategy"]].rename(columns=names).assign(cell=cells)
     table = frame.pivot_table("cell", list(names.values()), "strategy", aggfunc="last", sort=False)
     ours = [x for x in (ONE, *OURS) if x in table]  # these come first
     table = table[[*ours, *(x for x in table if x not in ours)]]
     table = table.reset_index().rename_axis(columns=None).rename(columns=SHORT)
-    return table.drop(columns=[x for x in ("mode", "ranks") if table[x].nunique() < 2])
+    return table.drop(columns=[x for x in ("mode", "ranks") if table[x].nunique() < 2]).set_index("pattern")
 
 
 def time_and_speedup(row: dict) -> str:
@@ -159,18 +177,26 @@ def peak_and_sent(row: dict) -> str:
     """For `summary`: MiB at the peak of the card that has most and, if any are sent, MiB sent by the one that does so
     most."""
     sent = row.get("sent_bytes")
-    sends = f" ({_mib(max(sent))})" if isinstance(sent, list) and any(sent) else ""
-    return _mib(row["peak_bytes"]) + sends
+    sends = f" ({mib(max(sent))})" if isinstance(sent, list) and any(sent) else ""
+    return mib(row["peak_bytes"]) + sends
 
 
-def _mib(x: float) -> str:
+def busy(row: dict) -> str:
+    """For `summary`: the shares of the time in which a rank computes, from the least to the largest."""
+    known = [x for x in row["busy"] if x is not None] if isinstance(row["busy"], list) else []
+    return spread(min(known), max(known), ".0%") if known else "?"
+
+
+def mib(x: float) -> str:
+    """Bytes in MiB, three digits or all of a whole number's."""
     return "?" if pd.isna(x) else f"{x / 2**20:,.0f}" if x >= 100 << 20 else f"{x / 2**20:.3g}"
 
 
 def missing(rows: pd.DataFrame) -> list[str]:
     """For each strategy with a row that did not run, or is wrong, the first reason of each of the two."""
     off = rows[~rows.index.isin(ok(rows).index)].drop_duplicates(["strategy", "status"])
-    return [f"`{x.strategy}`: {str(x.error).removeprefix(x.strategy).strip()}" for x in off.itertuples()]
+    names = [SHORT.get(x, x) for x in off["strategy"]]
+    return [error if name in error else f"{name}: {error}" for name, error in zip(names, off["error"], strict=True)]
 
 
 def by_batch(rows: pd.DataFrame) -> pd.DataFrame:
@@ -193,42 +219,37 @@ def by_batch(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=columns)
 
 
-def one_case(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of one case on the most ranks: longnet's longest or, without any, that of what comes first."""
-    done = first_mode(ok(rows))
-    done = done[done["nproc"] == done["nproc"].max()]
-    first = "longnet-geometric" if "longnet-geometric" in set(done["kind"]) else next(iter(done["kind"]), None)
-    done = done[done["kind"] == first]
-    return done[done["n"] == done["n"].max()]
+def relative(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows that ran, with peak and sent, bytes of the fullest rank and of the busiest sender, and both over those
+    of "sequence" in the same case (empty where it sends nothing)."""
+    done, keys = ok(rows), ["kind", "n", "mode", "nproc"]
+    sent = [max(x, default=0) if isinstance(x, list) else None for x in done["sent_bytes"]]
+    done = done.assign(peak=done["peak_bytes"], sent=pd.Series(sent, done.index, dtype=float))
+    ours = done[done["strategy"] == "sequence"].drop_duplicates(keys)
+    ours = done[keys].merge(ours[[*keys, "peak", "sent"]], "left", keys)
+    for column in ("peak", "sent"):
+        per = ours[column].where(ours[column] > 0).to_numpy(float)
+        done[f"{column} over sequence's"] = done[column].to_numpy(float) / per
+    return done
 
 
-# --- many ranks -------------------------------------------------------------------------------------------------------
+def plain(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows without what is no single value, what is empty, and what says where a record is from: to be saved beside a
+    figure."""
+    single = rows[[x for x in rows if not x.startswith("run") and x not in ("probe", "stage", "pattern_spec")]]
+    single = single[[x for x in single if not single[x].map(lambda y: isinstance(y, (list, dict))).any()]]
+    return single.dropna(axis="columns", how="all")
 
 
-def efficiency(rows: pd.DataFrame) -> pd.DataFrame:
-    """The efficiency of measured forwards, pairs a second of a rank over those of one device, with its 95% interval.
-
-    A row: kind, scaling, world, n, efficiency, low, high. scaling: "strong", at the longest N, against one device at
-    the same N; or "weak", at `world` times the shortest N, against one device at the shortest, which was timed in other
-    rounds. It counts pairs, since a longer sequence of dense attention has more pairs for each position.
-    """
-    done, found = ok(rows[rows["mode"] == "fwd"]), []
-    for (kind, world), group in done.groupby(["kind", "nproc"], sort=False):
-        one = group[group["strategy"] == ONE].sort_values("n").head(1).to_dict("records")
-        for row in group[group["strategy"] == "sequence"].to_dict("records"):
-            line = {"kind": kind, "world": world, "n": row["n"]}
-            if row["n"] == group["n"].max():
-                found.append(line | {"scaling": "strong"} | _shares(row, world))
-            if one and one[0]["n"] * world == row["n"]:
-                samples = min(len(one[0]["samples_ms"]), len(row["samples_ms"]))
-                ratio = speedup(one[0]["samples_ms"][:samples], row["samples_ms"][:samples])
-                found.append(line | {"scaling": "weak"} | _shares(ratio, world * one[0]["pairs"] / row["pairs"]))
-    return pd.DataFrame(found, columns=["kind", "scaling", "world", "n", "efficiency", "low", "high"])
+def longest(rows: pd.DataFrame) -> pd.DataFrame:
+    """`scaling.lengths.longest` as a table."""
+    names = {"strategy": "strategy", "world": "ranks", "n": "longest N", "limiter": "limited by"}
+    found = rows[[*names]].rename(columns=names)
+    found["budget (MiB)"], found["peak MiB"] = rows["budget_bytes"] / 2**20, rows["peak_bytes"] / 2**20
+    return found.assign(**{"times one device's": rows["ratio"]}).set_index("strategy")
 
 
-def _shares(ratio: dict, of: float) -> dict:
-    names = {"efficiency": "speedup", "low": "speedup_low", "high": "speedup_high"}
-    return {x: ratio[y] / of for x, y in names.items()}
+# --- plans ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -243,31 +264,41 @@ def one_thread():
 
 
 @one_thread()
-def curves(rows: pd.DataFrame, bytes_per_second: float, worlds: Iterable[int], first: int) -> pd.DataFrame:
-    """`link.modelled` for each kind, strong from its longest forward and weak from its shortest, with the rate that one
-    device had there and the link's: rows with `kind`. first: the shortest segment, as in `maker`."""
-    alone, found = ok(rows[rows["mode"].eq("fwd") & rows["strategy"].eq(ONE) & rows["kind"].isin(MODELLED)]), []
-    for kind, group in alone.groupby("kind", sort=False):
-        group = group.sort_values("n")
-        for scaling_, one in (("strong", group.iloc[-1]), ("weak", group.iloc[0])):
-            n, sizes = int(one["n"]), {"heads": int(one["heads"]), "head_dim": int(one["head_dim"])}
-            make = at(kind, first, dtype=one["dtype"], **sizes)
-            some = [x for x in worlds if kind != "block-sparse" or scaling_ == "strong" or n * x <= LONGEST]
-            pairs = one["pairs"] / one["median_ms"] * 1000
-            curve = link.modelled(make(n), pairs, bytes_per_second, some, at=make, scaling=scaling_)
-            found.append(curve.assign(kind=kind))
-    columns = ["kind", "scaling", "status", "world", "n", "least", "efficiency", "pattern_spec"]
-    return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=columns)
+def moved(rows: pd.DataFrame, world: int) -> pd.DataFrame:
+    """What a forward moves on so many ranks, from the plans of each pattern's longest sequence: MiB sent by all ranks
+    and by the one that sends most, rows that ranks get over those that they hold, exchanges, and the most pairs of a
+    rank over the mean."""
+    found = []
+    for row in first_mode(rows).sort_values("n").drop_duplicates("kind", keep="last").sort_index().to_dict("records"):
+        n, heads, kv_heads, nq, head_dim = (int(row[x]) for x in ("n", "heads", "kv_heads", "nq", "head_dim"))
+        its = plan(from_spec(row["pattern_spec"]), Shards.even(n, world), heads, kv_heads, nq)
+        itemsize = getattr(torch, row["dtype"]).itemsize
+        sent = its.bytes(itemsize, head_dim)
+        found.append({
+            "pattern": title(row["kind"]), "N": n, "MiB, all ranks": int(sent.sum()) / 2**20,
+            "MiB, busiest sender": int(sent.sum(1).max()) / 2**20,
+            "rows got over rows held": int(sent.sum()) / (2 * n * kv_heads * head_dim * itemsize),
+            "exchanges": len(its.stages), "most pairs over the mean": its.balance,
+        })  # fmt: skip
+    return pd.DataFrame(found).set_index("pattern") if found else pd.DataFrame()
 
 
-def plans(rows: pd.DataFrame, world: int) -> dict:
-    """{kind: the plan of its longest sequence on so many ranks}."""
-    longest = first_mode(rows).sort_values("n").drop_duplicates("kind", keep="last").sort_index()
-    found = {}
-    for row in longest.to_dict("records"):
-        n, *sizes = (int(row[x]) for x in ("n", "heads", "kv_heads", "nq"))
-        found[row["kind"]] = plan(from_spec(row["pattern_spec"]), Shards.even(n, world), *sizes)
-    return found
+def orders(rows: pd.DataFrame, device: str) -> pd.DataFrame:
+    """The neighborhoods that were measured on a device: a row for each N, mode, number of ranks and order, with the
+    times on one device and on all ranks, the speed-up with its interval, and what the busiest sender sends."""
+    done, found = ok(rows[rows["kind"].isin(GRIDS)]) if len(rows) else rows, []
+    for (kind, n, mode, world), group in done.groupby(["kind", "n", "mode", "nproc"], sort=False) if len(done) else ():
+        by = group.drop_duplicates("strategy", keep="last").set_index("strategy")
+        if {ONE, "sequence"} <= set(by.index):
+            ours = by.loc["sequence"]
+            found.append({
+                "device": device, "order": kind.removeprefix("neighborhood, "), "N": int(n), "mode": MODES[mode],
+                "ranks": int(world),
+                "one device (ms)": by.loc[ONE, "median_ms"], "all ranks (ms)": ours["median_ms"],
+                "speed-up": ours["speedup"], "low": ours["speedup_low"], "high": ours["speedup_high"],
+                "MiB, busiest sender": max(ours["sent_bytes"]) / 2**20,
+            })  # fmt: skip
+    return pd.DataFrame(found).set_index("device") if found else pd.DataFrame()
 
 
 @one_thread()

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pandas as pd
 
-from workbench.analysis.multicard import ORDERS, ok
-from workbench.harness.narrate import MODES, counted, listed, number, spread
+from workbench.analysis.multicard import ORDERS, mib, ok, relative
+from workbench.harness.narrate import MODES, counted, listed, number, spread, title
 from workbench.probes.timing import AA
 from workbench.scaling.strategies import ONE, SHORT
 
@@ -21,7 +21,8 @@ def gains(rows: pd.DataFrame) -> pd.DataFrame:
 
     faster: beyond the noise, in less time than one device took in any run of the case, and not more times as fast as
     ranks can be. The noise is one device's against itself, and that of shares of the batch, which leave one sequence
-    on one device. rival, rival_speedup: another strategy that is ahead by more than both intervals, or None.
+    on one device. rival, rival_speedup: the strategy that is ahead of it, or None; clear: by more than both
+    intervals.
     """
     done, found = ok(rows), []
     for case, group in done.groupby(CASE, sort=False):
@@ -34,11 +35,12 @@ def gains(rows: pd.DataFrame) -> pd.DataFrame:
         possible = best["speedup"] < UNEQUAL * best["nproc"]  # more: the run's baseline was disturbed
         faster = best["speedup_low"] > noise and possible and not (alone["median_ms"] <= best["median_ms"]).any()
         ahead = run.drop(["sequence", ONE, AA, *SHORT], errors="ignore")
-        ahead = ahead[ahead["speedup_low"] > best["speedup_high"]].sort_values("speedup")
+        ahead = ahead[ahead["speedup"] > best["speedup"]].sort_values("speedup")
+        clear = bool(len(ahead)) and bool(ahead["speedup_low"].iloc[-1] > best["speedup_high"])
         line = dict(zip(CASE, case, strict=True)) | {x: best[x] for x in ("nproc", "speedup")}
-        line |= {"faster": bool(faster), "rival": ahead.index[-1] if len(ahead) else None}
+        line |= {"faster": bool(faster), "rival": ahead.index[-1] if len(ahead) else None, "clear": clear}
         found.append(line | {"rival_speedup": ahead["speedup"].iloc[-1] if len(ahead) else None})
-    columns = [*CASE, "nproc", "speedup", "faster", "rival", "rival_speedup"]
+    columns = [*CASE, "nproc", "speedup", "faster", "rival", "clear", "rival_speedup"]
     return pd.DataFrame(found, columns=columns)
 
 
@@ -57,17 +59,54 @@ def by_sequence(rows: pd.DataFrame, what: str = "card") -> list[str]:
         f"{counted(len(found), 'case')}**, by **{spread(won['speedup'].min(), won['speedup'].max())} times**"
     )
     said += f"; the most: {_case(most)}." if len(won) > 1 else f" ({_case(most)})."
-    behind = [f"{_case(x)} ({_name(x['rival'])} {x['rival_speedup']:.2f}, sequence {x['speedup']:.2f})"
-              for x in found[found["rival"].notna()].to_dict("records")]  # fmt: skip
-    return [said] + [f"Another way is ahead of it by more than the intervals at {listed(behind)}."] * bool(behind)
+    for clear, words in ((True, "beyond"), (False, "within")):
+        behind = found[found["rival"].notna() & found["clear"].eq(clear)].to_dict("records")
+        cases = [f"{_case(x)} ({x['rival']} {x['rival_speedup']:.2f}, sequence {x['speedup']:.2f})" for x in behind]
+        if cases:
+            said += f" Another way is ahead {words} the intervals for {listed(cases)}."
+    return [said]
 
 
 def _case(row) -> str:
-    return f"{row['kind']}, {MODES.get(row['mode'], row['mode'])}, N = {int(row['n']):,}"
+    return f"{title(row['kind'])}, {MODES.get(row['mode'], row['mode'])}, N = {int(row['n']):,}"
 
 
 def _name(strategy: str) -> str:
     return SHORT.get(strategy, strategy)
+
+
+COSTS = {
+    "context parallel": ("peak", "Context parallel holds", "memory"),
+    "heads": ("sent", "Dividing the heads sends", "bytes"),
+}
+
+
+def costs(rows: pd.DataFrame) -> list[str]:
+    """What other ways cost beside dividing the sequence: the memory of context parallel and the bytes that heads send,
+    over those of "sequence", as a range over cases and at the case with the largest."""
+    done, said = relative(rows), []
+    for name, (column, does, noun) in COSTS.items():
+        ratio = done[done["strategy"] == name][f"{column} over sequence's"].dropna()
+        if ratio.empty or ratio.max() <= UNEQUAL:
+            continue
+        most = done.loc[ratio.idxmax()]
+        ends = " to ".join(dict.fromkeys([number(ratio.min()), number(ratio.max())]))
+        ours = most[column] / ratio.max()
+        said.append(
+            f"{does} **{ends} times** the {noun} of dividing the sequence; most for {_case(most)}: "
+            f"{mib(most[column])} against {mib(ours)} MiB."
+        )
+    return said
+
+
+def headline(rows: pd.DataFrame, what: str = "card") -> str:
+    """The page in a few words: the range of speed-ups by "sequence" where it is faster."""
+    found = gains(rows)
+    won = found[found["faster"]]
+    if won.empty:
+        return f"no gain on {counted(int(rows['nproc'].max()), what)}" if len(rows) else "nothing ran"
+    least, most = won["speedup"].min(), won["speedup"].max()
+    return f"{spread(least, most)} times on {counted(int(won['nproc'].max()), what)}"
 
 
 def compared(rows: pd.DataFrame) -> str:
@@ -80,6 +119,52 @@ def compared(rows: pd.DataFrame) -> str:
     return said + (f" Wrong: {listed(dict.fromkeys(map(_name, wrong['strategy'])))}." if len(wrong) else "")
 
 
+# How names of kernels tell which engine they are of, the first that fits.
+ENGINES = {
+    "pytorch_flash": "FlashAttention-2", "fmha": "torch's memory-efficient attention", "cudnn": "cuDNN",
+    "kernel_cutlass": "FlashAttention-4", "fa4": "FlashAttention-4", "Sm90": "FlashAttention-4",
+    "forward_kernel": "Triton", "dq_kernel": "Triton", "dkdv_kernel": "Triton",
+}  # fmt: skip
+
+
+def computed_by(rows: pd.DataFrame) -> list[str]:
+    """Which engine's kernels took most of a card's time, by pattern and strategy; nothing where none was seen."""
+    seen = rows[rows["kernel"].notna()] if "kernel" in rows else rows[:0]
+    by: dict[str, list[str]] = {}
+    for (kind, strategy), group in seen.groupby(["kind", "strategy"], sort=False):
+        for engine in dict.fromkeys(map(_engine, group["kernel"])):
+            by.setdefault(engine, []).append(f"{title(kind)} by {_name(strategy)}")
+    return [f"Most of the time is **{engine}**'s: {listed(cases)}." for engine, cases in by.items()]
+
+
+def _engine(kernel: str) -> str:
+    return next((words for part, words in ENGINES.items() if part in kernel), kernel[:60])
+
+
+def beside(shares: pd.DataFrame) -> list[str]:
+    """`scaling.timeline.shares` in sentences: how much of a call computes, and how much of the exchange is hidden."""
+    said = []
+    for (label, strategy), ranks in shares.groupby(["label", "strategy"], sort=False):
+        mean = ranks.drop(columns=["label", "strategy", "rank"]).mean()
+        name = f"{title(label)[0].upper()}{title(label)[1:]} by *{strategy}*"
+        hidden = f"{number(mean['beside'])} ms" if mean["beside"] > 0.01 * mean["exchange"] else "none"
+        said.append(
+            f"{name} takes {number(mean['call'])} ms here. A rank computes for "
+            f"**{mean['compute'] / mean['call']:.0%}** of it, and is in an exchange for {number(mean['exchange'])} ms, "
+            f"{hidden} of it while it computes."
+        )
+    return said
+
+
+def about(rows: pd.DataFrame, device: str = "") -> str:
+    """For a caption: dtype, heads and device of rows; the device of recorded rows is their own, with the date."""
+    first = rows.iloc[0]
+    sizes = f"{first['dtype']}, {counted(int(first['heads']), 'head')} x {int(first['head_dim'])}"
+    if "run_device" in rows:
+        device = f"{int(rows['nproc'].max())} x {first['run_device']}, recorded {str(rows['run_utc'].max())[:10]}"
+    return f"{sizes}; {device}"
+
+
 def as_planned(rows: pd.DataFrame) -> str:
     """In how many of the rows that have a plan every rank sent exactly its bytes."""
     done = rows[rows["status"].eq("ok") & rows["planned_bytes"].notna()]
@@ -89,23 +174,9 @@ def as_planned(rows: pd.DataFrame) -> str:
     return f"In **{same} of {len(done)}** every rank sent as many bytes as its plan says, to the byte."
 
 
-def share_of_one(rows: pd.DataFrame, what: str = "card") -> str:
-    """What the sequence strategy holds and sends in one case (rows of one N, mode and number of ranks)."""
-    by = rows.drop_duplicates("strategy").set_index("strategy")
-    if not {ONE, "sequence"} <= set(by.index) or by.loc[[ONE, "sequence"], "peak_bytes"].isna().any():
-        return "One device or the division of the sequence gave no right result here: there is nothing to compare."
-    alone, ours = by.loc[ONE], by.loc["sequence"]
-    world, sent = int(ours["nproc"]), ours["sent_bytes"]
-    said = (
-        f"At the peak a {what} holds **{ours['peak_bytes'] / alone['peak_bytes']:.2f}** of what one device holds; "
-        f"an even share is {1 / world:.2f}."
-    )
-    return said + (f" It sends at most {max(sent) / 2**20:.3g} MiB." if isinstance(sent, list) and sent else "")
-
-
 def processors(cores: int, worlds) -> str:
     """What ranks that share processors can reach at best."""
-    said = (f"The ranks share **{counted(cores, 'processor')}**, one thread a rank or more where there is room: no "
+    said = (f"The ranks share **{counted(cores, 'processor')}**, one thread per rank or more where there is room: no "
             f"number of them can be more than {cores} times as fast as a rank alone")  # fmt: skip
     over = [f"{cores / x:.0%} of the time with {counted(x, 'rank')}" for x in worlds if x > cores]
     return said + (f", and on average each can compute for at most {listed(over)}." if over else ".")
@@ -121,7 +192,8 @@ def batches(shares: pd.DataFrame, what: str = "card") -> list[str]:
         if pd.isna(idle):
             words += f"how busy each {what} is was not counted"
         else:
-            words += f"the idlest {what} " + ("**does nothing**" if idle < 0.01 else f"computes {idle:.0%} of the time")
+            does = "**does nothing**" if idle < 0.01 else f"computes {idle:.0%} of the time"
+            words += f"the {what} with least to do {does}"
         if one and pd.notna(row["peak"]):
             words += f"; the fullest holds **{row['peak']:.2f}** of what one device holds, so "
             longer = "no longer sequence fits" if row["peak"] < 1.02 else "the longest that fits gets shorter"
@@ -129,6 +201,9 @@ def batches(shares: pd.DataFrame, what: str = "card") -> list[str]:
         if not one and pd.notna(row["speed-up"]):
             words += f"; all together **{row['speed-up']:.2f} times** as fast as one device"
             words += f" ({row['low']:.2f} to {row['high']:.2f})" if pd.notna(row["low"]) else ""
+            slower = (idle or 0) * row["ranks"] / row["speed-up"]  # over the time of its share on one device
+            if slower > UNEQUAL:
+                words += f". Its kernels run for {slower:.2f} times as long as the same work takes one device"
         said.append(words + ".")
     return said + uneven(shares, what)
 
@@ -140,10 +215,9 @@ def uneven(shares: pd.DataFrame, what: str = "card") -> list[str]:
     for row in shares[shares["strategy"] == SHORT["distributed data parallel"]].to_dict("records"):
         equal = row["sequences"] % row["ranks"] == 0 and row["idlest"] and row["busiest"]
         if equal and row["busiest"] > UNEQUAL * row["idlest"]:
-            times = row["busiest"] / row["idlest"]
             said.append(f"**Not a fair row:** with {counted(int(row['sequences']), 'sequence')}, DDP gave each {what} "
-                        f"as much to do, but one computed {times:.2f} times as long as another. One {what} was slow: "
-                        "measure again.")  # fmt: skip
+                        f"as much to do, but one computed {row['busiest']:.0%} of the time and another "
+                        f"{row['idlest']:.0%}. One {what} was slow: measure again.")  # fmt: skip
     return said
 
 
@@ -154,47 +228,39 @@ def longest(rows: pd.DataFrame, budget_mib: float, step: float, what: str = "car
         return "The search ended without a longest sequence on one device and on several: there is nothing to compare."
     alone, many = done.iloc[0], done.iloc[-1]
     return (
-        f"With {budget_mib:,g} MiB for tensors on each of {counted(int(many['world']), what)}, N is "
-        f"**{many['n'] / alone['n']:.2f} times** that on one: {int(many['n']):,} against {int(alone['n']):,}, to "
-        f"within {step:.0%}."
+        f"With {budget_mib:,g} MiB for tensors on each of {counted(int(many['world']), what)}, the longest N is "
+        f"**{many['n'] / alone['n']:.2f} times** that of one: {int(many['n']):,} against {int(alone['n']):,}, each "
+        f"found to within {step:.0%}."
     )
 
 
-def model_error(curves: pd.DataFrame, measured: pd.DataFrame) -> str:
-    """How far the measured efficiencies are from the modelled bands, at worst."""
-    keys = ["kind", "scaling", "world", "n"]
-    both = curves[curves["status"] == "ok"].merge(measured, on=keys, suffixes=("_model", ""))
-    if both.empty:
-        return "No point of the model was measured here."
-    off = (both["least"] - both["efficiency"]).clip(lower=0) + (both["efficiency"] - both["efficiency_model"]).clip(0)
-    worst = both.loc[off.idxmax()]
-    said = f"The model against what was measured: **{(off < 0.005).sum()} of {counted(len(both), 'point')}** are inside"
-    if off.max() < 0.005:
-        return said + " its bands."
-    return said + (
-        f" its bands; at worst it is off by {100 * off.max():.0f} points ({worst['kind']}, {worst['scaling']}, "
-        f"{counted(int(worst['world']), 'rank')}: measured {worst['efficiency']:.0%}, modelled "
-        f"{spread(worst['least'], worst['efficiency_model'], '.0%')})."
-    )
-
-
-def orders(rows: pd.DataFrame) -> list[str]:
-    """What the two orders of a grid's cells give on one device and on several, where both were measured."""
-    done, said = ok(rows[rows["kind"].str.startswith("neighborhood")]) if len(rows) else rows, []
-    for (n, mode, world), group in done.groupby(["n", "mode", "nproc"]) if len(done) else ():
-        by = group.drop_duplicates(["kind", "strategy"], keep="last").set_index(["kind", "strategy"])
-        kinds = [f"neighborhood, {x}" for x in ORDERS.values()]
-        if not all((kind, x) in by.index for kind in kinds for x in (ONE, "sequence")):
+def orders(measured: pd.DataFrame) -> list[str]:
+    """`multicard.orders` in sentences: what the order of a grid's cells gives on one device and on several."""
+    said = []
+    for (device, n, mode, world), group in measured.groupby(["device", "N", "mode", "ranks"]) if len(measured) else ():
+        by = group.set_index("order")
+        if {*by.index} != {*ORDERS.values()}:
             continue
-        alone, many = ([by.loc[(kind, x), "median_ms"] for kind in kinds] for x in (ONE, "sequence"))
-        slower = by.loc[(kinds[1], "sequence"), "speedup_high"] < 1
+        (row, curve), (slow, fast) = ([by.loc[x, y] for x in ORDERS.values()] for y in ("one device (ms)", "speed-up"))
+        rows, many = (by.loc[x, "all ranks (ms)"] for x in ORDERS.values())
         said.append(
-            f"N = {int(n):,}, {MODES[mode]}: one device takes {number(alone[0])} ms in row-major order and "
-            f"**{number(alone[1])} ms** along the Hilbert curve; {world:g} ranks take {number(many[0])} and "
-            f"**{number(many[1])} ms**."
-            + (" Along the curve too little work is left to divide: one device alone is faster." if slower else "")
+            f"{device}, N = {n:,}, {mode}: along the Hilbert curve one device takes **{number(curve)} ms** in place of "
+            f"{number(row)}, and {world} take **{number(many)} ms** in place of {number(rows)}. Dividing gives "
+            f"{slow:.2f} times in row-major order and {fast:.2f} along the curve"
+            + (": too little work is left, one device alone is faster." if by.loc["Hilbert", "high"] < 1 else ".")
         )
     return said
+
+
+def moves(moved: pd.DataFrame) -> str:
+    """`multicard.moved` in a sentence: which pattern has to fetch most and least for what a rank holds."""
+    if moved.empty:
+        return "Nothing ran whose plan could be counted."
+    ranked = moved["rows got over rows held"].sort_values()
+    return (
+        f"For each row that it holds, a rank has to get **{number(ranked.iloc[-1])}** with {ranked.index[-1]}, the "
+        f"most of these, and **{number(ranked.iloc[0])}** with {ranked.index[0]}, the least."
+    )
 
 
 def fewer_bytes(moved: pd.DataFrame) -> str:

@@ -8,8 +8,6 @@ sequence   one rank's run of such a plan: its own rows, then those that arrive, 
 ulysses    the other strategy: all rows, for a part of the heads
 """  # noqa: E501 (a table)
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Where the keys of a partial come from: the rank's own rows, and parcels that other ranks send."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 

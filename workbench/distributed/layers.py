@@ -1,7 +1,5 @@
 """Layers over sharded attention."""
 
-from __future__ import annotations
-
 import copy
 
 import torch.distributed as dist

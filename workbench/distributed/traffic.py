@@ -1,7 +1,5 @@
 """Bytes on the wire, counted where torch.distributed hands tensors to its backend, whoever started the collective."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch

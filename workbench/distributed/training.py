@@ -21,8 +21,6 @@ An error that attention raises is raised on all ranks of that sequence, but not 
 their gradients: let it end the process, as `harness.ranks` does.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch
@@ -69,9 +67,6 @@ def mean(losses: Tensor, group=None) -> Tensor:
     count = torch.tensor(losses.numel(), device=losses.device)
     dist.all_reduce(count, group=group)
     return losses.sum() / count * dist.get_world_size(group)
-
-
-# --- an example -------------------------------------------------------------------------------------------------------
 
 
 class Layer(nn.Module):

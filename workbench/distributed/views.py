@@ -3,8 +3,6 @@
 Single-device executions run them like any pattern; only rows, blocks and heads are numbered differently.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

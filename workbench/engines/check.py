@@ -1,7 +1,5 @@
 """What a call of attention is checked for before any work, whichever backend runs it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H quer
 head_dim.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
@@ -101,8 +99,8 @@ def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[st
         from workbench.engines import fa4_backend
 
         if fa4_backend.preferred(q, k, pattern):
-            words = "FlashAttention-4 is installed, and was measured to be the faster for such calls; its gradients differ in"
-            return "fa4", f"{words} their last bits from run to run (torch.use_deterministic_algorithms takes Triton's)"
+            words = "FlashAttention-4 is installed, and was measured to be the faster for such calls; its gradients"
+            return "fa4", f"{words} differ in their last bits from run to run (use_deterministic_algorithms: Triton's)"
     if isinstance(pattern, Dense):
         return "torch", "every pair attends, which torch's fused attention computes as it is"
     if device == "cuda" and q.dtype in (torch.bfloat16, torch.float16):

@@ -1,7 +1,5 @@
 """Layers over `attention`, so that what is probed is a whole layer and not only its core."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from workbench.engines.check import autocast, refuse

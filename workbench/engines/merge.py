@@ -5,8 +5,6 @@
 Dimensions: ... any, D head_dim. A part that sees nothing has lse -inf and changes nothing.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

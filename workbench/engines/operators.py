@@ -5,8 +5,6 @@ An operator cannot take a pattern, so it takes the pattern's key, a string by wh
 Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads, D head_dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -6,8 +6,6 @@ on any number of keys. Causal with fewer queries than keys, which it does not of
 Dimensions: B batch, L queries, M keys, H query heads, G key heads, D head_dim. A `call` has a scale and a backend.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

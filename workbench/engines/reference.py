@@ -5,8 +5,6 @@
 with s = scale * q.k and C the pattern's `multiplicity`. A row that sees no key: out 0, lse -inf, zero gradients.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -17,8 +17,6 @@ Beside the table: cuDNN takes no single key, and flash no gradients of head_dims
 8.9, 12.x). Where `causal` is taken with Nq != N, torch means the first Nq positions, not the last.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

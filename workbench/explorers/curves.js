@@ -125,9 +125,16 @@ const curves = (() => {
   // {rows, seen}: Uint8Array (rows * rows), the (query, key) blocks that hold a visible pair.
   function touched(ranks, shape, radius, block) {
     const rows = Math.ceil(ranks.length / block), seen = new Uint8Array(rows * rows), blockOf = ranks.map(i => Math.floor(i / block));
+    const [deep, high, wide] = [1, 1, ...shape].slice(-3), next = new Int32Array(ranks.length); // the next cell of another block
+    for (let cell = ranks.length - 1; cell >= 0; cell--)
+      next[cell] = (cell + 1) % wide && blockOf[cell + 1] === blockOf[cell] ? next[cell + 1] : cell + 1;
     for (let cell = 0; cell < ranks.length; cell++) {
-      const row = blockOf[cell] * rows;
-      around(cell, shape, radius, other => { seen[row + blockOf[other]] = 1; });
+      const row = blockOf[cell] * rows, z = Math.floor(cell / (high * wide)), y = Math.floor(cell / wide) % high, x = cell % wide;
+      for (let a = Math.max(0, z - radius); a <= Math.min(deep - 1, z + radius); a++)
+        for (let b = Math.max(0, y - radius); b <= Math.min(high - 1, y + radius); b++) {
+          const line = (a * high + b) * wide, last = line + Math.min(wide - 1, x + radius);
+          for (let other = line + Math.max(0, x - radius); other <= last; other = next[other]) seen[row + blockOf[other]] = 1;
+        }
     }
     return {rows, seen};
   }

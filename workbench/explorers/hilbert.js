@@ -18,7 +18,7 @@ function start(root, data) {
   root.append(top, row, below);
   let state, cell = null, kept = new Map();
   const panels = ["left", "right"].map(panel);
-  kit.key(root)([["the cell", data.colors.cell], ["its window", data.colors.window], ["the key blocks it touches", data.colors.keys], ["its query block", data.colors.query]]);
+  kit.key(root)([["the cell", data.colors.cell], ["its window", data.colors.window], ["the key blocks it touches", data.colors.keys], ["its query block; in the matrix, what the rest of that block touches", data.colors.query]]);
   kit.controls(top, "hilbert", specs, changed);
 
   function sides(text) {
@@ -85,23 +85,17 @@ function start(root, data) {
 
     function drawGrid(ctx, width) {
       const {rank} = order(state[side]), {block} = state, s = scale(width), keys = new Set(curves.keyBlocks(rank, state.shape, state.radius, block, cell));
-      const paper = kit.rgb(kit.color(root, "paper")), line = kit.color(root, "line"), query = Math.floor(rank[cell] / block), window = new Set();
+      const paper = kit.rgb(kit.color(root, "paper")), query = Math.floor(rank[cell] / block), window = new Set();
       curves.around(cell, state.shape, state.radius, other => window.add(other));
       ctx.clearRect(0, 0, width, 500);
-      const image = new ImageData(cols(), rows()), tints = [0.5, 0.68, 0.82].map(share => kit.mix(kit.rgb(data.colors.keys), paper, share)), ours = kit.mix(kit.rgb(data.colors.query), paper, 0.35);
-      for (let k = 0; k < rows() * cols(); k++) {
+      const tints = [0.5, 0.68, 0.82].map(share => kit.mix(kit.rgb(data.colors.keys), paper, share)), ours = kit.mix(kit.rgb(data.colors.query), paper, 0.35);
+      const grounds = [paper, ours, ...tints], lit = grounds.map(ground => kit.mix(ground, kit.rgb(data.colors.window), 0.45));
+      const [plain, inside] = [grounds, lit].map(colors => colors.map(kit.packed));
+      kit.raster(ctx, rows(), cols(), k => {
         const other = base() + k, b = Math.floor(rank[other] / block);
-        const ground = b === query ? ours : keys.has(b) ? tints[b % 3] : paper;
-        image.data.set(window.has(other) ? kit.mix(ground, kit.rgb(data.colors.window), 0.45) : ground, 4 * k);
-        image.data[4 * k + 3] = 255;
-      }
-      const small = new OffscreenCanvas(cols(), rows());
-      small.getContext("2d").putImageData(image, 0, 0);
-      ctx.imageSmoothingEnabled = false;
-      ctx.drawImage(small, 0, 0, cols() * s, rows() * s);
+        return (window.has(other) ? inside : plain)[b === query ? 1 : keys.has(b) ? 2 + b % 3 : 0];
+      }, 0, 0, cols() * s, rows() * s);
       if (state.path) drawPath(ctx, s);
-      ctx.strokeStyle = line;
-      ctx.strokeRect(0.5, 0.5, cols() * s - 1, rows() * s - 1);
       const at = curves.place(cell, state.shape).slice(-2), mark = Math.max(s, 5);
       ctx.fillStyle = data.colors.cell;
       ctx.fillRect((at[1] + 0.5) * s - mark / 2, (at[0] + 0.5) * s - mark / 2, mark, mark);
@@ -123,20 +117,10 @@ function start(root, data) {
 
     function drawMatrix(ctx, width) {
       const {rank, seen, rows: many} = order(state[side]), room = Math.min(width, 300), query = Math.floor(rank[cell] / state.block);
-      const keys = new Set(curves.keyBlocks(rank, state.shape, state.radius, state.block, cell)), paper = kit.rgb(kit.color(root, "paper"));
-      const plain = kit.rgb(kit.color(root, "soft")), image = new ImageData(many, many), s = room / many;
-      seen.forEach((touched, k) => {
-        const here = Math.floor(k / many) === query, color = here && keys.has(k % many) ? kit.rgb(data.colors.keys) : here ? kit.rgb(data.colors.query) : plain;
-        image.data.set(touched ? color : paper, 4 * k);
-        image.data[4 * k + 3] = 255;
-      });
-      const small = new OffscreenCanvas(many, many);
-      small.getContext("2d").putImageData(image, 0, 0);
+      const keys = new Set(curves.keyBlocks(rank, state.shape, state.radius, state.block, cell));
+      const [nothing, plain, green, blue] = [kit.color(root, "paper"), kit.color(root, "soft"), data.colors.keys, data.colors.query].map(css => kit.packed(kit.rgb(css))), s = room / many;
       ctx.clearRect(0, 0, width, 300);
-      ctx.imageSmoothingEnabled = many > 2 * room;
-      ctx.drawImage(small, 0, 0, room, room);
-      ctx.strokeStyle = kit.color(root, "line");
-      ctx.strokeRect(0.5, 0.5, room - 1, room - 1);
+      kit.raster(ctx, many, many, k => !seen[k] ? nothing : Math.floor(k / many) !== query ? plain : keys.has(k % many) ? green : blue, 0, 0, room, room, many > 2 * room);
       ctx.strokeStyle = data.colors.window;
       ctx.lineWidth = 1.5;
       ctx.strokeRect(0, query * s - 1, room, Math.max(s, 2) + 2);

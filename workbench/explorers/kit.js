@@ -120,6 +120,11 @@ const kit = (() => {
 
     Object.values(parts).forEach(show);
     update("");
+    if (!error.hidden && Object.keys(written).length) { // an address whose settings do not go together
+      for (const spec of specs) state[spec.name] = spec.value;
+      Object.values(parts).forEach(show);
+      update("");
+    }
     return {
       state,
       set(name, value) { state[name] = value; bad.delete(name); parts[name].input.removeAttribute("aria-invalid"); show(parts[name]); update(name); },
@@ -186,7 +191,7 @@ const kit = (() => {
     new ResizeObserver(() => { if (made.clientWidth !== width) redraw(); }).observe(made);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
     new MutationObserver(redraw).observe(document.documentElement, {attributes: true, attributeFilter: ["class", "style", "data-theme"]});
-    for (const moment of ["beforeprint", "afterprint"]) addEventListener(moment, paint);
+    matchMedia("print").addEventListener("change", paint); // at once: the page is printed next
     return {canvas: made, redraw, paint, describe: text => made.setAttribute("aria-label", text)};
   }
 
@@ -201,6 +206,19 @@ const kit = (() => {
   }
   function mix(a, b, share) { return a.map((x, k) => Math.round(x + (b[k] - x) * share)); }
   function css(color) { return `rgb(${color.join(",")})`; }
+
+  // A picture of rows x cols cells at x, y, w wide and h high: color(k) -> packed(a colour) of the k-th cell.
+  function raster(ctx, rows, cols, color, x, y, w, h, smooth = false) {
+    const image = new ImageData(cols, rows), pixels = new Uint32Array(image.data.buffer), small = new OffscreenCanvas(cols, rows);
+    for (let k = 0; k < rows * cols; k++) pixels[k] = color(k);
+    small.getContext("2d").putImageData(image, 0, 0);
+    ctx.imageSmoothingEnabled = smooth;
+    ctx.drawImage(small, x, y, w, h);
+    ctx.strokeStyle = getComputedStyle(ctx.canvas).getPropertyValue("--x-line");
+    ctx.lineWidth = 1;
+    ctx.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
+  }
+  function packed([r, g, b]) { return (255 << 24 | b << 16 | g << 8 | r) >>> 0; } // as canvases keep it on all machines of today
 
   // --- pointing ----------------------------------------------------------------------------------------------------
   // A tooltip inside the explorer: tip(root).show(event or {x, y} in pixels of root, text), hide().
@@ -272,5 +290,5 @@ const kit = (() => {
     }
   }
 
-  return {el, number, length, bytes, percent, list, whole, controls, canvas, color, rgb, mix, css, tip, points, facts, key, mount};
+  return {el, number, length, bytes, percent, list, whole, controls, canvas, color, rgb, mix, css, raster, packed, tip, points, facts, key, mount};
 })();

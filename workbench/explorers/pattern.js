@@ -132,18 +132,11 @@ function start(root, data) {
     if (n > DRAWN) { ctx.fillText(`${kit.number(n)} tokens: counted, not drawn`, 4, 30); return; }
     const {x, y, side} = frame(width), room = Math.floor(side * (window.devicePixelRatio || 1));
     if (!mask || mask.room !== room) mask = compute(room);
-    const {bins, most, seen, count, empty} = mask, image = new ImageData(bins, bins), levels = Array.from({length: most + 1}, (_, c) => level(shade, c, most));
-    for (let k = 0; k < bins * bins; k++) {
-      const ground = empty[Math.floor(k / bins)] ? shade.empty : shade.paper;
-      image.data.set(seen[k] ? kit.mix(ground, levels[count[k]], seen[k] ** 0.5) : ground, 4 * k);
-      image.data[4 * k + 3] = 255;
-    }
-    const small = new OffscreenCanvas(bins, bins);
-    small.getContext("2d").putImageData(image, 0, 0);
-    ctx.imageSmoothingEnabled = false;
-    ctx.drawImage(small, x, y, side, side);
-    ctx.strokeStyle = kit.color(root, "line");
-    ctx.strokeRect(x - 0.5, y - 0.5, side + 1, side + 1);
+    const {bins, most, seen, count, empty} = mask, levels = Array.from({length: most + 1}, (_, c) => level(shade, c, most));
+    const STEPS = 32; // shades between no pair of a bin and all
+    const palette = levels.map(color => Array.from({length: STEPS + 1}, (_, s) => kit.packed(kit.mix(shade.paper, color, (s / STEPS) ** 0.5))));
+    const grounds = [kit.packed(shade.paper), kit.packed(shade.empty)];
+    kit.raster(ctx, bins, bins, k => seen[k] ? palette[count[k]][Math.ceil(seen[k] * STEPS)] : grounds[empty[Math.floor(k / bins)]], x, y, side, side);
     const cell = side / n;
     ctx.strokeStyle = data.colors.empty;
     ctx.lineWidth = 1.5;
@@ -165,15 +158,10 @@ function start(root, data) {
 
   function drawStrip(ctx, width, height) {
     const {first} = strip, shade = shades(), layers = state.layers, fade = layer => layer < 0 ? shade.paper : kit.mix(level(shade, layer === 0 ? 2 : 1, 2), shade.paper, layer < 2 ? 0 : 0.75 * (layer - 1) / Math.max(1, layers - 1));
-    const [rows, cols] = spec.kind === "grid" ? spec.shape : [1, n], image = new ImageData(cols, rows);
-    first.forEach((layer, j) => { image.data.set(fade(layer), 4 * j); image.data[4 * j + 3] = 255; });
-    const small = new OffscreenCanvas(cols, rows), wide = rows > 1 ? Math.min(width, height * cols / rows) : width;
-    small.getContext("2d").putImageData(image, 0, 0);
+    const [rows, cols] = spec.kind === "grid" ? spec.shape : [1, n], wide = rows > 1 ? Math.min(width, height * cols / rows) : width;
+    const colors = Array.from({length: layers + 2}, (_, k) => kit.packed(fade(k - 1)));
     ctx.clearRect(0, 0, width, height);
-    ctx.imageSmoothingEnabled = cols > 2 * wide;
-    ctx.drawImage(small, 0, 0, wide, height);
-    ctx.strokeStyle = kit.color(root, "line");
-    ctx.strokeRect(0.5, 0.5, wide - 1, height - 1);
+    kit.raster(ctx, rows, cols, j => colors[first[j] + 1], 0, 0, wide, height, cols > 2 * wide);
     const last = Math.max(...first);
     stripKey([["itself", kit.css(fade(0))], ...Array.from({length: last}, (_, k) => [`${k + 1} layer${k ? "s" : ""}`, kit.css(fade(k + 1))]), ["never", kit.css(shade.paper)]].slice(0, first.includes(-1) ? undefined : -1));
     strip.describe(`What token ${at.i} depends on, by layer: ${note.textContent}`);

@@ -3,8 +3,6 @@
 A figure is as good as its source, which stands beside it.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field, replace
 

@@ -7,8 +7,6 @@ which was measured. Time is modelled, and says so: attended pairs over the rate 
 H100 at such a length, as a share of the card's ceiling.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json
@@ -112,9 +110,6 @@ def _life(case: Case, card: cards.Card, *place) -> tuple[tracer.Traced, str | No
 
 
 _lives: dict[str, tuple] = {}
-
-
-# --- time ------------------------------------------------------------------------------------------------------------
 
 
 def milliseconds(case: Case, card: cards.Card, backend: str, kernel: str | None = None) -> float | None:

@@ -1,8 +1,6 @@
 """A card that is not there: for a program "cuda" means `meta`, torch.cuda describes the card, and Triton's kernels do
 nothing. An operation whose result depends on data that the card would have raises."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import types

@@ -1,7 +1,5 @@
 """The largest length that works, found in few tries: what is tried may be an estimate or a call that takes minutes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

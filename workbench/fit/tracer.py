@@ -12,8 +12,6 @@ Example: of (x + x) * 2 with x (4,) in float32, the events are the births of x (
 Some kernels take memory of their own, which no dispatch mode sees: `workspace` has its size, by operator.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -255,8 +253,6 @@ WRONG_PAST_2_31 = {
 EFFICIENT = "_scaled_dot_product_efficient_attention"
 ASKED_FOR_LSE = {"_scaled_dot_product_cudnn_attention", EFFICIENT}
 
-
-# --- operators that make no storage ----------------------------------------------------------------------------------
 
 VIEWS = {"select", "slice", "split", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view"}
 WRITERS = {

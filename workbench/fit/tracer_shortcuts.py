@@ -4,8 +4,6 @@ Of equal calls in a row a few are run, which show all the memory that such a cal
 blocks into strips by what is in the lists: it does so on the host, whose tensors then count as if they were the card's.
 """
 
-from __future__ import annotations
-
 import collections
 import itertools
 from collections.abc import Callable, Iterable, Iterator

@@ -3,8 +3,6 @@
 Where there is no CUDA the card is in software (`VirtualCard`). What a call took, or what ended it, is a record's row.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import time

@@ -6,8 +6,6 @@ measured on. Where that is not how an operator
 takes its scratch, its own rule stands here (RULES), as torch's sources have it, and is measured against, too.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path
@@ -48,9 +46,6 @@ def sizes(shape, round_n: int, round_d: int) -> tuple[int, int]:
     b, h, n, d = shape
     rows = b * h * -(-n // round_n) * round_n
     return rows, rows * -(-d // round_d) * round_d
-
-
-# --- operators with a rule of their own ------------------------------------------------------------------------------
 
 
 def flash(q: torch.Tensor, k: torch.Tensor, *_, card) -> int:

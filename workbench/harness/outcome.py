@@ -1,7 +1,5 @@
 """What became of a piece of work: its result, or a status and a sentence. A failure is data, never a lost run."""
 
-from __future__ import annotations
-
 import gc
 import traceback
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What attends to what: a class for each kind of pattern, all with the methods of `Pattern`."""
 
-from __future__ import annotations
-
 from workbench.patterns import layouts
 from workbench.patterns.base import Blocks, Pattern
 from workbench.patterns.block_sparse import BlockSparse

@@ -89,8 +89,6 @@ class BlockSparse(Pattern):
     def _grid(self, n):
         return -(-n // self.block_size[0]), -(-n // self.block_size[1])
 
-    # --- the block form -----------------------------------------------------------------------------------------------
-
     def block_of(self, block_size=None):
         """The pattern's own; another one is refused."""
         if block_size is not None and axes("block_size", block_size, 2, 1) != self.block_size:
@@ -139,8 +137,6 @@ class BlockSparse(Pattern):
             full = (column * bk + bk).clamp(max=n) - 1 <= first[row, 0]
         return Part(head, start, end, row + start, column, full)
 
-    # --- inside the blocks --------------------------------------------------------------------------------------------
-
     def _evaluated(self, part: Part, n, nq):
         """Yield (slice of the part's blocks, seen, exists), bool (blocks, bq, bk) both, a few blocks at a time."""
         (bq, bk), size = self.block_size, len(part.row)
@@ -162,30 +158,11 @@ class BlockSparse(Pattern):
             full[some] = (seen == exists).all(2).all(1)
         return part.only(left, full)
 
-    # --- counting -----------------------------------------------------------------------------------------------------
-
     def _pairs(self, n, heads, nq):
-        (bq, bk), layout = self.block_size, self.layout
-        if self.predicate is None and nq == n:
-            if layout.row_counts and not self.causal and n % bq == n % bk == 0:
-                return heads * bq * bk * int(layout.row_counts(self._grid(n)).sum())
-            if layout.repeats and bq == bk:
-                return heads * self._pairs_repeated(n, *layout.repeats)
         total = sum(self._pairs_of(part, n, nq) for part in self._parts(n, heads, nq))
         return total if self._by_head(n, heads) else heads * total
 
     _distinct = _pairs
-
-    def _pairs_repeated(self, n, period, reach) -> int:
-        """The pairs of a head: quadratic in the number of periods, so that three short lengths determine it."""
-        step = period * self.block_size[0]
-        turns = (n - 2 * (reach + 1) * self.block_size[0]) // step - 1
-        lengths = [n] if turns < 2 else [n - (turns - more) * step for more in range(3)]
-        found = [sum(self._pairs_of(part, m, m) for part in self._parts(m, 1, m)) for m in lengths]
-        if turns < 2:
-            return found[0]
-        more = found[1] - found[0]
-        return found[0] + turns * more + turns * (turns - 1) // 2 * (found[2] - found[1] - more)
 
     def _pairs_of(self, part: Part, n, nq) -> int:
         (q0, q1), (k0, k1) = self._spans(part, n, nq)
@@ -204,26 +181,6 @@ class BlockSparse(Pattern):
         bq, bk = self.block_size
         queries = (part.row * bq).clamp(min=n - nq), (part.row * bq + bq).clamp(max=n)
         return queries, (part.column * bk, (part.column * bk + bk).clamp(max=n))
-
-    def _uncovered(self, n, heads, nq):
-        missing = torch.zeros(heads if self._by_head(n, heads) else 1, dtype=torch.int64)
-        for part in self._parts(n, heads, nq):
-            low, high = max(part.start * self.block_size[0], n - nq), min(part.end * self.block_size[0], n)
-            line = torch.arange(low, high) // self.block_size[0] - part.start  # of each query
-            if self.predicate is not None:
-                hits = torch.zeros(part.end - part.start, self.block_size[0], dtype=torch.int32)
-                for some, seen, _ in self._evaluated(part, n, nq):
-                    hits.index_add_(0, part.row[some] - part.start, seen.any(2).int())
-                covered = hits[line, torch.arange(low, high) % self.block_size[0]] > 0
-            else:  # a query sees something from the first of its row's key blocks on
-                since = torch.full((part.end - part.start,), n)
-                opens = part.column * (self.block_size[1] if self.causal else 0)
-                since.scatter_reduce_(0, part.row - part.start, opens, "amin")
-                covered = since[line] <= torch.arange(low, high)
-            missing[part.head] += int((~covered).sum())
-        return missing.expand(heads).clone()
-
-    # --- identity -----------------------------------------------------------------------------------------------------
 
     def spec(self):
         spec = {"pattern": "BlockSparse", "layout": self.layout.spec(), "block_size": list(self.block_size)}

@@ -1,7 +1,5 @@
 """Every query sees every key."""
 
-from __future__ import annotations
-
 import torch
 
 from workbench.patterns import layouts

@@ -7,13 +7,10 @@ by their softmax denominators: one softmax over the multiset of visible keys, so
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.patterns import cells
 from workbench.patterns.base import Pattern
 from workbench.patterns.checks import choice, flag, wholes
 
@@ -60,8 +57,6 @@ class Dilated(Pattern):
                 "offsets='blocked': with heads='partition' the offset is the branch's, want offsets='interleaved'"
             )
 
-    # --- who is in which branch ---------------------------------------------------------------------------------------
-
     def head_range(self, branch: int, heads: int) -> range:
         """The heads that take part in a branch; empty where there are fewer heads than branches (partition)."""
         if self.heads == "all":
@@ -94,8 +89,6 @@ class Dilated(Pattern):
         flat = [-1 if o is None else o for row in table for o in row]
         return torch.tensor(flat, dtype=torch.int64, device="cpu").view(heads, len(branches))
 
-    # --- counting -----------------------------------------------------------------------------------------------------
-
     def count(self, h, i, j, n, heads):
         table = self._offsets(heads).to(h.device)
         total = torch.zeros((), dtype=torch.int32, device=h.device)
@@ -124,34 +117,6 @@ class Dilated(Pattern):
     def _pairs(self, n, heads, nq):
         before, every = self.pairs_before(np.array([n - nq, n], dtype=object), n, heads)
         return int(every - before)
-
-    def _distinct(self, n, heads, nq):
-        return sum(self._weigh(n, heads, nq, "pairs"))
-
-    def _uncovered(self, n, heads, nq):
-        covered = self._weigh(n, heads, nq, "queries")  # a kept query sees itself
-        return nq - torch.tensor(covered, dtype=torch.int64)
-
-    def _weigh(self, n, heads, nq, what: str) -> list[int]:
-        """Per head, the inclusion-exclusion sum of `cells.count` over subsets of branches."""
-        if not heads or not nq:
-            return [0] * heads
-        distinct, which = self._offsets(heads).unique(dim=0, return_inverse=True)  # heads with equal offsets: once
-        branches = list(zip(self.segment_lengths, self.dilation_rates, strict=True))
-        totals = [0] * len(distinct)
-        subsets = (itertools.combinations(range(len(branches)), size + 1) for size in range(len(branches)))
-        for subset in itertools.chain.from_iterable(subsets):
-            inside = (distinct[:, list(subset)] >= 0).all(1)
-            if not inside.any():
-                continue
-            offsets = distinct[inside][:, list(subset)]
-            seen = cells.count([branches[b] for b in subset], offsets.numpy(), n, nq, self.causal)
-            sign = 1 if len(subset) % 2 else -1
-            for u, value in zip(inside.nonzero().flatten().tolist(), seen[what], strict=True):
-                totals[u] += sign * value
-        return [totals[u] for u in which.tolist()]
-
-    # --- identity -----------------------------------------------------------------------------------------------------
 
     def spec(self):
         return {

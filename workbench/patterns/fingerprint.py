@@ -5,8 +5,6 @@ with it are right only until then, so its fingerprint is taken wherever they are
 function can reach, about a millisecond for a megabyte.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import pickle

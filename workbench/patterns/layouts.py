@@ -34,8 +34,6 @@ class Layout(Value):
     visible(h, i, j, grid): broadcastable integer tensors and grid = (rows, columns) of blocks -> bool
     per_head: whether it depends on the head
     of: what a combination combines; tensor: the blocks of an explicit layout
-    repeats: (period, reach) where visible depends on i and j modulo the period and, up to the reach, on i - j, i and j
-    row_counts: grid -> int64 (rows,), how many blocks each row has, where there is a formula for it
     """
 
     kind: str
@@ -44,8 +42,6 @@ class Layout(Value):
     per_head: bool = False
     of: tuple[Layout, ...] = ()
     tensor: Tensor | None = None
-    repeats: tuple[int, int] | None = None
-    row_counts: Callable[[tuple[int, int]], Tensor] | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "arguments", MappingProxyType(self.arguments))
@@ -60,7 +56,7 @@ class Layout(Value):
         return _combine("-", self, other, lambda *where: self.visible(*where) & ~other.visible(*where))
 
     def __invert__(self):
-        return Layout("~", {}, lambda *where: ~self.visible(*where), self.per_head, (self,), repeats=self.repeats)
+        return Layout("~", {}, lambda *where: ~self.visible(*where), self.per_head, (self,))
 
     @property
     def batch(self) -> int | None:
@@ -141,10 +137,7 @@ def _combine(kind, left, right, visible) -> Layout:
         return NotImplemented
     if left.batch is not None and right.batch is not None and left.batch != right.batch:
         raise ValueError(f"layouts of batch {left.batch} and {right.batch}: want one batch size")
-    repeats = None
-    if left.repeats and right.repeats:
-        repeats = math.lcm(left.repeats[0], right.repeats[0]), max(left.repeats[1], right.repeats[1])
-    return Layout(kind, {}, visible, left.per_head or right.per_head, (left, right), repeats=repeats)
+    return Layout(kind, {}, visible, left.per_head or right.per_head, (left, right))
 
 
 def from_spec(spec: dict) -> Layout:
@@ -161,28 +154,25 @@ def from_spec(spec: dict) -> Layout:
     return makers[kind](**spec)
 
 
-# --- the layouts ------------------------------------------------------------------------------------------------------
-
-
 def local(k: int) -> Layout:
     """|i - j| <= k"""
     k = whole("k", k, 0)
     reach = min(k, FAR)
-    return Layout("local", {"k": k}, lambda h, i, j, grid: (i - j).abs() <= reach, repeats=(1, reach))
+    return Layout("local", {"k": k}, lambda h, i, j, grid: (i - j).abs() <= reach)
 
 
 def global_(k: int) -> Layout:
     """i < k or j < k"""
     k = whole("k", k, 0)
     first = min(k, FAR)
-    return Layout("global_", {"k": k}, lambda h, i, j, grid: (i < first) | (j < first), repeats=(1, first))
+    return Layout("global_", {"k": k}, lambda h, i, j, grid: (i < first) | (j < first))
 
 
 def strided(s: int) -> Layout:
     """i = j (mod s)"""
     s = whole("s", s, 1)
     step = min(s, FAR)
-    return Layout("strided", {"s": s}, lambda h, i, j, grid: i % step == j % step, repeats=(step, 0))
+    return Layout("strided", {"s": s}, lambda h, i, j, grid: i % step == j % step)
 
 
 def hierarchical(window: int = 1, levels: int = 4) -> Layout:
@@ -202,9 +192,7 @@ def hierarchical(window: int = 1, levels: int = 4) -> Layout:
         divisor = torch.where(j % divisor == 0, divisor, j & -j)
         return ((i - j).abs() + reach - 1) // reach <= divisor  # no product: int32 could overflow
 
-    longest = 1 << (levels - 1)
-    repeats = longest, reach * longest
-    return Layout("hierarchical", {"window": window, "levels": levels}, visible, repeats=repeats)
+    return Layout("hierarchical", {"window": window, "levels": levels}, visible)
 
 
 def random(density: float, seed: int = 0, per_head: bool = False) -> Layout:
@@ -215,11 +203,6 @@ def random(density: float, seed: int = 0, per_head: bool = False) -> Layout:
     """
     density = number("density", density, most=1, want="a number in (0, 1], the share of blocks that is visible")
     seed, per_head = whole("seed", seed, 0), flag("per_head", per_head)
-
-    def row_counts(grid):
-        rows, row = grid[0], torch.arange(grid[0] + 1)
-        each, more = divmod(max(rows, round(density * rows * grid[1])), rows)
-        return (row * each + row * more // rows).diff()  # row * total could overflow
 
     def visible(h, i, j, grid):
         rows, cols = grid
@@ -235,7 +218,7 @@ def random(density: float, seed: int = 0, per_head: bool = False) -> Layout:
         return table.to(i.device)[head.long(), line, j.long()]
 
     arguments = {"density": density, "seed": seed, "per_head": per_head}
-    return Layout("random", arguments, visible, per_head, row_counts=row_counts)
+    return Layout("random", arguments, visible, per_head)
 
 
 def explicit(blocks: Tensor, name: str = "explicit") -> Layout:
@@ -306,9 +289,6 @@ def _pool(states: Tensor, block: int, skip: int) -> Tensor:
     wide = states.double() if states.dtype == torch.float64 else states.float()
     total = wide.new_zeros(states.shape[0], blocks, *states.shape[2:]).index_add_(1, where, wide)
     return total / torch.bincount(where, minlength=blocks).clamp(min=1)[:, None, None]
-
-
-# --- identity ---------------------------------------------------------------------------------------------------------
 
 
 def pack(tensor: Tensor) -> dict:

@@ -1,7 +1,5 @@
 """A pattern written by its user, as a function of (head, query, key)."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 

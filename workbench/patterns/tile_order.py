@@ -6,8 +6,6 @@ a row: with W / R a multiple of 128, whole tiles. The order is the same for all 
 dilated pattern is a block-sparse one, in which a pair of tiles counts as often as branches show it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Pictures of several cards: the speed-up of each strategy, what each card does, and what many cards would give.
+"""Pictures of several cards: the speed-up of each strategy, the link, and what many would give.
 
 Each function draws from DataFrames alone (see `analysis.multicard` for the columns) and returns a Figure, whose label
 is its alternative text.
@@ -6,45 +6,50 @@ is its alternative text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, PercentFormatter
 
+from workbench.harness.narrate import title
 from workbench.plots import style
 from workbench.probes.timing import AA
+from workbench.scaling import link
 from workbench.scaling.strategies import ONE, SHORT
 
-# Paul Tol's medium-contrast scheme: colour-blind safe, and apart from the colours of patterns and of orderings.
+# After Paul Tol: colour-blind safe, dark enough on white, and apart from the colours of patterns and of orderings.
 COLORS = {
-    "sequence": "#004488", "heads": "#6699CC", "context parallel": "#997700", "data parallel": "#994455",
-    "distributed data parallel": "#EE99AA", ONE: "#000000",
+    "sequence": "#004488", "heads": "#4A7FB5", "context parallel": "#997700", "data parallel": "#882255",
+    "distributed data parallel": "#CC6677", ONE: "#000000",
 }  # fmt: skip
 MARKS = {"sequence": "o", "heads": "s", "context parallel": "D", "data parallel": "X", "distributed data parallel": "P"}
-SCALINGS = {"strong": "strong: the same N on all ranks together", "weak": "weak: the same N per rank"}
+SCALINGS = {"strong": "the same N on all ranks together", "weak": "the same N on each rank"}
+CASE = ["kind", "n"]
 
 
 def picture(path: str, machine: str = "h200x2") -> None:
     """Write the README's picture of several cards to `path`: speed-ups from the records of a machine kind."""
     from workbench.analysis import multicard
 
-    rows = multicard.ok(multicard.recorded([machine])[0])
+    rows = multicard.ok(multicard.recorded([machine]).rows)
     rows = rows[rows["kind"].isin(multicard.KINDS)].sort_values("kind", key=lambda x: x.map(multicard.KINDS.index))
-    first = rows.iloc[0]
+    first, ours = rows.iloc[0], rows[rows["strategy"] == "sequence"]
+    best = ours[ours["kind"] == "longnet-geometric"].nlargest(1, "n").iloc[0]
+    said = f"LongNet, {style.length(best['n'])} tokens, {style.MODES[best['mode']]}: {best['speedup']:.2f} times"
     sizes = f"{first['dtype']}, {int(first['heads'])} heads x {int(first['head_dim'])}"
-    style.save(speedups(rows), path, f"{int(rows['nproc'].max())} x {first['run_device']}, {sizes}")
+    over = f"{int(rows['nproc'].max())} x {style.device(rows)} against one"
+    style.save(speedups(rows), path, f"{over}. {said}. ({sizes})")
 
 
-def speedups(rows: pd.DataFrame, recorded: pd.DataFrame | None = None, most: Callable[[int], int] | None = None):
-    """Speed-up over one device at the same N, with intervals: a column of panels for each pattern that some strategy
-    ran, a row for each number of ranks and mode.
+def speedups(rows: pd.DataFrame, most: Callable[[int], int] | None = None):
+    """Speed-up over one device at the same N, with intervals: a line for each pattern and N, a panel for each number of
+    ranks and mode. The grey box is one device against itself; at the right, the number of "sequence".
 
-    rows, recorded: of `multicard.ok`; the recorded ones, of another machine, are drawn pale and hollow, with its name.
-    most: the function of the number of ranks that gives the best speed-up possible here; drawn if below that number.
+    rows: of `multicard.ok`. most: the function of the number of ranks that gives the best speed-up possible here; drawn
+    if below that number.
     """
     names = [x for x in COLORS if x != ONE and x in set(rows["strategy"])]
     names += sorted({*rows["strategy"]} - {*names, ONE, AA})
@@ -52,175 +57,128 @@ def speedups(rows: pd.DataFrame, recorded: pd.DataFrame | None = None, most: Cal
     if drawn.empty:
         return style.blank("No way of using several ranks gave a right result here.")
     kinds = list(dict.fromkeys(drawn["kind"]))
+    cases = sorted({*drawn[CASE].itertuples(index=False, name=None)}, key=lambda x: (kinds.index(x[0]), x[1]))
     modes = [mode for mode in style.MODES if mode in set(drawn["mode"])]
-    lines = [(world, mode) for world in sorted(set(drawn["nproc"])) for mode in modes]
-    frames = [x for x in (recorded, rows) if x is not None and len(x)]
-    widths = [2.1 if len({n for x in frames for n in x[x["kind"] == kind]["n"]}) > 1 else 1.5 for kind in kinds]
-    fig, axes = style.subplots(
-        len(lines), len(kinds), figsize=(1.3 + sum(widths), 1.2 + 2.6 * len(lines)), width_ratios=widths,
-        squeeze=False, sharey="row", sharex="col",
-    )  # fmt: skip
-    words, handles = [], {}
-    for place, kind in enumerate(kinds):
-        lengths = sorted({int(n) for x in frames for n in x[x["kind"] == kind]["n"]})
-        for ax, (world, mode) in zip(axes[:, place], lines, strict=True):
-            every = [_of(x, kind, mode, world) for x in frames]
-            if not any(x["strategy"].isin(names).any() for x in every):
-                ax.text(0.5, 0.25, "no result", transform=ax.transAxes, ha="center", fontsize=9)
-            _ideal(ax, world, most and most(world), labelled=place == 0)
-            for some in every:
-                pale = some is not every[-1]
-                handles |= _lines(ax, some, names, lengths, pale)
-                noise = some[some["strategy"] == AA]
-                if len(noise) and not pale:
-                    low, high = noise["speedup_low"].min(), noise["speedup_high"].max()
-                    band = ax.axhspan(low, high, color="#777777", alpha=0.22, lw=0, zorder=0)
-                    handles["one device against itself"] = band
-            ax.set(xscale="log", ylim=(0, max(1.2 * world, 1.1 * every[-1]["speedup"].max())))
-            last = every[-1][every[-1]["n"] == every[-1]["n"].max()]
-            words += [f"{kind}, {style.MODES[mode]}, N = {r.n:,.0f}, {world:g} ranks, {r.strategy}: {r.speedup:.2f}"
-                      for r in last.itertuples() if r.strategy in names]  # fmt: skip
-        for ax in axes[:, place]:
-            _lengths(ax, lengths)
-        axes[-1, place].set_xlabel("N")
-        axes[0, place].set_title(kind.replace(", ", ",\n"))
-    for ax, (world, mode) in zip(axes[:, 0], lines, strict=True):
-        ax.set_ylabel(f"{style.MODES[mode]}, {world:g} ranks:\nspeed-up over one device", fontsize=9)
-    fig.legend(handles.values(), handles, loc="outside lower center", ncols=min(3, len(handles)), fontsize=9)
-    return style.finish(fig, f"Speed-up over one device at the same N. At the longest: {'; '.join(words)}.")
+    panels = [(world, mode) for world in sorted(set(drawn["nproc"])) for mode in modes]
+    size = (2.2 + 3.7 * len(panels) if len(panels) > 1 else 7, 1.3 + 0.42 * len(cases))
+    fig, axes = style.subplots(1, len(panels), figsize=size, squeeze=False, sharey=True)
+    for ax, (world, mode) in zip(axes[0], panels, strict=True):
+        of_panel = rows[(rows["nproc"] == world) & (rows["mode"] == mode)]
+        for y, (kind, n) in enumerate(cases):
+            _line(ax, y, of_panel[(of_panel["kind"] == kind) & (of_panel["n"] == n)], names)
+        _bounds(ax, int(world), most and most(world), len(cases))
+        ranks = "cards" if str(of_panel["device"].iloc[0]).startswith("cuda") else "ranks"
+        ax.set_title(f"{style.MODES[mode]}, {world:g} {ranks}", loc="left")
+        ax.set_xlabel("speed relative to one device")
+    axes[0, 0].set_yticks(range(len(cases)), [f"{title(kind)}, {style.length(n)}" for kind, n in cases])
+    axes[0, 0].set_ylim(len(cases) - 0.5, -0.5)
+    marks = [Line2D([], [], ls="", color=COLORS.get(x, "#555555"), marker=MARKS.get(x, "v"), ms=6,
+                    label=SHORT.get(x, x)) for x in names]  # fmt: skip
+    marks += [Patch(color="#777777", alpha=0.25, label="one device against itself")] * (AA in set(rows["strategy"]))
+    fig.legend(handles=marks, loc="outside lower center", ncols=3, fontsize=9)
+    ours = drawn[drawn["strategy"] == "sequence"]["speedup"]
+    said = f" Dividing the sequence: {ours.min():.2f} to {ours.max():.2f} in {len(ours)} cases." if len(ours) else ""
+    return style.finish(fig, f"Speed relative to one device at the same N, for each way of using several.{said}")
 
 
-def _of(rows: pd.DataFrame, kind: str, mode: str, world: int) -> pd.DataFrame:
-    return rows[(rows["kind"] == kind) & (rows["mode"] == mode) & (rows["nproc"] == world)].sort_values("n")
+def _line(ax, y: int, rows: pd.DataFrame, names: list[str]) -> None:
+    """One case: a mark for each strategy, a little apart, and the box of one device against itself."""
+    by = rows.drop_duplicates("strategy", keep="last").set_index("strategy")
+    if AA in by.index:
+        low, high = by.loc[AA, ["speedup_low", "speedup_high"]]
+        ax.barh(y, high - low, 0.8, left=low, color="#777777", alpha=0.25, lw=0, zorder=0)
+    for x, name in enumerate(name for name in names if name in by.index):
+        it, place = by.loc[name], y + 0.13 * (x - (len(names) - 1) / 2)
+        ends = [[max(0, it["speedup"] - it["speedup_low"])], [max(0, it["speedup_high"] - it["speedup"])]]
+        look = {"color": COLORS.get(name, "#555555"), "marker": MARKS.get(name, "v"), "ms": 6, "ls": ""}
+        ax.errorbar(it["speedup"], place, xerr=ends, elinewidth=1.5, capsize=2, **look)
+    if "sequence" in by.index:
+        at = {"transform": ax.get_yaxis_transform(), "va": "center", "ha": "right", "fontsize": 9}
+        ax.text(1, y, f"{by.loc['sequence', 'speedup']:.2f}", color=COLORS["sequence"], **at)
+    elif by.empty:
+        ax.text(1, y, "not measured", color="#666666", fontsize=9, ha="right", transform=ax.get_yaxis_transform())
 
 
-def _ideal(ax, world: int, most: int | None, labelled: bool) -> None:
-    ax.axhline(1, color="black", lw=0.8, zorder=1)
-    ax.axhline(world, color="#444444", lw=1.2, ls=(0, (6, 3)), zorder=1)
-    notes = {world: "ideal"}
-    if most is not None and 1 < most < world:
-        ax.axhline(most, color=style.COLORS["accent"], lw=1.2, ls=(0, (6, 3)), zorder=1)
-        notes[most] = "what this machine allows"
-    for y, note in notes.items() if labelled else ():
-        look = {"xycoords": ("axes fraction", "data"), "fontsize": 8, "color": "#444444"}
-        style.note(ax, note, (0.02, y), (0, 3), **look)
-
-
-def _lines(ax, rows: pd.DataFrame, names: list[str], lengths: list[int], pale: bool) -> dict:
-    """Draw each strategy's points, side by side at the same N. Returns {name: its mark in the legend}."""
-    span, found = max(lengths) / min(lengths) if len(lengths) > 1 else 2, {}
-    for x, name in enumerate(names):
-        some = rows[rows["strategy"] == name]
-        if some.empty:
-            continue
-        place = some["n"] * span ** (0.035 * (x - (len(names) - 1) / 2))
-        ends = some["speedup"] - some["speedup_low"], some["speedup_high"] - some["speedup"]
-        color = COLORS.get(name, "#555555")
-        look = {"color": color, "marker": MARKS.get(name, "v"), "ms": 6, "lw": 1, "alpha": 0.55 if pale else 1}
-        look |= {"markerfacecolor": "white"} if pale else {}
-        ax.errorbar(place, some["speedup"], yerr=ends, elinewidth=1.5, capsize=2, **look)
-        found[SHORT.get(name, name) + (f" · {style.device(some)}" if pale else "")] = Line2D([], [], **look)
-    return found
-
-
-def _lengths(ax, lengths: list[int]) -> None:
-    """Ticks at the lengths that were measured, as far as there is room for labels."""
-    low, high = min(lengths), max(lengths)
-    edge = max(1.4, (high / low) ** 0.12)
-    ax.set_xlim(low / edge, high * edge)
-    style.log_ticks(ax.xaxis, style.length, style.apart(lengths, max(1.25, (high / low) ** 0.3)))
-
-
-def cards(rows: pd.DataFrame, what: str = "card"):
-    """For each strategy and card a bar of its memory at the peak, of what it sends, and of its share of time computing.
-
-    rows: of `multicard.ok`, of one case and one number of ranks. what: the word for a card in the legend and text.
-    """
-    order = [*COLORS, *sorted({*rows["strategy"]} - {*COLORS})]
-    rows = rows[rows["strategy"] != AA].set_index("strategy")
-    names = [x for x in order if x in rows.index]
-    if not names:
-        return style.blank("Nothing gave a right result here.")
-    world = int(rows["nproc"].iloc[0])
-    shades = sns.color_palette(style.SEQUENTIAL, world + 1)[1:]
-    panels = {"peak_by_card": ("at the peak (MiB)", 2**20), "sent_bytes": ("sent (MiB)", 2**20),
-              "busy": ("computing, of the time", 1)}  # fmt: skip
-    high = 0.8 / world
-    fig, axes = style.subplots(1, 3, figsize=(10, 1.5 + len(names) * (0.3 + 0.13 * world)), sharey=True)
-    words = []
-    for ax, (column, (label, unit)) in zip(axes, panels.items(), strict=True):
-        largest = 0
-        for y, name in enumerate(names):
-            values = rows[column][name]
-            if not isinstance(values, list):
-                ax.text(0, y, "  not counted", va="center", fontsize=8, color="#777777")
-                continue
-            values = [x / unit if x is not None else np.nan for x in values + [0] * (world - len(values))]
-            places = [y + high * (card - (world - 1) / 2) for card in range(world)]
-            bars = ax.barh(places, values, high, color=shades, lw=0)
-            ax.bar_label(bars, [_told(x, column) for x in values], padding=2, fontsize=8)
-            largest = max(largest, *np.nan_to_num(values))
-            words.append(f"{name}, {label}: {', '.join(_told(x, column) for x in values)}")
-        ax.set(xlabel=label, xlim=(0, 1.25 * largest or 1))
-        # a label at the right end would touch the next panel's
-        ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], prune="upper"))
-        ax.grid(False, axis="y")
-    axes[0].set(yticks=range(len(names)), yticklabels=[SHORT.get(x, x) for x in names])
-    axes[0].invert_yaxis()
-    axes[2].set(xlim=(0, max(1.2, 1.2 * largest)), xticks=(0, 0.25, 0.5, 0.75, 1))
-    axes[2].xaxis.set_major_formatter(PercentFormatter(1))
-    patches = [Patch(color=shade, label=f"{what} {card}") for card, shade in enumerate(shades)]
-    fig.legend(handles=patches, loc="outside lower center", ncols=world, fontsize=9)
-    first = rows.iloc[0]
-    axes[0].set_title(f"{first['kind']}, {style.MODES[first['mode']]}, N = {int(first['n']):,}")
-    return style.finish(fig, f"By {what}, {first['kind']}, N = {int(first['n']):,}. {'; '.join(words)}.")
+def _bounds(ax, world: int, most: int | None, lines: int) -> None:
+    """The speed-up that is ideal, and what this machine allows where that is less."""
+    notes = {world: "ideal"} | ({most: "what this machine allows"} if most and most < world else {})
+    for x, words in notes.items():
+        ax.axvline(x, color="#444444" if x == world else style.COLORS["accent"], lw=1.2, ls=(0, (6, 3)), zorder=1)
+        style.note(ax, words, (x, lines - 0.6), (-3, 0), ha="right", fontsize=9, color="#444444")
+    ax.axvline(1, color="#888888", lw=1, zorder=0)
+    ax.set(xlim=(0, 1.28 * world), xticks=[x * world / 4 for x in range(5)])
+    ax.grid(False, axis="y")
 
 
 def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
-    """Efficiency, speed-up over the number of ranks, against the number of ranks: bands are modelled, markers measured.
+    """Efficiency, speed-up over the number of ranks, against the number of ranks: lines are modelled, markers measured.
 
-    modelled: of `multicard.curves`; a band goes from the exchange hidden behind the computation (the line) down to none
-    of it hidden. measured: of `multicard.efficiency`.
+    modelled: of `many_ranks.curves`; a line takes what is computed and what moves one after the other, and the band
+    above it goes to where all that moves is hidden. measured: of `many_ranks.efficiency`.
     """
     if modelled.empty:
-        return style.blank("No forward of one device ran: there is no rate from which to model many.")
-    fig, axes = style.subplots(1, 2, figsize=(9.6, 4.4), sharey=True)
-    handles, words = {}, []
-    for ax, (scaling, title) in zip(axes, SCALINGS.items(), strict=True):
-        for shift, (kind, line) in enumerate(modelled[modelled["scaling"] == scaling].groupby("kind", sort=False)):
-            color = style.family_color(line["pattern_spec"].iloc[0]["pattern"])
-            line = line[line["status"] == "ok"].sort_values("world")
+        return style.blank("No forward of one device ran on enough tokens: there is no rate from which to model many.")
+    fig, axes = style.subplots(1, 2, figsize=(9.5, 4.2), sharey=True)
+    kinds = list(dict.fromkeys(modelled["kind"]))
+    for ax, (scaling, words) in zip(axes, SCALINGS.items(), strict=True):
+        for shift, kind in enumerate(kinds):
+            line = modelled[(modelled["kind"] == kind) & (modelled["scaling"] == scaling)].sort_values("world")
+            color = style.family_color(modelled[modelled["kind"] == kind]["pattern_spec"].iloc[0]["pattern"])
             ax.plot(line["world"], line["efficiency"], ls="--", lw=1.6, color=color)
-            ax.fill_between(line["world"], line["least"], line["efficiency"], color=color, alpha=0.15, lw=0)
-            handles[f"{kind}, modelled"] = Line2D([], [], ls="--", lw=1.6, color=color)
-            words += [f"{kind}, {scaling}, {r.world} ranks: {r.least:.0%} to {r.efficiency:.0%} modelled"
-                      for r in line.tail(1).itertuples()]  # fmt: skip
+            ax.fill_between(line["world"], line["efficiency"], line["most"], color=color, alpha=0.15, lw=0)
             if measured is None:
                 continue
             points = measured[(measured["kind"] == kind) & (measured["scaling"] == scaling)]
-            for world, some in points.groupby("world"):
-                place = [world * 1.09 ** (x + shift) for x in range(len(some))]  # beside those of other patterns
-                ends = some["efficiency"] - some["low"], some["high"] - some["efficiency"]
-                ax.errorbar(place, some["efficiency"], yerr=ends, fmt="o", ms=6, capsize=2, color=color)
-                handles[f"{kind}, measured"] = Line2D([], [], ls="", marker="o", color=color)
-                words += [f"{kind}, {scaling}, {world} ranks: {x:.0%} measured" for x in some["efficiency"]]
+            place = points["world"] * 1.08**shift  # beside those of other patterns
+            ends = (points["efficiency"] - points["low"]).clip(0), (points["high"] - points["efficiency"]).clip(0)
+            ax.errorbar(place, points["efficiency"], yerr=ends, fmt="o", ms=6, capsize=2, color=color)
         ax.axhline(1, color="#444444", lw=1.2, ls=(0, (6, 3)))
-        ax.set(xscale="log", title=title, xlabel="ranks", ylim=(0, 1.15))
+        ax.set(xscale="log", title=f"{scaling}: {words}", xlabel="ranks", ylim=(0, 1.15))
         ax.title.set_fontsize(10)
         rank_ticks(ax, modelled["world"])
     axes[0].set_ylabel("speed-up over the number of ranks")
     axes[0].yaxis.set_major_formatter(PercentFormatter(1))
-    order = sorted(handles, key=lambda x: ("measured" in x, list(handles).index(x)))
-    fig.legend([handles[x] for x in order], order, loc="outside lower center", ncols=3, fontsize=9)
-    return style.finish(fig, f"Speed-up over the number of ranks. {'; '.join(words)}.")
+    marks = [Line2D([], [], ls="--", lw=1.6, label=title(kind),
+                    color=style.family_color(modelled[modelled["kind"] == kind]["pattern_spec"].iloc[0]["pattern"]))
+             for kind in kinds]  # fmt: skip
+    if measured is not None and len(measured):
+        marks.append(Line2D([], [], ls="", marker="o", color="#555555", label="measured"))
+    fig.legend(handles=marks, loc="outside lower center", ncols=4, fontsize=9)
+    return style.finish(fig, "Speed-up over the number of ranks: lines are modelled, markers measured.")
+
+
+def messages(links: Mapping[str, pd.DataFrame]):
+    """Bandwidth against the size of a message: measured markers with the range of all samples, the fit, and what bounds
+    it, the latency for short messages and the bandwidth for long ones. links: {name: rows of `link.measure`}."""
+    fig, ax = style.subplots(figsize=(7, 3.9))
+    said = []
+    for (name, rows), color in zip(links.items(), ("#0072B2", "#D55E00", "#009E73"), strict=False):
+        rates, rows = link.fit(rows), rows[rows["stage"].eq("link") & rows["status"].eq("ok")]
+        size, each = rows["message_bytes"].to_numpy(float), rows["samples_ms"].tolist()
+        speed = rows["bytes_per_second"].to_numpy(float) / 1e9
+        least, most = (size / np.array([end(x) for x in each]) / 1e6 for end in (max, min))
+        ends = np.clip([speed - least, most - speed], 0, None)
+        ax.errorbar(size, speed, yerr=ends, fmt="o", ms=6, capsize=2, color=color)
+        if rates is None:
+            style.note(ax, name, (size[-1], speed[-1]), (-8, 0), color=color, ha="right", va="center")
+            continue
+        at = np.geomspace(size.min() / 2, size.max() * 4, 60)
+        ax.plot(at, at / rates.message_s(at) / 1e9, color=color, lw=1.6)
+        top = rates.bytes_per_second / 1e9
+        ax.axhline(top, color=color, lw=1, ls=":")
+        style.note(ax, f"{name}: {top:.3g} GB/s", (size.min() / 2, top), (0, 4), color=color, ha="left")
+        if rates.latency_s > 0:
+            short = at[at / rates.latency_s / 1e9 < top]
+            ax.plot(short, short / rates.latency_s / 1e9, color=color, lw=1, ls=":")
+            said.append(f"{name}: {top:.3g} GB/s after {1000 * rates.latency_s:.3g} ms")
+    ax.set(xscale="log", yscale="log", xlabel="bytes that each rank sends", ylabel="GB/s")
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    sizes = sorted({int(x) for rows in links.values() for x in rows[rows["stage"].eq("link")]["message_bytes"]})
+    style.log_ticks(ax.xaxis, lambda x: f"{x / 2**20:g} MiB" if x >= 1 << 20 else f"{x / 2**10:g} KiB", sizes)
+    return style.finish(fig, f"Bandwidth against message size, measured and fitted. {'; '.join(said)}.")
 
 
 def rank_ticks(ax, worlds) -> None:
     """Ticks at powers of two, as many as there is room for."""
     powers = [1 << x for x in range(int(max(worlds)).bit_length()) if min(worlds) <= 1 << x]
     style.log_ticks(ax.xaxis, "{:,.0f}".format, powers[:: -(-len(powers) // 7)])
-
-
-def _told(x: float, column: str) -> str:
-    """A number beside a bar."""
-    return "?" if np.isnan(x) else f"{x:.0%}" if column == "busy" else style.number(round(x, 2))

@@ -12,8 +12,6 @@ sum over the tokens, which is no softmax attention.
 Dimensions: B batch, N tokens, H heads, D head_dim, L tokens that a branch keeps of a segment.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable
@@ -58,9 +56,6 @@ def _missing(module: str) -> str | None:
     except Exception as error:  # another version of torch than a peer was written for raises anything
         return f"{module} cannot be imported: {type(error).__name__}: {error}"
     return None
-
-
-# --- torchscale ------------------------------------------------------------------------------------------------------
 
 
 def _torchscale(segment_lengths, dilation_rates, causal, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

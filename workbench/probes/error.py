@@ -6,8 +6,6 @@ torch's own attention of that dtype makes of the same inputs and mask, plus one 
 Dimensions: B batch, N keys, Nq queries, H query heads, Hkv key heads, D head_dim.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace

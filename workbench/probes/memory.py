@@ -1,7 +1,5 @@
 """Memory of a call: what torch allocates for it, at once and when it is over."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -6,8 +6,6 @@ Rates are over attended pairs. `run` measures all groups, or some, and records e
 Dimensions: N tokens, H heads, D head_dim.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -190,9 +188,6 @@ def orders(rows: pd.DataFrame) -> pd.DataFrame:
 def devices(rows: pd.DataFrame) -> str:
     """The cards that rows are from, in words."""
     return listed(dict.fromkeys(short_name(str(x)).upper() for x in rows["run_device"])) if len(rows) else "no card"
-
-
-# --- in words ---------------------------------------------------------------------------------------------------------
 
 
 def per_pair(rows: pd.DataFrame) -> list[str]:

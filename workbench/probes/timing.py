@@ -1,7 +1,5 @@
 """Timing: warm, every sample kept, alternatives interleaved; CUDA events where the work is on a GPU."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

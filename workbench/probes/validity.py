@@ -13,8 +13,6 @@ Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H quer
 head_dim; m rows and M keys of one head at a time. i and j are absolute positions of a query and a key.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -192,9 +190,6 @@ class _Report:
         allowed = {name: self.allowed[name] for name in self.errors}
         unchecked = tuple(name for name, x in self.given.items() if x.numel() and name not in self.errors)
         return Validity(self.errors, allowed, tuple(text for _, text in worst), rows, keys, note, unchecked)
-
-
-# --- what is right ---------------------------------------------------------------------------------------------------
 
 
 class Exact:

@@ -6,8 +6,6 @@ Dimensions: N keys, H query heads; m rows and M keys of one head at a time. i an
 and a key.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import singledispatch
 from typing import NamedTuple

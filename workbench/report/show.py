@@ -98,25 +98,30 @@ def _table(styler) -> str:
     head, middle, body = html.partition("<tbody>")
     if "<th" not in body:
         body = re.sub(r"(<tr>\s*)<td >(.*?)</td>", r"\1<th >\2</th>", body, flags=re.S)
-    head = re.sub(r"(<th [^>]*>)(.*?)(</th>)", lambda th: f"{th[1]}{_head(unescape(th[2]))}{th[3]}", head)
-    return head + middle + body
+    return re.sub(r"(<th [^>]*>)(.*?)</th>", _heading, head) + middle + body
 
 
-def _head(name: str) -> str:
-    return escape(heads.get(name, name.replace("_", " ").strip("\xa0")))
+def _heading(found: re.Match) -> str:
+    name = unescape(found[2]).strip()
+    return f"{found[1]}{escape(heads.get(name, name.replace('_', ' ')))}</th>" if name else "<td></td>"
 
 
 def svg(fig) -> str:
-    """The figure as SVG with text as paths; what has more than HEAVY marks becomes pixels inside it."""
+    """The figure as SVG with text as paths; what has more than HEAVY marks becomes pixels inside it. The same again
+    where the figure is shown again, for a layout moves a little each time that it is drawn."""
     import matplotlib
 
+    if hasattr(fig, "workbench_svg"):
+        return fig.workbench_svg
     _rasterize(fig)
     out = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "workbench"}):
         plain = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         fig.savefig(out, format="svg", dpi=DPI, bbox_inches="tight", pad_inches=0.05, metadata=plain)
     text = re.sub(r"<!--.*?-->|\n\s*(?=<)", "", out.getvalue()[out.getvalue().index("<svg") :], flags=re.S)
-    return re.sub(r' d="[^"]*"', lambda d: re.sub(r"(\.\d\d)\d+", r"\1", d[0]).replace("\n", " "), text)
+    rounded = re.sub(r' d="[^"]*"', lambda d: re.sub(r"(\.\d\d)\d+", r"\1", d[0]).replace("\n", " "), text)
+    fig.workbench_svg = rounded
+    return rounded
 
 
 def _rasterize(fig) -> None:

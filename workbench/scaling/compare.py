@@ -3,8 +3,6 @@
 Dimensions: B batch, N positions, H heads, D head_dim.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import torch

@@ -1,7 +1,5 @@
 """How long a sequence can be on one device, and on several ranks by a strategy of using them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pandas as pd

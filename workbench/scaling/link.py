@@ -1,4 +1,5 @@
-"""The link between ranks: how fast it moves data, measured, and what many ranks would do with it, predicted.
+"""The link between ranks: how fast it moves data and what a call costs, measured; and what many ranks would do with
+them, predicted.
 
 Dimensions: N positions, B batch.
 """
@@ -6,6 +7,7 @@ Dimensions: N positions, B batch.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -13,21 +15,39 @@ import torch
 
 from workbench.fit.frontier import Lengths
 from workbench.harness import records
-from workbench.harness.outcome import attempt
 from workbench.harness.ranks import Pool
-from workbench.patterns import checks
+from workbench.patterns import Dense, checks
 from workbench.probes.case import Case
 from workbench.scaling import strategies as ways
 
+CALL_S = 5.0  # seconds after which no further round of the small call is begun
 MESSAGES = tuple(1 << x for x in range(16, 29, 2))  # bytes: 64 KiB to 256 MiB
 WORLDS = tuple(1 << x for x in range(1, 13))
+FEWEST = 64  # tokens of each rank in the call that costs next to nothing but what every call does
+
+
+class Rates(NamedTuple):
+    """What a link moves, and what a call costs before it computes or moves much.
+
+    latency_s: seconds of a message of no bytes; bytes_per_second: beyond these, what a rank sends; call_s: seconds of
+    a call of next to no work on the ranks: they agree, pack, exchange once, and merge
+    """
+
+    latency_s: float
+    bytes_per_second: float
+    call_s: float
+
+    def message_s(self, size):
+        """Seconds of a message of so many bytes."""
+        return self.latency_s + size / self.bytes_per_second
 
 
 def measure(
     nproc: int = 2, sizes: Iterable[int] = MESSAGES, *, device: str | None = None, samples: int = 9, profile="quick",
     folder=None,
 ) -> pd.DataFrame:  # fmt: skip
-    """Measure all-to-alls in which each rank sends `size` bytes, equally to each other rank: a row and record by size.
+    """Measure all-to-alls in which each rank sends `size` bytes, equally to each other rank: a row and record by size
+    (stage "link"); and one of a whole call of `attention` with FEWEST tokens on each rank (stage "call").
 
     device: "cpu" (gloo) or "cuda" (NCCL); by default "cuda" if there is one. A row: message_bytes (what a rank sends,
     rounded down to equal parts), samples_ms and median_ms of the slowest rank, bytes_per_second that a rank sends at
@@ -39,11 +59,15 @@ def measure(
     nproc, samples = checks.whole("nproc", nproc, 2), checks.whole("samples", samples, 1)
     sizes = checks.wholes("sizes", checks.listed("sizes", sizes), nproc - 1)  # a byte for each other rank
     sizes = [size // (nproc - 1) * (nproc - 1) for size in sizes]
+    small = Case(Dense(), FEWEST * nproc, nproc, 64, "bfloat16" if device == "cuda" else "float32", device=device)
     with Pool(nproc, "nccl" if device == "cuda" else "gloo") as pool:
         recorder, rows = records.start("scaling", profile, folder), []
-        outcome = pool.attempt("workbench.scaling.on_ranks:link", [sizes, samples, device])
-    for x, size in enumerate(sizes):
-        row = {"stage": "link", "world": nproc, "message_bytes": size, "status": outcome.status, "error": outcome.error}
+        sent = pool.attempt("workbench.scaling.on_ranks:link", [sizes, samples, device])
+        called = pool.attempt("workbench.scaling.on_ranks:times", [small, ["sequence"], samples, CALL_S])
+    small_bytes = int(ways.plan("sequence", small, nproc).bytes(small.dtype.itemsize, 64).sum(1).max())
+    asked = [("link", size, sent, x) for x, size in enumerate(sizes)] + [("call", small_bytes, called, "sequence")]
+    for stage, size, outcome, x in asked:
+        row = {"stage": stage, "world": nproc, "message_bytes": size, "status": outcome.status, "error": outcome.error}
         row |= {"backend": pool.backend, "samples_ms": None, "median_ms": None, "bytes_per_second": None}
         if outcome.status == "ok":
             row["samples_ms"] = np.max([rank[x] for rank in outcome.result], axis=0).tolist()
@@ -53,39 +77,54 @@ def measure(
     return pd.DataFrame(rows)
 
 
+def fit(rows: pd.DataFrame) -> Rates | None:
+    """The latency and the bandwidth nearest to all messages of `measure`, by least squares of relative errors, and the
+    cost of a call; None where there are not two messages and a call."""
+    done = rows[rows["status"].eq("ok")] if len(rows) else rows
+    if not len(done) or done["stage"].ne("link").all() or done["stage"].ne("call").all():
+        return None
+    sent, called = done[done["stage"].eq("link")], done[done["stage"].eq("call")]
+    size, seconds = (sent[x].to_numpy(float) for x in ("message_bytes", "median_ms"))
+    seconds = seconds / 1000
+    if len(set(size)) < 2:
+        return None
+    terms = np.stack([1 / seconds, size / seconds], 1)  # each message's time is 1 in units of itself
+    latency, per_byte = np.linalg.lstsq(terms, np.ones(len(size)), rcond=None)[0]
+    if latency <= 0 or per_byte <= 0:  # noise, or a link whose small messages are free: the largest one tells
+        latency, per_byte = max(0.0, float(seconds.min())), seconds[size.argmax()] / size.max()
+    return Rates(float(latency), float(1 / per_byte), float(called["median_ms"].iloc[-1]) / 1000)
+
+
 def modelled(
-    case: Case, pairs_per_second: float, bytes_per_second: float, worlds: Iterable[int] = WORLDS, *,
-    at: Lengths | None = None, strategy: str = "sequence", scaling: str = "strong",
+    case: Case, pairs_per_second: float, rates: Rates, worlds: Iterable[int] = WORLDS, *,
+    at: Lengths | None = None, scaling: str = "strong",
 ) -> pd.DataFrame:  # fmt: skip
     """Predict forwards on many ranks from measured rates: a row for each number of ranks, with `measured` False.
 
-    pairs_per_second: (head, query, key) that one card computes; bytes_per_second: what one card sends. scaling:
-    "strong", the case's N on all ranks together, or "weak", the case's N on each rank; at: the case at any N, if its
-    pattern depends on N. strategy: "sequence" or "heads".
-    A row: world; n; seconds with the exchange hidden behind the computation (see `Plan.seconds`); speedup over one card
-    at the same N; efficiency, the speedup over the number of ranks; least, the efficiency with none of the exchange
-    hidden; bytes_per_rank, the most that one sends; balance of pairs, max over mean. Messages have no latency.
-    ValueError for another scaling or strategy; a number of ranks that the case does not allow is a row with a status.
+    pairs_per_second: (head, query, key) that one card computes; rates: of `fit`. scaling: "strong", the
+    case's N on all ranks together, or "weak", the case's N on each rank; at: the case at any N, if its pattern depends
+    on N.
+    A row: world; n; seconds: the call's cost, a latency for each exchange after the first, and of the slowest rank what
+    it computes and then moves (see `Plan.seconds`); speedup over one card at the same N; efficiency, the speedup over
+    the number of ranks; most, the efficiency if what moves is hidden behind what is computed; exchanges;
+    bytes_per_rank, the most that one sends; balance of pairs, max over mean.
+    ValueError for another scaling.
     """
-    if scaling not in ("strong", "weak") or strategy not in ways.OURS:
-        raise ValueError(f"scaling={scaling!r}, strategy={strategy!r}: want 'strong' or 'weak', 'sequence' or 'heads'")
+    checks.choice("scaling", scaling, "strong", "weak")
     if not isinstance(case, Case):
         raise ValueError(f"case={case!r}: want a Case")
     checks.number("pairs_per_second", pairs_per_second)
-    checks.number("bytes_per_second", bytes_per_second)
     worlds = checks.wholes("worlds", checks.listed("worlds", worlds), 1)
     at, rows = at or case.at, []
     for world in worlds:
         one = at(case.n * world) if scaling == "weak" else case
-        row = one.fields() | {"stage": "modelled", "strategy": strategy, "world": world, "scaling": scaling}
-        outcome = attempt(lambda one=one, world=world: ways.plan(strategy, one, world))
-        row |= {"mode": "fwd", "status": outcome.status, "error": outcome.error, "measured": False}
-        if outcome.status == "ok":
-            plan, sizes = outcome.result, (one.dtype.itemsize, one.head_dim, one.batch)
-            seconds, most = (plan.seconds(pairs_per_second, bytes_per_second, *sizes, overlap=x) for x in (True, False))
-            alone = one.batch * float(sum(plan.pairs)) / pairs_per_second
-            row |= {"seconds": seconds, "speedup": alone / seconds, "efficiency": alone / seconds / world}
-            row |= {"least": alone / most / world, "balance": plan.balance}
-            row |= {"bytes_per_rank": int(plan.bytes(*sizes).sum(1).max())}
-        rows.append(row)
+        plan, sizes = ways.plan("sequence", one, world), (one.dtype.itemsize, one.head_dim, one.batch)
+        fixed = rates.call_s + rates.latency_s * (len(plan.stages) - 1)
+        moved = (plan.seconds(pairs_per_second, rates.bytes_per_second, *sizes, overlap=x) for x in (False, True))
+        seconds, hidden = (fixed + x for x in moved)
+        alone = one.batch * float(sum(plan.pairs)) / pairs_per_second
+        row = one.fields() | {"strategy": "sequence", "world": world, "scaling": scaling, "measured": False}
+        row |= {"seconds": seconds, "speedup": alone / seconds, "efficiency": alone / seconds / world}
+        row |= {"most": alone / hidden / world, "balance": plan.balance, "exchanges": len(plan.stages)}
+        rows.append(row | {"bytes_per_rank": int(plan.bytes(*sizes).sum(1).max())})
     return pd.DataFrame(rows)

@@ -31,11 +31,11 @@ FEWEST = 3  # samples, however long they take: fewer show no spread
 NO_WORK = ("nccl", "Memcpy", "Memset")  # how names of what a profile shows on a card begin that is no computation
 
 
-def _job(function: Callable) -> Callable:
+def job(function: Callable) -> Callable:
     """A job that leaves no memory reserved on its card, which another pool's rank may use next."""
 
     @wraps(function)
-    def job(*arguments, **named):
+    def run(*arguments, **named):
         try:
             return function(*arguments, **named)
         finally:
@@ -43,7 +43,7 @@ def _job(function: Callable) -> Callable:
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
 
-    return job
+    return run
 
 
 def _sync(device: str) -> None:
@@ -51,7 +51,7 @@ def _sync(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _barrier(device: str) -> None:
+def barrier(device: str) -> None:
     """All ranks leave it together, with nothing running on their cards.
 
     They first meet on the host: NCCL's barrier runs a kernel on the card of a rank that waits in it, and another rank
@@ -65,17 +65,14 @@ def _barrier(device: str) -> None:
 
 def _timed(device: str, work: Callable) -> float:
     """Milliseconds that this rank takes, from a common barrier on."""
-    _barrier(device)
+    barrier(device)
     begin = time.perf_counter()
     work()
     _sync(device)
     return 1000 * (time.perf_counter() - begin)
 
 
-# --- memory, bytes, exactness, busy share -----------------------------------------------------------------------------
-
-
-@_job
+@job
 def facts(case: Case, strategy: str, checked: bool = True) -> dict:
     """What a strategy takes in memory and communication, and whether its results are right.
 
@@ -83,7 +80,7 @@ def facts(case: Case, strategy: str, checked: bool = True) -> dict:
         rank 0 of "data parallel"
     sent_bytes: floating-point data that this rank sent, None if torch.distributed did not move it; control_bytes: other
         data that it sent
-    busy: a list by card, see `busy`
+    busy: a list by card; kernel: the name of the one that took most of a card's time; see `busy`
     errors: by result [largest absolute error, largest error over what is allowed], against rank 0's one-device call or,
         for a forward that one device cannot do, against float64; compared_with: which of the two
     compared: how many rows of out or dq; unchecked: why nothing was compared, or None
@@ -94,7 +91,7 @@ def facts(case: Case, strategy: str, checked: bool = True) -> dict:
     by_rank_0 = strategy == "data parallel"
     cards = world if by_rank_0 and not work.idle else 1
     with work.context():
-        _barrier(case.device)
+        barrier(case.device)
         extra = _extra(work, cards)
         with Traffic() as traffic:
             results = work(out=True)
@@ -108,7 +105,7 @@ def facts(case: Case, strategy: str, checked: bool = True) -> dict:
         elif checked and case.mode == "fwd":
             found |= compare.with_float64(work, results) | {"unchecked": None}
         del results
-        found["busy"] = busy(work, cards)
+        found["busy"], found["kernel"] = busy(work, cards)
     return found
 
 
@@ -126,37 +123,50 @@ def _extra(work: Work, cards: int) -> list[int]:
     return [torch.cuda.max_memory_allocated(card) - x for card, x in enumerate(before)]
 
 
-def busy(work: Work, cards: int = 1) -> list[float | None]:
-    """The share of the wall time of CALLS calls in which each card computes; all ranks begin and end them together.
+def busy(work: Work, cards: int = 1) -> tuple[list[float | None], str | None]:
+    """(the share of the wall time of CALLS calls in which each card computes, the kernel that took most of the time);
+    all ranks begin and end the calls together.
 
     CUDA: the union of the intervals of all kernels but NCCL's, from torch's profiler; None if it shows none although
     the rank has work. CPU: this process's CPU time over the wall time of its threads, which includes gloo's copies.
     """
     if not work.case.device.startswith("cuda"):
-        _barrier(work.case.device)
+        barrier(work.case.device)
         begin, before = time.perf_counter(), time.process_time()
         for _ in range(CALLS):
             work()
         computed = time.process_time() - before
-        _barrier(work.case.device)
-        return [computed / (time.perf_counter() - begin) / torch.get_num_threads()]
+        barrier(work.case.device)
+        return [computed / (time.perf_counter() - begin) / torch.get_num_threads()], None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        _barrier(work.case.device)
+        barrier(work.case.device)
         begin = time.perf_counter()
         for _ in range(CALLS):
             work()
-        _barrier(work.case.device)
+        barrier(work.case.device)
         wall = time.perf_counter() - begin
     first = 0 if cards > 1 else torch.cuda.current_device()
     spans: dict[int, list[tuple[int, int]]] = {first + x: [] for x in range(cards)}
-    for event in profile.profiler.kineto_results.events():
-        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.name().startswith(NO_WORK):
-            start = event.start_ns()
-            spans.setdefault(event.device_index(), []).append((start, start + event.duration_ns()))
-    return [
+    longest: dict[str, int] = {}
+    for name, card, _, start, took in kernels(profile):
+        if not name.startswith(NO_WORK):
+            spans.setdefault(card, []).append((start, start + took))
+            longest[name] = longest.get(name, 0) + took
+    shares = [
         None if cards == 1 and not spans[card] and not work.idle else covered(spans[card]) / 1e9 / wall
         for card in range(first, first + cards)
     ]
+    return shares, max(longest, key=longest.get, default=None)
+
+
+def kernels(profile) -> list[tuple[str, int, int, int, int]]:
+    """(name, card, stream, start, duration) of what a profile shows on cards, in nanoseconds, in order."""
+    found = [
+        (x.name(), x.device_index(), x.device_resource_id(), x.start_ns(), x.duration_ns())
+        for x in profile.profiler.kineto_results.events()
+        if x.device_type() == torch.autograd.DeviceType.CUDA
+    ]
+    return sorted(found, key=lambda x: x[3])
 
 
 def covered(spans: list[tuple[int, int]]) -> int:
@@ -168,10 +178,7 @@ def covered(spans: list[tuple[int, int]]) -> int:
     return total
 
 
-# --- time -------------------------------------------------------------------------------------------------------------
-
-
-@_job
+@job
 def times(case: Case, names: list[str], samples: int, seconds: float, at_once: bool = True) -> dict:
     """{strategy: milliseconds of each round on this rank}; "A/A" is the first strategy again.
 
@@ -222,7 +229,7 @@ def _over(begin: float, seconds: float) -> bool:
     return bool(answer)
 
 
-@_job
+@job
 def link(sizes: list[int], samples: int, device: str) -> list[list[float]]:
     """By size, the milliseconds of all-to-alls in which this rank sends so many bytes, equally to each other rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -235,10 +242,7 @@ def link(sizes: list[int], samples: int, device: str) -> list[list[float]]:
     return found
 
 
-# --- length -----------------------------------------------------------------------------------------------------------
-
-
-@_job
+@job
 def fits(case: Case, strategy: str, budget_bytes: int | None) -> dict:
     """Peak bytes, and the milliseconds of a second call, on a card limited to budget_bytes, with the inputs made there.
 

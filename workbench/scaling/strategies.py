@@ -103,7 +103,7 @@ def check(strategy: str, case: Case, world: int) -> None:
         raise NotImplementedError("DataParallel copies between CUDA cards; here the call is on the CPU")
     if strategy == "context parallel":
         if not isinstance(case.pattern, Dense):
-            raise ValueError(f"context parallel computes Dense only, not {case.pattern.name}")
+            raise ValueError("torch's context parallel computes dense attention only")
         if case.nq != case.n or case.kv_heads != case.heads:
             raise ValueError("context parallel wants as many queries as keys, and as many key heads as heads")
         parts = 2 * world if case.pattern.causal else world
@@ -112,9 +112,6 @@ def check(strategy: str, case: Case, world: int) -> None:
         if not cuda:
             raise NotImplementedError("torch's context parallel knows CUDA's fused kernels only; here it is the CPU")
     plan(strategy, case, world)
-
-
-# --- inputs -----------------------------------------------------------------------------------------------------------
 
 
 def make(case: Case, name: str, batch: range, rows: tuple[range, ...]) -> Tensor:
@@ -159,9 +156,6 @@ def _draw(case: Case, name: str, first: int) -> Tensor:
     random.manual_seed(zlib.crc32(f"{case.seed} {name} {first}".encode()))  # the CPU's generator uses 32 bits of a seed
     shape = case.batch, _chunk(case), _heads(case, name), case.head_dim
     return torch.randn(shape, generator=random, dtype=case.dtype, device=case.device)
-
-
-# --- what a rank calls ------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -30,18 +30,19 @@ from workbench.scaling.strategies import ONE, STRATEGIES
 JOB_S = 600.0  # seconds that a job of the ranks may take
 MEASURED = (
     "samples_ms", "median_ms", "speedup", "speedup_low", "speedup_high", "peak_bytes", "extra_bytes", "peak_by_card",
-    "extra_by_card", "sent_bytes", "control_bytes", "planned_bytes", "busy", "valid", "limiter", "max_abs_error",
-    "errors", "compared", "compared_with", "unchecked",
+    "extra_by_card", "sent_bytes", "control_bytes", "planned_bytes", "busy", "kernel", "valid", "limiter",
+    "max_abs_error", "errors", "compared", "compared_with", "unchecked",
 )  # fmt: skip
 
 
 def sweep(
-    cases: Mapping[str, Case], nproc: int = 2, strategies: Iterable[str] = STRATEGIES, *, samples: int = 9,
+    cases: Mapping[str, Case], nproc: int = 2, strategies: Iterable[str] | Callable = STRATEGIES, *, samples: int = 9,
     seconds: float = 20.0, within_s: float | None = None, profile="quick", folder=None, say: Callable | None = print,
 ) -> pd.DataFrame:  # fmt: skip
     """Measure every case by every strategy on nproc ranks and, always, on one device: a row each, and one of "A/A".
 
-    cases: {label: case}. samples: rounds of a case; seconds: after about so long no further round is begun.
+    cases: {label: case}. strategies: names, or a function of a case that gives them. samples: rounds of a case;
+    seconds: after about so long no further round is begun.
     within_s: after so long no case is begun that has anything left to measure; calling again goes on with those.
     profile, folder: as in `records.start`.
     Rows become records when their case is measured, and settled ones are not measured again, whatever their label. A
@@ -54,17 +55,17 @@ def sweep(
     peak_by_card, extra_by_card: peak bytes with and without the inputs; peak_bytes, extra_bytes: their maxima
     sent_bytes, control_bytes: by rank, data and agreement, counted at torch.distributed
     planned_bytes: by rank, data as in the plan; None for strategies without one
-    busy: by card, the share of the time in which it computes
+    busy: by card, the share of the time in which it computes; kernel: on CUDA, the one that took most of rank 0's time
     from_records: whether an earlier sweep measured it (not a field of the record)
     valid: whether the compared rows agree with one device's, None if unknown; if not, limiter is "validity" and the row
         has no time; max_abs_error; errors: by result [absolute, over what is allowed]; compared: how many rows;
         compared_with: one device or, for a forward that it cannot do, float64; unchecked: why nothing was compared
     On cards times are taken in a pool of their own, in which no profiler ever ran.
     """
-    wanted = _wanted(strategies)
+    wanted = _wanted(strategies, checks.named("cases", cases, "Case"))
     end = math.inf if within_s is None else time.monotonic() + checks.number("within_s", within_s, above=-1)
     samples, seconds = checks.whole("samples", samples, 1), checks.number("seconds", seconds)
-    backend = backend_of(checks.named("cases", cases, "Case").values())
+    backend = backend_of(cases.values())
     recorder = records.start("scaling", profile, folder)
     say, rows = say or (lambda *_, **__: None), []
     with contextlib.ExitStack() as pools:
@@ -73,8 +74,8 @@ def sweep(
             for_times = pools.enter_context(Pool(nproc, backend))
         for number, (label, case) in enumerate(cases.items(), 1):
             fields = {"stage": "sweep", "nproc": nproc, "check": True, "rounds": samples} | case.fields()
-            known = {name: _settled(recorder, fields | who(name, nproc)) for name in (*wanted, AA)}
-            todo = [name for name in wanted if known[name] is None]
+            known = {name: _settled(recorder, fields | who(name, nproc)) for name in (*wanted[label], AA)}
+            todo = [name for name in wanted[label] if known[name] is None]
             if todo and time.monotonic() > end:
                 say(f"{number}/{len(cases)}: {label}: not begun, time is over; run it again to go on", flush=True)
                 continue
@@ -101,11 +102,15 @@ def _recorded(known: dict, fresh: dict, fields: Callable[[str], dict], recorder,
     return rows
 
 
-def _wanted(strategies: Iterable[str]) -> list[str]:
-    wanted = [ONE, *dict.fromkeys(x for x in checks.listed("strategies", strategies) if x != ONE)]
-    for name in wanted:
-        ways.check_name(name)
-    return wanted
+def _wanted(strategies: Iterable[str] | Callable, cases: Mapping[str, Case]) -> dict[str, list[str]]:
+    """By label, the strategies to measure, one device first."""
+    found = {}
+    for label, case in cases.items():
+        names = checks.listed("strategies", strategies(case) if callable(strategies) else strategies)
+        found[label] = [ONE, *dict.fromkeys(x for x in names if x != ONE)]
+        for name in found[label]:
+            ways.check_name(name)
+    return found
 
 
 def backend_of(cases: Iterable[Case]) -> str:
@@ -129,9 +134,6 @@ def who(name: str, nproc: int) -> dict:
 def _settled(recorder, key: dict) -> dict | None:
     found = [row for row in recorder.rows(**key) if row["status"] in records.SETTLED]
     return found[-1] if found else None
-
-
-# --- a case -----------------------------------------------------------------------------------------------------------
 
 
 def _facts(name: str, case: Case, nproc: int, pool: Pool) -> dict:
@@ -159,7 +161,7 @@ def _together(name: str, ranks: list[dict]) -> dict:
     row |= {x: [rank[x] for rank in ranks] for x in ("sent_bytes", "control_bytes")}
     if name == "data parallel":
         row["sent_bytes"] = None
-    row |= {"unchecked": first["unchecked"], "compared_with": first["compared_with"]}
+    row |= {"kernel": first["kernel"], "unchecked": first["unchecked"], "compared_with": first["compared_with"]}
     row["compared"] = sum(rank["compared"] for rank in ranks)
     return row if name == ONE or row["unchecked"] else row | _errors(ranks)
 
@@ -202,10 +204,12 @@ def _times(facts: dict[str, dict], case: Case, pool: Pool, samples: int, seconds
     return rows
 
 
-def ask(pool: Pool, function: str, arguments: list, timeout_s: float = JOB_S) -> JobOutcome | Outcome:
-    """The outcome of a job of `on_ranks`; the pool's ValueError, such as for a module it cannot find, is "refused"."""
+def ask(
+    pool: Pool, function: str, arguments: list, timeout_s: float = JOB_S, module: str = "on_ranks"
+) -> JobOutcome | Outcome:
+    """The outcome of a job of a module of `scaling`; the pool's ValueError, as for no such module, is "refused"."""
     try:
-        return pool.attempt(f"workbench.scaling.on_ranks:{function}", arguments, timeout_s)
+        return pool.attempt(f"workbench.scaling.{module}:{function}", arguments, timeout_s)
     except ValueError as error:
         return Outcome("refused", str(error))
 

@@ -9,8 +9,6 @@ Dimensions: N keys, Nq queries, H query heads, G key heads, D head_dim; U units 
 blocks a strip, a x c the block size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

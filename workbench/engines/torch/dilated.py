@@ -7,8 +7,6 @@ as it is. The backward gives each fused backward the merged out and lse, so no b
 Dimensions: B batch, N keys, Nq queries (the last Nq positions), H query heads, G key heads, D head_dim, S segments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Nested branches of a dilated pattern are blocks of their tile order (`patterns.t
 period: the lists are those of one period, and of those at the ends, which may be cut short.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -12,8 +12,6 @@ Dimensions: B batch, N keys, Nq queries (the last Nq positions), H query heads, 
 and N are the queries and keys of a tile, i and j absolute positions.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -226,9 +224,6 @@ def dkdv_kernel(Q, K, V, DO, OF_ROWS, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b,
     out = b * o_b + g * o_h + at[:, None] * o_n + d[None, :]
     tile_ops.store(DK + out, dk * softmax_scale, ours, d, D)
     tile_ops.store(DV + out, dv, ours, d, D)
-
-
-# --- launching -------------------------------------------------------------------------------------------------------
 
 
 def forward(

@@ -12,8 +12,6 @@ Dimensions: B batch, N keys, Nq queries (the last Nq positions), H query heads, 
 and N are the queries and keys of a tile, and i and j count the positions that a head keeps in the segment.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -193,9 +191,6 @@ def dkdv_kernel(Q, K, V, DO, OF_ROWS, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b,
         tile_ops.gdc_wait()
     tile_ops.add(DK + out, dk * softmax_scale, ours, d, D, FIRST)
     tile_ops.add(DV + out, dv, ours, d, D, FIRST)
-
-
-# --- launching -------------------------------------------------------------------------------------------------------
 
 
 class Branch(NamedTuple):

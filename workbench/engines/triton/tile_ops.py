@@ -9,8 +9,6 @@ Dimensions: M queries of a tile, N keys of a tile, D head_dim. A row of a tile t
 its lse as +inf, so that its P is 0.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -108,7 +108,7 @@
     first.forEach((row, at) => row.cells[0].classList.toggle("again", at > 0 && first[at - 1].cells[0].textContent === row.cells[0].textContent));
     if (first.length < 2) return table;
     Array.from(head.cells).forEach((cell, at) => {
-      if (cell.tagName !== "TH") return;
+      if (!cell.textContent.trim()) return;
       const sort = make("button", "sort", cell.textContent);
       sort.type = "button";
       sort.addEventListener("click", () => {
