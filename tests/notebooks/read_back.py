@@ -19,9 +19,10 @@ def numbers(text: str) -> list[tuple[str, float, str]]:
 
 
 def shown(html: str) -> list[float]:
-    """The values that a reader finds on a page: of every cell of a table and of the data of every figure, and how many
-    rows these have."""
-    cells = [unescape(re.sub("<[^>]+>", " ", cell)) for cell in re.findall(r"<t[hd]\b[^>]*>(.*?)</t[hd]>", html, re.S)]
+    """The values that a reader finds on a page: of every cell of a table, of captions, and of the data of every figure,
+    and how many rows these have."""
+    parts = re.findall(r"<(t[hd]|summary|figcaption)\b[^>]*>(.*?)</\1>", html, re.S)
+    cells = [unescape(re.sub("<[^>]+>", " ", text)) for _, text in parts]
     data = re.findall(r'<script class="csv" type="application/json">(.*?)</script>', html, re.S)
     for rows in (list(csv.reader(io.StringIO(json.loads(text)))) for text in data):
         cells += [cell for row in rows for cell in row] + [str(len(rows) - 1)]

@@ -14,6 +14,7 @@ import re
 from html import escape, unescape
 
 from workbench.harness.narrate import heads, number
+from workbench.report.outputs import describe
 
 HEAVY = 2000  # marks of one kind in one axes: more are drawn as pixels inside the SVG
 DPI = 200  # of what is pixels there
@@ -25,7 +26,7 @@ def figure(fig, caption: str, data=None) -> None:
     caption: the claim, how to read it, and N, dtype, heads and device, in a few sentences of Markdown.
     data: the DataFrame that is drawn; the page saves it as CSV and shows it as a table on demand.
     """
-    alt = _described(fig)
+    alt = describe(fig)
     about = {"kind": "figure", "caption": caption, "alt": alt, "csv": _csv(data), "inches": float(fig.get_figwidth())}
     if _batch():
         _display({"image/svg+xml": svg(fig)}, about)
@@ -64,7 +65,7 @@ def in_short(sentences, key=None, headline: str = "") -> None:
     if _batch():
         about["records"] = dict(records.DRAWN)
     if key is not None and _batch():
-        about |= {"svg": svg(key), "alt": _described(key), "inches": float(key.get_figwidth())}
+        about |= {"svg": svg(key), "alt": describe(key), "inches": float(key.get_figwidth())}
     _display(bundle, about)
     if key is not None and not _batch():
         _display({"image/png": _png(key)}, {})
@@ -143,12 +144,6 @@ def _png(fig) -> str:
     out = io.BytesIO()
     fig.savefig(out, format="png", dpi=110, bbox_inches="tight")
     return base64.b64encode(out.getvalue()).decode()
-
-
-def _described(fig) -> str:
-    from workbench.report.outputs import describe
-
-    return describe(fig)
 
 
 def _csv(data) -> str | None:
