@@ -49,7 +49,7 @@ def test_limits_are_counted_and_unknown_times_named():
     )
     table["predicted_ms"] = [1.0, None, None]
     first, second = frontiers.limits(table)
-    assert first.startswith("Of the 2 cells that run, what limits is time in 1 and nothing as far as was searched in 1")
+    assert first == "Of the 2 frontiers here, 1 are limited by time and 1 by nothing as far as was searched."
     assert second.startswith("The time of b is not modelled")
     assert frontiers.limits(table[2:]) == ["None of these ways runs on any of these cards."]
 

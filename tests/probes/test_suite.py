@@ -105,3 +105,19 @@ def test_a_group_is_measured_and_recorded(tmp_path):
     rows = suite.run(["shorter 4096"], folder=tmp_path, samples=3, seconds=2, say=None)
     assert set(rows["label"]) == {"dense cudnn", "workbench", "workbench, CUDA graph", "A/A"}
     assert len(records.load(tmp_path)) == 4 and (rows["status"] == "ok").all()
+
+
+def test_what_is_on_record_is_not_measured_again(monkeypatch):
+    known = suite.recorded("h200x1", "h100x1")
+    monkeypatch.setattr(suite.machine, "kind", lambda: "h200x1")
+    asked = []
+    new = made_up(["window fwd"]).assign(run_device="NVIDIA H200", median_ms=7.0)
+    monkeypatch.setattr(suite, "run", lambda groups, **options: asked.append((groups, options)) or new)
+    rows = suite.gathered(["window"], ["h100x1"], within_s=5)
+    (groups, options) = asked[0]
+    assert groups == ["window"] and options["within_s"] == 5 and "window fwd" in set(options["known"]["suite"])
+    assert (
+        set(rows["suite"]) == set(known["suite"]) and (rows.loc[rows["suite"] == "window fwd", "median_ms"] == 7).all()
+    )
+    monkeypatch.setattr(suite, "run", lambda *_, **__: new[:0])
+    assert len(suite.gathered(["window"], ["h100x1"])) == len(known) == len(suite.gathered([], ["h100x1"]))

@@ -257,9 +257,9 @@ def limits(table: pd.DataFrame) -> list[str]:
     """What limits the cells of a map (rows of `frontier.sweep`), and whose time is not known."""
     done, said = table[table["status"] == "ok"], []
     names = {"validity": "wrong results", "search": "nothing as far as was searched"}
-    by = [f"{names.get(x, x)} in {n}" for x, n in done["limiter"].value_counts().items()]
+    by = [f"{n} by {names.get(x, x)}" for x, n in done["limiter"].value_counts().items()]
     if by:
-        said.append(f"Of the {counted(len(done), 'cell')} that run, what limits is {listed(by)}.")
+        said.append(f"Of the {counted(len(done), 'frontier')} here, {listed(by).replace(' by', ' are limited by', 1)}.")
     else:
         said.append("None of these ways runs on any of these cards.")
     unknown = done.loc[done["predicted_ms"].isna(), "label"].unique()

@@ -125,7 +125,7 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
         layers.append(life.drop(columns=own).sum(axis=1).to_numpy())
         total = np.sum(layers, axis=0)
         at = np.arange(1, len(life) + 1)
-        ax.stackplot(at, [x / GIB for x in layers], step="post", linewidth=0,
+        ax.stackplot(at, [x / GIB for x in layers], step="post", linewidth=0, rasterized=True,
                      colors=[colors[x] for x in [*own, "others"]])  # fmt: skip
         peak = int(total.argmax())
         ax.axhline(total[peak] / GIB, color="black", linewidth=1, linestyle="--")

@@ -74,13 +74,16 @@ def note(ax, text: str, at: tuple, offset=(0, 0), **look) -> None:
 def name_ends(ax, ends) -> None:
     """Name lines to the right of an axis, or beside their ends where these are far from it, one above the other where
     they are close: the axis' scales and limits are final then. ends: (x, y, text, colour)."""
-    low = {}
+    places, low = [], {}
     for x, y, text, color in sorted(ends, key=lambda end: end[1]):
         across, at = ax.transAxes.inverted().transform(ax.transData.transform((x, y)))
         across = 1.03 if across > 0.5 else across + 0.05
         low[across] = max(at, low.get(across, -1) + 0.055 * (1 + text.count("\n")))
+        places.append((x, y, text, color, across, low[across]))
+    for x, y, text, color, across, at in places:
         arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3}
-        ax.annotate(text, (x, y), xytext=(across, low[across]), textcoords="axes fraction", color=color, fontsize=9,
+        at -= max(0, low[across] - 0.96)  # none beside the title
+        ax.annotate(text, (x, y), xytext=(across, at), textcoords="axes fraction", color=color, fontsize=9,
                     va="center", arrowprops=arrow)  # fmt: skip
 
 
