@@ -116,14 +116,6 @@ def test_a_plan_in_words_says_who_sends_what_and_has_the_sizes_that_its_bytes_ar
     assert "rank 1 sends 48,000 to 0" in text and "max over mean 1.000" in text and "64" not in text
 
 
-def test_seconds_are_those_of_the_slower_of_computing_and_moving():
-    found = plan(wb.Dense(), Shards.even(1000, 2), 2)
-    pairs, moved = 2 * 500 * 1000, 2 * 500 * 2 * 64 * 2
-    assert found.seconds(1e6, 1e12, 2, 64) == pytest.approx(pairs / 1e6)
-    assert found.seconds(1e18, 1e6, 2, 64) == pytest.approx(moved / 1e6)
-    assert found.seconds(1e6, 1e6, 2, 64, overlap=False) == pytest.approx((pairs + moved) / 1e6)
-
-
 def test_plans_are_told_apart():
     even = Shards.even(64, 2)
     kinds = [wb.Dense(), wb.Dense(True), wb.Dilated([64], [2]), wb.Neighborhood((8, 8), 1),
