@@ -19,7 +19,8 @@ _HOMES = {
 }
 _FROM = {name: home for home, names in _HOMES.items() for name in names}
 _FOLDERS = (
-    "patterns", "engines", "harness", "probes", "distributed", "fit", "scaling", "analysis", "plots", "report"
+    "patterns", "engines", "harness", "probes", "distributed", "fit", "scaling", "analysis", "plots",
+    "explorers", "report",
 )  # fmt: skip
 _MODULES = {name: name for name in _FOLDERS} | {
     "orderings": "patterns.orderings", "records": "harness.records", "machine": "harness.machine",
@@ -40,12 +41,17 @@ def __getattr__(name: str):
     return value
 
 
-def files_of(folder: str):
-    """The `__getattr__` of a folder of this package: a file is imported when its name is first used."""
+def files_of(folder: str, **homes: str):
+    """The `__getattr__` of a folder of this package: a file is imported when its name is first used.
+
+    homes: of names that are not files of the folder, the module that is meant, or "module:name" in it.
+    """
 
     def __getattr__(name: str):
-        if not name.startswith("_") and importlib.util.find_spec(f"{folder}.{name}"):
-            return importlib.import_module(f"{folder}.{name}")
+        module, _, of = homes.get(name, f"{folder}.{name}").partition(":")
+        if name in homes or not name.startswith("_") and importlib.util.find_spec(module):
+            found = importlib.import_module(module)
+            return getattr(found, of) if of else found
         raise AttributeError(f"module {folder!r} has no attribute {name!r}")
 
     return __getattr__

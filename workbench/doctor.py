@@ -3,8 +3,6 @@
 Nothing is taken on trust: each backend runs small cases in each dtype, forward and backward, held to the oracle.
 """
 
-import sys
-
 import torch
 
 from workbench import requirements
@@ -74,13 +72,10 @@ def compiler() -> str:
 
 def verdict(pattern, n: int, dtype: torch.dtype, backend: str, mode: str, device: str) -> str:
     """In a few words, how a backend did on `n` tokens: exact, no (and why not), WRONG or FAILED."""
-    progress(f"{backend} {MODES[mode]} {dtype} ...")
     try:
         row = error.of(Case(pattern, n, 2, 32, dtype, backend, mode, device))
     except Exception as e:  # whatever it is, it is this machine's answer
         return f"FAILED: {type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
-    finally:
-        progress("")
     if row["status"] != "ok":
         return f"no: {row['error']}"
     if not row["worst"] <= 1:
@@ -94,9 +89,3 @@ def grouped(verdicts: dict[torch.dtype, str]) -> list[str]:
     for dtype, words in verdicts.items():
         shared.setdefault(words, []).append(str(dtype).removeprefix("torch."))
     return [f"{', '.join(names)}: {words}" for words, names in shared.items()]
-
-
-def progress(text: str) -> None:
-    """A line that the next one replaces; only where somebody is looking."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

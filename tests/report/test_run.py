@@ -311,8 +311,34 @@ def test_two_reports_at_once_share_a_folder(tmp_path):
     assert all("metbefore" in (out / name).read_text() for name in ("1.html", "2.html"))
 
 
+# --- in a browser ----------------------------------------------------------------------------------------------------
+
+EXPLORERS = "from workbench.explorers import hilbert, pattern\npattern.explore()"
+FULL = ["# Everything\n\nWith $x^2$", "## Explorers", EXPLORERS, "hilbert.explore()", f"x = '{300 * 'long '}'"]
+needs_browser = pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING)
+
+
 @pytest.mark.browser
-@pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING)
+@needs_browser
+def test_explorers_of_a_page_do_not_disturb_each_other(run):
+    (done,), _, _ = run({"full": FULL})
+    with browser.tab(done.path, 390) as tab:
+        texts = "[...document.querySelectorAll('.wb-explorer')].map(x => x.textContent)"
+        assert tab.run("document.documentElement.scrollWidth") <= 390
+        assert tab.run("document.querySelectorAll('math').length") == 1
+        masks, orders = tab.run(texts)
+        tab.slide("[name=n]", 100)
+        assert tab.run(texts)[0] != masks and tab.run(texts)[1] == orders
+        tab.slide("[name=block]", 32)  # the first is the pattern explorer's, which is hidden there
+        tab.slide(".wb-explorer [name=left]", "morton")
+        assert tab.run(texts)[1] != orders
+        parts = tab.run("location.hash").removeprefix("#~").split("~")
+        assert [part.split("?")[0] for part in parts] == ["pattern", "hilbert"]
+        assert tab.requests == [done.path.as_uri()] and tab.errors == []
+
+
+@pytest.mark.browser
+@needs_browser
 def test_the_browser_would_notice_a_request_and_an_error(tmp_path):
     page = tmp_path / "page.html"
     page.write_text("<img src='http://127.0.0.1:9/x.png'><script>nowhere()</script>")

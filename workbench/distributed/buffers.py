@@ -107,8 +107,6 @@ class Placed:
         there = heads == to_heads and block.width == self.key_heads
         return block.start + (rows.start - to.start) * self.exchange.row(block) if there else None
 
-    # --- rows ---------------------------------------------------------------------------------------------------------
-
     def views(self, x: Tensor) -> list[Tensor]:
         """x (B, Q, H, ...) -> the partial's rows of it: a view (B, R, C, c, ...) for each of `queries`."""
         x = x[self.batch]
@@ -139,8 +137,6 @@ class Placed:
     def overwrite(self, x: Tensor, part: Tensor) -> None:
         """Put part (B, R, h, ...), the call's results for `border_rows`, into x (B, Q, H, ...), in place."""
         x[self.batch, :, self.partial.groups[0].heads].index_copy_(1, self.border_rows, part.to(x.dtype))
-
-    # --- keys ---------------------------------------------------------------------------------------------------------
 
     def gather(self, k: Tensor, v: Tensor, received: Tensor) -> list[Tensor]:
         """[keys, values] of the call, (B, M, g, D) each: views if they can be, else copies.

@@ -54,9 +54,6 @@ class Call(NamedTuple):
     numbers: list[int]
 
 
-# --- before ranks agree -----------------------------------------------------------------------------------------------
-
-
 def check_strategy(strategy: str) -> None:
     choice("strategy", strategy, *STRATEGIES)
 
@@ -90,9 +87,6 @@ def check(q, k, v, pattern, ranks: Ranks, strategy, scale, backend, return_lse) 
 
 
 _hash = functools.lru_cache(256)(digest)
-
-
-# --- the plan ---------------------------------------------------------------------------------------------------------
 
 
 def start(call: Call, agreement: Agreement, q: Tensor, k: Tensor, run: Callable) -> tuple[Executor, object]:
@@ -172,9 +166,6 @@ def choose(strategy: str, sizes: tuple, itemsize: int, head_dim: int) -> Plan:
 def plans_of(pattern: Pattern) -> dict[tuple, Executor]:
     """What is kept with the pattern, by `Call.key`, the most recently used one last."""
     return pattern.kept("plans", (), dict)
-
-
-# --- the run ----------------------------------------------------------------------------------------------------------
 
 
 class Attend(torch.autograd.Function):

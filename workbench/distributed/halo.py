@@ -36,9 +36,6 @@ def queries_of(own: range, n: int, nq: int) -> range:
     return range(max(own.start, n - nq), max(own.stop, n - nq)) if own.stop > n - nq else range(0)
 
 
-# --- dense ------------------------------------------------------------------------------------------------------------
-
-
 def dense(causal: bool, n: int, own: range, work: list[range]) -> Rows:
     """Everything but `own` or, if causal, what of it comes before the last query.
 
@@ -46,9 +43,6 @@ def dense(causal: bool, n: int, own: range, work: list[range]) -> Rows:
     """
     stop = max(x.stop for x in work if x) if causal else n
     return Rows.of([range(stop)]).without(own)
-
-
-# --- dilated ----------------------------------------------------------------------------------------------------------
 
 
 PERIOD = 1 << 22  # of residues that are tabulated; of a longer one, positions are listed to be counted
@@ -207,9 +201,6 @@ class DilatedHalo:
         return torch.from_numpy(total)
 
 
-# --- block-sparse -----------------------------------------------------------------------------------------------------
-
-
 CELLS = 1 << 22  # of the block grid, evaluated at once
 
 
@@ -259,9 +250,6 @@ def block_sparse(pattern: BlockSparse, n: int, heads: int, key_heads: int, own: 
             keep &= position <= last[block].repeat_interleave(bk)
         found.append(Rows.of([position[keep]]).without(own))
     return found
-
-
-# --- neighborhood -----------------------------------------------------------------------------------------------------
 
 
 def neighborhood(pattern: Neighborhood, own: range, queries: range) -> Rows:

@@ -121,9 +121,6 @@ def head_group(plan: Plan, key_heads: range, queries: range | Tensor, keys: rang
     return HeadGroup(queries, slice(heads.start, heads.stop), keys, slice(key_heads.start, key_heads.stop))
 
 
-# --- dense ------------------------------------------------------------------------------------------------------------
-
-
 def _own_dense(plan: Plan, rank: int) -> Own:
     """A kernel that fills the card leaves no room for an exchange until it ends. So attention begins with only as many
     heads as take the time of agreeing, and the first rows travel while the other heads are computed. These are cut as
@@ -177,9 +174,6 @@ def _calls(queries: range, pieces: list[range], causal: bool) -> Iterator[tuple[
             yield among, range(keys.start, among.stop), True
         if len(after := range(max(queries.start, keys.stop), queries.stop)):
             yield after, keys, False
-
-
-# --- dilated ----------------------------------------------------------------------------------------------------------
 
 
 def _whole_segments(plan: Plan, rank: int) -> list[Partial]:
@@ -255,9 +249,6 @@ def _dilated(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
                     key = (branch, segment.start, len(q), len(k), many)
                     together.setdefault(key, []).append(HeadGroup(q, q_heads, k, k_heads))
     return [Partial(Dense(pattern.causal), tuple(groups)) for groups in together.values()]
-
-
-# --- block-sparse and neighborhood ------------------------------------------------------------------------------------
 
 
 def _needed(plan: Plan, rank: int, stage: Stage) -> Tensor:

@@ -138,8 +138,6 @@ class Plan:
         pair = (parts[rank], parts[2 * self.world - 1 - rank])
         return [range(x.start + first, x.stop + first) for x in pair]
 
-    # --- what moves ---------------------------------------------------------------------------------------------------
-
     @cached_property
     def dilated(self) -> halo.DilatedHalo:
         """What finds halos of a dilated pattern, and keeps what ranks share of them."""
@@ -237,8 +235,6 @@ class Plan:
         both = self.units * (rows * itemsize) + (there + back) * (head_dim * itemsize)
         return both + back * (wide * lse), both + self.units.T * (rows * wide) + there * (wide * lse)
 
-    # --- what is computed ---------------------------------------------------------------------------------------------
-
     @cached_property
     def pairs(self) -> np.ndarray:
         """(world,) Python ints: (head, query, key) that each rank computes; for block-sparse, all of visible blocks."""
@@ -258,37 +254,11 @@ class Plan:
         """The largest number of pairs of a rank over the mean: 1 is even."""
         return float(self.pairs.max() / max(1, self.pairs.mean()))
 
-    # --- identity -----------------------------------------------------------------------------------------------------
-
     @cached_property
     def digest(self) -> int:
         """62 bits that are equal where plans are."""
         what = [self.strategy, self.shards.lengths, self.heads, self.kv_heads, self.nq, [str(x) for x in self.stages]]
         return digest(describe(self.pattern), json.dumps(what), self.units.numpy().tobytes())
-
-    def text(self, itemsize: int, head_dim: int, batch: int = 1) -> str:
-        """The plan in words, with the bytes of a forward for these sizes (see `bytes`); by rank, on up to 8 ranks."""
-        moved = self.bytes(itemsize, head_dim, batch)
-        sent = moved.sum(1)
-        least, most = min(self.shards.lengths), max(self.shards.lengths)
-        lines = [
-            f"{self.pattern.name}, by {self.strategy}",
-            f"{self.n:,} positions on {self.world} ranks of {f'{least:,} to ' * (least < most)}{most:,}, "
-            f"{self.heads} heads on {self.kv_heads} key heads",
-            f"pairs: {self.pairs.sum():.4g}, max over mean {self.balance:.3f}",
-            f"a forward of batch {batch}, head_dim {head_dim}, {itemsize} bytes a number moves {int(sent.sum()):,} "
-            f"bytes,\n  {int(sent.max()):,} from one rank at most, exchanges: {len(self.stages)}",
-        ]
-        if self.world <= 8:
-            lines += [
-                f"  rank {s} sends " + (", ".join(f"{int(x):,} to {t}" for t, x in enumerate(row) if x) or "nothing")
-                for s, row in enumerate(moved)
-            ]
-        return "\n".join(lines)
-
-    def __str__(self):
-        """`text` for a batch of 1, a head_dim of 64 and 2 bytes a number: a plan itself has no such sizes."""
-        return self.text(2, 64)
 
 
 def digest(*parts: str | bytes) -> int:

@@ -69,9 +69,6 @@ def mean(losses: Tensor, group=None) -> Tensor:
     return losses.sum() / count * dist.get_world_size(group)
 
 
-# --- an example -------------------------------------------------------------------------------------------------------
-
-
 class Layer(nn.Module):
     """A transformer's layer: x (B, L, width) -> (B, L, width)."""
 

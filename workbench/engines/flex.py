@@ -31,9 +31,6 @@ TILE = 128  # CUDA: the largest tile of torch's kernels, forward and backward; a
 COMPILATIONS = 1 << 20  # in effect no limit: past torch's own it would run unfused, with an N x N tensor
 
 
-# --- may it run ------------------------------------------------------------------------------------------------------
-
-
 def why_not(q: Tensor, k: Tensor, v: Tensor, pattern, return_lse: bool = False) -> str | None:
     """Why FlexAttention does not run this call, in a sentence, or None.
 
@@ -88,9 +85,6 @@ def no_cpu_kernel() -> str | None:
     return None
 
 
-# --- running ---------------------------------------------------------------------------------------------------------
-
-
 class CannotCompile(ValueError):
     """torch cannot compile what a pattern's own function does; known only once it has tried."""
 
@@ -138,9 +132,6 @@ def attend(q, k, v, mask: BlockMask, scale: float, return_lse: bool, options: di
 @functools.cache
 def compiled():
     return torch.compile(attend, dynamic=False, fullgraph=True)
-
-
-# --- the pattern in FlexAttention's terms ----------------------------------------------------------------------------
 
 
 class Plan(NamedTuple):
@@ -236,9 +227,6 @@ def ragged(parts, shape: tuple[int, int, int], most: int, device, wide: bool = F
         table = flat.to(device).as_strided((*shape, most if wide else width), stride)
         out += [number.to(torch.int32).view(shape).to(device), table]
     return out
-
-
-# --- the mask function -----------------------------------------------------------------------------------------------
 
 
 def mask_mod(visible, first: int):

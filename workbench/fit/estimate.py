@@ -112,9 +112,6 @@ def _life(case: Case, card: cards.Card, *place) -> tuple[tracer.Traced, str | No
 _lives: dict[str, tuple] = {}
 
 
-# --- time ------------------------------------------------------------------------------------------------------------
-
-
 def milliseconds(case: Case, card: cards.Card, backend: str, kernel: str | None = None) -> float | None:
     """Modelled time of the call; None where this execution was not measured, for a dtype that the card has no figure
     for, and where there is nothing to compute. kernel: what torch's attention took, where that is what ran."""

@@ -223,8 +223,6 @@ def _card(card, device: str):
     return cards.from_device(device) if device.startswith("cuda") else None
 
 
-# --- predicted -------------------------------------------------------------------------------------------------------
-
 HIDDEN = ("scratch of", "cuBLAS workspace")  # how `probes.trace` names them
 FOUND = ("backend", "peak_bytes", "reserved_bytes", "extra_bytes", "median_ms", "valid")
 PREDICTED = {"n": "n", "limiter": "limiter", "error": "error", "bytes": "reserved_bytes", "ms": "milliseconds"}
@@ -301,9 +299,6 @@ def _trace(case: Case, card, **place) -> estimate.Estimate:
     return replace(
         found, events=events, requested_bytes=used.peak_requested, reserved_bytes=used.peak_reserved, milliseconds=None
     )
-
-
-# --- measured --------------------------------------------------------------------------------------------------------
 
 
 def _measured(at: Lengths, asked: dict, where: dict, check: bool, recorder, server: Server, say) -> dict:

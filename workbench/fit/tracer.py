@@ -254,8 +254,6 @@ EFFICIENT = "_scaled_dot_product_efficient_attention"
 ASKED_FOR_LSE = {"_scaled_dot_product_cudnn_attention", EFFICIENT}
 
 
-# --- operators that make no storage ----------------------------------------------------------------------------------
-
 VIEWS = {"select", "slice", "split", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view"}
 WRITERS = {
     "cumsum", "floor_divide", "index_add_", "index_copy_", "index_select", "logsumexp", "masked_fill_", "matmul", "sum",

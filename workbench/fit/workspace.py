@@ -48,9 +48,6 @@ def sizes(shape, round_n: int, round_d: int) -> tuple[int, int]:
     return rows, rows * -(-d // round_d) * round_d
 
 
-# --- operators with a rule of their own ------------------------------------------------------------------------------
-
-
 def flash(q: torch.Tensor, k: torch.Tensor, *_, card) -> int:
     """Bytes of the parts' float32 out and lse in FlashAttention-2's forward: the rule of its num_splits_heuristic.
 

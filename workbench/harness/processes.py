@@ -246,9 +246,6 @@ def how_ended(code: int, said) -> str:
     return f"ended with exit code {code}: {(lines or ['no message'])[-1]}"[:400]
 
 
-# --- the server, and its children ---
-
-
 def main() -> None:
     asker = socket.socket(fileno=int(sys.argv[1]))
     threads = torch.get_num_threads()

@@ -3,7 +3,6 @@
     torchrun --nproc_per_node 2 -m workbench.harness.ranks module:function '{"n": 4096}'
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 -m workbench.harness.ranks ...
     MASTER_ADDR=HOST MASTER_PORT=29500 srun --kill-on-bad-exit=1 python -m workbench.harness.ranks ...
-    mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 python -m workbench.harness.ranks ...
     TorchTrainer(lambda config: call("module:function", config), ...)  # Ray, whose workers already have a group
 
 So started, each rank prints a line of JSON: rank, world, status (see `Outcome`) and the function's result or, if it
@@ -34,13 +33,9 @@ from workbench.harness.processes import Process, Server, imported, shared
 from workbench.patterns import checks
 
 BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # gloo too: ranks whose cards are out of memory can agree
-LAUNCHERS = (  # the variable that tells of a launcher; then those of the rank, of how many there are, and on this host
-    ("RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK"),  # torchrun, Ray
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),  # MVAPICH2
-    ("MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # mpirun of MPICH and Intel MPI
-    ("SLURM_PROCID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),  # after mpirun, which SLURM's batch may start
-    ("PMI_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # another MPI, which does not say which card to take
+LAUNCHERS = (  # the variables of the rank, of how many there are, and of the rank on this host
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # torchrun, Ray
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
 START_S = 180.0  # for the ranks to form their group
 TOLD = 4000  # characters of a dead rank's stderr that are reported
@@ -90,11 +85,10 @@ class Pool(contextlib.AbstractContextManager):
         backend = checks.choice("backend", backend or ("nccl" if cards else "gloo"), *BACKENDS)
         if backend == "nccl" and nproc > cards:
             raise ValueError(f"nproc={nproc}, backend='nccl': want at most the {cards} cards here, or backend='gloo'")
-        launched = [x for x in LAUNCHERS if x[0] in os.environ and "SLURM" not in x[0]]  # a job of SLURM may hold us
-        rank, world, _ = place(os.environ) if launched else (0, 1, 0)
+        rank, world, _ = place(os.environ) if "RANK" in os.environ else (0, 1, 0)  # a job of SLURM may hold us
         if world > 1:
             raise ValueError(
-                f"{launched[0][0]}={rank} of {world}: each of these ranks would start {nproc}; want one process, "
+                f"RANK={rank} of {world}: each of these ranks would start {nproc}; want one process, "
                 "without the launcher"
             )
         self.nproc, self.backend = nproc, backend
@@ -216,15 +210,12 @@ def _waits(stack: str) -> bool:
     return any(folder in inner for folder in COMMUNICATION)
 
 
-# --- on a rank ---
-
-
 def place(environment: Mapping[str, str]) -> tuple[int, int, int]:
     """(rank, world, rank on this host) as set by the launcher: see LAUNCHERS; (0, 1, 0) if by none.
 
     ValueError if a variable is missing or makes no sense.
     """
-    names = next((names for tells, *names in LAUNCHERS if tells in environment), None)
+    names = next((names for names in LAUNCHERS if names[0] in environment), None)
     if names is None:
         return 0, 1, 0
     try:
@@ -256,8 +247,7 @@ def join(backend: str | None = None) -> None:
     if missing:
         raise ValueError(
             f"{world} ranks, but no {' nor '.join(missing)}: want a host that all reach and a free port on it, e.g. "
-            "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) MASTER_PORT=29500, or "
-            "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500"
+            "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) MASTER_PORT=29500"
         )
     dist.init_process_group(BACKENDS[backend], init_method="env://", rank=rank, world_size=world)
 

@@ -7,7 +7,6 @@ at most its last line and several processes can share a journal.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -41,8 +40,7 @@ def start(probe: str, profile: str, folder: str | Path | None = None) -> Recorde
 
     folder: where the journal is; by default <machine kind>/ in the folder that WORKBENCH_RECORDS names, or in
     outputs/records. A journal that this commit already has for the probe is continued, so that `Recorder.done` finds
-    what an interrupted run measured. ValueError for a folder that was named, here or there, and cannot be written;
-    where outputs/records cannot be, a sentence on stderr says so and rows are kept in memory only.
+    what an interrupted run measured. ValueError for a folder that cannot be written.
     """
     from workbench.harness import machine
 
@@ -62,22 +60,20 @@ def start(probe: str, profile: str, folder: str | Path | None = None) -> Recorde
     run = {"kind": "run", "schema": SCHEMA, "run": uuid.uuid4().hex[:12]} | described
     run |= {"commit": commit, "dirty": dirty, "source": _source(), "argv": argv}
     run |= {"profile": profile, "utc": now.isoformat(timespec="seconds")}
-    recorder = Recorder(earlier[-1] if earlier else folder / f"{now:%Y-%m-%d}{ending}", probe, run)
-    if recorder.unwritten and named:
-        raise ValueError(f"records in {named}: {recorder.unwritten}; want a folder that can be written")
-    return recorder
+    try:
+        return Recorder(earlier[-1] if earlier else folder / f"{now:%Y-%m-%d}{ending}", probe, run)
+    except OSError as error:
+        why = f"records in {folder}: {error.strerror or error}"
+        raise ValueError(f"{why}; want a folder that can be written: {FOLDER} may name one") from None
 
 
 class Recorder:
-    """Appends rows to a journal. `path` is the journal, `run` the run's line.
-
-    unwritten: why the journal is not written any more (a full disk, say), None while it is; rows then live here only.
-    """
+    """Appends rows to a journal. `path` is the journal, `run` the run's line."""
 
     def __init__(self, path: Path, probe: str, run: dict):
-        self.path, self.probe, self.run, self.unwritten = path, probe, run, None
-        self._kept: list[dict] = []  # what could not be written
-        self._write(run)
+        self.path, self.probe, self.run = path, probe, run
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _append(path, run)
 
     def row(self, **fields) -> dict:
         """Append one row, on disk when this returns; returns it as written.
@@ -91,9 +87,8 @@ class Recorder:
         row = plain(row)
         if isinstance(row.get("error"), str):
             row["error"] = scrub(row["error"])
-        self._write(row)
-        if self.unwritten is None:
-            DRAWN[_name(self.path)] = DRAWN.get(_name(self.path), 0) + 1
+        _append(self.path, row)
+        DRAWN[_name(self.path)] = DRAWN.get(_name(self.path), 0) + 1
         return row
 
     def done(self, **key) -> bool:
@@ -112,24 +107,9 @@ class Recorder:
         """Rows of this journal as `load` gives them."""
         return _frame([*self._lines()[0], *rows])
 
-    def _write(self, line: dict) -> None:
-        try:
-            if self.unwritten is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                _append(self.path, line)
-                return
-        except OSError as error:
-            self._kept, self.unwritten = [self.run], error.strerror or str(error)
-            why = f"{self.path.name} cannot be written ({self.unwritten})"
-            print(f"records: {why}: rows from here on are not; {FOLDER} may name another folder", file=sys.stderr)
-        self._kept.append(line)
-
     def _lines(self) -> tuple[list[dict], list[dict]]:
-        """(runs, rows) that the journal has now, and those that could not be written."""
-        written = b""
-        with contextlib.suppress(OSError):
-            written = self.path.read_bytes()
-        found = [*_parse(written), *self._kept]
+        """(runs, rows) that the journal has now."""
+        found = [*_parse(self.path.read_bytes())]
         return tuple([line for line in found if line.get("kind") == kind] for kind in ("run", "row"))
 
 

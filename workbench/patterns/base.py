@@ -104,8 +104,6 @@ class Pattern(Value):
     batch: int | None = None  # the batch size where the pattern differs by batch entry
     function: Callable | None = None  # a user's, which `count` asks
 
-    # --- what is kept -------------------------------------------------------------------------------------------------
-
     def kept(self, what: str, key: tuple, make: Callable[[], T]) -> T:
         """make(), kept with the pattern as `what` until it is asked for under another key: the last sizes only.
 
@@ -141,8 +139,6 @@ class Pattern(Value):
         """question(self, *args), which torch.compile asks once, for this pattern, and takes as a constant."""
         return _answer(self.key, question, *args)
 
-    # --- parts --------------------------------------------------------------------------------------------------------
-
     def for_batch(self, b: int) -> Pattern:
         """The pattern of one batch entry: itself where all have the same."""
         return self
@@ -166,8 +162,6 @@ class Pattern(Value):
         if nq > n:
             raise ValueError(f"nq={nq} queries on n={n} keys: queries are the last nq positions, so 0 <= nq <= n")
         return n, heads, nq
-
-    # --- questions ----------------------------------------------------------------------------------------------------
 
     def _ask(self, answer: Callable[..., T], n, heads, nq, *more) -> T:
         sizes = self.check(n, heads, nq)
@@ -220,8 +214,6 @@ class Pattern(Value):
         """A block size as (query, key)."""
         return axes("block_size", 128 if block_size is None else block_size, 2, 1)
 
-    # --- generic answers, tile by tile: exact, bounded memory, N^2 work -----------------------------------------------
-
     def _tiles(self, n, heads, nq):
         """Yield the count of some rows after the other, (heads, rows, n)."""
         h = torch.arange(heads).view(-1, 1, 1)
@@ -271,8 +263,6 @@ class Pattern(Value):
         seen = torch.nn.functional.pad(torch.stack([count > 0, count != 1]), (0, behind, above, below))
         seen = seen.unflatten(3, (-1, bk)).unflatten(2, (-1, bq)).any(-1).any(3)
         return torch.stack([seen[0], ~seen[1]])
-
-    # --- identity ----------------------------------------------------------------------------------------------------
 
     def spec(self) -> dict:
         """The constructor call as JSON-able data: {"pattern": class name, ...arguments}; `from_spec` is its inverse."""

@@ -89,8 +89,6 @@ class BlockSparse(Pattern):
     def _grid(self, n):
         return -(-n // self.block_size[0]), -(-n // self.block_size[1])
 
-    # --- the block form -----------------------------------------------------------------------------------------------
-
     def block_of(self, block_size=None):
         """The pattern's own; another one is refused."""
         if block_size is not None and axes("block_size", block_size, 2, 1) != self.block_size:
@@ -139,8 +137,6 @@ class BlockSparse(Pattern):
             full = (column * bk + bk).clamp(max=n) - 1 <= first[row, 0]
         return Part(head, start, end, row + start, column, full)
 
-    # --- inside the blocks --------------------------------------------------------------------------------------------
-
     def _evaluated(self, part: Part, n, nq):
         """Yield (slice of the part's blocks, seen, exists), bool (blocks, bq, bk) both, a few blocks at a time."""
         (bq, bk), size = self.block_size, len(part.row)
@@ -161,8 +157,6 @@ class BlockSparse(Pattern):
             left[some] = seen.any(2).any(1)
             full[some] = (seen == exists).all(2).all(1)
         return part.only(left, full)
-
-    # --- counting -----------------------------------------------------------------------------------------------------
 
     def _pairs(self, n, heads, nq):
         total = sum(self._pairs_of(part, n, nq) for part in self._parts(n, heads, nq))
@@ -187,8 +181,6 @@ class BlockSparse(Pattern):
         bq, bk = self.block_size
         queries = (part.row * bq).clamp(min=n - nq), (part.row * bq + bq).clamp(max=n)
         return queries, (part.column * bk, (part.column * bk + bk).clamp(max=n))
-
-    # --- identity -----------------------------------------------------------------------------------------------------
 
     def spec(self):
         spec = {"pattern": "BlockSparse", "layout": self.layout.spec(), "block_size": list(self.block_size)}

@@ -57,8 +57,6 @@ class Dilated(Pattern):
                 "offsets='blocked': with heads='partition' the offset is the branch's, want offsets='interleaved'"
             )
 
-    # --- who is in which branch ---------------------------------------------------------------------------------------
-
     def head_range(self, branch: int, heads: int) -> range:
         """The heads that take part in a branch; empty where there are fewer heads than branches (partition)."""
         if self.heads == "all":
@@ -91,8 +89,6 @@ class Dilated(Pattern):
         flat = [-1 if o is None else o for row in table for o in row]
         return torch.tensor(flat, dtype=torch.int64, device="cpu").view(heads, len(branches))
 
-    # --- counting -----------------------------------------------------------------------------------------------------
-
     def count(self, h, i, j, n, heads):
         table = self._offsets(heads).to(h.device)
         total = torch.zeros((), dtype=torch.int32, device=h.device)
@@ -121,8 +117,6 @@ class Dilated(Pattern):
     def _pairs(self, n, heads, nq):
         before, every = self.pairs_before(np.array([n - nq, n], dtype=object), n, heads)
         return int(every - before)
-
-    # --- identity -----------------------------------------------------------------------------------------------------
 
     def spec(self):
         return {

@@ -154,9 +154,6 @@ def from_spec(spec: dict) -> Layout:
     return makers[kind](**spec)
 
 
-# --- the layouts ------------------------------------------------------------------------------------------------------
-
-
 def local(k: int) -> Layout:
     """|i - j| <= k"""
     k = whole("k", k, 0)
@@ -292,9 +289,6 @@ def _pool(states: Tensor, block: int, skip: int) -> Tensor:
     wide = states.double() if states.dtype == torch.float64 else states.float()
     total = wide.new_zeros(states.shape[0], blocks, *states.shape[2:]).index_add_(1, where, wide)
     return total / torch.bincount(where, minlength=blocks).clamp(min=1)[:, None, None]
-
-
-# --- identity ---------------------------------------------------------------------------------------------------------
 
 
 def pack(tensor: Tensor) -> dict:

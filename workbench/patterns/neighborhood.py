@@ -65,8 +65,6 @@ class Neighborhood(Pattern):
             seen = seen & ((x.int() - y.int()).abs() <= min(radius, 2**31 - 1))  # int32: half the traffic
         return seen
 
-    # --- counting -----------------------------------------------------------------------------------------------------
-
     def _pairs(self, n, heads, nq):
         if self.ordering is None and nq == n:  # windows are boxes: one axis times the other
             reaches = [(side, min(r, side - 1)) for side, r in zip(self.shape, self.radius, strict=True)]
@@ -86,8 +84,6 @@ class Neighborhood(Pattern):
 
     def _uncovered(self, n, heads, nq):
         return torch.zeros(heads, dtype=torch.int64)  # every token sees itself
-
-    # --- the block form -----------------------------------------------------------------------------------------------
 
     def _blocks(self, n, heads, nq, block_size):
         """Exact, in time that grows with the runs of cells, not with the pairs.
@@ -166,8 +162,6 @@ class Neighborhood(Pattern):
         for (q_low, q_high), (k_low, k_high), radius in zip(query, key, self.radius, strict=True):
             full &= (q_high[a] - k_low[b] <= radius) & (k_high[b] - q_low[a] <= radius)
         return full
-
-    # --- identity -----------------------------------------------------------------------------------------------------
 
     def spec(self):
         ordering = None if self.ordering is None else self.ordering.spec()

@@ -4,15 +4,7 @@ the same way. What is predicted for any card is in `workbench.fit`, several card
 `estimate`, `frontier`, `layer` and `link` are found here, too.
 """
 
-import importlib
+from workbench import files_of
 
-_MODULES = dict.fromkeys(("baselines", "error", "memory", "roofline", "speed", "suite", "timing", "validity"), "probes")
-_MODULES |= dict.fromkeys(("estimate", "frontier", "layer"), "fit") | {"link": "scaling"}
-
-__all__ = [*_MODULES]
-
-
-def __getattr__(name: str):
-    if name not in _MODULES:
-        raise AttributeError(f"module 'workbench.probes' has no attribute {name!r}")
-    return importlib.import_module(f"workbench.{_MODULES[name]}.{name}")
+_ELSEWHERE = {name: f"workbench.fit.{name}" for name in ("estimate", "frontier", "layer")}
+__getattr__ = files_of(__name__, **_ELSEWHERE, link="workbench.scaling.link")

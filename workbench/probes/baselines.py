@@ -58,9 +58,6 @@ def _missing(module: str) -> str | None:
     return None
 
 
-# --- torchscale ------------------------------------------------------------------------------------------------------
-
-
 def _torchscale(segment_lengths, dilation_rates, causal, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Their module, its four projections replaced by identities: (B, N, H, D) -> (B, N, H, D)."""
     heads, head_dim = q.shape[2:]

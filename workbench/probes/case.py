@@ -5,13 +5,9 @@ Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H quer
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import importlib.util
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -145,23 +141,15 @@ class Case:
 
 
 def source_of(backend: str | Callable) -> str | None:
-    """A fingerprint of a function of the user's, given as in `Case`: of its file, and of its name in it.
-
-    It tells an edited function from the one that a journal knows. What its module imports does not count. A function
-    that is not at the top of a file (of a notebook's cell, or one that closes over values) is never the same again.
-    None for what is in this package, of which a record has the fingerprint anyway, and for names of backends.
-    """
+    """None for what is in this package, of which a record has the fingerprint; of a function of the user's, given as in
+    `Case`, what no record has: it may have been edited, so that nothing that was measured of it is taken for it."""
     if isinstance(backend, str):
-        module, _, function = backend.partition(":")
+        module, function, _ = backend.partition(":")
+        ours = not function
     else:
-        module, function = getattr(backend, "__module__", None) or "", getattr(backend, "__qualname__", "")
-    if isinstance(backend, str) and not function or module.partition(".")[0] == __package__.partition(".")[0]:
-        return None
-    with contextlib.suppress(ImportError, ValueError, OSError, AttributeError):  # in no module, or in none with a file
-        if isinstance(backend, str) or getattr(importlib.import_module(module), function, None) is backend:
-            found = Path(importlib.util.find_spec(module).origin).read_bytes()
-            return hashlib.sha256(found + function.encode()).hexdigest()[:12]
-    return None if isinstance(backend, str) else uuid.uuid4().hex[:12]
+        module, ours = getattr(backend, "__module__", None) or "", False
+    ours = ours or module.partition(".")[0] == __package__.partition(".")[0]
+    return None if ours else uuid.uuid4().hex[:12]
 
 
 def _baseline(name: str, case: Case) -> Callable:

@@ -76,8 +76,6 @@ def chosen(groups: Mapping[str, Callable[[], dict]], names: Iterable[str]) -> di
     return {x: make for x, make in groups.items() if "all" in names or x.startswith(tuple(names))}
 
 
-# --- one card ---------------------------------------------------------------------------------------------------------
-
 LONGNET = {  # name: (dilation rates, heads, head_dim)
     "paper 12x64": (PAPER_RATES, 12, 64), "pow2 16x64": (POW2_RATES, 16, 64), "pow2 16x128": (POW2_RATES, 16, 128),
 }  # fmt: skip
@@ -182,8 +180,6 @@ def _others(mode: str) -> dict[str, Case]:
     }  # fmt: skip
     return {label: _on_card(*x[:4], mode, *x[4:]) for label, x in sizes.items()}
 
-
-# --- several cards ----------------------------------------------------------------------------------------------------
 
 SPARSE = layouts.local(19) | layouts.strided(32)  # of the 2,048 blocks of 128 of 262,144: 5 %
 GRID, RADIUS = (1024, 1024), 8

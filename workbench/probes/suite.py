@@ -190,9 +190,6 @@ def devices(rows: pd.DataFrame) -> str:
     return listed(dict.fromkeys(short_name(str(x)).upper() for x in rows["run_device"])) if len(rows) else "no card"
 
 
-# --- in words ---------------------------------------------------------------------------------------------------------
-
-
 def per_pair(rows: pd.DataFrame) -> list[str]:
     """What LongNet makes of dense attention's rate over attended pairs, and FlashAttention-4 of Triton's speed."""
     ours = rows[(rows["label"] == "workbench") & rows["suite"].str.startswith("longnet")]

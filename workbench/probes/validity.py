@@ -192,9 +192,6 @@ class _Report:
         return Validity(self.errors, allowed, tuple(text for _, text in worst), rows, keys, note, unchecked)
 
 
-# --- what is right ---------------------------------------------------------------------------------------------------
-
-
 class Exact:
     """Rows of a call's results in float64, from its inputs; with `upstream`, of the gradients of sum(out * upstream).
 

@@ -72,9 +72,6 @@ def _timed(device: str, work: Callable) -> float:
     return 1000 * (time.perf_counter() - begin)
 
 
-# --- memory, bytes, exactness, busy share -----------------------------------------------------------------------------
-
-
 @job
 def facts(case: Case, strategy: str, checked: bool = True) -> dict:
     """What a strategy takes in memory and communication, and whether its results are right.
@@ -181,9 +178,6 @@ def covered(spans: list[tuple[int, int]]) -> int:
     return total
 
 
-# --- time -------------------------------------------------------------------------------------------------------------
-
-
 @job
 def times(case: Case, names: list[str], samples: int, seconds: float, at_once: bool = True) -> dict:
     """{strategy: milliseconds of each round on this rank}; "A/A" is the first strategy again.
@@ -246,9 +240,6 @@ def link(sizes: list[int], samples: int, device: str) -> list[list[float]]:
         work = partial(dist.all_to_all_single, target, source, splits, splits)
         found.append([_timed(device, work) for _ in range(2 + samples)][2:])  # the first two warm up
     return found
-
-
-# --- length -----------------------------------------------------------------------------------------------------------
 
 
 @job

@@ -114,9 +114,6 @@ def check(strategy: str, case: Case, world: int) -> None:
     plan(strategy, case, world)
 
 
-# --- inputs -----------------------------------------------------------------------------------------------------------
-
-
 def make(case: Case, name: str, batch: range, rows: tuple[range, ...]) -> Tensor:
     """Rows of q, k, v or the upstream gradient, (sequences, rows, heads, D), the same on whichever rank they are made.
 
@@ -159,9 +156,6 @@ def _draw(case: Case, name: str, first: int) -> Tensor:
     random.manual_seed(zlib.crc32(f"{case.seed} {name} {first}".encode()))  # the CPU's generator uses 32 bits of a seed
     shape = case.batch, _chunk(case), _heads(case, name), case.head_dim
     return torch.randn(shape, generator=random, dtype=case.dtype, device=case.device)
-
-
-# --- what a rank calls ------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -136,9 +136,6 @@ def _settled(recorder, key: dict) -> dict | None:
     return found[-1] if found else None
 
 
-# --- a case -----------------------------------------------------------------------------------------------------------
-
-
 def _facts(name: str, case: Case, nproc: int, pool: Pool) -> dict:
     """A row's fields except times: status and error, memory, bytes, busy share, exactness."""
     refused = attempt(lambda: ways.check(name, case, nproc))

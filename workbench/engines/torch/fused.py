@@ -71,9 +71,6 @@ def _split(q, k, v, mask, most: int = MAX_BATCH):
     return list(zip(*(_chunks(x, most) for x in (q, k, v)), masks, strict=True))
 
 
-# --- CPU -------------------------------------------------------------------------------------------------------------
-
-
 def _cpu_forward(q, k, v, mask, causal, scale):
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
 
@@ -82,9 +79,6 @@ def _cpu_backward(grad, q, k, v, mask, out, lse, causal, scale):
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse.contiguous(), 0.0, causal, attn_mask=mask, scale=scale
     )
-
-
-# --- CUDA, 16 bit: FlashAttention-2 ----------------------------------------------------------------------------------
 
 
 def _flash_forward(q, k, v, _mask, causal, scale):
@@ -99,9 +93,6 @@ def _flash_backward(grad, q, k, v, _mask, out, lse, causal, scale):
         grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed, scale=scale
     )
     return dq, dk, dv
-
-
-# --- CUDA, float32, and 16 bit where offsets are too large for flash: the memory-efficient kernel --------------------
 
 
 def _efficient_forward(q, k, v, _mask, causal, scale):
@@ -121,9 +112,6 @@ def _efficient_backward(grad, q, k, v, _mask, out, lse, causal, scale):
         [True, True, True, False], causal, scale=scale,
     )  # fmt: skip
     return dq, dk, dv
-
-
-# --- anything else: float64 on CUDA, masks on CUDA, unusual head_dims ------------------------------------------------
 
 
 def _unfused_rows(q, k):

@@ -226,9 +226,6 @@ def dkdv_kernel(Q, K, V, DO, OF_ROWS, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b,
     tile_ops.store(DV + out, dv, ours, d, D)
 
 
-# --- launching -------------------------------------------------------------------------------------------------------
-
-
 def forward(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, causal: bool, scale: float, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:

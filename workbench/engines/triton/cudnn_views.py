@@ -141,9 +141,6 @@ def groups(offsets: list[int], length: list[int]) -> list[tuple[int, int, int]]:
     return min(apart, along, key=len)
 
 
-# --- what cuDNN computes ----------------------------------------------------------------------------------------------
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """out (S, H, L, D) and lse (S, H, L) of views."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -199,9 +196,6 @@ def backward(grad, q, k, v, out, lse, dq, dk, dv, branch, segments: range, causa
             for x in range(3):
                 add(results[x], to[x], branch.whole and (x == 0 or shift == 0))
             del results
-
-
-# --- into the results -------------------------------------------------------------------------------------------------
 
 
 @triton.jit

@@ -193,9 +193,6 @@ def dkdv_kernel(Q, K, V, DO, OF_ROWS, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b,
     tile_ops.add(DV + out, dv, ours, d, D, FIRST)
 
 
-# --- launching -------------------------------------------------------------------------------------------------------
-
-
 class Branch(NamedTuple):
     """A branch in a kernel's terms. Head h of head0 ... head0 + heads - 1 has the offset (h // divide + plus) % r.
 
