@@ -40,7 +40,7 @@ def test_curves_go_up_to_all_of_the_exchange_hidden_and_end_at_few_tokens(rows):
 def test_the_model_is_held_against_every_forward(rows):  # noqa: F811
     found = many_ranks.checked(rows, RATES)
     assert len(found) == 10, "two lengths of dense and three of LongNet, on two numbers of ranks"
-    one = found[(found["pattern"] == "dense") & (found["N"] == 512) & (found["ranks"] == 2)].iloc[0]
+    one = found[(found.index == "dense") & (found["N"] == 512) & (found["ranks"] == 2)].iloc[0]
     seconds = 0.008 / 2 + 1e-3 + 2 * 256 * 2 * 16 * 4 / 1e9  # its half, the call, and 256 rows of k and v, two heads
     assert one["modelled (ms)"] == pytest.approx(1000 * seconds)
     assert one["off by (%)"] == pytest.approx(100 * abs(1000 * seconds / 5 - 1))
@@ -58,9 +58,9 @@ def test_ranks_that_slow_each_other_are_allowed_for(rows):  # noqa: F811
 
 def test_the_model_says_how_far_it_is_off():
     one = {"pattern": "dense", "N": 256, "ranks": 2, "measured (ms)": 5.0, "modelled (ms)": 4.5, "off by (%)": 9.8}
-    (said,) = many_ranks.model_error(pd.DataFrame([one, one | {"off by (%)": 3.0}]))
+    (said,) = many_ranks.model_error(pd.DataFrame([one, one | {"off by (%)": 3.0}]).set_index("pattern"))
     assert "2 measured forwards: max error **9.8%**, half of them within 9.8%. The worst: dense, N = 256, 2" in said
-    said = many_ranks.model_error(pd.DataFrame([one | {"off by (%)": 12.0}, one]), "rank")
+    said = many_ranks.model_error(pd.DataFrame([one | {"off by (%)": 12.0}, one]).set_index("pattern"), "rank")
     assert said[1] == "**Off by more than 10% in 1 of 2**: do not read the curves closer than that."
     assert many_ranks.model_error(pd.DataFrame()) == ["No time of the model was measured here."]
 

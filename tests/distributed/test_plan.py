@@ -106,14 +106,6 @@ def test_a_thousand_ranks_and_two_million_positions_in_seconds(name):
         assert time.process_time() - start < 20 * tools.slowness(time.process_time)
 
 
-def test_seconds_are_those_of_the_slower_of_computing_and_moving():
-    found = plan(wb.Dense(), Shards.even(1000, 2), 2)
-    pairs, moved = 2 * 500 * 1000, 2 * 500 * 2 * 64 * 2
-    assert found.seconds(1e6, 1e12, 2, 64) == pytest.approx(pairs / 1e6)
-    assert found.seconds(1e18, 1e6, 2, 64) == pytest.approx(moved / 1e6)
-    assert found.seconds(1e6, 1e6, 2, 64, overlap=False) == pytest.approx((pairs + moved) / 1e6)
-
-
 def test_plans_are_told_apart():
     even = Shards.even(64, 2)
     kinds = [wb.Dense(), wb.Dense(True), wb.Dilated([64], [2]), wb.Neighborhood((8, 8), 1),

@@ -315,6 +315,14 @@ def test_curves_are_modelled_and_say_so():
         link.modelled(case, 1e9, free, scaling="both")
 
 
+def test_what_a_rank_computes_and_moves_is_added_and_at_best_hidden():
+    case, pairs, moved = Case(Dense(), 1000, 2, 64, "bfloat16"), 2 * 500 * 1000, 2 * 500 * 2 * 64 * 2
+    for speed in (1e6, 1e5):
+        row = link.modelled(case, 1e6, link.Rates(0, speed, 0), [2]).iloc[0]
+        assert row["seconds"] == pytest.approx(pairs / 1e6 + moved / speed)
+        assert row["most"] == pytest.approx(pairs / 1e6 / max(pairs / 1e6, moved / speed))
+
+
 def test_a_call_and_each_further_exchange_cost_what_was_measured():
     case = Case(Dense(), 1 << 15, 12, 64, "bfloat16")
     free, dear = (link.modelled(case, 1e12, x, (2,)).iloc[0] for x in (link.Rates(0, 1e12, 0), link.Rates(3, 1e12, 5)))

@@ -93,7 +93,7 @@ def checked(every: pd.DataFrame, rates: link.Rates) -> pd.DataFrame:
         ms = 1000 * float(link.modelled(case, pairs, rates, [int(world)])["seconds"].iloc[0])
         line = {"pattern": title(kind), "N": int(n), "ranks": int(world), "one device (ms)": float(one["median_ms"])}
         found.append(line | {"measured (ms)": took, "modelled (ms)": ms, "off by (%)": 100 * abs(ms / took - 1)})
-    return pd.DataFrame(found)
+    return pd.DataFrame(found).set_index("pattern") if found else pd.DataFrame()
 
 
 def model_error(points: pd.DataFrame, what: str = "card") -> list[str]:
@@ -101,11 +101,11 @@ def model_error(points: pd.DataFrame, what: str = "card") -> list[str]:
     if points.empty:
         return ["No time of the model was measured here."]
     off = points["off by (%)"]
-    worst = points.loc[off.idxmax()]
+    worst = points.iloc[off.argmax()]
     said = (
         f"The model against {counted(len(points), 'measured forward')}: max error **{number(off.max())}%**, half "
-        f"of them within {number(sorted(off)[len(off) // 2])}%. The worst: {worst['pattern']}, N = {worst['N']:,}, "
-        f"{counted(worst['ranks'], what)}: modelled {number(worst['modelled (ms)'])} ms, measured "
+        f"of them within {number(sorted(off)[len(off) // 2])}%. The worst: {worst.name}, N = {worst['N']:,.0f}, "
+        f"{counted(int(worst['ranks']), what)}: modelled {number(worst['modelled (ms)'])} ms, measured "
         f"{number(worst['measured (ms)'])} ms."
     )
     if off.max() <= WRONG:

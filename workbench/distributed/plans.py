@@ -254,19 +254,6 @@ class Plan:
         """The largest number of pairs of a rank over the mean: 1 is even."""
         return float(self.pairs.max() / max(1, self.pairs.mean()))
 
-    def seconds(
-        self, pairs_per_second: float, bytes_per_second: float, itemsize: int, head_dim: int, batch: int = 1,
-        overlap: bool = True,
-    ) -> float:  # fmt: skip
-        """The forward's predicted time in seconds, of the slowest rank, from measured rates of one device and one link.
-
-        overlap: True if the exchange hides behind the computation: the longer of the two counts; else their sum.
-        """
-        moved = self.bytes(itemsize, head_dim, batch)
-        busiest = torch.maximum(moved.sum(0), moved.sum(1)).numpy() / bytes_per_second
-        computed = batch * self.pairs.astype(float) / pairs_per_second
-        return float((np.maximum(computed, busiest) if overlap else computed + busiest).max())
-
     @cached_property
     def digest(self) -> int:
         """62 bits that are equal where plans are."""

@@ -105,7 +105,7 @@ def modelled(
     case's N on all ranks together, or "weak", the case's N on each rank; at: the case at any N, if its pattern depends
     on N.
     A row: world; n; seconds: the call's cost, a latency for each exchange after the first, and of the slowest rank what
-    it computes and then moves (see `Plan.seconds`); speedup over one card at the same N; efficiency, the speedup over
+    it computes and then moves; speedup over one card at the same N; efficiency, the speedup over
     the number of ranks; most, the efficiency if what moves is hidden behind what is computed; exchanges;
     bytes_per_rank, the most that one sends; balance of pairs, max over mean.
     ValueError for another scaling.
@@ -118,13 +118,16 @@ def modelled(
     at, rows = at or case.at, []
     for world in worlds:
         one = at(case.n * world) if scaling == "weak" else case
-        plan, sizes = ways.plan("sequence", one, world), (one.dtype.itemsize, one.head_dim, one.batch)
+        plan = ways.plan("sequence", one, world)
+        bytes_ = plan.bytes(one.dtype.itemsize, one.head_dim, one.batch)
+        sent = bytes_.sum(1)
+        moving = torch.maximum(sent, bytes_.sum(0)).numpy() / rates.bytes_per_second  # whichever is more, by rank
+        computing = one.batch * plan.pairs.astype(float) / pairs_per_second
         fixed = rates.call_s + rates.latency_s * (len(plan.stages) - 1)
-        moved = (plan.seconds(pairs_per_second, rates.bytes_per_second, *sizes, overlap=x) for x in (False, True))
-        seconds, hidden = (fixed + x for x in moved)
-        alone = one.batch * float(sum(plan.pairs)) / pairs_per_second
+        seconds, hidden = (fixed + float(x.max()) for x in (computing + moving, np.maximum(computing, moving)))
+        alone = float(computing.sum())
         row = one.fields() | {"strategy": "sequence", "world": world, "scaling": scaling, "measured": False}
         row |= {"seconds": seconds, "speedup": alone / seconds, "efficiency": alone / seconds / world}
         row |= {"most": alone / hidden / world, "balance": plan.balance, "exchanges": len(plan.stages)}
-        rows.append(row | {"bytes_per_rank": int(plan.bytes(*sizes).sum(1).max())})
+        rows.append(row | {"bytes_per_rank": int(sent.max())})
     return pd.DataFrame(rows)
