@@ -26,9 +26,6 @@ def segments(allocator):
     return found
 
 
-# --- the rules, one by one -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "nbytes, allocated, reserved",
     [
@@ -133,9 +130,6 @@ def test_a_segment_in_use_does_not_go():
         allocator.malloc(10 * MIB)  # 11 MiB are free, in two pieces
     assert numbers(allocator) == (29 * MIB, 29 * MIB, 40 * MIB)
     allocator.malloc(9 * MIB)
-
-
-# --- bad calls -------------------------------------------------------------------------------------------------------
 
 
 def test_bad_calls_are_refused():

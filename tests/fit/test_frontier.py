@@ -81,7 +81,7 @@ class Card:
         self.bytes_, self.scripted, self.asked = bytes_, scripted, []
 
     def run(self, function, arguments, timeout_s, memory_bytes):
-        case, budget, _, _ = arguments
+        case, budget, _ = arguments
         self.asked.append(case.n)
         said = self.scripted(case.n, self.asked.count(case.n))
         if isinstance(said, Outcome):
@@ -118,9 +118,6 @@ def mine(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def server():
     return shared()
-
-
-# --- predicted -------------------------------------------------------------------------------------------------------
 
 
 def test_a_prediction_takes_few_traces(monkeypatch):
@@ -217,9 +214,6 @@ def test_arguments_that_mean_nothing_are_refused(options):
         search(Case(wb.Dense(), 1024, 2, 16), card=None, **options)
 
 
-# --- measured --------------------------------------------------------------------------------------------------------
-
-
 def test_where_the_prediction_is_right_two_probes_do(monkeypatch, recorder):
     toy(monkeypatch)
     card, said = Card(), []
@@ -314,13 +308,10 @@ def test_a_sweep_is_a_table_and_is_not_measured_again(monkeypatch, tmp_path):
 
 def test_gradients_that_were_not_checked_do_not_count_as_valid(monkeypatch):
     case = Case(wb.Dense(), 128, 1, 16, "float32", "torch", "fwdbwd")
-    assert trial.call(case, 1 << 30, 60, True)["valid"] is True
+    assert trial.call(case, 1 << 30, 60)["valid"] is True
     monkeypatch.setitem(trial.PAIRS, "cpu", 0)
-    row = trial.call(case, 1 << 30, 60, True)
+    row = trial.call(case, 1 << 30, 60)
     assert row["valid"] is None and row["error"].startswith("dk and dv not checked; right at")
-
-
-# --- for real --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how, status, limiter, said", [

@@ -241,9 +241,6 @@ def test_a_sweep_of_what_is_not_there_is_refused(folder, cases, names, message):
     assert not (folder / "refused").exists()
 
 
-# --- length, link, model ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_two_ranks_hold_a_longer_sequence_and_lengths_are_tried_once(folder):
     options = {"budget_bytes": 24 << 20, "step": 0.2, "first": 4096, "folder": folder / "long", "say": None}
@@ -351,9 +348,6 @@ def test_kernels_compute_on_the_stream_that_works_longest():
     assert [first["exchange"], first["beside"]] == pytest.approx([3e-5, 3e-5]) and idle["compute"] == 0
 
 
-# --- parts ------------------------------------------------------------------------------------------------------------
-
-
 def test_shards_are_rows_of_one_tensor_whoever_makes_them(monkeypatch):
     monkeypatch.setattr(strategies, "CHUNK", 16)
     case = Case(Dense(True), 70, 4, 8, batch=3, kv_heads=2, nq=50, seed=1)
@@ -424,8 +418,6 @@ def test_geometric_segments_grow_by_four_until_one_is_all(n, lengths):
     assert list(pattern.dilation_rates) == [2**x for x in range(len(lengths))]
     assert geometric(n, first=n).segment_lengths == (n,) and geometric(3, first=1).segment_lengths == (1, 3)
 
-
-# --- what one device cannot do ----------------------------------------------------------------------------------------
 
 LONG = {
     "dense": Dense(), "causal": Dense(causal=True), "longnet": Dilated([16, 64, 256], [1, 2, 4]),
