@@ -56,14 +56,6 @@ class Tab:
             raise RuntimeError(result["exceptionDetails"]["exception"]["description"])
         return result["result"].get("value")
 
-    def slide(self, selector: str, value: int | str) -> None:
-        """Give an input a value as a hand would: a position on a range, a text, a choice."""
-        event = "new Event('input', {bubbles: true})"
-        self.run(
-            f"(input => {{ input.value = {json.dumps(value)}; input.dispatchEvent({event}) }})"
-            f"(document.querySelector({json.dumps(selector)}))"
-        )
-
     def screenshot(self, path: Path) -> Path:
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=self._whole())
         Path(path).write_bytes(base64.b64decode(shot["data"]))

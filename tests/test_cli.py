@@ -63,7 +63,7 @@ def test_what_computes_nothing_answers_at_once(folder, arguments):
 
 def test_the_command_line_imports_nothing_heavy():
     heavy = ("torch", "numpy", "nbformat", "nbconvert", "papermill", "IPython", "matplotlib", "pandas")
-    script = "import sys, workbench.cli, workbench.report.explore\n"
+    script = "import sys, workbench.cli, workbench.report.show, workbench.explorers\n"
     script += f"print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.stdout == "[]\n", done.stderr

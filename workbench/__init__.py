@@ -19,11 +19,12 @@ _HOMES = {
 }
 _FROM = {name: home for home, names in _HOMES.items() for name in names}
 _FOLDERS = (
-    "patterns", "engines", "harness", "probes", "distributed", "fit", "scaling", "analysis", "plots", "report"
+    "patterns", "engines", "harness", "probes", "distributed", "fit", "scaling", "analysis", "plots",
+    "explorers", "report",
 )  # fmt: skip
 _MODULES = {name: name for name in _FOLDERS} | {
     "orderings": "patterns.orderings", "records": "harness.records", "machine": "harness.machine",
-    "cards": "fit.cards", "explore": "report.explore",
+    "cards": "fit.cards",
 }  # fmt: skip
 
 __all__ = [*_FROM, *_MODULES]

@@ -48,7 +48,7 @@ def test_the_page_computes_bytes_and_times_as_python_does(model):
                   "model.milliseconds(s, way, n)])")  # fmt: skip
     assert [x for x, _ in found] == [x for x, _ in want]
     for (_, ms), (_, exact), (at, *_) in zip(found, want, asked, strict=True):
-        assert ms == pytest.approx(exact, rel=0.01), at
+        assert ms == exact if exact is None else ms == pytest.approx(exact, rel=0.01), at
 
 
 @pytest.mark.browser
@@ -92,9 +92,9 @@ def test_the_page_shows_what_is_asked_and_keeps_it_in_the_address(tmp_path):
 def test_programs_are_those_of_the_trace():
     """On settings that they were not made from: what the page says of its errors."""
     steps, fits = programs.errors(DATA, 60, seed=11)
-    assert sum(x == 0 for x in steps) >= 0.8 * len(steps)
-    assert max(steps) <= DATA["checked"]["worst"] + 0.02 and max(fits) <= DATA["checked"]["fitted"] + 0.05
-    assert max(programs.errors(DATA, 6, 11, fit.WORLDS[1:])[1]) <= DATA["checked"]["several"] + 0.02
+    assert sum(x == 0 for x in steps) >= 0.95 * len(steps)
+    assert max(steps) <= DATA["checked"]["worst"] + 0.005 and max(fits) <= DATA["checked"]["fitted"] + 0.05
+    assert max(programs.errors(DATA, 6, 11, fit.WORLDS[1:])[1]) <= DATA["checked"]["several"] + 0.05
 
 
 class Block(nn.Module):

@@ -37,12 +37,22 @@ function start(root, data) {
 def page(tmp_path_factory):
     kit, data = explorers.source("kit.js"), json.dumps({"n": 64})
     html = f"<style>{explorers.source('kit.css')}</style><div class=wb-explorer><p class=x-off>off</p></div>"
-    html += f"<script>{kit}{START}kit.mount(document.querySelector('.wb-explorer'), start, {data})</script>"
+    html += f"<script>{kit}{START}{REMOUNT}kit.mount(document.querySelector('.wb-explorer'), start, {data})</script>"
     path = tmp_path_factory.mktemp("kit") / "page.html"
     path.write_text(html)
     with browser.tab(path) as tab:
         yield tab
         assert not tab.errors
+
+
+REMOUNT = """
+function remount(hash) {
+  history.replaceState(null, "", hash);
+  const root = document.querySelector(".wb-explorer");
+  root.replaceChildren();
+  kit.mount(root, start, {n: 64});
+}
+"""
 
 
 def enter(page, name: str, value: str):
@@ -72,10 +82,12 @@ def test_controls_change_the_state_and_say_what_is_wrong(page):
 
 
 def test_the_address_keeps_the_state_beside_that_of_others(page):
-    page.run("history.replaceState(null, '', '#~other?x=1~sample?n=7&rates=5%2C6&kind=a&layers=0&causal=true')")
-    page.run("document.querySelector('.wb-explorer').replaceChildren(); "
-             "kit.mount(document.querySelector('.wb-explorer'), start, {n: 64})")  # fmt: skip
+    page.run("remount('#~other?x=1~sample?n=7&rates=5%2C6&kind=a&layers=0&causal=true')")
     assert page.run("seen.at(-1)") == {"n": 7, "rates": [5, 6], "kind": "a", "layers": 1, "causal": True}
+    enter(page, "n", "9")
+    page.run("remount('#~sample?n=13')")
+    assert page.run("seen.at(-1)")["n"] == 64 and not error(page)  # 13 is refused: as without an address
+    page.run("remount('#~other?x=1~sample?n=9')")
     enter(page, "n", "9")
     assert page.run("location.hash").startswith("#~other?x=1~sample?n=9")
 

@@ -366,3 +366,16 @@ def test_a_function_that_was_edited_is_measured_again(monkeypatch, mine, tmp_pat
     assert limiter("mine") == "search"
     lines = len(records.load(tmp_path))
     assert limiter("mine") == "search" and len(records.load(tmp_path)) == lines
+
+
+def test_what_was_measured_before_or_comes_too_late_is_only_predicted(monkeypatch, tmp_path):
+    monkeypatch.setattr(frontier, "probed", lambda *_: pytest.fail("measured"))
+    case = Case(wb.Dense(), 1024, 2, 16, backend="sdpa")
+    asked = {"cases": {"dense, sdpa": case}, "budgets": [1 << 24, 1 << 25], "say": None}
+    known = frontier.sweep(**asked)
+    known = known.assign(measured_n=known["n"] - 128, limiter="memory", median_ms=1.0)
+    rows = frontier.sweep(**asked, measure=True, known=known, folder=tmp_path)
+    assert rows["measured_n"].tolist() == known["measured_n"].tolist()
+    assert rows["predicted_n"].tolist() == known["predicted_n"].tolist()
+    late = frontier.sweep(**asked, measure=True, known=known.assign(heads=4), within_s=-1, folder=tmp_path)
+    assert late["measured_n"].isna().all() and late["predicted_n"].tolist() == known["predicted_n"].tolist()

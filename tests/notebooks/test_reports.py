@@ -5,7 +5,7 @@ import pytest
 from tests import browser, tools
 from tests.notebooks.read_back import unread
 from workbench import report
-from workbench.report import notebooks
+from workbench.report import index, notebooks
 
 NAMES = [path.stem for path in notebooks.find()]
 DAILY = "03_oom_frontiers"  # it calls, draws, predicts, and measures in fresh processes
@@ -47,4 +47,5 @@ def test_a_notebook_runs_and_its_report_is_whole_without_a_network(name, tmp_pat
     if browser.BINARY:
         look_at(tmp_path / f"{name}.html")
         look_at(tmp_path / "index.html")
+    assert 3 <= len(index.read(tmp_path / f"{name}.html")["sentences"]) <= 5
     assert unread((tmp_path / f"{name}.html").read_text()) == []

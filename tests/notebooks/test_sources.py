@@ -72,6 +72,12 @@ def test_it_begins_with_a_title_and_ends_with_something_to_try(nb):
     assert not [line for line in headings if re.match(r"#+ \d", line)]
 
 
+def test_its_last_code_is_its_answer_in_short_and_it_names_its_question(nb):
+    last = cells(nb, "code")[-1]
+    assert "in-short" in last["metadata"].get("tags", []) and "in_short(" in notebooks.source(last)
+    assert nb["metadata"]["workbench"]["question"].endswith("?")
+
+
 def test_conclusions_are_computed_not_typed(nb):
     """A decimal number or a percentage in Markdown, before what is left to try, is a result that no cell computed."""
     for cell in cells(nb, "markdown")[:-1]:

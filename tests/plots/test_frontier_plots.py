@@ -75,13 +75,8 @@ def test_the_layers_add_up_to_what_is_alive():
     assert len(fig.legends[0].get_texts()) == 4 and "others" in fig.legends[0].get_texts()[-1].get_text()
 
 
-def test_claims_and_the_four_numbers_say_what_they_show():
+def test_claims_say_what_they_show():
     claims = pd.DataFrame([{"report": "003", "what": "a rule", "card": "gtx1080", "heads": 2, "head_dim": 32,
                             "dtype": "float16", "theirs": 1000, "dense_n": 5000, "dilated_n": 4000}])  # fmt: skip
     fig = draw.claims(claims)
     assert fig.axes[0].texts[0].get_text() == "5 times" and "1,000 in the report, 5,000 predicted" in fig.get_label()
-    numbers = pd.DataFrame(
-        [{"way": "dense", "requested": GIB, "allocated": GIB, "reserved": 2 * GIB, "device": 3 * GIB}]
-    )
-    fig = draw.four_numbers(numbers, 4096)
-    assert [bar.get_height() for bar in fig.axes[0].patches] == [1, 2, 3]  # requested is allocated

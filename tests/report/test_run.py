@@ -313,46 +313,27 @@ def test_two_reports_at_once_share_a_folder(tmp_path):
 
 # --- in a browser ----------------------------------------------------------------------------------------------------
 
-PLAYERS = """
-import matplotlib.pyplot as plt
-from workbench.report.explore import explore
-
-def draw(width, colour):
-    fig, ax = plt.subplots(figsize=(3, 2))
-    ax.barh([0], [width], color=colour)
-    ax.set(xlim=(0, 3), title=f"{colour} bar of {width}")
-    return fig
-
-explore(draw, start={"colour": "blue"}, width=[1, 2, 3], colour=["red", "blue"])
-"""
-SQUARES = "explore(lambda n: f'<p id=square>{n} x {n} = {n * n} &lt; <b>100</b></p>', n=range(1, 6))"
-FULL = ["# Everything\n\nWith $x^2$", "## Players", PLAYERS, SQUARES, f"x = '{300 * 'long '}'"]
+EXPLORERS = "from workbench.explorers import hilbert, pattern\npattern.explore()"
+FULL = ["# Everything\n\nWith $x^2$", "## Explorers", EXPLORERS, "hilbert.explore()", f"x = '{300 * 'long '}'"]
 needs_browser = pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING)
 
 
 @pytest.mark.browser
 @needs_browser
-def test_players_switch_frames_and_do_not_disturb_each_other(run):
+def test_explorers_of_a_page_do_not_disturb_each_other(run):
     (done,), _, _ = run({"full": FULL})
     with browser.tab(done.path, 390) as tab:
-        alt, first = "document.querySelector('.wb-frame img').alt", "document.querySelector('.wb-frame img').src"
-        values = "[...player.querySelectorAll('output')].map(output => output.value).join()"
-        shown = f"[...document.querySelectorAll('.wb-player')].map(player => {values})"
+        texts = "[...document.querySelectorAll('.wb-explorer')].map(x => x.textContent)"
         assert tab.run("document.documentElement.scrollWidth") <= 390
         assert tab.run("document.querySelectorAll('math').length") == 1
-        assert tab.run(alt) == "blue bar of 1" and tab.run(shown) == ["1,blue", "1"]
-        before = tab.run(first)
-        tab.slide(".wb-player input", 2)
-        assert tab.run(alt) == "blue bar of 3" and tab.run(shown) == ["3,blue", "1"] and tab.run(first) != before
-        tab.slide(".wb-player input[aria-label=colour]", 0)
-        assert tab.run(alt) == "red bar of 3"
-        assert tab.run("document.querySelector('.wb-player input').getAttribute('aria-valuetext')") == "3"
-        tab.slide("input[aria-label=n]", 4)
-        assert tab.run("document.querySelector('#square').textContent") == "5 x 5 = 25 < 100"
-        assert tab.run(shown) == ["3,red", "5"]
-        tab.slide(".wb-player input", 0)
-        tab.slide(".wb-player input[aria-label=colour]", 1)
-        assert tab.run(first) == before
+        masks, orders = tab.run(texts)
+        tab.slide("[name=n]", 100)
+        assert tab.run(texts)[0] != masks and tab.run(texts)[1] == orders
+        tab.slide("[name=block]", 32)  # the first is the pattern explorer's, which is hidden there
+        tab.slide(".wb-explorer [name=left]", "morton")
+        assert tab.run(texts)[1] != orders
+        parts = tab.run("location.hash").removeprefix("#~").split("~")
+        assert [part.split("?")[0] for part in parts] == ["pattern", "hilbert"]
         assert tab.requests == [done.path.as_uri()] and tab.errors == []
 
 

@@ -21,7 +21,7 @@ FACTS = {
     "environment": [("torch", "2.11")], "command": "python -m workbench report t",
 }  # fmt: skip
 FRAME = pd.DataFrame(
-    {"median_ms": [2.0, None, 1024.0], "a, \"b\"": ["x", "<y>\nz", "10"], "speedup": [1.23456, 0.5, 12345.6]},
+    {"median_ms": [2.0, None, 1024.0], 'a, "b"': ["x", "<y>\nz", "10"], "speedup": [1.23456, 0.5, 12345.6]},
     index=pd.Index(["dense", "longnet", "other"], name="pattern"),
 )
 WIDE = pd.DataFrame({f"a long heading {i}": [123456.789 * i] * 3 for i in range(12)}, index=["words " * 20] * 3)

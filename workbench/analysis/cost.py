@@ -59,13 +59,6 @@ def growth(table: pd.DataFrame) -> pd.Series:
     return rise.pairs / rise.n
 
 
-def rises(table: pd.DataFrame) -> str:
-    """`growth` in a sentence."""
-    if table["n"].nunique() < 2:
-        return "One length alone shows no growth."
-    return f"Pairs grow as $N$ to the power {', '.join(f'**{x:.2f}** ({name})' for name, x in growth(table).items())}."
-
-
 def extremes(table: pd.DataFrame) -> str:
     """Who has the most and the fewest pairs and bytes at the longest N, in a sentence."""
     last = table[table["n"] == table["n"].max()].set_index("pattern")

@@ -67,14 +67,12 @@ def curves(rows: pd.DataFrame, rates: link.Rates, worlds: Iterable[int], first: 
         for scaling_, one in (("strong", group.iloc[-1]), ("weak", group.iloc[0])):
             n, sizes = int(one["n"]), {"heads": int(one["heads"]), "head_dim": int(one["head_dim"])}
             make = at(kind, first, dtype=one["dtype"], **sizes)
-            if scaling_ == "strong":
-                some = [x for x in worlds if n >= x * least]
-            else:
-                some = [x for x in worlds if n >= least and (kind != "block-sparse" or n * x <= LONGEST)]
+            weak, listed = scaling_ == "weak", kind == "block-sparse" and scaling_ == "weak"
+            some = [x for x in worlds if n >= least * (1 if weak else x) and not (listed and n * x > LONGEST)]
             pairs = one["pairs"] / one["median_ms"] * 1000
             if some:
                 found.append(link.modelled(make(n), pairs, rates, some, at=make, scaling=scaling_).assign(kind=kind))
-    columns = ["kind", "scaling", "status", "world", "n", "efficiency", "most", "pattern_spec"]
+    columns = ["kind", "scaling", "world", "n", "efficiency", "most", "pattern_spec"]
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=columns)
 
 

@@ -195,7 +195,8 @@ def mib(x: float) -> str:
 def missing(rows: pd.DataFrame) -> list[str]:
     """For each strategy with a row that did not run, or is wrong, the first reason of each of the two."""
     off = rows[~rows.index.isin(ok(rows).index)].drop_duplicates(["strategy", "status"])
-    return [f"{SHORT.get(x.strategy, x.strategy)}: {x.error}" for x in off.itertuples()]
+    names = [SHORT.get(x, x) for x in off["strategy"]]
+    return [error if name in error else f"{name}: {error}" for name, error in zip(names, off["error"], strict=True)]
 
 
 def by_batch(rows: pd.DataFrame) -> pd.DataFrame:

@@ -21,7 +21,8 @@ def gains(rows: pd.DataFrame) -> pd.DataFrame:
 
     faster: beyond the noise, in less time than one device took in any run of the case, and not more times as fast as
     ranks can be. The noise is one device's against itself, and that of shares of the batch, which leave one sequence
-    on one device. rival, rival_speedup: another strategy that is ahead by more than both intervals, or None.
+    on one device. rival, rival_speedup: the strategy that is ahead of it, or None; clear: by more than both
+    intervals.
     """
     done, found = ok(rows), []
     for case, group in done.groupby(CASE, sort=False):
@@ -34,11 +35,12 @@ def gains(rows: pd.DataFrame) -> pd.DataFrame:
         possible = best["speedup"] < UNEQUAL * best["nproc"]  # more: the run's baseline was disturbed
         faster = best["speedup_low"] > noise and possible and not (alone["median_ms"] <= best["median_ms"]).any()
         ahead = run.drop(["sequence", ONE, AA, *SHORT], errors="ignore")
-        ahead = ahead[ahead["speedup_low"] > best["speedup_high"]].sort_values("speedup")
+        ahead = ahead[ahead["speedup"] > best["speedup"]].sort_values("speedup")
+        clear = bool(len(ahead)) and bool(ahead["speedup_low"].iloc[-1] > best["speedup_high"])
         line = dict(zip(CASE, case, strict=True)) | {x: best[x] for x in ("nproc", "speedup")}
-        line |= {"faster": bool(faster), "rival": ahead.index[-1] if len(ahead) else None}
+        line |= {"faster": bool(faster), "rival": ahead.index[-1] if len(ahead) else None, "clear": clear}
         found.append(line | {"rival_speedup": ahead["speedup"].iloc[-1] if len(ahead) else None})
-    columns = [*CASE, "nproc", "speedup", "faster", "rival", "rival_speedup"]
+    columns = [*CASE, "nproc", "speedup", "faster", "rival", "clear", "rival_speedup"]
     return pd.DataFrame(found, columns=columns)
 
 
@@ -57,9 +59,12 @@ def by_sequence(rows: pd.DataFrame, what: str = "card") -> list[str]:
         f"{counted(len(found), 'case')}**, by **{spread(won['speedup'].min(), won['speedup'].max())} times**"
     )
     said += f"; the most: {_case(most)}." if len(won) > 1 else f" ({_case(most)})."
-    behind = [f"{_case(x)} ({_name(x['rival'])} {x['rival_speedup']:.2f}, sequence {x['speedup']:.2f})"
-              for x in found[found["rival"].notna()].to_dict("records")]  # fmt: skip
-    return [said] + [f"Another way is ahead of it by more than the intervals at {listed(behind)}."] * bool(behind)
+    for clear, words in ((True, "beyond"), (False, "within")):
+        behind = found[found["rival"].notna() & found["clear"].eq(clear)].to_dict("records")
+        cases = [f"{_case(x)} ({x['rival']} {x['rival_speedup']:.2f}, sequence {x['speedup']:.2f})" for x in behind]
+        if cases:
+            said += f" Another way is ahead {words} the intervals for {listed(cases)}."
+    return [said]
 
 
 def _case(row) -> str:
@@ -70,7 +75,10 @@ def _name(strategy: str) -> str:
     return SHORT.get(strategy, strategy)
 
 
-COSTS = {"context parallel": ("peak", "holds", "memory"), "heads": ("sent", "sends", "bytes")}
+COSTS = {
+    "context parallel": ("peak", "Context parallel holds", "memory"),
+    "heads": ("sent", "Dividing the heads sends", "bytes"),
+}
 
 
 def costs(rows: pd.DataFrame) -> list[str]:
@@ -85,8 +93,8 @@ def costs(rows: pd.DataFrame) -> list[str]:
         ends = " to ".join(dict.fromkeys([number(ratio.min()), number(ratio.max())]))
         ours = most[column] / ratio.max()
         said.append(
-            f"*{name}* {does} **{ends} times** the {noun} of *sequence*; most for {_case(most)}: {mib(most[column])} "
-            f"against {mib(ours)} MiB."
+            f"{does} **{ends} times** the {noun} of dividing the sequence; most for {_case(most)}: "
+            f"{mib(most[column])} against {mib(ours)} MiB."
         )
     return said
 
@@ -113,9 +121,9 @@ def compared(rows: pd.DataFrame) -> str:
 
 # How names of kernels tell which engine they are of, the first that fits.
 ENGINES = {
-    "cute": "FlashAttention-4", "Sm90": "FlashAttention-4", "cudnn": "cuDNN", "flash_fwd": "FlashAttention-2",
-    "flash_bwd": "FlashAttention-2", "fmha": "torch's memory-efficient attention", "forward_kernel": "Triton",
-    "dq_kernel": "Triton", "dkdv_kernel": "Triton",
+    "pytorch_flash": "FlashAttention-2", "fmha": "torch's memory-efficient attention", "cudnn": "cuDNN",
+    "kernel_cutlass": "FlashAttention-4", "fa4": "FlashAttention-4", "Sm90": "FlashAttention-4",
+    "forward_kernel": "Triton", "dq_kernel": "Triton", "dkdv_kernel": "Triton",
 }  # fmt: skip
 
 
@@ -139,10 +147,11 @@ def beside(shares: pd.DataFrame) -> list[str]:
     for (label, strategy), ranks in shares.groupby(["label", "strategy"], sort=False):
         mean = ranks.drop(columns=["label", "strategy", "rank"]).mean()
         name = f"{title(label)[0].upper()}{title(label)[1:]} by *{strategy}*"
+        hidden = f"{number(mean['beside'])} ms" if mean["beside"] > 0.01 * mean["exchange"] else "none"
         said.append(
             f"{name} takes {number(mean['call'])} ms here. A rank computes for "
             f"**{mean['compute'] / mean['call']:.0%}** of it, and is in an exchange for {number(mean['exchange'])} ms, "
-            f"{number(mean['beside'])} ms of which while it computes."
+            f"{hidden} of it while it computes."
         )
     return said
 
@@ -167,7 +176,7 @@ def as_planned(rows: pd.DataFrame) -> str:
 
 def processors(cores: int, worlds) -> str:
     """What ranks that share processors can reach at best."""
-    said = (f"The ranks share **{counted(cores, 'processor')}**, one thread a rank or more where there is room: no "
+    said = (f"The ranks share **{counted(cores, 'processor')}**, one thread per rank or more where there is room: no "
             f"number of them can be more than {cores} times as fast as a rank alone")  # fmt: skip
     over = [f"{cores / x:.0%} of the time with {counted(x, 'rank')}" for x in worlds if x > cores]
     return said + (f", and on average each can compute for at most {listed(over)}." if over else ".")
@@ -206,10 +215,9 @@ def uneven(shares: pd.DataFrame, what: str = "card") -> list[str]:
     for row in shares[shares["strategy"] == SHORT["distributed data parallel"]].to_dict("records"):
         equal = row["sequences"] % row["ranks"] == 0 and row["idlest"] and row["busiest"]
         if equal and row["busiest"] > UNEQUAL * row["idlest"]:
-            times = row["busiest"] / row["idlest"]
             said.append(f"**Not a fair row:** with {counted(int(row['sequences']), 'sequence')}, DDP gave each {what} "
-                        f"as much to do, but one computed {times:.2f} times as long as another. One {what} was slow: "
-                        "measure again.")  # fmt: skip
+                        f"as much to do, but one computed {row['busiest']:.0%} of the time and another "
+                        f"{row['idlest']:.0%}. One {what} was slow: measure again.")  # fmt: skip
     return said
 
 
@@ -220,9 +228,9 @@ def longest(rows: pd.DataFrame, budget_mib: float, step: float, what: str = "car
         return "The search ended without a longest sequence on one device and on several: there is nothing to compare."
     alone, many = done.iloc[0], done.iloc[-1]
     return (
-        f"With {budget_mib:,g} MiB for tensors on each of {counted(int(many['world']), what)}, N is "
-        f"**{many['n'] / alone['n']:.2f} times** that on one: {int(many['n']):,} against {int(alone['n']):,}, to "
-        f"within {step:.0%}."
+        f"With {budget_mib:,g} MiB for tensors on each of {counted(int(many['world']), what)}, the longest N is "
+        f"**{many['n'] / alone['n']:.2f} times** that of one: {int(many['n']):,} against {int(alone['n']):,}, each "
+        f"found to within {step:.0%}."
     )
 
 

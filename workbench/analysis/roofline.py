@@ -19,7 +19,8 @@ def device(rows: pd.DataFrame, ceilings: dict, suite: pd.DataFrame | None = None
     """
     shown = points(rows)
     if suite is not None and len(suite):
-        mine = suite[(suite["run_device"] == rows["run_device"].iloc[0]) & (suite["label"] != "A/A")]
+        same = (suite["run_device"] == rows["run_device"].iloc[0]) & (suite["dtype"] == rows["dtype"].iloc[0])
+        mine = suite[same & (suite["label"] != "A/A")]
         family = [spec["pattern"] for spec in mine["pattern_spec"]]
         shown = pd.concat([shown, points(mine.assign(label=mine["what"], backend=mine["who"], family=family))])
     try:

@@ -7,6 +7,10 @@ function start(root, data) {
   table.append(el("caption", {class: "x-unseen"}, "The longest sequence of each way, and what it needs at N"), el("thead", {}, head), body);
   const select = (name, label, options, value) => ({name, label, kind: "select", options, value});
   const whole = (name, label, value, min, max) => ({name, label, kind: "number", value, min, max});
+  const shown = el("div"), scroll = el("div", {class: "x-scroll", tabindex: 0, role: "region", "aria-label": "longest sequences"}, table);
+  shown.append(scroll, said);
+  const key = kit.key(shown);
+  shown.append(el("details", {class: "x-note"}, el("summary", {}, "How this is computed, and how exact it is"), data.note));
   const controls = kit.controls(root, "fit", [
     select("card", "card", data.cards.map(card => [card.key, card.name]), first.card),
     {name: "gib", label: "its memory (GiB)", kind: "number", value: data.cards.find(card => card.key === first.card).gib, min: 1, max: 4096, step: 0.01},
@@ -17,10 +21,7 @@ function start(root, data) {
     whole("layers", "transformer blocks (0: attention alone)", 0, 0, 1000),
     {name: "seconds", label: "seconds of attention at most", kind: "number", value: first.seconds, min: 0.001, max: 1e9, step: 0.001},
   ], changed);
-  root.append(el("div", {class: "x-scroll", tabindex: 0, role: "region", "aria-label": "longest sequences"}, table), said);
-  const key = kit.key(root);
-  root.append(el("p", {class: "x-note"}, data.note));
-  if (controls) changed(controls.state, "");
+  root.append(shown);
 
   function changed(state, name) {
     if (name === "card") { controls.set("gib", model.card(state).gib); return; }
@@ -28,7 +29,7 @@ function start(root, data) {
     rows.sort((a, b) => (b.most ? b.most.n : -1) - (a.most ? a.most.n : -1));
     const ends = [1024, Math.max(state.n, ...rows.map(row => row.most?.n || 0), 2048)].map(Math.log2);
     const share = x => `${Math.min(100, Math.max(0, 100 * (Math.log2(Math.max(x, 1)) - ends[0]) / (ends[1] - ends[0])))}%`;
-    head.replaceChildren(...["way", "longest N", "", "limited by", `GiB at N = ${kit.length(state.n)}`, "seconds there", "of dense's pairs"].map(words => el("th", {scope: "col"}, words)));
+    head.replaceChildren(...["way", "longest N", "", "limited by", "GiB at N", "time at N", "pairs, of dense"].map(words => el("th", {scope: "col"}, words)));
     body.replaceChildren(...rows.map(({way, words, most}) => row(way, words, most)));
     const run = rows.filter(row => row.most && row.most.n >= state.n), timed = run.map(row => [model.milliseconds(state, row.way, state.n), row.words]).filter(x => x[0] !== null).sort((a, b) => a[0] - b[0]);
     said.textContent = `${run.length} of ${rows.length} ways run N = ${kit.length(state.n)}` + (timed.length ? `; the fastest of those whose time is modelled is ${timed[0][1]}, ${seconds(timed[0][0])}.` : ".");
@@ -41,7 +42,7 @@ function start(root, data) {
       mark.style.left = share(state.n);
       const device = bytes + model.card(state).context + (state.cards > 1 ? model.card(state).communicator : 0), time = model.milliseconds(state, way, state.n);
       const fits = most.n >= state.n;
-      return el("tr", {class: fits ? "" : "x-short"}, el("th", {scope: "row"}, words), el("td", {}, most.n ? kit.length(most.n) : "none"),
+      return el("tr", {class: fits ? "" : "x-short"}, el("th", {scope: "row"}, words), el("td", {}, most.n ? kit.number(most.n) : "none"),
         el("td", {class: "x-wide"}, el("div", {class: "x-bars"}, bar, mark)), el("td", {}, WORDS[most.limiter]), el("td", {}, kit.number(device / 2 ** 30)), el("td", {}, time === null ? "not modelled" : seconds(time)),
         el("td", {}, kit.percent(model.pairs(way, state.n, 1) / (state.n * state.n))));
     }

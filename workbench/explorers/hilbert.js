@@ -18,7 +18,7 @@ function start(root, data) {
   root.append(top, row, below);
   let state, cell = null, kept = new Map();
   const panels = ["left", "right"].map(panel);
-  kit.key(root)([["the cell", data.colors.cell], ["its window", data.colors.window], ["the key blocks it touches", data.colors.keys], ["its query block", data.colors.query]]);
+  kit.key(root)([["the cell", data.colors.cell], ["its window", data.colors.window], ["the key blocks it touches", data.colors.keys], ["its query block; in the matrix, what the rest of that block touches", data.colors.query]]);
   kit.controls(top, "hilbert", specs, changed);
 
   function sides(text) {

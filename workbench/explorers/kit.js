@@ -120,6 +120,11 @@ const kit = (() => {
 
     Object.values(parts).forEach(show);
     update("");
+    if (!error.hidden && Object.keys(written).length) { // an address whose settings do not go together
+      for (const spec of specs) state[spec.name] = spec.value;
+      Object.values(parts).forEach(show);
+      update("");
+    }
     return {
       state,
       set(name, value) { state[name] = value; bad.delete(name); parts[name].input.removeAttribute("aria-invalid"); show(parts[name]); update(name); },

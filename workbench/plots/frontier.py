@@ -174,21 +174,6 @@ def claims(rows: pd.DataFrame):
     return style.finish(fig, f"Longest N in the reports and predicted: {words}.")
 
 
-def four_numbers(rows: pd.DataFrame, n: int):
-    """Bars: allocated, reserved and device bytes at the peak, a group per way; rows: `frontiers.numbers`."""
-    kinds = {"allocated": "#9ecae1", "reserved": "#2171b5", "device": "#08306b"}
-    fig, ax = style.subplots(figsize=(7, 3.8))
-    x = np.arange(len(rows))
-    for place, (kind, color) in enumerate(kinds.items()):
-        bars = ax.bar(x + 0.27 * (place - 1), rows[kind] / GIB, 0.26, color=color, label=kind)
-        ax.bar_label(bars, fmt=lambda value: f"{value:.3g}", padding=2, fontsize=9)
-    ax.set(xticks=x, xticklabels=rows["way"], ylabel="at the peak (GiB)", title=f"N = {n:,}")
-    ax.margins(y=0.12)
-    fig.legend(loc="outside lower center", ncols=3, fontsize=9)
-    words = "; ".join(", ".join([r["way"], *(f"{x} {r[x] / GIB:.2f}" for x in kinds)]) for r in rows.to_dict("records"))
-    return style.finish(fig, f"Bytes at the peak in GiB, N = {n:,}: {words}.")
-
-
 def _line(ax, line: pd.DataFrame, scale, pale: bool) -> str:
     """Draw predicted and measured N times scale; returns the colour."""
     family, backend = line["pattern_spec"].iloc[0]["pattern"], str(line["label"].iloc[0]).split(", ")[-1]

@@ -67,7 +67,8 @@ def speedups(rows: pd.DataFrame, most: Callable[[int], int] | None = None):
         for y, (kind, n) in enumerate(cases):
             _line(ax, y, of_panel[(of_panel["kind"] == kind) & (of_panel["n"] == n)], names)
         _bounds(ax, int(world), most and most(world), len(cases))
-        ax.set_title(f"{style.MODES[mode]}, {world:g} ranks", loc="left")
+        ranks = "cards" if str(of_panel["device"].iloc[0]).startswith("cuda") else "ranks"
+        ax.set_title(f"{style.MODES[mode]}, {world:g} {ranks}", loc="left")
         ax.set_xlabel("speed relative to one device")
     axes[0, 0].set_yticks(range(len(cases)), [f"{title(kind)}, {style.length(n)}" for kind, n in cases])
     axes[0, 0].set_ylim(len(cases) - 0.5, -0.5)
@@ -105,7 +106,7 @@ def _bounds(ax, world: int, most: int | None, lines: int) -> None:
         ax.axvline(x, color="#444444" if x == world else style.COLORS["accent"], lw=1.2, ls=(0, (6, 3)), zorder=1)
         style.note(ax, words, (x, lines - 0.6), (-3, 0), ha="right", fontsize=9, color="#444444")
     ax.axvline(1, color="#888888", lw=1, zorder=0)
-    ax.set_xlim(0, 1.28 * world)
+    ax.set(xlim=(0, 1.28 * world), xticks=[x * world / 4 for x in range(5)])
     ax.grid(False, axis="y")
 
 
@@ -115,7 +116,6 @@ def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
     modelled: of `many_ranks.curves`; a line takes what is computed and what moves one after the other, and the band
     above it goes to where all that moves is hidden. measured: of `many_ranks.efficiency`.
     """
-    modelled = modelled[modelled["status"] == "ok"]
     if modelled.empty:
         return style.blank("No forward of one device ran on enough tokens: there is no rate from which to model many.")
     fig, axes = style.subplots(1, 2, figsize=(9.5, 4.2), sharey=True)

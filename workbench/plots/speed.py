@@ -18,7 +18,7 @@ from workbench.plots import style
 from workbench.plots.style import MARKERS, MODES
 
 LINES = {"cudnn": "-", "sdpa": "-", "flash": "--", "efficient": ":"}
-KERNELS = {"fa4": "#1f4e79", "triton": style.COLORS["BlockSparse"], "flex": "#8a8a8a", "torchscale": "#8a8a8a"}
+KERNELS = {"fa4": "#1f4e79", "triton": style.COLORS["BlockSparse"], "flex": "#8a8a8a"}
 
 
 def time_against_n(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
@@ -206,30 +206,6 @@ def times_faster(rows: pd.DataFrame):
     style.log_ticks(ax.xaxis, "{:g}x".format)
     ax.grid(False, axis="y")
     return style.finish(fig, "Speed relative to dense attention of the same length: " + "; ".join(words) + ".")
-
-
-def beside_peers(rows: pd.DataFrame):
-    """Bars: the time of each alternative over this package's, a group of bars a mode and length."""
-    some = rows[~rows["label"].isin(["A/A"]) & (rows["label"] != rows["against"])].sort_values(
-        ["mode", "n"], kind="stable"
-    )
-    ours = some[some["label"] == "workbench"].set_index("suite")["median_ms"]
-    fig, ax = style.subplots(figsize=(7, 0.32 * len(some) + 1))
-    longer = some["median_ms"] / some["suite"].map(ours)
-    names = [f"{r.who}, {MODES[r.mode]}, N = {style.length(r.n)}" for r in some.itertuples()]
-    shade = [style.COLORS["Dilated"] if x == "workbench" else KERNELS["torchscale"] for x in some["label"]]
-    bars = ax.barh(names, longer, color=shade, height=0.7)
-    ax.bar_label(
-        bars,
-        [f"{x:.1f}   {style.number(ms)} ms" for x, ms in zip(longer, some["median_ms"], strict=True)],
-        padding=4,
-        fontsize=9,
-    )
-    ax.set(xlabel="time, in times of this package's", xlim=(0, 1.3 * longer.max()))
-    ax.invert_yaxis()
-    ax.grid(False, axis="y")
-    words = [f"{name}: {x:.1f} times" for name, x in zip(names, longer, strict=True)]
-    return style.finish(fig, "Time in times of this package's: " + "; ".join(words) + ".")
 
 
 def picture(path: str, kind: str = "h100x1") -> None:

@@ -1,4 +1,4 @@
-"""Outputs in a form that needs no Jupyter: figures described in words, pictures in fewer bytes, widgets as plain HTML.
+"""Outputs in a form that needs no Jupyter: figures described in words, widgets named.
 
 It is an IPython extension too: what `workbench report` adds inside its kernels.
 """
@@ -9,14 +9,8 @@ import contextlib
 import faulthandler
 import io
 import sys
-from html import escape
 
-from PIL import Image, ImageChops, ImageStat
-
-PALETTE = 256
-UNSEEN = 2.0  # root mean square error, of 255, that a palette may bring: plots stay below, photographs above
 VIEW = "application/vnd.jupyter.widget-view+json"
-STATE = "application/vnd.jupyter.widget-state+json"
 
 
 def load_ipython_extension(ip) -> None:
@@ -45,74 +39,11 @@ def describe(fig) -> str:
     return ". ".join(filter(None, [fig.get_suptitle(), *dict.fromkeys(panels)]))
 
 
-def picture(data: bytes) -> Image.Image | None:
-    """The image in these bytes, or None where there is none that can be read."""
-    try:
-        image = Image.open(io.BytesIO(data))
-        image.load()
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return None
-    return image
-
-
-def shrink(png: bytes) -> bytes:
-    """The same picture in fewer bytes: with a palette where one cannot tell. What is no picture stays as it is."""
-    image = picture(png)
-    if image is None:
-        return png
-    if image.mode == "RGBA" and image.getextrema()[3] == (255, 255):
-        image = image.convert("RGB")
-    if image.mode == "RGB":
-        exact = image.getcolors(PALETTE)
-        palette = image.quantize(len(exact) if exact else PALETTE, dither=Image.Dither.NONE)
-        if exact or max(ImageStat.Stat(ImageChops.difference(image, palette.convert("RGB"))).rms) < UNSEEN:
-            image = palette
-    out = io.BytesIO()
-    image.save(out, "PNG", optimize=True)
-    return min(out.getvalue(), png, key=len)
-
-
 def make_static(nb) -> None:
-    """Replace every widget of the notebook, in place, by what it showed last, and drop the widgets' state.
-
-    A page without a kernel cannot run a widget. Boxes, labels, progress bars, choices and captured output have a static
-    form here; anything else is named.
-    """
-    states = nb.metadata.pop("widgets", {}).get(STATE, {}).get("state", {})
+    """Say of every widget that has no form of its own that it is shown only in Jupyter, and drop the widgets' state."""
+    nb.metadata.pop("widgets", None)
     for cell in nb.cells:
         for output in cell.get("outputs", []):
             view = output.get("data", {}).pop(VIEW, None)
             if view and not {"text/html", "image/png", "image/svg+xml"} & set(output.data):
-                output.data["text/html"] = f'<div class="widget">{_drawn(view["model_id"], states)}</div>'
-
-
-def _drawn(model: str, states: dict) -> str:
-    entry = states.get(model.removeprefix("IPY_MODEL_"), {})
-    state, name = entry.get("state", {}), entry.get("model_name", "Widget")
-    if "children" in state:
-        direction = "column" if name in ("VBoxModel", "AccordionModel", "TabModel") else "row"
-        return f'<div class="widget-{direction}">{"".join(_drawn(x, states) for x in state["children"])}</div>'
-    if name == "OutputModel":
-        return "".join(_output(output) for output in state.get("outputs", []))
-    label = f"{escape(state['description'])} " if state.get("description") else ""
-    value = state.get("value")
-    if name in ("HTMLModel", "HTMLMathModel"):
-        return f"<span>{label}{value or ''}</span>"
-    if name.endswith("ProgressModel"):
-        return f"<label>{label}<progress value={value or 0:g} max={state.get('max', 100):g}></progress></label>"
-    if "_options_labels" in state:
-        chosen = state.get("index")
-        indices = [] if chosen is None else chosen if isinstance(chosen, list | tuple) else [chosen]
-        value = ", ".join(state["_options_labels"][index] for index in indices)
-    if isinstance(value, str | int | float):
-        return f"<span>{label}<b>{escape(str(value))}</b></span>"
-    return f'<span class="absent">{label}({escape(name.removesuffix("Model"))}: shown only in Jupyter)</span>'
-
-
-def _output(output: dict) -> str:
-    data = output.get("data", {})
-    if "text/html" in data:
-        return data["text/html"]
-    if "image/png" in data:
-        return f'<img alt="" src="data:image/png;base64,{data["image/png"]}">'
-    return f"<pre>{escape(output.get('text') or data.get('text/plain', ''))}</pre>"
+                output.data["text/html"] = '<span class="absent">(a widget: shown only in Jupyter)</span>'

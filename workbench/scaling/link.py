@@ -15,7 +15,6 @@ import torch
 
 from workbench.fit.frontier import Lengths
 from workbench.harness import records
-from workbench.harness.outcome import attempt
 from workbench.harness.ranks import Pool
 from workbench.patterns import Dense, checks
 from workbench.probes.case import Case
@@ -98,21 +97,20 @@ def fit(rows: pd.DataFrame) -> Rates | None:
 
 def modelled(
     case: Case, pairs_per_second: float, rates: Rates, worlds: Iterable[int] = WORLDS, *,
-    at: Lengths | None = None, strategy: str = "sequence", scaling: str = "strong",
+    at: Lengths | None = None, scaling: str = "strong",
 ) -> pd.DataFrame:  # fmt: skip
     """Predict forwards on many ranks from measured rates: a row for each number of ranks, with `measured` False.
 
     pairs_per_second: (head, query, key) that one card computes; rates: of `fit`. scaling: "strong", the
     case's N on all ranks together, or "weak", the case's N on each rank; at: the case at any N, if its pattern depends
-    on N. strategy: "sequence" or "heads".
+    on N.
     A row: world; n; seconds: the call's cost, a latency for each exchange after the first, and of the slowest rank what
     it computes and then moves (see `Plan.seconds`); speedup over one card at the same N; efficiency, the speedup over
     the number of ranks; most, the efficiency if what moves is hidden behind what is computed; exchanges;
     bytes_per_rank, the most that one sends; balance of pairs, max over mean.
-    ValueError for another scaling or strategy; a number of ranks that the case does not allow is a row with a status.
+    ValueError for another scaling.
     """
-    if scaling not in ("strong", "weak") or strategy not in ways.OURS:
-        raise ValueError(f"scaling={scaling!r}, strategy={strategy!r}: want 'strong' or 'weak', 'sequence' or 'heads'")
+    checks.choice("scaling", scaling, "strong", "weak")
     if not isinstance(case, Case):
         raise ValueError(f"case={case!r}: want a Case")
     checks.number("pairs_per_second", pairs_per_second)
@@ -120,17 +118,13 @@ def modelled(
     at, rows = at or case.at, []
     for world in worlds:
         one = at(case.n * world) if scaling == "weak" else case
-        row = one.fields() | {"stage": "modelled", "strategy": strategy, "world": world, "scaling": scaling}
-        outcome = attempt(lambda one=one, world=world: ways.plan(strategy, one, world))
-        row |= {"mode": "fwd", "status": outcome.status, "error": outcome.error, "measured": False}
-        if outcome.status == "ok":
-            plan, sizes = outcome.result, (one.dtype.itemsize, one.head_dim, one.batch)
-            fixed = rates.call_s + rates.latency_s * (len(plan.stages) - 1)
-            moved = (plan.seconds(pairs_per_second, rates.bytes_per_second, *sizes, overlap=x) for x in (False, True))
-            seconds, hidden = (fixed + x for x in moved)
-            alone = one.batch * float(sum(plan.pairs)) / pairs_per_second
-            row |= {"seconds": seconds, "speedup": alone / seconds, "efficiency": alone / seconds / world}
-            row |= {"most": alone / hidden / world, "balance": plan.balance, "exchanges": len(plan.stages)}
-            row |= {"bytes_per_rank": int(plan.bytes(*sizes).sum(1).max())}
-        rows.append(row)
+        plan, sizes = ways.plan("sequence", one, world), (one.dtype.itemsize, one.head_dim, one.batch)
+        fixed = rates.call_s + rates.latency_s * (len(plan.stages) - 1)
+        moved = (plan.seconds(pairs_per_second, rates.bytes_per_second, *sizes, overlap=x) for x in (False, True))
+        seconds, hidden = (fixed + x for x in moved)
+        alone = one.batch * float(sum(plan.pairs)) / pairs_per_second
+        row = one.fields() | {"strategy": "sequence", "world": world, "scaling": scaling, "measured": False}
+        row |= {"seconds": seconds, "speedup": alone / seconds, "efficiency": alone / seconds / world}
+        row |= {"most": alone / hidden / world, "balance": plan.balance, "exchanges": len(plan.stages)}
+        rows.append(row | {"bytes_per_rank": int(plan.bytes(*sizes).sum(1).max())})
     return pd.DataFrame(rows)

@@ -21,7 +21,7 @@ from workbench.harness.outcome import attempt
 from workbench.harness.ranks import Pool
 from workbench.probes.case import Case
 from workbench.scaling import strategies as ways
-from workbench.scaling.on_ranks import barrier, job, kernels
+from workbench.scaling.on_ranks import barrier, covered, job, kernels
 from workbench.scaling.sweeps import ask, backend_of, who
 
 STAGES = ("compute", "pack", "exchange")
@@ -62,16 +62,9 @@ def together(ranks: list[list]) -> dict:
     """The ranks' events, with times in nanoseconds of a common clock, as fields of a row."""
     first = min((x[2] for events in ranks for x in events), default=0)
     last = max((x[2] + x[3] for events in ranks for x in events), default=0)
-    kept = [
-        [[stage, name, (start - first) / 1e3, took / 1e3] for stage, name, start, took in sorted(events, key=_start)
-         if took >= SHORTEST * (last - first)]
-        for events in ranks
-    ]  # fmt: skip
+    ranks = [[x for x in events if x[3] >= SHORTEST * (last - first)] for events in ranks]
+    kept = [[[*what, (start - first) / 1e3, took / 1e3] for *what, start, took in events] for events in ranks]
     return {"milliseconds": (last - first) / 1e6, "events": kept}
-
-
-def _start(event) -> int:
-    return event[2]
 
 
 @job
@@ -87,7 +80,7 @@ def one_call(case: Case, strategy: str) -> list[list]:
             work()
             barrier(case.device)
     found = of_card(kernels(seen)) if cuda else of_processor(seen.profiler.kineto_results.events())
-    return [event for event in found if event[3] > 0]
+    return sorted((event for event in found if event[3] > 0), key=lambda x: x[2])
 
 
 def of_card(events: list[tuple[str, int, int, int, int]]) -> list[list]:
@@ -120,8 +113,7 @@ def of_processor(events) -> list[list]:
                 found.append(["exchange", name, start, stop - start])
         elif name.startswith("aten::") and event.start_thread_id() == main and start >= end:
             packs = name in COPIES and not any(a <= start < b for a, b in inside)
-            stage = "pack" if packs else "compute"
-            found.append([stage, name, start, stop - start])
+            found.append(["pack" if packs else "compute", name, start, stop - start])
             end = stop
     return found
 
@@ -133,8 +125,6 @@ def _span(event) -> tuple[int, int]:
 def shares(rows: pd.DataFrame) -> pd.DataFrame:
     """What a call's time goes to: a row for each timeline and rank, in milliseconds: call; compute, pack and exchange,
     the time in which any such event runs; beside, the part of the exchange during which the rank also computes."""
-    from workbench.scaling.on_ranks import covered
-
     found = []
     for row in rows[rows["status"].eq("ok")].to_dict("records") if len(rows) else ():
         for rank, events in enumerate(row["events"]):
