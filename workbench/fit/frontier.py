@@ -8,8 +8,6 @@ refuses such a size) or search (nothing does, up to the longest length asked for
 Dimensions: N keys, H heads, D head_dim.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

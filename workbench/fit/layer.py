@@ -3,8 +3,6 @@
 Dimensions: B batch, N tokens, E embed_dim, H heads, D = E / H head_dim.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace

@@ -1,7 +1,5 @@
 """Roofline: what this device can do at best, measured, so that a rate can be given as a share of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
