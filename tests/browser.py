@@ -56,6 +56,13 @@ class Tab:
             raise RuntimeError(result["exceptionDetails"]["exception"]["description"])
         return result["result"].get("value")
 
+    def slide(self, selector: str, value) -> None:
+        """Give a control of an explorer a value as a hand would."""
+        self.run(
+            f"(x => {{ x.value = {json.dumps(value)}; x.dispatchEvent(new Event('input', {{bubbles: true}})) }})"
+            f"(document.querySelector({json.dumps(selector)}))"
+        )
+
     def screenshot(self, path: Path) -> Path:
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=self._whole())
         Path(path).write_bytes(base64.b64decode(shot["data"]))
