@@ -1,7 +1,5 @@
 """What notebook 04 asks, on rows that are made up: shares, interval and curves are those of their definition."""
 
-from __future__ import annotations
-
 import json
 
 import pandas as pd

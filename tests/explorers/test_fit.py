@@ -1,7 +1,5 @@
 """The calculator in a real browser: its allocator, programs, times and limits are Python's."""
 
-from __future__ import annotations
-
 import json
 from random import Random
 

@@ -1,7 +1,5 @@
 """The roofline in a real browser: a mark per kernel and length, each with its name, below both ceilings."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests import browser

@@ -3,8 +3,6 @@
 Dimensions: B batch, N positions, H heads, D head_dim, P ranks.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -143,9 +141,6 @@ def _newest(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["run_utc"] == rows["run_utc"].max()].dropna(axis="columns", how="all") if len(rows) else rows
 
 
-# --- what a sweep says ------------------------------------------------------------------------------------------------
-
-
 def ok(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows that ran and are not known to be wrong."""
     valid = rows["valid"] if "valid" in rows else pd.Series(None, rows.index, dtype=object)
@@ -247,9 +242,6 @@ def longest(rows: pd.DataFrame) -> pd.DataFrame:
     found = rows[[*names]].rename(columns=names)
     found["budget (MiB)"], found["peak MiB"] = rows["budget_bytes"] / 2**20, rows["peak_bytes"] / 2**20
     return found.assign(**{"times one device's": rows["ratio"]}).set_index("strategy")
-
-
-# --- plans ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

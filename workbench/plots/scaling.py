@@ -4,8 +4,6 @@ Each function draws from DataFrames alone (see `analysis.multicard` for the colu
 is its alternative text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import numpy as np
