@@ -58,11 +58,10 @@ class Tab:
             raise RuntimeError(result["exceptionDetails"]["exception"]["description"])
         return result["result"].get("value")
 
-    def slide(self, selector: str, value: int | str) -> None:
-        """Give an input a value as a hand would: a position on a range, a text, a choice."""
-        event = "new Event('input', {bubbles: true})"
+    def slide(self, selector: str, value) -> None:
+        """Give a control of an explorer a value as a hand would."""
         self.run(
-            f"(input => {{ input.value = {json.dumps(value)}; input.dispatchEvent({event}) }})"
+            f"(x => {{ x.value = {json.dumps(value)}; x.dispatchEvent(new Event('input', {{bubbles: true}})) }})"
             f"(document.querySelector({json.dumps(selector)}))"
         )
 

@@ -9,12 +9,14 @@ matplotlib.use("Agg")
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from matplotlib.colors import to_rgb
 
 import workbench as wb
 from workbench.analysis import cost, samples
 from workbench.patterns import layouts
 from workbench.plots import patterns as draw
+from workbench.plots import style
 
 N = 16
 PATTERNS = {
@@ -109,3 +111,8 @@ def test_mass_draws_a_ring_a_head_and_a_bar_a_pattern():
         assert len(ax.patches) == 2 and [float(p.get_width()) for p in ax.patches] == [0.5, 0.5]
         rings = sorted(float(line.get_xdata()[0]) for line in ax.get_lines())
         assert rings == pytest.approx([0, 0, 0.1, 0.1, 0.2, 0.2])
+
+
+def test_cells_are_digits_and_points():
+    panels = {"a": torch.tensor([[0, 2], [1, 0]]), "b": np.array([[np.nan, -1.0], [0.0, 3.0]])}
+    assert style.cells(panels).to_dict("list") == {"a": ["02", "10"], "b": ["..", "03"]}

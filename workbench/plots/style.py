@@ -113,6 +113,16 @@ def save(fig, path: str, title: str) -> None:
     fig.savefig(path, dpi=110, metadata={"Description": fig.get_label()})
 
 
+def cells(panels):
+    """The data of pictures made of cells: a DataFrame with a column a panel (name -> two axes), a row a line of cells,
+    and in it a digit a cell, a point where there is none."""
+    import pandas as pd
+
+    text = {name: [["." if not x >= 0 else str(int(x)) for x in line] for line in panel.tolist()]
+            for name, panel in panels.items()}  # fmt: skip
+    return pd.DataFrame({name: map("".join, lines) for name, lines in text.items()}).rename_axis("line")
+
+
 def finish(fig, alt: str):
     """Give the figure its alternative text (read by the report) and leave pyplot's registry, so it shows once."""
     fig.set_label(alt)
