@@ -77,11 +77,6 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def most(world: int) -> int:
-    """The best speed-up that so many ranks can have here: at most the number of cards or, without, of processors."""
-    return min(world, torch.cuda.device_count() or processors())
-
-
 def sweep(chosen: Mapping[str, Case], worlds: Iterable[int], strategies=STRATEGIES, **options) -> pd.DataFrame:
     """The rows of `scaling.sweep` on each number of ranks, with `kind` (see `kinds`). Shares of the batch are measured
     for dense attention alone: for one sequence they are one device, whatever the pattern."""
