@@ -1,7 +1,5 @@
 """Headless Chromium for tests: open a file, log every request it makes, run scripts in it, take its picture."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

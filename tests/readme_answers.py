@@ -1,7 +1,5 @@
 """The answers of the README's table of notebooks, computed from the committed records."""
 
-from __future__ import annotations
-
 from workbench.analysis import frontiers, multicard
 from workbench.probes import speed, suite
 

@@ -1,7 +1,5 @@
 """The command line: quick to answer, plain about what it refuses, honest in its exit code."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -68,5 +68,4 @@ def test_without_a_compiler_flex_is_refused_with_that_reason():
     code = "from workbench.doctor import main; raise SystemExit(main())"
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert "C++ compiler  none" in run.stdout
     assert "flex       forward   float32, bfloat16, float16: no: FlexAttention compiles its CPU kernel" in run.stdout

@@ -1,7 +1,5 @@
 """The shape of the package, read from its source: which folder may import which, how long files and functions are."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -33,9 +33,6 @@ def pins() -> dict[str, Requirement]:
     return {canonicalize_name(pin.name): pin for pin in map(Requirement, lines)}
 
 
-# --- pins -----------------------------------------------------------------------------------------------------------
-
-
 def test_each_constraint_is_one_public_version():
     for name, pin in pins().items():
         (specifier,) = pin.specifier
@@ -99,9 +96,6 @@ def test_what_is_imported_is_declared():
     assert undeclared == set()
 
 
-# --- environment.yml ------------------------------------------------------------------------------------------------
-
-
 def test_conda_environment_installs_what_make_installs():
     *conda, last = ENVIRONMENT["dependencies"]
     assert [re.split("[=<>]", spec)[0] for spec in conda] == ["python", "pip"]
@@ -112,9 +106,6 @@ def test_conda_environment_installs_what_make_installs():
     python = ENVIRONMENT["dependencies"][0].removeprefix("python=")
     assert SpecifierSet(PROJECT["requires-python"]).contains(python)
     assert Requirement("x[test]").extras <= PROJECT["optional-dependencies"].keys()
-
-
-# --- the package ----------------------------------------------------------------------------------------------------
 
 
 def test_package_data_names_every_file_that_is_not_code():
@@ -130,9 +121,6 @@ def test_version_is_stated_once_in_effect():
     assert workbench.__version__ == PROJECT["version"]
 
 
-# --- requirements.py: will the activated environment do? ------------------------------------------------------------
-
-
 def test_unmet_requirements_are_named_with_what_is_there():
     assert requirements.unmet(["pytest"]) == []
     (line,) = requirements.unmet(["pytest>=1000"])
@@ -146,8 +134,6 @@ def test_a_complete_environment_is_usable_and_an_empty_one_is_not(tmp_path):
     bare = subprocess.run([sys.executable, "-P", "-S", *script], capture_output=True, text=True)
     assert bare.returncode == 1 and bare.stderr == ""
 
-
-# --- make -----------------------------------------------------------------------------------------------------------
 
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 

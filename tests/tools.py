@@ -4,8 +4,6 @@ Every check compares out, lse, dq, dk and dv under random upstream gradients of 
 wrote poisoned with NaN.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time
@@ -219,9 +217,6 @@ def nested(t):
         Case("nested-same-branch-thrice-causal", lambda: Dilated([2 * t] * 3, [2] * 3, causal=True), n, head_dim=20),
         Case("nested-and-others-causal", lambda: Dilated([*two[0], 2 * t + 3], [1, 2, 3], causal=True), n, heads=3),
     ]
-
-
-# --- the check -------------------------------------------------------------------------------------------------------
 
 
 def differentiate(run, inputs, pattern) -> dict[str, torch.Tensor]:

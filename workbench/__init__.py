@@ -5,40 +5,9 @@ Names are imported when they are first used, so that `import workbench` and the 
 
 import importlib
 import importlib.util
+import sys
 
 __version__ = "0.1.0"
-
-_HOMES = {
-    "patterns": ("Dense", "Dilated", "BlockSparse", "Neighborhood", "Predicate", "layouts"),
-    "patterns.tile_order": ("tile_order",),
-    "engines.reference": ("reference",),
-    "engines.dispatch": ("attention", "explain"),
-    "engines.layers": ("MultiheadAttention",),
-    "analysis.mass": ("captured_mass",),
-    "fit.virtual_card": ("VirtualCard",),
-}
-_FROM = {name: home for home, names in _HOMES.items() for name in names}
-_FOLDERS = (
-    "patterns", "engines", "harness", "probes", "distributed", "fit", "scaling", "analysis", "plots",
-    "explorers", "report",
-)  # fmt: skip
-_MODULES = {name: name for name in _FOLDERS} | {
-    "orderings": "patterns.orderings", "records": "harness.records", "machine": "harness.machine",
-    "cards": "fit.cards",
-}  # fmt: skip
-
-__all__ = [*_FROM, *_MODULES]
-
-
-def __getattr__(name: str):
-    if name in _FROM:
-        value = getattr(importlib.import_module(f"workbench.{_FROM[name]}"), name)
-    elif name in _MODULES:
-        value = importlib.import_module(f"workbench.{_MODULES[name]}")
-    else:
-        raise AttributeError(f"module 'workbench' has no attribute {name!r}")
-    globals()[name] = value
-    return value
 
 
 def files_of(folder: str, **homes: str):
@@ -49,12 +18,27 @@ def files_of(folder: str, **homes: str):
 
     def __getattr__(name: str):
         module, _, of = homes.get(name, f"{folder}.{name}").partition(":")
-        if name in homes or not name.startswith("_") and importlib.util.find_spec(module):
-            found = importlib.import_module(module)
-            return getattr(found, of) if of else found
-        raise AttributeError(f"module {folder!r} has no attribute {name!r}")
+        if name not in homes and (name.startswith("_") or not importlib.util.find_spec(module)):
+            raise AttributeError(f"module {folder!r} has no attribute {name!r}")
+        found = importlib.import_module(module)
+        value = vars(sys.modules[folder])[name] = getattr(found, of) if of else found
+        return value
 
     return __getattr__
+
+
+_HOMES = {
+    "patterns": ("Dense", "Dilated", "BlockSparse", "Neighborhood", "Predicate", "layouts"),
+    "patterns.tile_order": ("tile_order",), "engines.reference": ("reference",),
+    "engines.dispatch": ("attention", "explain"), "engines.layers": ("MultiheadAttention",),
+    "analysis.mass": ("captured_mass",), "fit.virtual_card": ("VirtualCard",),
+}  # fmt: skip
+_NAMES = {name: f"workbench.{home}:{name}" for home, names in _HOMES.items() for name in names} | {
+    "orderings": "workbench.patterns.orderings", "records": "workbench.harness.records",
+    "machine": "workbench.harness.machine", "cards": "workbench.fit.cards",
+}  # fmt: skip
+__all__ = [*_NAMES]
+__getattr__ = files_of(__name__, **_NAMES)
 
 
 def __dir__():

@@ -57,17 +57,7 @@ def facts() -> dict[str, object]:
     for i in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(i)
         found[f"card {i}"] = f"{card.name}, {card.total_memory / 2**30:.1f} GiB"
-    return found | {"C++ compiler": compiler()}
-
-
-def compiler() -> str:
-    """The C++ compiler that torch would compile with."""
-    from torch._inductor import cpp_builder, exc
-
-    try:
-        return cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler:
-        return "none"
+    return found
 
 
 def verdict(pattern, n: int, dtype: torch.dtype, backend: str, mode: str, device: str) -> str:

@@ -1,7 +1,5 @@
 """The sentences of notebook 03, on rows that would make them false or end in an error."""
 
-from __future__ import annotations
-
 import pandas as pd
 
 from workbench.analysis import frontiers

@@ -1,7 +1,5 @@
 """The sentences of notebook 02, on frames in which Hilbert's order is not the winner."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

@@ -1,7 +1,5 @@
 """The model of many ranks, on rows that are made up: held against what they say was measured."""
 
-from __future__ import annotations
-
 import pandas as pd
 import pytest
 

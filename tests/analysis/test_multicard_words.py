@@ -1,7 +1,5 @@
 """The sentences of notebook 04, on rows that would make them false if they only took the largest number."""
 
-from __future__ import annotations
-
 import pandas as pd
 import pytest
 

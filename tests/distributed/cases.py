@@ -2,8 +2,6 @@
 `tests.tools.TABLE`, over random shards.
 """
 
-from __future__ import annotations
-
 import random
 
 import torch

@@ -1,7 +1,5 @@
 """What a rank runs in the tests of scaling for cases that one device cannot hold."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 from workbench.distributed import api

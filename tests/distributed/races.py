@@ -6,8 +6,6 @@ the host. Freed memory goes back to the stream on which it was allocated: by the
 with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import weakref

@@ -1,7 +1,5 @@
 """Ranks for tests: processes that stay, joined by gloo, in which functions run."""
 
-from __future__ import annotations
-
 import pickle
 
 from workbench.harness.processes import Server

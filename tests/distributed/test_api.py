@@ -1,7 +1,5 @@
 """Errors that ranks agree on before data moves, plans that are kept; compile, checkpoints and autocast."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Attention over shards is that of one device, to rounding, and moves the bytes that its plan says."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests import tools

@@ -1,7 +1,5 @@
 """Plans: exactly the rows that queries see, counted without listing them, for any number of ranks in one process."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -131,9 +129,6 @@ def test_wrong_lengths_and_modes_are_refused():
         Shards((1, -1))
     with pytest.raises(ValueError, match="mode='both'"):
         plan(wb.Dense(), Shards((4, 4)), 2).bytes(2, 64, mode="both")
-
-
-# --- sets of positions ------------------------------------------------------------------------------------------------
 
 
 def test_a_stage_brings_about_a_sixteenth_but_not_few_rows():

@@ -1,7 +1,5 @@
 """Accesses to the same memory from a card's streams are ordered (`races` finds those that are not)."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests import tools

@@ -1,7 +1,5 @@
 """Training on a mesh of (data, sequence) is that of one device: parameters after several steps, and losses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

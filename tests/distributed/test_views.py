@@ -1,7 +1,5 @@
 """Parts of patterns are patterns: each way of running them gives the same, and it is what the whole pattern gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

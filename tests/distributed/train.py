@@ -1,7 +1,5 @@
 """What the training tests run on every rank: a small model, trained on a mesh and on one device."""
 
-from __future__ import annotations
-
 import copy
 
 import torch
@@ -93,9 +91,6 @@ def alone(name, dtype=torch.float64):
     found = steps(net, zip(*data(dtype), strict=True), torch.mean)
     assert (parameters(net) - before).abs().max() > 0.05, "nothing was learnt"
     return parameters(net), torch.stack(found)
-
-
-# --- what is compared -------------------------------------------------------------------------------------------------
 
 
 def errors(rank, world, parts, lengths, name, **options):

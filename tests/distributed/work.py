@@ -1,7 +1,5 @@
 """What the tests run on every rank: functions of (rank, world, ...) that return plain data."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from unittest.mock import patch
@@ -144,9 +142,6 @@ def plan_of(case, lengths, strategy="sequence") -> Plan:
     return call.choose(strategy, (*sizes, nq), 8, case.head_dim)
 
 
-# --- mutants ----------------------------------------------------------------------------------------------------------
-
-
 def _swapped(patch_):
     add = exchange.Exchange.add
     patch_(exchange.Exchange, "add", lambda self, stage, arrived, dk, dv: add(self, stage, arrived, dv, dk))
@@ -219,9 +214,6 @@ def mutated(rank, world, name, id):
             raise
 
 
-# --- streams ----------------------------------------------------------------------------------------------------------
-
-
 def on_streams(rank, world, id, forgets=None, hastens=None, by_host=False):
     """(errors, races) of three calls, of which the last two begin before ranks have agreed.
 
@@ -242,9 +234,6 @@ def on_streams(rank, world, id, forgets=None, hastens=None, by_host=False):
             errors += [float((x - part(name, want[name], rows)).abs().max()) for name, x in got.items()]
             del got
     return errors, sorted(found.found)
-
-
-# --- values -----------------------------------------------------------------------------------------------------------
 
 
 def whole_errors(rank, case, lengths, dtype, strategy="sequence", device="cpu") -> dict[str, tuple[float, float]]:
@@ -308,9 +297,6 @@ def living_bytes(rank, world, times):
 def alive() -> int:
     tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 FAILS = {  # what raises on the last rank, and what it raises
@@ -464,9 +450,6 @@ def gradient_of_a_gradient(rank, world):
     return raised((out.sum() + dq.square().sum()).backward)[1]
 
 
-# --- around it --------------------------------------------------------------------------------------------------------
-
-
 def partly_used(rank, world):
     """The largest error of gradients if rank 0 uses nothing but its lse, and the others only their out."""
     worst = 0.0
@@ -531,9 +514,6 @@ def autocast(rank, world):
         inside = api.attention(*mine[:3], pattern)
     outside = api.attention(*(x.bfloat16() for x in mine[:3]), pattern)
     return str(inside.dtype), float((inside - outside).abs().max())
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def peak(rank, world, case, strategy) -> int:

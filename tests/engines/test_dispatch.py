@@ -40,9 +40,6 @@ def tensors(b=1, nq=6, n=6, heads=2, kv_heads=None, d=4, dtype=torch.float32):
     return [torch.randn(s, generator=random).to(dtype) for s in ((b, nq, heads, d), of_k, of_k)]
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
-
-
 def bad(q=None, k=None, v=None, pattern=None, **options):
     """A call's arguments: tensors of (1, 6, 2, 4) and a dilated pattern where not said otherwise."""
     q_, k_, v_ = tensors()
@@ -108,9 +105,6 @@ def test_every_function_of_q_and_k_refuses_an_option_by_name():
             run(*x, Dense(), causal=True)
 
 
-# --- backends --------------------------------------------------------------------------------------------------------
-
-
 def test_a_backend_asked_for_by_name_never_falls_back(monkeypatch):
     q, k, v = tensors(dtype=torch.float64)
     with pytest.raises(ValueError, match="backend='flex': .*float64"):
@@ -139,9 +133,6 @@ def test_explain_names_the_backend_that_runs_and_gives_a_reason(pattern, monkeyp
     backend, reason = explain(q, k, v, pattern).split(": ", 1)
     attention(q, k, v, pattern)
     assert ran == [backend] and len(reason.split()) > 5
-
-
-# --- where torch's own kernels are wrong or do not start -------------------------------------------------------------
 
 
 def on_card(*shape, grad=True, dtype=torch.bfloat16):
@@ -256,9 +247,6 @@ def test_more_sequences_than_a_grid_takes_are_several_calls(wrong, monkeypatch):
     torch.testing.assert_close(torch.autograd.grad(out, given, g), torch.autograd.grad(want, given, g))
 
 
-# --- what is unusual and right ---------------------------------------------------------------------------------------
-
-
 def assert_right(q, k, v, pattern, tolerance=1e-10, **options):
     out, lse = attention(q, k, v, pattern, return_lse=True, **options)
     want, want_lse = reference(q, k, v, pattern, options.get("scale"))
@@ -331,9 +319,6 @@ def test_a_scale_of_ones_own(pattern):
     for scale in (1, 0.3, 30.0, np.float32(0.5)):
         assert_right(q, k, v, pattern, scale=scale)
     torch.testing.assert_close(attention(q, k, v, pattern), attention(q, k, v, pattern, scale=0.5))
-
-
-# --- autocast --------------------------------------------------------------------------------------------------------
 
 
 @every_pattern

@@ -46,9 +46,6 @@ def close(one, other):  # compiled, an unused lse has a gradient of zeros and no
     torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-# --- autograd --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("which", range(3), ids="qkv")
 def test_a_gradient_of_one_input_only(which):
     leaves = inputs()
@@ -83,9 +80,6 @@ def test_checkpointing(pattern, reentrant):
     assert same([x.grad for x in (q, k, v)], want)
 
 
-# --- the operators ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["dilated", "blocks"])
 def test_the_operators_pass_opcheck(name):
     pattern, (q, k, v) = PATTERNS[name](), inputs(nq=7)
@@ -109,9 +103,6 @@ def test_meta_and_fake_tensors_have_the_shapes_of_real_ones(pattern, dtype):
     meta = [x.to("meta") for x in leaves]
     assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in real]
     assert [(x.shape, x.dtype) for x in run(*meta, pattern)] == [(x.shape, x.dtype) for x in real[:2]]
-
-
-# --- torch.compile ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -163,9 +154,6 @@ def test_a_compiled_function_takes_one_pattern_after_another(compiled, grad):
         assert same(got, want)
         if grad:
             close(torch.autograd.grad(got[0].sum(), (q, k, v)), torch.autograd.grad(want[0].sum(), (q, k, v)))
-
-
-# --- copies ----------------------------------------------------------------------------------------------------------
 
 
 @every_pattern

@@ -1,7 +1,5 @@
 """The page's orderings against Python's, on random grids and boxes: curves, blocks touched, a cell's key blocks."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

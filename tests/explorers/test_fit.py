@@ -1,7 +1,5 @@
 """The calculator in a real browser: its allocator, programs, times and limits are Python's."""
 
-from __future__ import annotations
-
 import json
 from random import Random
 
@@ -83,8 +81,7 @@ def test_the_page_shows_what_is_asked_and_keeps_it_in_the_address(tmp_path):
         assert any("not on this card" in row for row in tab.run(rows))  # FlashAttention-4
         longest = tab.run("document.querySelector('.x-fit tbody td').textContent")
         for name, value in (("layers", "12"), ("heads", "16")):
-            tab.run(f"document.querySelector('[name={name}]').value = {value}")
-            tab.run(f"document.querySelector('[name={name}]').dispatchEvent(new Event('input'))")
+            tab.slide(f"[name={name}]", value)
         assert tab.run("document.querySelector('.x-fit tbody td').textContent") != longest
         assert "layers=12" in tab.run("location.hash") and not tab.errors
 

@@ -1,7 +1,5 @@
 """The Hilbert explorer in a browser: what it says of a cell is what Python counts, in a grid and in a box."""
 
-from __future__ import annotations
-
 import pytest
 
 import workbench as wb

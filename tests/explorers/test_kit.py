@@ -1,7 +1,5 @@
 """What all explorers are made of: controls by hand and by address, words, and the piece of HTML."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The page's patterns against Python's, on random settings: masks, counts, empty rows, reach."""
 
-from __future__ import annotations
-
 import json
 import random
 
@@ -55,7 +53,7 @@ def drawn(rng: random.Random) -> dict:
     return {"spec": spec, "n": n, "heads": heads, "token": rng.randrange(n), "far": far}
 
 
-def python(spec: dict, n: int) -> wb.Pattern:
+def python(spec: dict, n: int) -> wb.patterns.Pattern:
     causal = spec["causal"]
     match spec["kind"]:
         case "dense":

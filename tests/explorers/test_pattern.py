@@ -1,7 +1,5 @@
 """The pattern explorer in a browser: what it says is what Python counts, by hand and by keys, at any length."""
 
-from __future__ import annotations
-
 import pytest
 
 import workbench as wb

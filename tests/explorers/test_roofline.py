@@ -1,7 +1,5 @@
 """The roofline in a real browser: a mark per kernel and length, each with its name, below both ceilings."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests import browser
@@ -27,8 +25,7 @@ def test_every_kernel_and_length_is_a_mark_that_names_itself(tmp_path):
             names.append(tab.run("document.querySelector('.x-tip').textContent"))
         assert [name.rpartition("\n")[0] for name in names] == list(device["points"]["text"])
         assert not any(name.split("\n")[-1].startswith(">") for name in names)  # never more than all of a ceiling
-        tab.run("document.querySelector('[name=mode]').value = 'fwd'")
-        tab.run("document.querySelector('[name=mode]').dispatchEvent(new Event('input'))")
+        tab.slide("[name=mode]", "fwd")
         tab.run("new Promise(done => setTimeout(done, 200))")
         fewer = int((device["points"]["mode"] == "fwd").sum())
         assert f"{fewer} points" in tab.run("document.querySelector('canvas').getAttribute('aria-label')")

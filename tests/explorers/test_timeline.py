@@ -1,7 +1,5 @@
 """The timeline in the page: the same sums as Python's, and each event's name under the pointer and by keyboard."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -65,8 +65,6 @@ def test_a_lone_rank_takes_what_it_takes_among_others_where_heads_share_keys(ran
     assert [alone(case, 2, rank, "sequence") for rank in range(2)] == real
 
 
-# --- on a card that is not there --------------------------------------------------------------------------------------
-
 LARGE = {"heads": 16, "head_dim": 64, "dtype": "bfloat16", "backend": "auto"}
 EVERY = {"dense": wb.Dense(), "causal": wb.Dense(True), "dilated": wb.Dilated([2048, 1 << 19], [1, 6]),
          "blocks": wb.BlockSparse(layouts.local(4), 1024), "grid": wb.Neighborhood((1024, 1024), 8)}  # fmt: skip
@@ -130,9 +128,6 @@ def test_what_cannot_be_shared_out_says_why(options, message):
         estimate.trace(Case(wb.Dense(), 4096, **LARGE), **options)
     with pytest.raises(ValueError, match="want one of 'auto', 'torch', 'triton', 'fa4' on shards"):
         estimate.trace(Case(wb.Dense(), 4096, **LARGE | {"backend": "cudnn"}), world=2)
-
-
-# --- the longest that so many cards take ------------------------------------------------------------------------------
 
 
 def search(world, **options):

@@ -30,9 +30,6 @@ def peaks(card):
     return card.peak_requested_bytes, card.peak_allocated_bytes, card.peak_reserved_bytes
 
 
-# --- what counts -----------------------------------------------------------------------------------------------------
-
-
 def test_births_and_deaths():
     with VirtualCard(1) as card:
         a = torch.zeros(3 * MIB + 1, dtype=torch.uint8)
@@ -111,9 +108,6 @@ def scores_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
         return scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1).contiguous()
 
 
-# --- where it ends ---------------------------------------------------------------------------------------------------
-
-
 def test_what_does_not_fit_is_not_computed():
     a, seeded = torch.ones(1 << 20, 1), torch.Generator()
     for fn in (
@@ -123,7 +117,7 @@ def test_what_does_not_fit_is_not_computed():
         lambda: torch.empty(1 << 50),
         lambda: torch.bernoulli(a.expand(-1, 1 << 30), generator=seeded),
     ):
-        with VirtualCard(1), pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory. Tried to allocate"):
+        with VirtualCard(1), pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory: a tensor of"):
             fn()
 
 
@@ -188,9 +182,6 @@ def test_results_of_operators_that_cannot_be_planned():
         assert len(x[:1000].nonzero()) == 1000
 
 
-# --- it is the same computation --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_gradients_are_the_same_bits(dtype):
     q, k, v = inputs(777, dtype=dtype)
@@ -213,9 +204,6 @@ def test_random_numbers_are_the_same():
     with VirtualCard(1):
         got = step()
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-
-
-# --- how it is used --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gib", [0, -1, float("nan"), float("inf"), None, True, [8]])

@@ -80,8 +80,6 @@ def test_two_cards_are_as_exact_as_one(pair, call):
         assert not wrong
 
 
-# --- faults -----------------------------------------------------------------------------------------------------------
-
 HELD = 4 << 30  # bytes on each card when the fault comes
 
 

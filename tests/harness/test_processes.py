@@ -108,7 +108,7 @@ def test_every_job_is_in_a_process_of_its_own(running, mine):
 
 def test_jobs_compute_with_all_threads_and_with_gradients(running):
     case = Case(wb.Dilated([256, 512], [1, 2]), 1024, 2, 16, mode="fwdbwd")
-    got = running.run("workbench.fit.trial:call", (case, GIB, 60.0, True))
+    got = running.run("workbench.fit.trial:call", (case, GIB, 60.0))
     assert got.status == "ok" and got.result["valid"] is True, got
 
 

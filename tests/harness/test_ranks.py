@@ -252,9 +252,6 @@ def test_one_rank_is_a_group_of_one(folder):
         assert gone([only["pid"]])
 
 
-# --- under other launchers -------------------------------------------------------------------------------------------
-
-
 def launch(command: list[str], folder: Path, stderr=None, **environment: str) -> subprocess.Popen:
     launchers = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
     mine = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}

@@ -224,9 +224,6 @@ def test_machine_says_no_host_and_no_path():
         assert records.scrub(str(value)) == str(value)
 
 
-# --- where records cannot be written ---------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def readonly(tmp_path, monkeypatch):
     """outputs/records is where no folder can be made (root may write anywhere, so it is a file)."""
@@ -244,9 +241,6 @@ def test_a_folder_that_is_named_is_written_or_refused(readonly, monkeypatch):
     for folder in (None, readonly / "records" / "more"):
         with pytest.raises(ValueError, match="records.*: Not a directory; want a folder that can be written"):
             records.start("timing", "quick", folder)
-
-
-# --- what was measured before ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)

@@ -1,7 +1,5 @@
 """Small notebooks for tests of the report pipeline, written where a test wants them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import nbformat

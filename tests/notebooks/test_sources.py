@@ -1,7 +1,5 @@
 """What every committed notebook keeps to, read from its source: nothing is run here."""
 
-from __future__ import annotations
-
 import re
 import statistics
 import sys

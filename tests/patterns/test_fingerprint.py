@@ -106,9 +106,6 @@ def test_what_cannot_be_read_is_not_known():
         assert fingerprint(function).digest != fingerprint(function).digest
 
 
-# --- attention --------------------------------------------------------------------------------------------------------
-
-
 def inputs(n=256, grad=False):
     torch.manual_seed(0)
     return [torch.randn(1, n, 2, 4, dtype=torch.float64, requires_grad=grad) for _ in range(3)]
@@ -161,9 +158,6 @@ def test_a_function_that_changes_what_it_reads_is_asked_anew_and_differentiated(
         assert len(asked) > before
 
 
-# --- patterns do not change -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "made",
     [
@@ -198,8 +192,6 @@ def test_tensors_given_are_copied_and_the_copies_are_not_written_to():
         layouts.local(1).arguments["k"] = 5
 
 
-# --- where tables are made --------------------------------------------------------------------------------------------
-
 MAKERS = {
     "dense": wb.Dense,
     "dilated": lambda: wb.Dilated([8, 16], [1, 2], True),
@@ -223,9 +215,6 @@ def test_tables_are_made_on_the_cpu_as_ordinary_tensors(make):
         out = attention(q, k, v, pattern)
     torch.testing.assert_close(out, want[0])
     out.sum().backward()
-
-
-# --- numbers ----------------------------------------------------------------------------------------------------------
 
 
 def test_numbers_of_numpy_and_torch_are_the_numbers_they_are():

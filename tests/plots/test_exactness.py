@@ -1,7 +1,5 @@
 """The exactness figure and tables show the rows of the error probe, and flag what is over budget or refused."""
 
-from __future__ import annotations
-
 import matplotlib
 
 matplotlib.use("Agg")

@@ -11,9 +11,8 @@ from workbench.probes.case import Case
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-6}
 
 
-def needs(name):
-    reason = baselines.available()[name]
-    return pytest.mark.skipif(reason is not None, reason=str(reason))
+REASON = baselines.missing()
+needs_torchscale = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
 def inputs(n, heads, head_dim, dtype=torch.float32, batch=1, grad=False):
@@ -26,22 +25,14 @@ def far(got, want):
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-def test_a_peer_is_usable_or_named_with_the_reason():
-    found = baselines.available()
-    assert set(found) == {"torchscale"}
-    for reason in found.values():
-        assert reason is None or "cannot be imported" in reason
-
-
-def test_what_is_no_peer_or_not_here_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match="peer 'xformers': want one of 'torchscale'"):
-        baselines.longnet("xformers", [4], [1])
+def test_what_is_not_here_is_refused(monkeypatch):
+    assert REASON is None or "cannot be imported" in REASON
     with pytest.raises(ValueError, match="one rate for each segment length"):
-        baselines.longnet("torchscale", [4], [1, 2])
+        baselines.longnet([4], [1, 2])
     for name in [x for x in sys.modules if x.startswith("torchscale")] or ["torchscale"]:
         monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
     with pytest.raises(ValueError, match="peer 'torchscale': torchscale.* cannot be imported"):
-        baselines.longnet("torchscale", [4], [1])
+        baselines.longnet([4], [1])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -62,31 +53,31 @@ CASES = [  # segments, rates, N, heads, causal
 ]
 
 
-@needs("torchscale")
+@needs_torchscale
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("segments", "rates", "n", "heads", "causal"), CASES)
 def test_torchscale_is_the_oracle_with_blocked_offsets(segments, rates, n, heads, causal, dtype):
     q, k, v = inputs(n, heads, 8, dtype, batch=2)
-    out = baselines.longnet("torchscale", segments, rates, causal)(q, k, v)
+    out = baselines.longnet(segments, rates, causal)(q, k, v)
     assert out.shape == q.shape and out.dtype == dtype
     want, _ = reference(q, k, v, Dilated(segments, rates, causal, offsets="blocked"))
     assert far(out, want) < TOLERANCE[dtype]
 
 
-@needs("torchscale")
+@needs_torchscale
 def test_torchscale_takes_the_shares_of_branches_for_constants():
     q, k, v = inputs(64, 4, 8, torch.float64, grad=True)
     upstream = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     pattern = Dilated([16, 32], [1, 2], offsets="blocked")
-    got = torch.autograd.grad(baselines.longnet("torchscale", [16, 32], [1, 2])(q, k, v), (q, k, v), upstream)
+    got = torch.autograd.grad(baselines.longnet([16, 32], [1, 2])(q, k, v), (q, k, v), upstream)
     want = torch.autograd.grad(reference(q, k, v, pattern)[0], (q, k, v), upstream)
     dq, dk, dv = (far(x, y) for x, y in zip(got, want, strict=True))
     assert dv < 1e-10 and dq > 0.01 and dk > 0.01
 
 
-@needs("torchscale")
+@needs_torchscale
 def test_a_peer_is_a_backend_of_a_case():
-    pattern, call = Dilated([16, 32], [1, 2], offsets="blocked"), baselines.longnet("torchscale", [16, 32], [1, 2])
+    pattern, call = Dilated([16, 32], [1, 2], offsets="blocked"), baselines.longnet([16, 32], [1, 2])
     assert pickle.loads(pickle.dumps(call)).__name__ == "torchscale"  # it goes to fresh processes
     run, name = Case(pattern, 64, 4, 8, backend=call, mode="fwdbwd").prepare()
     assert name == "torchscale" and [x.shape for x in run()] == [(1, 64, 4, 8)] * 3

@@ -1,7 +1,5 @@
 """The error probe: what it measures against the oracle, and that its budgets can be missed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -52,9 +52,6 @@ def checked(pattern, inputs, returned, **options):
     return check(pattern, returned["out"], *inputs, **others, **options)
 
 
-# --- which pairs there are -------------------------------------------------------------------------------------------
-
-
 @every_case
 def test_rows_see_the_pairs_of_the_pattern_and_keys_are_seen_by_them(case):
     pattern, n, nq = case.pattern(), case.n, case.n if case.nq is None else case.nq
@@ -81,9 +78,6 @@ def test_a_row_of_a_hundred_million_tokens_lists_its_own_keys_only():
     assert dense.keys == range(n)
     (blocks,) = visible.parts(BlockSparse(layouts.local(1), 128), 0, i, n, 1)
     assert blocks.keys.tolist() == list(range((n // 128 - 2) * 128, n))
-
-
-# --- what is right is right ------------------------------------------------------------------------------------------
 
 
 IN_TURN = [pytest.param(case, dtype, id=f"{case.id}-{tools.name_of(dtype)}")
@@ -128,8 +122,6 @@ def test_a_case_and_its_pattern_are_the_same_question():
     only_grads = check(case, None, *inputs, upstream=returned["upstream"], grads=returned["grads"])
     assert set(only_grads.errors) == {"dq", "dk", "dv"} and only_grads.ok and only_grads.note is None
 
-
-# --- what is wrong is wrong ------------------------------------------------------------------------------------------
 
 SPOILED = [(name, how) for name in ("out", "lse", "dq", "dk", "dv") for how in ("nothing", "neighbour", "nan")]
 
@@ -195,9 +187,6 @@ def test_a_row_that_sees_nothing_has_to_be_nothing():
     assert {text[:3] for text in found.wrong} == {"out", "lse", "dq "}, found
 
 
-# --- where it looks --------------------------------------------------------------------------------------------------
-
-
 def test_samples_lie_on_both_sides_of_where_offsets_no_longer_fit():
     shape = (1025 * 2, 4096, 8, 64)  # 2^32 elements and one sequence of 2^21 more
     for d in (64, 48):
@@ -240,9 +229,6 @@ def test_what_is_wrong_only_past_an_offset_is_caught(monkeypatch):
         assert all(text.startswith(name) for text in found.wrong)
 
 
-# --- what it costs ---------------------------------------------------------------------------------------------------
-
-
 def test_past_the_budget_keys_are_left_out_and_that_is_said():
     pattern = PATTERNS["dilated-causal"]
     alone = checked(pattern, *called(pattern), pairs=0)
@@ -280,9 +266,6 @@ def test_nothing_as_large_as_an_input_is_held(monkeypatch):
     assert memory.measure(lambda: spent(pattern)).extra_bytes < 4 << 20
     few = {"rows": [(0, n - 1, 0)], "keys": [(0, n - 1, 1)]}
     assert memory.measure(lambda: spent(Dense(True), **few)).extra_bytes < 4 << 20
-
-
-# --- what it refuses -------------------------------------------------------------------------------------------------
 
 
 def test_bad_input_is_refused():

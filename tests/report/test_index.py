@@ -1,7 +1,5 @@
 """The index: a row per notebook, a column per machine."""
 
-from __future__ import annotations
-
 import json
 import re
 from html import unescape

@@ -1,7 +1,5 @@
 """Parameters: what is declared, what a profile sets, what may be asked for."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A page fetches nothing, whatever HTML a notebook holds: a server beside the browser sees no request."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import threading

@@ -1,7 +1,5 @@
 """The page of a notebook: complete in itself, every output with a form that shows."""
 
-from __future__ import annotations
-
 import base64
 import io
 import re

@@ -1,7 +1,5 @@
 """`workbench report`: complete where notebooks run, and complete about what happened where they do not."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import json
@@ -246,9 +244,6 @@ def test_the_profile_is_chosen_by_the_machine_and_said(run, monkeypatch):
     assert "profile gpu (by default: CUDA is present), on a card" in said and "run as gpu" in done.path.read_text()
 
 
-# --- as a process: interrupts, and two at once -----------------------------------------------------------------------
-
-
 def start(*arguments) -> subprocess.Popen:
     command = [sys.executable, "-m", "workbench", "report", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -310,8 +305,6 @@ def test_two_reports_at_once_share_a_folder(tmp_path):
     assert "First" in text and "Second" in text and "3 reports, complete" in text
     assert all("metbefore" in (out / name).read_text() for name in ("1.html", "2.html"))
 
-
-# --- in a browser ----------------------------------------------------------------------------------------------------
 
 EXPLORERS = "from workbench.explorers import hilbert, pattern\npattern.explore()"
 FULL = ["# Everything\n\nWith $x^2$", "## Explorers", EXPLORERS, "hilbert.explore()", f"x = '{300 * 'long '}'"]

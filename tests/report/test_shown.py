@@ -1,7 +1,5 @@
 """What a notebook shows, on its page and in a browser: numbers, captions, data, and what the page's script does."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

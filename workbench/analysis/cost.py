@@ -3,8 +3,6 @@
 Dimensions: N tokens, H heads, D head_dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np

@@ -3,8 +3,6 @@
 Dimensions: B batch, N tokens, H heads, D head_dim.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -171,9 +169,6 @@ def alive(events: Sequence[Event]) -> pd.DataFrame:
             now[dead.name] -= dead.nbytes
         lines.append(dict(now))
     return pd.DataFrame(lines).fillna(0).astype("int64")
-
-
-# --- in words ---------------------------------------------------------------------------------------------------------
 
 
 def at_most(lines: pd.DataFrame) -> pd.DataFrame:

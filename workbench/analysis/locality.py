@@ -4,8 +4,6 @@ Grids are as in `workbench.patterns.orderings`. A distance on the grid is the la
 what the radius of a neighborhood bounds; a distance along the order is in tokens.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -48,9 +46,6 @@ def project(features: Tensor, heads: int, head_dim: int, seed: int = 0) -> list[
     x = (x - x.mean(0)) / x.std()
     weights = torch.randn(3, x.shape[1], heads * head_dim, generator=torch.Generator().manual_seed(seed))
     return [(x @ w / math.sqrt(x.shape[1])).view(1, len(x), heads, head_dim) for w in weights]
-
-
-# --- the order and the grid -------------------------------------------------------------------------------------------
 
 
 def steps(compared: list[Ordering]) -> pd.DataFrame:
@@ -117,9 +112,6 @@ def table(frame: pd.DataFrame, value: str, *rows: str) -> pd.DataFrame:
     wide = frame.set_index([*rows, "order"])[value].unstack("order")
     lines = frame.set_index(list(rows)).index.unique()
     return wide.reindex(index=lines, columns=frame["order"].unique()).rename_axis(columns=None)
-
-
-# --- the order and blocks ---------------------------------------------------------------------------------------------
 
 
 def touched(pattern: Pattern, n: int, block: int = 128) -> np.ndarray:
@@ -195,9 +187,6 @@ def neighborhood_call(qkv: list[Tensor], order: Ordering, radius: int):
     pattern = Neighborhood(order.shape, radius, order)
     arranged = [order.arrange(x) for x in qkv]
     return lambda: attention(*arranged, pattern)
-
-
-# --- the order and LongNet --------------------------------------------------------------------------------------------
 
 
 def neighbours(compared: list[Ordering], pattern: Dilated, heads: int, radius: int = 1) -> pd.DataFrame:

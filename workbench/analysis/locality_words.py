@@ -1,7 +1,5 @@
 """The sentences of notebook 02, each computed from a frame of `workbench.analysis.locality`, whatever this says."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

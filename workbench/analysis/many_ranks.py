@@ -4,8 +4,6 @@ The model (`scaling.link.modelled`) lets each rank compute its pairs at the rate
 rate of the link, one after the other, and adds what every call and every exchange cost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import pandas as pd

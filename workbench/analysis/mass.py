@@ -1,7 +1,5 @@
 """How much of dense attention a pattern keeps: the share of the softmax weight on the pattern's pairs."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -3,8 +3,6 @@
 Dimensions: B batch, N positions, H heads, D head_dim, P ranks.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -79,11 +77,6 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def most(world: int) -> int:
-    """The best speed-up that so many ranks can have here: at most the number of cards or, without, of processors."""
-    return min(world, torch.cuda.device_count() or processors())
-
-
 def sweep(chosen: Mapping[str, Case], worlds: Iterable[int], strategies=STRATEGIES, **options) -> pd.DataFrame:
     """The rows of `scaling.sweep` on each number of ranks, with `kind` (see `kinds`). Shares of the batch are measured
     for dense attention alone: for one sequence they are one device, whatever the pattern."""
@@ -141,9 +134,6 @@ def recorded(machines: Iterable[str]) -> Recorded:
 def _newest(rows: pd.DataFrame) -> pd.DataFrame:
     """Those of the newest run."""
     return rows[rows["run_utc"] == rows["run_utc"].max()].dropna(axis="columns", how="all") if len(rows) else rows
-
-
-# --- what a sweep says ------------------------------------------------------------------------------------------------
 
 
 def ok(rows: pd.DataFrame) -> pd.DataFrame:
@@ -247,9 +237,6 @@ def longest(rows: pd.DataFrame) -> pd.DataFrame:
     found = rows[[*names]].rename(columns=names)
     found["budget (MiB)"], found["peak MiB"] = rows["budget_bytes"] / 2**20, rows["peak_bytes"] / 2**20
     return found.assign(**{"times one device's": rows["ratio"]}).set_index("strategy")
-
-
-# --- plans ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

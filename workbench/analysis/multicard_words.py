@@ -3,8 +3,6 @@
 A function returns a sentence, or a list of them that may be empty. what: the word for a rank, "card" or "rank".
 """
 
-from __future__ import annotations
-
 import pandas as pd
 
 from workbench.analysis.multicard import ORDERS, mib, ok, relative

@@ -1,7 +1,5 @@
 """How far a token sees through a stack of layers: the receptive field of a pattern."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

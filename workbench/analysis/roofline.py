@@ -1,7 +1,5 @@
 """A roofline's devices and points: each kernel and length by its operations a byte and its rate, under the ceilings."""
 
-from __future__ import annotations
-
 import pandas as pd
 
 from workbench.fit import cards

@@ -3,8 +3,6 @@
 Both are grids of tokens, laid out row by row: a token is like its neighbours, as in pictures, maps and slides.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

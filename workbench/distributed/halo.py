@@ -201,40 +201,29 @@ class DilatedHalo:
         return torch.from_numpy(total)
 
 
-CELLS = 1 << 22  # of the block grid, evaluated at once
-
-
 def visible_blocks(pattern: BlockSparse, n: int, heads: int, key_heads: int, queries: range) -> tuple[Tensor, Tensor]:
     """(last, pairs) of some queries, one at least.
 
     last: int64 (sets, key blocks), where a set is a key head, or all if heads share the layout: the position of the
         last query of the query blocks that see a key block (0 if the pattern is not causal); -1 if none does
-    pairs: int64 scalar, how many (head, query, key) visible blocks have, summed over the entries of the batch where
-        each has a layout of its own
+    pairs: int64 scalar, how many (head, query, key) their visible blocks have, summed over the entries of the batch
+        where each has a layout of its own
     """
-    (bq, bk), layouts = pattern.block_size, [one.layout for one in pattern.each()]
-    rows, cols, end = -(-n // bq), -(-n // bk), (queries.stop - 1) // bq + 1
-    sets, alike = (key_heads, 1) if pattern.layout.per_head else (1, heads)  # heads that see the same
-    last, pairs = torch.full((sets, cols), -1), torch.zeros((), dtype=torch.int64)
-    step = max(1, CELLS // (cols * sets))
-    widths = torch.full((cols,), bk)
-    widths[-1] = n - (cols - 1) * bk
-    for start in range(queries.start // bq, end, step):
-        block = torch.arange(start, min(start + step, end), dtype=torch.int32)
-        low = (block.long() * bq).clamp(min=queries.start)
-        high = ((block.long() + 1) * bq).clamp(max=queries.stop)
-        latest = high - 1 if pattern.causal else torch.zeros_like(low)
-        reach = int(latest[-1]) // bk + 1 if pattern.causal else cols
-        seen = torch.zeros(sets, len(block), reach, dtype=torch.bool)
-        j = torch.arange(reach, dtype=torch.int32)
-        for h, layout in itertools.product(range(heads // alike), layouts):
-            head = torch.full((1, 1, 1), h, dtype=torch.int32)
-            one = layout.visible(head, block.view(1, -1, 1), j.view(1, 1, -1), (rows, cols))
-            one = one.expand(1, len(block), reach)[0]
-            seen[h * sets // heads] |= one
-            pairs = pairs + ((one * widths[:reach]).sum(1) * (high - low)).sum() * alike
-        found = torch.where(seen, latest.view(1, -1, 1), -1).amax(1)
-        last[:, :reach] = torch.maximum(last[:, :reach], found)
+    bq, bk = pattern.block_size
+    first, end = queries.start // bq, -(-queries.stop // bq)
+    each = pattern.kept("halo", (n, heads), lambda: [one.blocks(n, heads) for one in pattern.each()])
+    layouts = each[0].layouts
+    sets = key_heads if layouts > 1 else 1
+    last, pairs = torch.full((sets, -(-n // bk)), -1), torch.zeros((), dtype=torch.int64)
+    low, high = ((torch.arange(first, end) + x) * bq for x in (0, 1))
+    low, high = low.clamp(min=queries.start), high.clamp(max=queries.stop)
+    latest = high - 1 if pattern.causal else torch.zeros_like(high)
+    for blocks, layout in itertools.product(each, range(layouts)):
+        starts = blocks.starts[layout * blocks.rows + first : layout * blocks.rows + end + 1]
+        column = blocks.columns[starts[0] : starts[-1]].long()
+        row = torch.arange(end - first).repeat_interleave(starts.diff())
+        last[layout * sets // layouts].scatter_reduce_(0, column, latest[row], "amax")
+        pairs = pairs + ((n - column * bk).clamp(max=bk) * (high - low)[row]).sum() * (heads // layouts)
     return last, pairs
 
 

@@ -142,7 +142,7 @@ def other_blocks(pattern: BlockSparse, queries: range, columns: Tensor, n: int) 
 def seeing(view: Gathered, queries: range, heads: int) -> list[range]:
     """The queries that see some key of the view: one range of whole blocks, or two if most of them lie between."""
     bq = view.pattern.block_size[0]
-    seen = view.pattern.row_counts(len(view.position), heads, len(queries))[0].any(0).nonzero().flatten()
+    seen = view.pattern.blocks(len(view.position), heads, len(queries)).row_counts()[0].any(0).nonzero().flatten()
     if not len(seen):
         return []
     ends, gaps = [int(seen[0]), int(seen[-1]) + 1], seen.diff()

@@ -4,8 +4,6 @@ An explorer is its data, `kit.js` and `kit.css` (controls, canvas, tooltip, stat
 own, the last file of which defines `start(root, data)`. Nothing is fetched and no kernel is needed.
 """
 
-from __future__ import annotations
-
 import json
 from html import escape
 from importlib.resources import files

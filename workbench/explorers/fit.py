@@ -4,8 +4,6 @@ The page computes with programs (`fit.json`, written by tests/programs.py from t
 and the time model of `fit.estimate`: `fit_model.js`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

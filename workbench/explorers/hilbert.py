@@ -1,7 +1,5 @@
 """The Hilbert explorer: a cell's window on the grid and the key blocks it touches, under two orders side by side."""
 
-from __future__ import annotations
-
 import math
 
 from workbench.explorers import Explorer

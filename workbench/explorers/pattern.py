@@ -1,7 +1,5 @@
 """The pattern explorer: any pattern's mask, what it counts, and how far a token sees through layers."""
 
-from __future__ import annotations
-
 from workbench.explorers import Explorer
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
 from workbench.plots import style

@@ -1,7 +1,5 @@
 """The roofline as an explorer: every kernel and length a point, its name on hover and by the arrow keys."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from workbench.explorers import Explorer

@@ -1,7 +1,5 @@
 """What each rank did during one call: computing, packing and exchanging over time, each event under the pointer."""
 
-from __future__ import annotations
-
 import re
 
 import pandas as pd

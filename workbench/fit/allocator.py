@@ -163,7 +163,10 @@ class Allocator:
         if self.limit is not None and self.reserved + segment > self.limit:
             self.empty_cache()
             if self.reserved + segment > self.limit:
-                raise OutOfMemory(self._message(segment, nbytes))
+                raise OutOfMemory(
+                    f"CUDA out of memory: a tensor of {nbytes:,} bytes wants {segment:,} from the card, which is in "
+                    f"software and has {self.limit:,}, of which {self.reserved:,} are reserved"
+                )
         self.reserved += segment
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return _Block(self._place(segment), segment, pool)
@@ -172,15 +175,6 @@ class Allocator:
         """The address of a new segment."""
         self._top += nbytes
         return self._top - nbytes
-
-    def _message(self, segment: int, nbytes: int) -> str:
-        return (
-            f"CUDA out of memory. Tried to allocate {_amount(segment)}, for a tensor of {_amount(nbytes)}. The card, "
-            f"which is in software, has a total capacity of {_amount(self.limit)} of which "
-            f"{_amount(max(0, self.limit - self.reserved))} is free. Of the allocated memory {_amount(self.allocated)} "
-            f"is allocated by PyTorch, and {_amount(self.reserved - self.allocated)} is reserved by PyTorch but "
-            "unallocated."
-        )
 
 
 def replay(events: Iterable[Sequence], limit: int | None = None) -> Allocator:
@@ -199,14 +193,3 @@ def replay(events: Iterable[Sequence], limit: int | None = None) -> Allocator:
         else:
             alive[key] = allocator.malloc(nbytes)
     return allocator
-
-
-def _amount(nbytes: int) -> str:
-    """Bytes as torch's message has them: 12 bytes, 3.50 KiB, 20.00 MiB, 1.25 GiB."""
-    if nbytes < 1024:
-        return f"{nbytes} bytes"
-    for unit in ("KiB", "MiB"):
-        nbytes /= 1024
-        if nbytes < 1024:
-            return f"{nbytes:.2f} {unit}"
-    return f"{nbytes / 1024:.2f} GiB"

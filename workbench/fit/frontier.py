@@ -8,8 +8,6 @@ refuses such a size) or search (nothing does, up to the longest length asked for
 Dimensions: N keys, H heads, D head_dim.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time
@@ -46,7 +44,6 @@ class Options:
     limit_n, grain: lengths are multiples of grain, up to limit_n.
     step: a measurement ends when what works and what does not are this share of N apart, or a tenth where that is time;
         a prediction is ten times as close.
-    check: compare sampled rows of measured results with float64; not for a function that computes something else.
     server: in whose processes calls are measured; by default this process's shared one.
     world, rank, strategy: N tokens over so many such cards, as `estimate.trace` has it, predicted only, and of memory
         only; rank None: whichever of the first, the middle, the last and the one that receives most holds most.
@@ -56,7 +53,6 @@ class Options:
     limit_n: int = 1 << 30
     grain: int = GRAIN
     step: float = STEP
-    check: bool = True
     server: Server | None = None
     world: int = 1
     rank: int | None = None
@@ -123,13 +119,13 @@ def search(
     if measure:
         guess = {"first": predicted["n"] or first, "near": bool(predicted["n"])}
         guess |= {"step": how.step, "time_step": max(how.step, TIME_STEP)}
-        row |= _measured(at, asked, space | guess, how.check, recorder, how.server or shared(), say)
+        row |= _measured(at, asked, space | guess, recorder, how.server or shared(), say)
     else:
         row |= {x: y for x, y in predicted.items() if x != "milliseconds"}
     row["backend"] = row["backend"] or asked["asked"]
     shown = at(row["n"] or first).fields()
     shown |= {"n": row["n"]} | ({"nq": row["n"]} if shown["nq"] == shown["n"] else {})
-    row = shown | asked | space | {"stage": "search", "step": how.step, "check": how.check} | row
+    row = shown | asked | space | {"stage": "search", "step": how.step, "check": True} | row
     if say:
         say(words(row))
     if recorder is not None and not recorder.done(**row):
@@ -301,11 +297,11 @@ def _trace(case: Case, card, **place) -> estimate.Estimate:
     )
 
 
-def _measured(at: Lengths, asked: dict, where: dict, check: bool, recorder, server: Server, say) -> dict:
+def _measured(at: Lengths, asked: dict, where: dict, recorder, server: Server, say) -> dict:
     """A search's fields, from probes, each of which is a row of the journal."""
 
     def tried(n: int) -> Tried:
-        row = probed(at(n), asked, check, recorder, server, say)
+        row = probed(at(n), asked, recorder, server, say)
         if row["limiter"] is None and row["status"] != "ok":
             raise Stopped(Outcome(row["status"], row["error"]))
         return Tried(row["limiter"], row["load"], {x: row.get(x) for x in (*FOUND, "error")})

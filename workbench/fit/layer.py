@@ -3,8 +3,6 @@
 Dimensions: B batch, N tokens, E embed_dim, H heads, D = E / H head_dim.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -45,8 +43,8 @@ class Layer(Case):
         with torch.random.fork_rng([x.device] if x.is_cuda else []):  # the same weights for all
             torch.manual_seed(self.seed)
             layer = MultiheadAttention(width, self.heads, pattern, num_kv_heads=self.kv_heads, **to)
-        if backend in baselines.MODULES:
-            layer.attend = baselines.longnet(backend, pattern.segment_lengths, pattern.dilation_rates, pattern.causal)
+        if backend == baselines.PEER:
+            layer.attend = baselines.longnet(pattern.segment_lengths, pattern.dilation_rates, pattern.causal)
         elif backend == "auto" and isinstance(pattern, Dense) and x.is_cuda:
             backend, kernel = "cudnn", partial(sdpa_kernel, getattr(SDPBackend, FUSED["cudnn"]))
         else:

@@ -25,19 +25,19 @@ LAUNCH = ("invalid configuration argument", "invalid argument", "too many resour
           "32bit ind")  # fmt: skip
 
 
-def probed(case: Case, asked: dict, check: bool, recorder, server: Server, say) -> dict:
+def probed(case: Case, asked: dict, recorder, server: Server, say) -> dict:
     """The row of a length: from the journal if that settles it, else of a probe, or of two where one is not enough.
 
     A time-out is settled by two, and so is a launch that failed; what dies is asked again by every search.
     """
-    fields = case.fields() | asked | {"stage": "probe", "check": check}
+    fields = case.fields() | asked | {"stage": "probe", "check": True}
     key = {x: y for x, y in fields.items() if x != "backend"}
     known = recorder.rows(**key) if recorder is not None else []
     if settled := [row for row in known if row["status"] in records.SETTLED or row["limiter"] == "launch"]:
         return settled[-1]
     late = [row for row in known if row["status"] == "timeout"]
     while len(late) < 2:
-        row = fields | _probe(case, asked, check, server)
+        row = fields | _probe(case, asked, server)
         if recorder is not None:
             row = recorder.row(**row)
         if say:
@@ -48,14 +48,14 @@ def probed(case: Case, asked: dict, check: bool, recorder, server: Server, say) 
     return late[-1]
 
 
-def _probe(case: Case, asked: dict, check: bool, server: Server) -> dict:
+def _probe(case: Case, asked: dict, server: Server) -> dict:
     """What a row says about a call in a fresh process."""
     cuda, seconds = case.device.startswith("cuda"), asked["seconds"]
     cap = int(0.9 * psutil.virtual_memory().available)  # of this machine, whatever is asked of the card
     if not cuda:
         cap = min(cap, 5 * asked["budget_bytes"] // 4 + SLACK_BYTES)
     budget = asked["budget_bytes"] if asked["capped"] or not cuda else None
-    arguments = (case, budget, seconds, check)
+    arguments = (case, budget, seconds)
     outcome = server.run(f"{__name__}:call", arguments, seconds + COLD_S + SETUP_S, cap)
     if outcome.status == "killed" and "SIGALRM" in outcome.error:
         outcome = Outcome("timeout", f"the call took more than {seconds:g} s")
@@ -79,7 +79,7 @@ def _probe_words(row: dict) -> str:
     return f"  N = {row['n']:,}: {row['limiter'] or 'works'}, {what}" + (f": {row['error']}" if row["error"] else "")
 
 
-def call(case: Case, budget_bytes: int | None, seconds: float, check: bool) -> dict:
+def call(case: Case, budget_bytes: int | None, seconds: float) -> dict:
     """In a fresh process: the call on a card of so many bytes, and what it took; the process ends if that is too long.
 
     Memory is read after the first call. On CUDA time is the second call's, which compiles nothing.
@@ -114,7 +114,7 @@ def call(case: Case, budget_bytes: int | None, seconds: float, check: bool) -> d
     found |= {"median_ms": milliseconds, "samples_ms": [milliseconds]}
     results = [*result] if case.mode == "fwdbwd" else [result]
     del result  # `_valid` may let go of what is on the card
-    return found | (_valid(case, made, results) if check else {})
+    return found | _valid(case, made, results)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
 """What this machine is, in words that can be published: no host name, no path."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -1,7 +1,5 @@
 """Sentences of a notebook that are computed from its results."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 

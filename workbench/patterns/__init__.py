@@ -8,17 +8,7 @@ from workbench.patterns.dilated import Dilated
 from workbench.patterns.neighborhood import Neighborhood
 from workbench.patterns.predicate import Predicate
 
-__all__ = [
-    "BlockSparse",
-    "Blocks",
-    "Dense",
-    "Dilated",
-    "Neighborhood",
-    "Pattern",
-    "Predicate",
-    "from_spec",
-    "layouts",
-]
+__all__ = ["BlockSparse", "Blocks", "Dense", "Dilated", "Neighborhood", "Pattern", "Predicate", "from_spec", "layouts"]
 
 
 def from_spec(spec: dict) -> Pattern:

@@ -206,10 +206,6 @@ class Pattern(Value):
         """
         return self._ask(self._blocks, n, heads, nq, self.block_of(block_size))
 
-    def row_counts(self, n: int, heads: int, nq: int | None = None, block_size=None) -> Tensor:
-        """`Blocks.row_counts` of `blocks`."""
-        return self.blocks(n, heads, nq, block_size).row_counts()
-
     def block_of(self, block_size=None) -> tuple[int, int]:
         """A block size as (query, key)."""
         return axes("block_size", 128 if block_size is None else block_size, 2, 1)

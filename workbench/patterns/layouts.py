@@ -250,14 +250,14 @@ def _explicit(blocks: Tensor, name: str) -> Layout:
 
 
 @torch.no_grad()
-def top_k(q: Tensor, k: Tensor, block_size, count: int, causal: bool = False) -> Layout:
+def top_k(q: Tensor, k: Tensor, block_size, count: int) -> Layout:
     """j is among the `count` key blocks of the largest mean(q of block i) . mean(k of block j), per batch and head
 
-    q (B, Nq, H, D), k (B, N, Hkv, D) with Hkv dividing H, queries the last Nq positions. causal=True chooses among the
-    key blocks that start no later than the query block ends. The result is explicit: (B, H, rows, cols).
+    q (B, Nq, H, D), k (B, N, Hkv, D) with Hkv dividing H, queries the last Nq positions. The result is explicit:
+    (B, H, rows, cols).
     """
     bq, bk = axes("block_size", block_size, 2, 1)
-    count, causal = whole("count", count, 1), flag("causal", causal)
+    count = whole("count", count, 1)
     if not (isinstance(q, Tensor) and isinstance(k, Tensor)):
         raise ValueError(f"q={describe(q)}, k={describe(k)}: want tensors")
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
@@ -271,13 +271,9 @@ def top_k(q: Tensor, k: Tensor, block_size, count: int, causal: bool = False) ->
     queries = _pool(q, bq, n - nq - first * bq)  # (B, rows with queries, H, D)
     keys = _pool(k, bk, 0).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     scores = torch.einsum("bihd,bjhd->bhij", queries, keys)
-    if causal:
-        end = ((torch.arange(first, first + scores.shape[2], device=q.device) + 1) * bq).clamp(max=n)
-        ahead = torch.arange(cols, device=q.device) * bk >= end[:, None]
-        scores = scores.masked_fill(ahead, -torch.inf)
-    best = scores.topk(count, dim=-1)
+    best = scores.topk(count, dim=-1).indices
     blocks = torch.zeros(q.shape[0], q.shape[2], rows, cols, dtype=torch.bool, device=q.device)
-    blocks[:, :, first : first + scores.shape[2]].scatter_(3, best.indices, best.values > -torch.inf)
+    blocks[:, :, first : first + scores.shape[2]].scatter_(3, best, True)
     return explicit(blocks, name=f"top-k-{count}")
 
 

@@ -3,8 +3,6 @@
 Each function draws from plans, orderings or a DataFrame alone; the label of its Figure is the alternative text.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.colors import to_rgb

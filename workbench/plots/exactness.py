@@ -1,7 +1,5 @@
 """How exact each backend is: the rows of `workbench.probes.error.table` as a figure and as tables."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.lines import Line2D

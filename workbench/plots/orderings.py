@@ -1,7 +1,5 @@
 """Figures about orderings, from DataFrames (see `workbench.analysis.locality`), orderings and arrays alone."""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.collections import LineCollection

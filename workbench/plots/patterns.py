@@ -3,8 +3,6 @@
 Each function draws from patterns or a DataFrame alone and returns a matplotlib Figure with its alternative text.
 """
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -23,9 +21,6 @@ from workbench.plots import style
 MARKERS = "os^Dv<>P"
 UNCOVERED = "#f3d9b1"
 MOST = 4  # panels side by side
-
-
-# --- what attends to what ---------------------------------------------------------------------------------------------
 
 
 def masks(patterns: dict[str, Pattern], n: int, heads: int = 1, head: int = 0):
@@ -151,9 +146,6 @@ def _cmap(pattern: Pattern, deepest: int = 1):
     return LinearSegmentedColormap.from_list("count", [(0, "white"), (1 / deepest, color), (1, dark)])
 
 
-# --- what it costs ----------------------------------------------------------------------------------------------------
-
-
 def cost(table: pd.DataFrame):
     """Pairs (counted) and predicted bytes (modelled, dashed) against N, from the rows of `analysis.cost.table`."""
     fig, (left, right) = style.subplots(1, 2, figsize=(9.5, 3.6))
@@ -197,9 +189,6 @@ def times(table: pd.DataFrame):
     ax.set(xlabel="time per call (ms)", xlim=(0, None), ylim=(len(table) - 0.5, -0.5))
     told = ", ".join(f"{n} {ms}" for n, ms in zip(names, medians, strict=True))
     return style.finish(fig, f"Median times: {told}.")
-
-
-# --- what it keeps ----------------------------------------------------------------------------------------------------
 
 
 def attention_maps(sources: dict[str, Tensor], qk: dict[str, Tensor]):

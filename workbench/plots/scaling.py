@@ -4,9 +4,7 @@ Each function draws from DataFrames alone (see `analysis.multicard` for the colu
 is its alternative text.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
@@ -44,12 +42,11 @@ def picture(path: str, machine: str = "h200x2") -> None:
     style.save(speedups(rows), path, f"{over}. {said}. ({sizes})")
 
 
-def speedups(rows: pd.DataFrame, most: Callable[[int], int] | None = None):
+def speedups(rows: pd.DataFrame):
     """Speed-up over one device at the same N, with intervals: a line for each pattern and N, a panel for each number of
     ranks and mode. The grey box is one device against itself; at the right, the number of "sequence".
 
-    rows: of `multicard.ok`. most: the function of the number of ranks that gives the best speed-up possible here; drawn
-    if below that number.
+    rows: of `multicard.ok`.
     """
     names = [x for x in COLORS if x != ONE and x in set(rows["strategy"])]
     names += sorted({*rows["strategy"]} - {*names, ONE, AA})
@@ -66,7 +63,11 @@ def speedups(rows: pd.DataFrame, most: Callable[[int], int] | None = None):
         of_panel = rows[(rows["nproc"] == world) & (rows["mode"] == mode)]
         for y, (kind, n) in enumerate(cases):
             _line(ax, y, of_panel[(of_panel["kind"] == kind) & (of_panel["n"] == n)], names)
-        _bounds(ax, int(world), most and most(world), len(cases))
+        ax.axvline(world, color="#444444", lw=1.2, ls=(0, (6, 3)), zorder=1)
+        style.note(ax, "ideal", (world, len(cases) - 0.6), (-3, 0), ha="right", fontsize=9, color="#444444")
+        ax.axvline(1, color="#888888", lw=1, zorder=0)
+        ax.set(xlim=(0, 1.28 * world), xticks=[x * world / 4 for x in range(5)])
+        ax.grid(False, axis="y")
         ranks = "cards" if str(of_panel["device"].iloc[0]).startswith("cuda") else "ranks"
         ax.set_title(f"{style.MODES[mode]}, {world:g} {ranks}", loc="left")
         ax.set_xlabel("speed relative to one device")
@@ -97,17 +98,6 @@ def _line(ax, y: int, rows: pd.DataFrame, names: list[str]) -> None:
         ax.text(1, y, f"{by.loc['sequence', 'speedup']:.2f}", color=COLORS["sequence"], **at)
     elif by.empty:
         ax.text(1, y, "not measured", color="#666666", fontsize=9, ha="right", transform=ax.get_yaxis_transform())
-
-
-def _bounds(ax, world: int, most: int | None, lines: int) -> None:
-    """The speed-up that is ideal, and what this machine allows where that is less."""
-    notes = {world: "ideal"} | ({most: "what this machine allows"} if most and most < world else {})
-    for x, words in notes.items():
-        ax.axvline(x, color="#444444" if x == world else style.COLORS["accent"], lw=1.2, ls=(0, (6, 3)), zorder=1)
-        style.note(ax, words, (x, lines - 0.6), (-3, 0), ha="right", fontsize=9, color="#444444")
-    ax.axvline(1, color="#888888", lw=1, zorder=0)
-    ax.set(xlim=(0, 1.28 * world), xticks=[x * world / 4 for x in range(5)])
-    ax.grid(False, axis="y")
 
 
 def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):

@@ -4,8 +4,6 @@ Each function draws from DataFrames alone (see `probes.speed.table` and `probes.
 returns a Figure with its alternative text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

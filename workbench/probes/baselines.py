@@ -1,13 +1,8 @@
 """Other people's attention as functions of q, k and v, measured by the instrument that measures ours (`Case.backend`).
 
-A peer runs where it can be imported and is otherwise named with the reason; none of its code is here. Its values may
-differ from the pattern's where its own definition does: each function says where.
-
-- torchscale (github.com/microsoft/torchscale, LongNet's authors, arXiv 2307.02486). The package index's release lacks
-  DilatedAttention: clone the repository and put it on PYTHONPATH; `torchscale/component/` and einops are all it takes.
-
-Left out: dilated-attention-pytorch, which cannot be imported without xformers and divides each branch's output by its
-sum over the tokens, which is no softmax attention.
+torchscale (github.com/microsoft/torchscale, LongNet's authors, arXiv 2307.02486). The package index's release lacks
+DilatedAttention: clone the repository and put it on PYTHONPATH; `torchscale/component/` and einops are all it takes.
+None of its code is here.
 
 Dimensions: B batch, N tokens, H heads, D head_dim, L tokens that a branch keeps of a segment.
 """
@@ -23,39 +18,33 @@ from torch import Tensor, nn
 from workbench.patterns import Dilated
 
 aten = torch.ops.aten
-MODULES = {"torchscale": "torchscale.component.dilated_attention"}
+PEER, MODULE = "torchscale", "torchscale.component.dilated_attention"
 
 
-def available() -> dict[str, str | None]:
-    """Peer -> None where it can be imported, or why it cannot."""
-    return {name: _missing(module) for name, module in MODULES.items()}
+def missing() -> str | None:
+    """Why torchscale cannot be imported, None where it can."""
+    try:
+        importlib.import_module(MODULE)
+    except Exception as error:  # another version of torch than it was written for raises anything
+        return f"{MODULE} cannot be imported: {type(error).__name__}: {error}"
+    return None
 
 
-def longnet(name: str, segment_lengths, dilation_rates, causal: bool = False) -> Callable[..., Tensor]:
-    """A peer's dilated attention, (q, k, v) -> out, all (B, N, H, D); ValueError, with the reason, where there is none.
+def longnet(segment_lengths, dilation_rates, causal: bool = False) -> Callable[..., Tensor]:
+    """torchscale's dilated attention, (q, k, v) -> out, all (B, N, H, D); ValueError where it cannot be imported.
 
-    name: "torchscale", which computes Dilated(..., offsets="blocked") except that
+    It computes Dilated(..., offsets="blocked") except that
     - not causal, tokens that it pads with are seen as keys of zeros: its values are the pattern's where every segment
       length (N for a longer one) divides N and its rate divides it; LongNet's own rates 6 and 12 do not;
     - a branch's share of the output is a constant to its backward pass: dv is right, dq and dk lack a term.
     """
     pattern = Dilated(segment_lengths, dilation_rates, causal, offsets="blocked")
-    if name not in MODULES:
-        raise ValueError(f"peer {name!r}: want one of {', '.join(map(repr, MODULES))}")
-    if reason := _missing(MODULES[name]):
-        raise ValueError(f"peer {name!r}: {reason}")
+    if reason := missing():
+        raise ValueError(f"peer {PEER!r}: {reason}")
     # can be pickled, for fresh processes
     call = functools.partial(_torchscale, pattern.segment_lengths, pattern.dilation_rates, pattern.causal)
-    call.__name__ = name  # a record's `backend`
+    call.__name__ = PEER  # a record's `backend`
     return call
-
-
-def _missing(module: str) -> str | None:
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # another version of torch than a peer was written for raises anything
-        return f"{module} cannot be imported: {type(error).__name__}: {error}"
-    return None
 
 
 def _torchscale(segment_lengths, dilation_rates, causal, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -73,7 +62,7 @@ def _torchscale_module(segment_lengths, dilation_rates, heads: int, embed_dim: i
     Theirs is flash_attn (or xformers, on cards before Ampere). Without it their name for it is None and their module
     stops at an assertion: this puts `flash` under that name, for the whole process.
     """
-    module = importlib.import_module(MODULES["torchscale"])
+    module = importlib.import_module(MODULE)
     shared = importlib.import_module("torchscale.component.multihead_attention")
     if shared.flash_attn_func is None:
         shared.flash_attn_func = flash

@@ -1,7 +1,5 @@
 """Roofline: what this device can do at best, measured, so that a rate can be given as a share of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -84,7 +82,7 @@ def block_pairs(case: Case) -> int:
     key = repr((case.pattern.spec(), case.n, case.nq))
     if key not in _block_pairs:
         size = block_size_of(case.pattern)
-        _block_pairs[key] = int(case.pattern.row_counts(case.n, 1, case.nq, size)[0].sum()) * math.prod(size)
+        _block_pairs[key] = int(case.pattern.blocks(case.n, 1, case.nq, size).row_counts()[0].sum()) * math.prod(size)
     return _block_pairs[key] * case.heads
 
 

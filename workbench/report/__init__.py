@@ -3,8 +3,6 @@
 Only what a command line needs is imported at first; papermill, nbconvert and torch are when a report runs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """The index of reports: a row per notebook, a column per machine, made from what the pages say of themselves."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Running one notebook: papermill's parameters and engine, and a kernel whose end is noticed and complete."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Which notebooks there are and what is in them. Read as JSON, so that `workbench list` answers at once."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 It is an IPython extension too: what `workbench report` adds inside its kernels.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import io

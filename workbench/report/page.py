@@ -1,7 +1,5 @@
 """A notebook that ran, as one HTML file that needs nothing else: nbconvert's lab template with our own dress."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

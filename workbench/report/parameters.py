@@ -12,8 +12,6 @@ rules of a dict's keys, and those that it may have beside its default's. A list 
 of several kinds (`[128, 128, "sliding", 17]`) keeps length and order.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import json

@@ -5,8 +5,6 @@ report` the output carries, besides, what the page needs (metadata `workbench`):
 anchor and buttons that save its data, and lifts "in short" to the top of the page.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import os

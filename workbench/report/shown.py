@@ -1,7 +1,5 @@
 """What `report.show` displayed, as parts of a page: numbered, with an anchor, a caption and the data inside."""
 
-from __future__ import annotations
-
 import json
 import re
 from html import escape

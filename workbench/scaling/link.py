@@ -4,8 +4,6 @@ them, predicted.
 Dimensions: N positions, B batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ pool of ranks that do nothing else; all else by `facts`.
 Dimensions: B batch, N positions, H heads, D head_dim.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import random

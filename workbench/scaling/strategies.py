@@ -13,8 +13,6 @@
 Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads, D head_dim.
 """  # noqa: E501 (a table)
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import zlib

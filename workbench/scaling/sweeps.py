@@ -6,8 +6,6 @@ processes over gloo. What they run is in `on_ranks`. How long a sequence can be 
 Dimensions: B batch, N keys, H heads, D head_dim.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

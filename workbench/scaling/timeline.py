@@ -7,8 +7,6 @@ compute, and gloo's transfers, which run in threads of their own, exchange.
 Dimensions: N positions.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 

@@ -1,8 +1,6 @@
 """What `engine` runs on a card, computed densely in float32 on the CPU: the kernels (`compiled`) from their lists, and
 what is done beside them (`places`)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -12,9 +10,6 @@ from workbench.engines.fa4.plans import Variant
 from workbench.patterns.tile_order import TILE, TileOrder
 
 LOG2E = 1.4426950408889634
-
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 def forward(variant: Variant, q, k, v, out, lse, scale, scalar, lists) -> None:
@@ -94,9 +89,6 @@ def hidden(variant: Variant, scalar, i: Tensor, j: Tensor, shift: int) -> Tensor
         i, j = (TileOrder(segment, segment, rate).position(x % segment) for x in (i, j))
         return j <= i if variant.mask == "later" else j < scalar
     return (j - i - shift).abs() <= scalar if variant.mask == "window" else j <= i + shift
-
-
-# --- beside them ------------------------------------------------------------------------------------------------------
 
 
 def into(tokens: Tensor, order: TileOrder) -> Tensor:
