@@ -53,6 +53,16 @@ def test_rows_that_failed_are_not_drawn(card):
     assert "dilated" not in named(draw.time_against_n(rows)) and "block-sparse" in named(draw.time_against_n(rows))
 
 
+def test_each_call_is_drawn_and_the_noise_named():
+    table = pd.DataFrame({"samples_ms": [[1.0, 2.0], [3.0, 4.0], [1.5, 1.6]], "median_ms": [1.5, 3.5, 1.55]})
+    notes = {"row_major": "12%", "hilbert": "6%"}
+    ax = draw.each_call(table.set_index(pd.Index(["row_major", "hilbert", "A/A"])), notes).axes[0]
+    drawn = [list(line.get_xdata()) for line in ax.get_lines() if line.get_marker() == "o"]
+    assert drawn == list(table["samples_ms"])
+    named = [text.get_text() for text in ax.get_yticklabels()]
+    assert named[1:] == ["Hilbert: 3.5 ms, 6%", "row-major, again (A/A): 1.55 ms, 12%"]
+
+
 def test_break_even_shows_the_noise_beside_the_gain():
     rows = pd.DataFrame({
         "name": ["dense", "random-0.50", "random-0.90", "A/A"], "sparsity": [0, 0.5, 0.9, 0], "ideal": [1, 2, 10, 1],

@@ -13,6 +13,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator
 
 from workbench.harness.narrate import first_mode, title
 from workbench.plots import style
+from workbench.plots.orderings import color as color_of
 from workbench.plots.style import MARKERS, MODES
 
 LINES = {"cudnn": "-", "sdpa": "-", "flash": "--", "efficient": ":"}
@@ -62,6 +63,22 @@ def _lines(ax, mode: str, rows: pd.DataFrame, recorded: pd.DataFrame | None) -> 
     style.log_ticks(ax.xaxis, style.length)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
     return ends
+
+
+def each_call(table: pd.DataFrame, notes: Mapping[str, str] | None = None):
+    """Every sample of `probes.timing.compare`, a line an alternative, its colour that of its order if it is one; the
+    bar is the median. notes: name of an alternative -> what is said of it beside its median."""
+    fig, ax = style.subplots(figsize=(7, 1.0 + 0.4 * len(table)))
+    names, first = [], table.index[0]
+    for y, row in enumerate(table.itertuples()):
+        of = first if row.Index == "A/A" else row.Index
+        ax.plot(row.samples_ms, [y] * len(row.samples_ms), "o", color=color_of(of), alpha=0.5, ms=6, mew=0)
+        ax.plot(row.median_ms, y, "|", color="black", ms=20, mew=2)
+        again, note = ", again (A/A)" * (row.Index == "A/A"), f", {notes[of]}" if notes else ""
+        names.append(f"{title(of)}{again}: {style.number(row.median_ms)} ms{note}")
+    ax.set_yticks(range(len(table)), names)
+    ax.set(xlabel="time per call (ms)", xlim=(0, None), ylim=(len(table) - 0.5, -0.5))
+    return style.finish(fig, f"The times of every call, against {title(first)}: {'; '.join(names)}.")
 
 
 def roofline(devices: Mapping[str, dict]):
