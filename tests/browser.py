@@ -63,6 +63,11 @@ class Tab:
             f"(document.querySelector({json.dumps(selector)}))"
         )
 
+    def press(self, key: str) -> None:
+        """Press a key on the first canvas."""
+        event = f"new KeyboardEvent('keydown', {{key: '{key}'}})"
+        self.run(f"document.querySelector('canvas').dispatchEvent({event})")
+
     def screenshot(self, path: Path) -> Path:
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=self._whole())
         Path(path).write_bytes(base64.b64decode(shot["data"]))

@@ -12,10 +12,7 @@ from workbench import explorers
 from workbench.analysis import locality
 from workbench.patterns import orderings
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING),
-]
+pytestmark = pytest.mark.browser
 ASK = """
 const answers = %s.map(({name, shape, tile, radius, block, cell}) => {
   const curve = curves.make(name, shape, tile), rank = curves.rank(curve), {rows, seen} = curves.touched(rank, shape, radius, block);

@@ -13,7 +13,6 @@ from workbench.explorers import fit
 from workbench.fit import cards, estimate, frontier
 
 DATA = fit.known()
-needs_browser = pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING)
 
 
 def setting(card, world, n, batch, heads, head_dim, dtype, mode, **more) -> dict:
@@ -33,7 +32,6 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.browser
-@needs_browser
 def test_the_page_computes_bytes_and_times_as_python_does(model):
     random, asked, want = Random(7), [], []
     for _ in range(200):
@@ -50,7 +48,6 @@ def test_the_page_computes_bytes_and_times_as_python_does(model):
 
 
 @pytest.mark.browser
-@needs_browser
 def test_the_page_finds_the_longest_as_the_search_does(model):
     for way, card, heads, dtype, mode in (
         ("dense, eager", "h100", 8, "float16", "fwdbwd"), ("dense, cudnn", "h200", 16, "bfloat16", "fwdbwd"),
@@ -71,7 +68,6 @@ def test_the_page_finds_the_longest_as_the_search_does(model):
 
 
 @pytest.mark.browser
-@needs_browser
 def test_the_page_shows_what_is_asked_and_keeps_it_in_the_address(tmp_path):
     path = tmp_path / "page.html"
     path.write_text(f"<body>{fit.calculator('rtx3090', n=50_000, heads=8)._repr_html_()}")
@@ -131,7 +127,6 @@ def stack(layers: int):
 
 
 @pytest.mark.browser
-@needs_browser
 @pytest.mark.parametrize("layers", [2, 6])
 def test_a_training_step_of_blocks_is_what_a_traced_stack_takes(model, layers):
     n, heads, head_dim = 65_536, 16, 64

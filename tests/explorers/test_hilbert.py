@@ -10,7 +10,6 @@ from workbench.patterns import orderings
 NOTES = "[...document.querySelectorAll('.x-note')].map(x => x.textContent)"
 
 
-@pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING)
 @pytest.mark.browser
 def test_both_orders_say_what_python_counts_and_follow_the_keys(tmp_path):
     path = tmp_path / "page.html"
@@ -31,8 +30,7 @@ def test_both_orders_say_what_python_counts_and_follow_the_keys(tmp_path):
     with browser.tab(path, width=390) as page:
         flat = [orderings.row_major((24, 20)), orderings.hilbert((24, 20))]
         check(page, flat, 12 * 20 + 10, 3, 32)
-        press = "document.querySelector('canvas').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight'}))"
-        page.run(press)
+        page.press("ArrowRight")
         check(page, flat, 12 * 20 + 11, 3, 32)
         share = wb.Neighborhood((24, 20), 3, flat[1]).block_density(480, 1, block_size=32)
         assert f"Hilbert {100 * share:.3g}%" in page.run(NOTES)[2]

@@ -9,10 +9,7 @@ from workbench import explorers
 from workbench.harness.narrate import number
 from workbench.plots import style
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING),
-]
+pytestmark = pytest.mark.browser
 
 START = """
 let seen = [];
@@ -92,7 +89,7 @@ def test_the_address_keeps_the_state_beside_that_of_others(page):
 
 def test_arrow_keys_walk_the_points(page):
     for word in ("one", "two", "one"):
-        page.run("document.querySelector('canvas').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight'}))")
+        page.press("ArrowRight")
         assert page.run("document.querySelector('.x-tip').textContent") == word
 
 

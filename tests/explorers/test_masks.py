@@ -12,10 +12,7 @@ from workbench import explorers
 from workbench.analysis.reach import reach
 from workbench.patterns import layouts
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING),
-]
+pytestmark = pytest.mark.browser
 LAYERS = 3
 ASK = """
 const line = (spec, n, heads, h, i) => { const out = new Uint16Array(n); masks.row(spec, n, heads, h, i, out); return [...out]; };

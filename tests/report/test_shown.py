@@ -137,7 +137,7 @@ CHECKS = """(async () => {
 })()"""
 
 
-@pytest.mark.skipif(not browser.BINARY, reason=browser.MISSING)
+@pytest.mark.browser
 @pytest.mark.parametrize("width", [1400, 390])
 def test_what_the_page_does_in_a_browser(html, tmp_path, width):
     (tmp_path / "t.html").write_text(html)
