@@ -17,7 +17,6 @@ def test_time_has_a_panel_a_mode_and_a_line_a_backend(card):
     fig = draw.time_against_n(rows)
     assert [ax.get_title("left") for ax in fig.axes] == ["forward", "forward + backward"]
     assert {"dense, cuDNN", "dense, FlashAttention-2", "dilated", "block-sparse", "neighborhood"} <= named(fig)
-    assert "At the longest N: dense" in fig.get_label()
 
 
 def test_another_machines_rows_are_told_apart(card):
@@ -72,7 +71,8 @@ def test_break_even_shows_the_noise_beside_the_gain():
     assert named(ax.figure) == {"dense against itself", "fewer pairs,\nsame rate", "measured"}
     ideal = ax.get_lines()[1]
     assert ax.get_xscale() == "log" and ideal.get_ydata() == pytest.approx(1 / ideal.get_xdata())
-    assert "10% kept: 7.00x" in ax.figure.get_label()
+    (bars,) = ax.containers
+    assert bars[0].get_xydata()[-1].tolist() == pytest.approx([0.1, 7])
 
 
 @pytest.mark.parametrize(("n", "text"), [(4096, "4K"), (1 << 20, "1M"), (1000, "1,000"), (632_960, "632,960")])
@@ -82,6 +82,6 @@ def test_lengths_are_written_short(n, text):
 
 def test_a_group_is_drawn_only_beside_its_baseline(card):
     rows = card[0]
-    assert "nothing ran" in draw.time_against_n(rows.assign(status="oom")).get_label()
+    assert not draw.time_against_n(rows.assign(status="oom")).axes[0].get_lines()
     group = pd.DataFrame({"suite": ["a"], "n": [64], "label": ["ours"], "against": ["dense"]})
     assert "not timed" in draw.times_faster(group).get_label()

@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from workbench.harness.narrate import first_mode, title
+from workbench.harness.narrate import title
 from workbench.plots import style
 from workbench.plots.orderings import color as color_of
 from workbench.plots.style import MARKERS, MODES
@@ -32,10 +32,7 @@ def time_against_n(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     for ax, ends in named:  # which share their limits
         style.name_ends(ax, ends)
     axes[0, 0].set_ylabel("time per call (ms)")
-    slow = first_mode(rows[rows["status"] == "ok"])
-    slow = slow[slow["n"] == slow["n"].max()]
-    said = ", ".join(f"{r.label} {r.median_ms:,.1f} ms" for r in slow.itertuples()) or "nothing ran"
-    return style.finish(fig, f"Time per call against N, logarithmic axes. At the longest N: {said}.")
+    return style.finish(fig, "Time per call of each pattern against N, logarithmic axes.")
 
 
 def _lines(ax, mode: str, rows: pd.DataFrame, recorded: pd.DataFrame | None) -> list[tuple]:
@@ -88,7 +85,6 @@ def roofline(devices: Mapping[str, dict]):
     pattern; the longest is named.
     """
     fig, axes = style.subplots(1, len(devices), figsize=(7 if len(devices) == 1 else 9.5, 4.2), squeeze=False)
-    words = []
     for ax, (name, device) in zip(axes[0], devices.items(), strict=True):
         points, ends = device["points"], []
         ridge = 1000 * device["tflops"] / device["gbs"]
@@ -113,10 +109,8 @@ def roofline(devices: Mapping[str, dict]):
         for axis in (ax.xaxis, ax.yaxis):
             style.log_ticks(axis, "{:,g}".format)
         style.name_ends(ax, ends)
-        best = points.loc[points["tflops"].idxmax()]
-        words.append(f"{name}: {best['label']} reaches {best['tflops'] / device['tflops']:.0%} of the ceiling")
     axes[0, 0].set_ylabel("TFLOP/s over attended pairs")
-    return style.finish(fig, f"Roofline. {'; '.join(words)}.")
+    return style.finish(fig, f"Roofline of {', '.join(devices)}: rate against operations per byte, logarithmic axes.")
 
 
 def break_even(rows: pd.DataFrame):
@@ -143,8 +137,7 @@ def break_even(rows: pd.DataFrame):
         last = sparse.iloc[-1]
         places.append((x.iloc[-1], last["speedup"], "measured", style.COLORS["BlockSparse"]))
     style.name_ends(ax, places)
-    points = ", ".join(f"{1 - r.sparsity:.0%} kept: {r.speedup:.2f}x" for r in sparse.itertuples())
-    return style.finish(fig, f"Speed relative to dense attention against the blocks kept: {points}.")
+    return style.finish(fig, "Speed relative to dense attention against the share of blocks that is kept.")
 
 
 def against_dense(rows: pd.DataFrame):
@@ -152,36 +145,23 @@ def against_dense(rows: pd.DataFrame):
 
     rows: of `probes.suite.rates`. The colour is the kernel, the marker is N.
     """
-    ours = rows[
-        rows["suite"].str.startswith("longnet") & ~rows["label"].isin(["A/A"]) & (rows["label"] != rows["against"])
-    ]
-    modes, names = (
-        [mode for mode in MODES if mode in set(ours["mode"])],
-        [*dict.fromkeys(ours.sort_values("what")["what"])],
-    )
+    ours = rows[rows["suite"].str.startswith("longnet") & (rows["label"] != "A/A") & (rows["label"] != rows["against"])]
+    modes, names = [mode for mode in MODES if mode in set(ours["mode"])], sorted(set(ours["what"]))
     fig, axes = style.subplots(1, len(modes), figsize=(9.5, 0.5 * len(names) + 1.6), sharey=True, squeeze=False)
-    lengths, kernels, words = sorted(set(ours["n"])), [*dict.fromkeys(ours["backend"])], []
+    markers = dict(zip(sorted(set(ours["n"])), "os^D", strict=False))
     for ax, mode in zip(axes[0], modes, strict=True):
-        chosen = ours[ours["mode"] == mode]
-        for n, marker in zip(lengths, "os^D", strict=False):
-            for backend in kernels:
-                some = chosen[(chosen["n"] == n) & (chosen["backend"] == backend)]
-                y = [names.index(what) + 0.17 * (2 * lengths.index(n) - len(lengths) + 1) for what in some["what"]]
-                color = KERNELS.get(backend, "#555555")
-                ax.scatter(some["of_dense"], y, marker=marker, s=45, color=color, zorder=3)
+        for row in ours[ours["mode"] == mode].itertuples():
+            y = names.index(row.what) + 0.17 * (2 * list(markers).index(row.n) - len(markers) + 1)
+            color = KERNELS.get(row.backend, "#555555")
+            ax.plot(row.of_dense, y, markers[row.n], markersize=7, color=color, zorder=3)
         ax.axvline(1, color="black", linewidth=1)
         ax.set(yticks=range(len(names)), yticklabels=names, title=MODES[mode], ylim=(len(names) - 0.5, -0.5))
         ax.set(xlabel="rate per pair, relative to dense", xlim=(0, max(1.15, 1.06 * ours["of_dense"].max())))
-        words += [f"{r.what}, {r.who}, {MODES[mode]}, N = {r.n:,}: {r.of_dense:.2f}" for r in chosen.itertuples()]
-    look = {"linestyle": "", "color": "#555555"}
-    handles = [
-        Line2D([], [], marker="o", linestyle="", color=KERNELS.get(x, "#555555"), label=title(x)) for x in kernels
-    ]
-    handles += [
-        Line2D([], [], marker=m, label=f"N = {style.length(n)}", **look) for n, m in zip(lengths, "os^D", strict=False)
-    ]
+    keys = [(title(x), "o", KERNELS.get(x, "#555555")) for x in dict.fromkeys(ours["backend"])]
+    keys += [(f"N = {style.length(n)}", marker, "#555555") for n, marker in markers.items()]
+    handles = [Line2D([], [], linestyle="", label=name, marker=marker, color=color) for name, marker, color in keys]
     fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-    return style.finish(fig, "Rate over attended pairs against dense attention's: " + "; ".join(words) + ".")
+    return style.finish(fig, "Rate over attended pairs, relative to dense attention's, by LongNet setting and mode.")
 
 
 def times_faster(rows: pd.DataFrame):
@@ -196,7 +176,7 @@ def times_faster(rows: pd.DataFrame):
         return style.blank("Dense attention was not timed beside these.")
     some = some.sort_values(["what", "mode", "n"], kind="stable")
     fig, ax = style.subplots(figsize=(9.5, 0.33 * len(some) + 0.4 * some["suite"].nunique() + 1))
-    y, places, labels, words = 0.0, [], [], []
+    y, places, labels = 0.0, [], []
     for suite, group in some.groupby("suite", sort=False):
         dense = rows[(rows["suite"] == suite) & (rows["label"] == rows["against"])].iloc[0]
         ideal, first = dense["pairs"] / group["pairs"].iloc[0], group.iloc[0]
@@ -212,7 +192,6 @@ def times_faster(rows: pd.DataFrame):
             style.note(ax, f"{row.speedup:.1f}x{noise}", (row.speedup_high, y), (9, 0), va="center")
             places.append(y)
             labels.append(row.who)
-            words.append(f"{head}, {row.who}: {row.speedup:.2f}x{noise}")
         y += 1.3
     ax.axvline(1, color="black", linewidth=1)
     ax.set(xscale="log", yticks=places, yticklabels=labels, ylim=(y - 0.4, -0.7), xlabel="speed relative to dense")
@@ -220,7 +199,7 @@ def times_faster(rows: pd.DataFrame):
     ax.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
     style.log_ticks(ax.xaxis, "{:g}x".format)
     ax.grid(False, axis="y")
-    return style.finish(fig, "Speed relative to dense attention of the same length: " + "; ".join(words) + ".")
+    return style.finish(fig, "Speed relative to dense attention of the same length, a line per alternative.")
 
 
 def picture(path: str, kind: str = "h100x1") -> None:
