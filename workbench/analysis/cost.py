@@ -14,28 +14,21 @@ from workbench.patterns import Dense, Dilated, Pattern
 
 
 def table(
-    makers: Mapping[str, Callable[[int], Pattern]],
-    lengths: Iterable[int],
-    *,
-    heads: int,
-    head_dim: int,
-    dtype=torch.float32,
+    makers: Mapping[str, Callable[[int], Pattern]], lengths: Iterable[int], *, heads: int, head_dim: int
 ) -> pd.DataFrame:
-    """One row a (pattern, length): pairs (exact), predicted_bytes and scores_bytes (modelled, hence measured=False).
+    """One row a (pattern, length), float32: pairs (exact), predicted_bytes and scores_bytes (modelled).
 
     makers: name -> a function of N that returns the pattern.
     """
-    rows = []
-    for name, make in makers.items():
-        for n in lengths:
-            pattern = make(n)
-            rows.append({
-                "pattern": name, "family": type(pattern).__name__, "n": n, "heads": heads, "head_dim": head_dim,
-                "dtype": str(dtype).removeprefix("torch."), "causal": pattern.causal, "pairs": pattern.pairs(n, heads),
-                "predicted_bytes": predicted_bytes(pattern, n, heads, head_dim, dtype),
-                "scores_bytes": heads * n * n * dtype.itemsize, "measured": False,
-            })  # fmt: skip
-    return pd.DataFrame(rows)
+    made = ((name, make(n), n) for name, make in makers.items() for n in lengths)
+    return pd.DataFrame([
+        {
+            "pattern": name, "family": type(pattern).__name__, "n": n, "heads": heads, "head_dim": head_dim,
+            "causal": pattern.causal, "pairs": pattern.pairs(n, heads),
+            "predicted_bytes": predicted_bytes(pattern, n, heads, head_dim), "scores_bytes": 4 * heads * n * n,
+        }
+        for name, pattern, n in made
+    ])  # fmt: skip
 
 
 def predicted_bytes(pattern: Pattern, n: int, heads: int, head_dim: int, dtype=torch.float32) -> int:

@@ -14,7 +14,9 @@ LEAST, REFUSED = 1e-4, 6.0  # where smaller shares of a budget and refusals are 
 def figure(rows: pd.DataFrame):
     """Errors as shares of their budgets, values and gradients, from the rows of `probes.error.table`: right of the line
     at 1 is too much. Crosses: refused."""
-    rows = rows.assign(line=_line(rows), out=rows.error_out / rows.budget_out, grad=_share_of_gradient(rows))
+    error, budget = _worst_gradient(rows)
+    line = _pattern(rows) + "  ·  " + rows.backend.map(title)
+    rows = rows.assign(line=line, out=rows.error_out / rows.budget_out, grad=error / budget)
     lines = list(dict.fromkeys(rows.line))
     fig, axes = style.subplots(1, 2, figsize=(9.5, 1.2 + 0.23 * len(lines)), sharey=True)
     for ax, what, words in zip(axes, ("out", "grad"), ("values", "gradients (worst of dq, dk, dv)"), strict=True):
@@ -30,23 +32,18 @@ def figure(rows: pd.DataFrame):
         for y in range(0, len(lines), 2):
             ax.axhspan(y - 0.5, y + 0.5, color="#f6f6f6", lw=0, zorder=0)
         ax.set(xscale="log", xlabel="error / budget", title=words, xlim=(LEAST / 2, 2 * max(REFUSED, rows[what].max())))
-        style.log_ticks(ax.xaxis, _power, [LEAST, 1e-3, 1e-2, 1e-1, 1])
+        style.log_ticks(ax.xaxis, lambda x: f"{x:g}" if x > LEAST else "less", [LEAST, 1e-3, 1e-2, 1e-1, 1])
         ax.grid(False, axis="y")
     axes[0].set_yticks(range(len(lines)), lines)
     axes[0].set_ylim(len(lines) - 0.4, -0.6)
     dots = [Line2D([], [], color=DTYPES[d], marker="o", ls="", label=d) for d in DTYPES if d in set(rows.dtype)]
     cross = Line2D([], [], color="#666666", marker="x", ls="", label="refused, by name")
     fig.legend(handles=[*dots, cross], loc="outside lower center", ncols=5)
-    over, many = int((rows.worst > 1).sum()), int((rows.status == "ok").sum())
-    return style.finish(fig, f"Errors of {many} runs as shares of their budgets; {over} are over budget.")
+    return style.finish(fig, "Errors of every backend, pattern and type as shares of their budgets.")
 
 
-def _power(x: float) -> str:
-    return f"{x:g}" if x > LEAST else "less"
-
-
-def _line(rows: pd.DataFrame) -> pd.Series:
-    return rows.pattern.map(title) + np.where(rows.causal, ", causal", "") + "  ·  " + rows.backend.map(title)
+def _pattern(rows: pd.DataFrame) -> pd.Series:
+    return rows.pattern.map(title) + np.where(rows.causal, ", causal", "")
 
 
 def table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -59,12 +56,12 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows.reindex(columns=[*rows, *({"worst"} - {*rows})])
     rows["error_grad"], rows["budget_grad"] = _worst_gradient(rows)
     verdict = np.where(rows.status == "ok", np.where(rows.worst <= 1, "within", "OVER"), rows.status)
-    columns = {"values": "out", "lse": "lse", "gradients": "grad"}
-    shown = {heading: _beside(rows, what) for heading, what in columns.items()}
-    shown["gradients"] = np.where(half, "refused", shown["gradients"])
-    names = {"pattern": rows.pattern.map(title) + np.where(rows.causal, ", causal", "")}
-    names |= {"backend": rows.backend.map(title), "dtype": rows.dtype}
-    return pd.DataFrame(names | shown | {"worst, of its budget": rows.worst, "verdict": verdict}).set_index("pattern")
+    return pd.DataFrame({
+        "pattern": _pattern(rows), "backend": rows.backend.map(title), "dtype": rows.dtype,
+        "values": _beside(rows, "out"), "lse": _beside(rows, "lse"),
+        "gradients": np.where(half, "refused", _beside(rows, "grad")),
+        "worst, of its budget": rows.worst, "verdict": verdict,
+    }).set_index("pattern")  # fmt: skip
 
 
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
@@ -85,11 +82,9 @@ def refusals(rows: pd.DataFrame) -> pd.DataFrame:
     refused = rows[rows.status == "refused"]
     what = np.where(_values_only(rows)[rows.status == "refused"], "gradients", "all")
     groups = refused.assign(refuses=what, pattern=refused.pattern.map(title), backend=refused.backend.map(title))
-    groups = groups.groupby(["backend", "error", "refuses"], sort=False)
+    groups = groups.rename(columns={"error": "why"}).groupby(["backend", "refuses", "why"], sort=False)
     shown = groups.agg(patterns=("pattern", _listed), types=("dtype", _listed)).reset_index()
-    return shown.rename(columns={"error": "why"})[["backend", "refuses", "patterns", "types", "why"]].set_index(
-        "backend"
-    )
+    return shown.set_index("backend")[["refuses", "patterns", "types", "why"]]
 
 
 def _values_only(rows: pd.DataFrame) -> pd.Series:
@@ -118,19 +113,12 @@ def _short(x: float) -> str:
 
 def _worst_gradient(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     """(error, budget) of the gradient nearest to its budget; NaN where there is none."""
-    errors, budgets = (
-        rows.reindex(columns=[f"{kind}_{name}" for name in ("dq", "dk", "dv")]).to_numpy(dtype=float)
-        for kind in ("error", "budget")
-    )
+    errors, budgets = (rows.reindex(columns=[f"{kind}_{name}" for name in ("dq", "dk", "dv")]).to_numpy(dtype=float)
+                       for kind in ("error", "budget"))  # fmt: skip
     with np.errstate(invalid="ignore", divide="ignore"):
         worst = np.nan_to_num(errors / budgets, nan=-1).argmax(axis=1)
     line = np.arange(len(rows))
     return pd.Series(errors[line, worst], rows.index), pd.Series(budgets[line, worst], rows.index)
-
-
-def _share_of_gradient(rows: pd.DataFrame) -> pd.Series:
-    error, budget = _worst_gradient(rows)
-    return error / budget
 
 
 def kept(rows: pd.DataFrame) -> str:
@@ -140,6 +128,4 @@ def kept(rows: pd.DataFrame) -> str:
         return "Nothing ran: there is no error to tell."
     inside, worst = int((ran["worst"] <= 1).sum()), ran.loc[ran["worst"].idxmax()]
     which = f"{title(worst['pattern'])}, {title(worst['backend'])}, {worst['dtype']}"
-    return (
-        f"**{inside:,} of {len(ran):,}** runs keep their budgets; the worst uses {worst['worst']:.0%} of one ({which})."
-    )
+    return f"**{inside:,} of {len(ran):,}** runs keep their budgets; the worst uses {worst['worst']:.0%} ({which})."

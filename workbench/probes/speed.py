@@ -12,7 +12,7 @@ import pandas as pd
 
 from workbench.harness import records
 from workbench.harness.narrate import MODES, counted, first_mode, listed, number, spread, title
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, checks, from_spec, layouts
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, checks, layouts
 from workbench.probes import catalog, roofline, timing
 from workbench.probes.case import Case, case_of
 
@@ -178,25 +178,9 @@ def settings(*frames: pd.DataFrame | None) -> pd.DataFrame:
         last = frame.sort_values("n").drop_duplicates("label", keep="last").to_dict("records")
         first = last[0]
         inputs = f"{first['dtype']}, {int(first['heads'])} heads x {int(first['head_dim'])}"
-        patterns = {row["label"]: f"{words(row['pattern_spec'])} ({title(row['backend'])})" for row in last}
+        patterns = {row["label"]: f"{title(row['pattern'])} ({title(row['backend'])})" for row in last}
         columns[first["run_device"]] = {"inputs": inputs} | patterns
     return pd.DataFrame(columns)
-
-
-def words(spec: dict) -> str:
-    """A pattern's parameters, from its spec."""
-    match spec["pattern"]:
-        case "Dilated":
-            w, r = spec["segment_lengths"], spec["dilation_rates"]
-            return f"{len(w)} branches, segments {w[0]} to {w[-1]}, rates {r[0]} to {r[-1]}"
-        case "Neighborhood":
-            order = title((spec["ordering"] or {}).get("ordering", "row_major"))
-            radius = " x ".join(map(str, dict.fromkeys(spec["radius"])))
-            return f"grid {' x '.join(map(str, spec['shape']))}, radius {radius}, {order} order"
-        case "BlockSparse":
-            return f"{title(from_spec(spec).layout.name)}, of {' x '.join(map(str, spec['block_size']))}"
-        case _:
-            return "causal" if spec.get("causal") else "every pair"
 
 
 def top(rows: pd.DataFrame, ceilings: dict) -> tuple[float, str]:
