@@ -206,8 +206,5 @@ def _describe_images(nb) -> None:
 
 
 def _contents(headings: list[tuple[int, str, str]]) -> str:
-    entries = [
-        f'<li class="level-{level}"><a href="#{escape(anchor)}">{text}</a></li>'
-        for level, anchor, text in headings if level in (2, 3)
-    ]  # fmt: skip
-    return "".join(entries)
+    named = [heading for heading in headings if heading[0] in (2, 3)]
+    return "".join(f'<li class="level-{x}"><a href="#{escape(anchor)}">{text}</a></li>' for x, anchor, text in named)

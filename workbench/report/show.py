@@ -58,10 +58,8 @@ def in_short(sentences, key=None, headline: str = "") -> None:
     from workbench.harness import records
 
     sentences = [" ".join(sentence.split()) for sentence in sentences]
-    about = {"kind": "short", "sentences": sentences, "headline": headline}
+    about = {"kind": "short", "sentences": sentences, "headline": headline, "records": dict(records.DRAWN)}
     bundle = {"text/markdown": "\n".join(f"- {sentence}" for sentence in sentences)}
-    if _batch():
-        about["records"] = dict(records.DRAWN)
     if key is not None and _batch():
         about |= {"svg": svg(key), "alt": describe(key), "inches": float(key.get_figwidth())}
     _display(bundle, about)
