@@ -33,16 +33,11 @@ def named(fig) -> set[str]:
 def test_a_roofline_has_both_ceilings_and_no_point_above_them(card):
     rows, best = card
     device = roofline.device(rows, best)
-    fig = draw.roofline({"H100": device})
-    roof, peak, *lines = fig.axes[0].get_lines()
-    assert max(roof.get_ydata()) == device["tflops"] == pytest.approx(best["matmul_tflops"]["bfloat16"])
-    assert roof.get_ydata()[0] == pytest.approx(roof.get_xdata()[0] * best["copy_gbs"] / 1000)
-    assert peak.get_ydata()[0] == 989.4 and len(lines) == 2 * 5
-    assert all(max(line.get_ydata()) <= device["tflops"] for line in lines)
+    assert device["tflops"] == pytest.approx(best["matmul_tflops"]["bfloat16"]) and device["gbs"] == best["copy_gbs"]
+    assert device["peak"] == 989.4 and (device["points"]["tflops"] <= device["tflops"]).all()
     low = roofline.device(rows, best | {"matmul_tflops": {"bfloat16": 1.0}})
     assert low["tflops"] == rows["tflops"].max()  # never more than all of a ceiling
     assert "the nearest" in roofline.bound(device) or "points lie below" in roofline.bound(device)
-    assert len(roofline.only({"a": device}, ["dense"])["a"]["points"]) == (rows["label"] == "dense").sum()
     assert roofline.shown({"a": device})["share"].max() < 1
 
 

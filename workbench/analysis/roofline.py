@@ -56,11 +56,5 @@ def shown(devices: dict) -> pd.DataFrame:
     """The points of all devices as a table, with the share of the device's ceiling."""
     frames = [one["points"].assign(device=name, share=one["points"]["tflops"] / one["tflops"])
               for name, one in devices.items()]  # fmt: skip
-    return pd.concat(frames, ignore_index=True).drop(columns=["text", "family"])
-
-
-def only(devices: dict, labels) -> dict:
-    """The devices with the points of these labels alone."""
-    return {
-        name: {**one, "points": one["points"][one["points"]["label"].isin(labels)]} for name, one in devices.items()
-    }
+    frame = pd.concat(frames).rename(columns={"label": "pattern"}).set_index("pattern").drop(columns=["text", "family"])
+    return frame.assign(backend=frame["backend"].map(title), mode=frame["mode"].map(title))

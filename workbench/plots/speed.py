@@ -1,4 +1,4 @@
-"""Pictures of speed: time against N, the roofline, and where sparse attention pays.
+"""Pictures of speed: time against N, calls beside each other, and where sparse attention pays.
 
 Each function draws from DataFrames alone (see `probes.speed.table` and `probes.suite.rates` for the columns) and
 returns a Figure with its alternative text.
@@ -76,41 +76,6 @@ def each_call(table: pd.DataFrame, notes: Mapping[str, str] | None = None):
     ax.set_yticks(range(len(table)), names)
     ax.set(xlabel="time per call (ms)", xlim=(0, None), ylim=(len(table) - 0.5, -0.5))
     return style.finish(fig, f"The times of every call, against {title(first)}: {'; '.join(names)}.")
-
-
-def roofline(devices: Mapping[str, dict]):
-    """A panel per device: the rate of each pattern and length against its operations per byte, under the ceilings.
-
-    devices: {name: `analysis.roofline.device`}. Filled: forward; hollow: with backward. A line joins the lengths of one
-    pattern; the longest is named.
-    """
-    fig, axes = style.subplots(1, len(devices), figsize=(7 if len(devices) == 1 else 9.5, 4.2), squeeze=False)
-    for ax, (name, device) in zip(axes[0], devices.items(), strict=True):
-        points, ends = device["points"], []
-        ridge = 1000 * device["tflops"] / device["gbs"]
-        x = np.geomspace(min(ridge, points["intensity"].min()) / 2, 2 * points["intensity"].max(), 64)
-        ax.plot(x, np.minimum(device["tflops"], x * device["gbs"] / 1000), color="#444444", linewidth=1.5)
-        style.note(ax, f"measured: {style.number(device['tflops'])} TFLOP/s", (x[0], device["tflops"]), (3, -12))
-        if device["peak"]:
-            ax.axhline(device["peak"], color=style.COLORS["muted"], linestyle="--", linewidth=1)
-            style.note(ax, f"vendor's peak: {style.number(device['peak'])}", (x[0], device["peak"]), (3, 4))
-        lines = points.sort_values("intensity").groupby(["label", "backend", "mode"], sort=False)
-        for (label, backend, mode), line in lines:
-            color = style.family_color(line["family"].iloc[0])
-            fill = color if mode == "fwd" else "white"
-            look = {"color": color, "markerfacecolor": fill, "marker": MARKERS.get(line["family"].iloc[0], "v")}
-            ax.plot(line["intensity"], line["tflops"], linewidth=0.6, markersize=6, **look)
-            if mode == "fwd":
-                named = f"{label}, {title(backend)}" if label == "dense" else label
-                ends.append((line["intensity"].iloc[-1], line["tflops"].iloc[-1], named, color))
-        ax.set(xscale="log", yscale="log", title=name, xlabel="operations per byte that has to move")
-        ax.set_xlim(x[0], x[-1])
-        ax.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 3)))
-        for axis in (ax.xaxis, ax.yaxis):
-            style.log_ticks(axis, "{:,g}".format)
-        style.name_ends(ax, ends)
-    axes[0, 0].set_ylabel("TFLOP/s over attended pairs")
-    return style.finish(fig, f"Roofline of {', '.join(devices)}: rate against operations per byte, logarithmic axes.")
 
 
 def break_even(rows: pd.DataFrame):
