@@ -5,6 +5,7 @@ from matplotlib.text import Text
 
 import workbench as wb
 from workbench.analysis import locality
+from workbench.harness.narrate import title
 from workbench.patterns import orderings
 from workbench.plots import orderings as plots
 
@@ -54,5 +55,5 @@ def test_jumps_are_drawn_apart_from_steps():
 
 def test_labels_and_colours_tell_orderings_apart():
     names = [o.name for o in ORDERS]
-    assert [plots.label(name) for name in names] == ["row-major", "tiles 4 x 4", "Morton", "Hilbert", "snake", "random"]
+    assert [title(name) for name in names] == ["row-major", "tiles 4 x 4", "Morton", "Hilbert", "snake", "random"]
     assert len({plots.color(name) for name in names}) == len(names)

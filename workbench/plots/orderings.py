@@ -6,7 +6,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import BoundaryNorm, ListedColormap, to_rgb
 from matplotlib.ticker import PercentFormatter
 
-from workbench.harness.narrate import title as label
+from workbench.harness.narrate import title
 from workbench.plots import style
 
 # Paul Tol's muted scheme: colour-blind safe, and apart from the colours that stand for patterns.
@@ -40,7 +40,7 @@ def curves(orders):
         ax.add_collection(LineCollection(segments[steps > 1], colors=JUMP, linewidths=thin / 2))
         ax.plot(*points[0], "o", color=style.COLORS["accent"], ms=6, zorder=3)
         ax.set(xlim=(-0.7, width - 0.3), ylim=(height - 0.3, -0.7), aspect="equal")
-        ax.set_title(f"{label(order.name)}: {order.jumps:,} jumps", fontsize=10)
+        ax.set_title(f"{title(order.name)}: {order.jumps:,} jumps", fontsize=10)
         style.bare(ax)
     return style.finish(fig, f"The path of each order through a grid of {height} x {width} cells.")
 
@@ -70,7 +70,7 @@ def blocks(matrices: dict):
     for i, (ax, (name, seen)) in enumerate(zip(axes[0], matrices.items(), strict=True)):
         ax.imshow(seen, cmap=ListedColormap([EMPTY, color(name)]), vmin=0, vmax=1, interpolation="nearest")
         ax.grid(False)
-        ax.set_title(f"{label(name)}: {100 * seen.mean():.1f}%")
+        ax.set_title(f"{title(name)}: {100 * seen.mean():.1f}%")
         ax.set(xlabel="key block", ylabel="query block" if i == 0 else "")
         ax.set(xticks=[0, len(seen) - 1], yticks=[0, len(seen) - 1])
     return style.finish(fig, "The blocks of queries and keys that are touched under each order.")
@@ -100,7 +100,7 @@ def runs_on_picture(features, orders, length: int):
         lit = ((rank >= start) & (rank < start + length)).repeat(side, 0).repeat(side, 1)[..., None]
         ax.imshow(np.where(lit, picture, 0.82 + 0.18 * picture.mean(2, keepdims=True)))
         style.bare(ax)
-        ax.set_title(label(order.name))
+        ax.set_title(title(order.name))
     return style.finish(fig, f"A photograph, lit only where {length:,} consecutive tokens are, under each order.")
 
 
@@ -124,14 +124,14 @@ def neighbours(frame, radius: int):
     fig, axes = style.subplots(1, 2, figsize=(9.5, 0.62 * len(branches) + 1.3), sharey=True)
     side = 2 * radius + 1
     titles = {"inside": "In the token's segment", "seen": "Seen by the token in some head"}
-    for ax, (value, title) in zip(axes, titles.items(), strict=True):
+    for ax, (value, words) in zip(axes, titles.items(), strict=True):
         for name, part in frame.groupby("order", sort=False):
             y = [list(branches).index(b) for b in part["branch"]]
             kind = name.partition("-")[0]
             shift = 0.13 * (list(frame["order"].unique()).index(name) - (frame["order"].nunique() - 1) / 2)
-            ax.plot(part[value], np.array(y) + shift, MARKERS[kind], color=color(name), ms=7, label=label(name))
+            ax.plot(part[value], np.array(y) + shift, MARKERS[kind], color=color(name), ms=7, label=title(name))
         ax.xaxis.set_major_formatter(PercentFormatter(1))
-        ax.set(xlim=(-0.03, 1.03), title=title, xlabel=f"of the cells within {side} x {side}")
+        ax.set(xlim=(-0.03, 1.03), title=words, xlabel=f"of the cells within {side} x {side}")
         for y in range(0, len(branches), 2):
             ax.axhspan(y - 0.5, y + 0.5, color="#f4f4f4", lw=0, zorder=0)
         ax.grid(axis="y", visible=False)
@@ -156,7 +156,7 @@ def fields(grids: dict, cell, layers: int):
         ax.plot(cell[1], cell[0], "*", color=style.COLORS["accent"], mec="black", mew=0.6, ms=13)
         style.bare(ax)
         ax.spines[:].set_visible(True)
-        ax.set_title(label(name))
+        ax.set_title(title(name))
     bar = fig.colorbar(image, ax=axes, shrink=0.85, ticks=range(layers + 1))
     bar.ax.set_yticklabels(["never", *(f"{n} layer" + "s" * (n > 1) for n in range(1, layers + 1))])
     bar.ax.minorticks_off()
@@ -170,7 +170,7 @@ def _lines(ax, frame, x: str, y: str, markers: bool = True) -> list[tuple]:
         marker = MARKERS[name.partition("-")[0]] if markers else None
         dash = "--" if name == "morton" else "-"  # where it coincides with tiles, both show
         ax.plot(part[x], part[y], dash, color=color(name), marker=marker, ms=4.5, lw=1.5)
-        ends.append((part[x].iloc[-1], part[y].iloc[-1], label(name), color(name)))
+        ends.append((part[x].iloc[-1], part[y].iloc[-1], title(name), color(name)))
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:,g}")
     ax.xaxis.set_minor_locator(plt.NullLocator())
