@@ -10,7 +10,6 @@ from workbench.probes import catalog
 
 SHAPED = catalog.shaped([256, 1024], [1, 4], 512)
 SIZES = {"heads": 8, "head_dim": 64, "dtype": "float16", "mode": "fwd"}
-MIB = 1 << 20
 
 
 def test_a_way_is_a_case_at_any_length():
@@ -32,13 +31,6 @@ def test_a_way_may_be_a_spec():
     ((name, at),) = executions.ways([f"{spec}, torch"], **SIZES).items()
     assert name == f"{spec}, torch" and at(2048).backend == "torch"
     assert at(2048).pattern.spec() == Dilated([256, 1024], [1, 4]).spec()
-
-
-def test_the_ledger_follows_the_allocator():
-    ledger = frontiers.ledger([("a", 1000), ("b", 30 * MIB), ("b", None), ("c", 31 * MIB)])
-    assert ledger["requested"].tolist() == [1000, 1000 + 30 * MIB, 1000, 1000 + 31 * MIB]
-    assert ledger["allocated"].tolist()[0] == 1024
-    assert ledger["reserved"].tolist() == [2 * MIB, 32 * MIB, 32 * MIB, 64 * MIB]
 
 
 def test_what_is_alive_peaks_at_what_is_requested():

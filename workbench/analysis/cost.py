@@ -105,14 +105,3 @@ def best_and_worst(worth: pd.DataFrame, source: str) -> str:
     most, least = f"{gain.max():.1f} times", f"{gain.min():.1f} times"
     on = f"On the {source} a pair of the {gain.idxmax()} pattern holds **{most}** the mean weight"
     return f"{on}, one of the {gain.idxmin()} pattern **{least}**."
-
-
-def choice(kept: pd.DataFrame, chosen: str = "top blocks of q.k", simple: str = "window") -> str:
-    """Whether blocks chosen by their content keep more weight than a plain window (a row a source), in a sentence."""
-    pairs = [f"{row[chosen]:.1f}% against {row[simple]:.1f}% ({source})" for source, row in kept.iterrows()]
-    if (kept[chosen] > kept[simple]).all():
-        return f"Choosing blocks by their content keeps more weight than the plain {simple}: {listed(pairs)}."
-    return (
-        f"Choosing blocks by their content does not always beat the plain {simple}: {listed(pairs)}. It takes whole "
-        f"blocks, chosen by the mean of their vectors; and near tokens are alike here, so a {simple} has them too."
-    )

@@ -5,11 +5,11 @@ Dimensions: B batch, N tokens, H heads, D head_dim.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from workbench.fit import allocator, cards, estimate, executions, frontier
+from workbench.fit import cards, estimate, executions, frontier
 from workbench.fit.frontier import GRAIN
 from workbench.fit.tracer import Event
 from workbench.harness import records
@@ -91,20 +91,6 @@ def at_their_length(claim: dict) -> estimate.Estimate:
 def scores_share(found: estimate.Estimate, n: int, heads: int) -> float:
     """The share of the peak that tensors of at least heads x n x n bytes have: the scores, and what is like them."""
     return sum(x for _, x in found.at_peak if x >= heads * n * n) / found.requested_bytes
-
-
-def ledger(steps: Iterable[tuple[str, int | None]]) -> pd.DataFrame:
-    """The allocator's three numbers after each step, in bytes. steps: (name, bytes) to allocate, (name, None): free."""
-    lines, ids, used = [], {}, allocator.Allocator()
-    for name, nbytes in steps:
-        if nbytes is None:
-            used.free(ids.pop(name))
-        else:
-            ids[name] = used.malloc(nbytes)
-        said = f"free {name}" if nbytes is None else f"{name}: {nbytes:,} bytes"
-        lines.append({"step": said, "requested": used.requested, "allocated": used.allocated,
-                      "reserved": used.reserved})  # fmt: skip
-    return pd.DataFrame(lines)
 
 
 def promised(found: Mapping[str, frontier.Lengths], card: str) -> pd.DataFrame:

@@ -152,12 +152,9 @@ def as_planned(rows: pd.DataFrame) -> str:
     return f"In **{same} of {len(done)}** every rank sent as many bytes as its plan says, to the byte."
 
 
-def processors(cores: int, worlds) -> str:
+def processors(cores: int) -> str:
     """What ranks that share processors can reach at best."""
-    said = (f"The ranks share **{counted(cores, 'processor')}**, one thread per rank or more where there is room: no "
-            f"number of them can be more than {cores} times as fast as a rank alone")  # fmt: skip
-    over = [f"{cores / x:.0%} of the time with {counted(x, 'rank')}" for x in worlds if x > cores]
-    return said + (f", and on average each can compute for at most {listed(over)}." if over else ".")
+    return f"The ranks share **{counted(cores, 'processor')}**: all together are at most {cores} times as fast as one."
 
 
 def uneven(shares: pd.DataFrame, what: str = "card") -> list[str]:
