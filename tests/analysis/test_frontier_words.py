@@ -56,12 +56,3 @@ def test_frontiers_beyond_are_counted():
     table = pd.DataFrame({"status": ["ok", "ok"], "n": [2**20, None]})
     assert "at **N = 524,288**. Beyond it 1 of 2 frontiers above: measure" in frontiers.beyond(table, 32, 128)
     assert "Beyond it 0 of 2 frontiers above" in frontiers.beyond(table, 1, 64)
-
-
-def test_the_choice_is_of_what_fits_and_has_a_time():
-    options = pd.DataFrame({"way": ["a", "b", "c"], "fits": [True, True, False], "ms": [None, 2000.0, 1.0]})
-    assert frontiers.choice(options, 4096, "t4").endswith(
-        "**2 of 3 ways** fit its memory; the fastest whose time is modelled is **b**, 2 s."
-    )
-    assert frontiers.choice(options[:1], 4096, "t4").endswith("**1 of 1 way** fits its memory.")
-    assert frontiers.choice(options[2:], 4096, "t4").endswith("**0 of 1 way** fit its memory.")

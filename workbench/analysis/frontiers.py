@@ -166,18 +166,6 @@ def against_measured(measured: pd.DataFrame) -> pd.DataFrame:
     }).set_index("way")  # fmt: skip
 
 
-def options(table: pd.DataFrame, seconds: float) -> pd.DataFrame:
-    """`fit.table` at an N as it is shown."""
-    late = table["fits"] & (table["ms"].astype(float) > 1000 * seconds)
-    fits = table["fits"].map({True: "yes", False: "no"}).mask(late, "too slow")
-    shown = pd.DataFrame({
-        "way": table["way"].map(title), "fits": fits, "GiB": table["device_bytes"].astype(float) / 2**30,
-        "seconds": table["ms"].astype(float) / 1000, "pairs_share": table["pairs_share"].astype(float),
-        "longest_n": table["longest_n"], "limited by": table["limiter"], "note": table["note"],
-    })  # fmt: skip
-    return shown.dropna(axis=1, how="all").set_index("way")
-
-
 def most(lines: pd.DataFrame, card: str) -> str:
     """Which way takes the longest sequence at the largest budget (rows of `frontier.sweep`), in a sentence."""
     done = _largest(lines)
@@ -241,15 +229,3 @@ def beyond(table: pd.DataFrame, heads: int, head_dim: int) -> str:
     at = f"With {counted(heads, 'head')} x {head_dim} a tensor has that many elements at **N = {n:,}**"
     far = f"{int((done['n'].fillna(0) > n).sum())} of {counted(len(done), 'frontier')}"
     return f"{at}. Beyond it {far} above: measure before you rely on such a length."
-
-
-def choice(options: pd.DataFrame, n: int, card: str) -> str:
-    """`fit.table` at n in a sentence: how many ways fit, and which is the fastest of those whose time is known."""
-    room = options[options["fits"].astype(bool)]
-    fit = "fits" if len(room) == 1 else "fit"
-    said = f"N = {n:,} on {card} (predicted): **{len(room)} of {counted(len(options), 'way')}** {fit} its memory"
-    known = room.dropna(subset="ms").sort_values("ms")
-    if len(known):
-        seconds = number(known["ms"].iloc[0] / 1000)
-        said += f"; the fastest whose time is modelled is **{title(known['way'].iloc[0])}**, {seconds} s"
-    return said + "."
