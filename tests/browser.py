@@ -108,6 +108,17 @@ def tab(path: Path, width: int = 1200):
             process.wait()
 
 
+@contextlib.contextmanager
+def shown(html: str, width: int = 1200):
+    """A page of this HTML, open; AssertionError if it raised an error meanwhile."""
+    with tempfile.TemporaryDirectory(prefix="page-") as folder:
+        path = Path(folder, "page.html")
+        path.write_text(f"<!DOCTYPE html><meta charset=utf-8><meta name=viewport content='width=device-width'>{html}")
+        with tab(path, width) as page:
+            yield page
+            assert not page.errors
+
+
 def _address(port_file: Path) -> str:
     import urllib.request
 

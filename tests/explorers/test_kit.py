@@ -29,15 +29,12 @@ function start(root, data) {
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
+def page():
     kit, data = explorers.source("kit.js"), json.dumps({"n": 64})
     html = f"<style>{explorers.source('kit.css')}</style><div class=wb-explorer><p class=x-off>off</p></div>"
     html += f"<script>{kit}{START}{REMOUNT}kit.mount(document.querySelector('.wb-explorer'), start, {data})</script>"
-    path = tmp_path_factory.mktemp("kit") / "page.html"
-    path.write_text(html)
-    with browser.tab(path) as tab:
+    with browser.shown(html) as tab:
         yield tab
-        assert not tab.errors
 
 
 REMOUNT = """

@@ -77,12 +77,9 @@ def settings():
 
 
 @pytest.fixture(scope="module")
-def answers(settings, tmp_path_factory):
-    path = tmp_path_factory.mktemp("masks") / "page.html"
+def answers(settings):
     ask = ASK % (json.dumps(settings), LAYERS, LAYERS)
-    path.write_text(f"<script>{explorers.source('masks.js')}{ask}</script>")
-    with browser.tab(path) as tab:
-        assert not tab.errors
+    with browser.shown(f"<script>{explorers.source('masks.js')}{ask}</script>") as tab:
         return tab.run("answers")
 
 

@@ -12,13 +12,9 @@ NOTE = "document.querySelector('.x-note').textContent"
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    path = tmp_path_factory.mktemp("pattern") / "page.html"
-    html = explorer.explore(wb.Dilated([16, 64], [2, 4]), 64, 4)._repr_html_()
-    path.write_text(f"<!DOCTYPE html><meta name=viewport content='width=device-width'>{html}")
-    with browser.tab(path, width=390) as tab:
+def page():
+    with browser.shown(explorer.explore(wb.Dilated([16, 64], [2, 4]), 64, 4)._repr_html_(), width=390) as tab:
         yield tab
-        assert not tab.errors
 
 
 @pytest.mark.browser
