@@ -7,6 +7,7 @@ from matplotlib.lines import Line2D
 from workbench.harness.narrate import title
 from workbench.plots import style
 
+GRADIENTS = ("dq", "dk", "dv")
 DTYPES = {"float64": "#000000", "float32": "#0072B2", "float16": "#D55E00", "bfloat16": "#CC79A7"}
 LEAST, REFUSED = 1e-4, 6.0  # where smaller shares of a budget and refusals are drawn, on a log axis
 
@@ -14,9 +15,8 @@ LEAST, REFUSED = 1e-4, 6.0  # where smaller shares of a budget and refusals are 
 def figure(rows: pd.DataFrame):
     """Errors as shares of their budgets, values and gradients, from the rows of `probes.error.table`: right of the line
     at 1 is too much. Crosses: refused."""
-    error, budget = _worst_gradient(rows)
     line = _pattern(rows) + "  ·  " + rows.backend.map(title)
-    rows = rows.assign(line=line, out=rows.error_out / rows.budget_out, grad=error / budget)
+    rows = rows.assign(line=line, out=_share(rows, "out"), grad=_share(rows, *GRADIENTS))
     lines = list(dict.fromkeys(rows.line))
     fig, axes = style.subplots(1, 2, figsize=(9.5, 1.2 + 0.23 * len(lines)), sharey=True)
     for ax, what, words in zip(axes, ("out", "grad"), ("values", "gradients (worst of dq, dk, dv)"), strict=True):
@@ -47,20 +47,16 @@ def _pattern(rows: pd.DataFrame) -> pd.Series:
 
 
 def table(rows: pd.DataFrame) -> pd.DataFrame:
-    """The same rows in words: each error / its budget, and whether all are kept.
+    """The same rows as a table: each error as a share of its budget, and whether all are kept.
 
-    Where only the gradients are refused, the values have the one row, and "refused" stands for the gradients.
-    """
-    half = _values_only(rows)
-    rows, half = rows[~(half & (rows.status == "refused"))], half[~(half & (rows.status == "refused"))]
-    rows = rows.reindex(columns=[*rows, *({"worst"} - {*rows})])
-    rows["error_grad"], rows["budget_grad"] = _worst_gradient(rows)
-    verdict = np.where(rows.status == "ok", np.where(rows.worst <= 1, "within", "OVER"), rows.status)
+    Where the gradients alone are refused (see `refusals`), a run is one row without them."""
+    rows = rows[~(_values_only(rows) & (rows.status == "refused"))]
+    worst = rows["worst"] if "worst" in rows else pd.Series(np.nan, rows.index)
+    verdict = np.where(rows.status == "ok", np.where(worst <= 1, "within", "OVER"), rows.status)
     return pd.DataFrame({
         "pattern": _pattern(rows), "backend": rows.backend.map(title), "dtype": rows.dtype,
-        "values": _beside(rows, "out"), "lse": _beside(rows, "lse"),
-        "gradients": np.where(half, "refused", _beside(rows, "grad")),
-        "worst, of its budget": rows.worst, "verdict": verdict,
+        "values": _share(rows, "out"), "lse": _share(rows, "lse"), "gradients": _share(rows, *GRADIENTS),
+        "worst": worst, "verdict": verdict,
     }).set_index("pattern")  # fmt: skip
 
 
@@ -99,26 +95,11 @@ def _listed(names: pd.Series) -> str:
     return ", ".join(dict.fromkeys(names))
 
 
-def _beside(rows: pd.DataFrame, what: str) -> list[str]:
-    """error / budget in words, empty where there is none."""
-    pairs = rows.reindex(columns=[f"error_{what}", f"budget_{what}"]).to_numpy(dtype=float)
-    return ["" if np.isnan(error) else f"{_short(error)} / {_short(budget)}" for error, budget in pairs]
-
-
-def _short(x: float) -> str:
-    """1.6e-3 for 0.0016."""
-    digits, power = f"{x:.1e}".split("e")
-    return f"{digits}e{int(power)}" if x else "0"
-
-
-def _worst_gradient(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-    """(error, budget) of the gradient nearest to its budget; NaN where there is none."""
-    errors, budgets = (rows.reindex(columns=[f"{kind}_{name}" for name in ("dq", "dk", "dv")]).to_numpy(dtype=float)
+def _share(rows: pd.DataFrame, *names: str) -> pd.Series:
+    """error / budget of these results, the largest of them; NaN where there is none."""
+    errors, budgets = (rows.reindex(columns=[f"{kind}_{name}" for name in names]).to_numpy(dtype=float)
                        for kind in ("error", "budget"))  # fmt: skip
-    with np.errstate(invalid="ignore", divide="ignore"):
-        worst = np.nan_to_num(errors / budgets, nan=-1).argmax(axis=1)
-    line = np.arange(len(rows))
-    return pd.Series(errors[line, worst], rows.index), pd.Series(budgets[line, worst], rows.index)
+    return pd.DataFrame(errors / budgets, rows.index).max(axis=1)
 
 
 def kept(rows: pd.DataFrame) -> str:
