@@ -1,5 +1,4 @@
 import pytest
-import torch
 
 import workbench as wb
 from workbench.analysis import cost
@@ -12,8 +11,6 @@ def test_bytes_are_inputs_output_lse_and_the_index():
     assert cost.predicted_bytes(wb.Dilated([64], [2]), n, heads, head_dim) == fused
     window = wb.Neighborhood((n,), 3)
     assert cost.predicted_bytes(window, n, heads, head_dim) == fused + window.blocks(n, heads).nbytes
-    half = cost.predicted_bytes(wb.Dense(), n, heads, head_dim, torch.bfloat16)
-    assert half == 4 * n * heads * head_dim * 2 + n * heads * 4
 
 
 def test_the_table_counts_pairs_and_bytes_of_scores():

@@ -16,14 +16,6 @@ def times(noise=0.05, **speedups):
     return frame.assign(speedup_low=frame["speedup"] - noise, speedup_high=frame["speedup"] + noise)
 
 
-def test_the_fewest_blocks_are_counted_with_ties():
-    said = words.fewest(percents(row_major=[10.0, 10.0], tiles=[5.0, 8.0], morton=[4.0, 5.0], hilbert=[5.0, 5.0]))
-    assert (
-        "(ties count), of 2 windows: Morton in 2, Hilbert in 1." in said
-        and "**1.2 to 2.0 times** as many as the worst of" in said
-    )
-
-
 def test_from_which_window_on_an_order_pays():
     orders = {"row_major": [5.0, 9.0], "tiles": [4.0, 4.0], "hilbert": [6.0, 5.0], "random-0": [9.0, 99.0]}
     said = words.pays(percents(**orders))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import pandas as pd
-import torch
 
 from workbench.harness.narrate import binary, listed, number
 from workbench.patterns import Dense, Dilated, Pattern
@@ -31,15 +30,13 @@ def table(
     ])  # fmt: skip
 
 
-def predicted_bytes(pattern: Pattern, n: int, heads: int, head_dim: int, dtype=torch.float32) -> int:
-    """A fused forward's memory, modelled: q, k, v, out, the log-sum-exp, and the index of visible blocks, if any.
+def predicted_bytes(pattern: Pattern, n: int, heads: int, head_dim: int) -> int:
+    """A float32 forward's memory, fused, modelled: q, k, v, out, log-sum-exp, and the index of visible blocks, if any.
 
     Chunks of scores or of gathered keys are left out: they have a fixed size, whatever the length.
     """
-    tokens = 4 * n * heads * head_dim * dtype.itemsize
-    lse = n * heads * (8 if dtype == torch.float64 else 4)
     index = 0 if isinstance(pattern, Dense | Dilated) else pattern.blocks(n, heads).nbytes
-    return tokens + lse + index
+    return 4 * n * heads * (4 * head_dim + 1) + index
 
 
 def growth(table: pd.DataFrame) -> pd.Series:

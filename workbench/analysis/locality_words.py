@@ -3,24 +3,12 @@
 import numpy as np
 import pandas as pd
 
-from workbench.harness.narrate import beyond_noise, listed, number, spread, title
+from workbench.harness.narrate import beyond_noise, listed, number, title
 
 
 def _best(values: pd.Series, digits: int = 2) -> str:
     """The names of the largest, ties in what is shown included."""
     return listed(title(x) for x in values.index[values.round(digits) == values.round(digits).max()])
-
-
-def fewest(percents: pd.DataFrame) -> str:
-    """Which orders touch the fewest blocks (a line a window, a column an order), and how row-major compares."""
-    shown = percents.round(2)
-    wins = shown.eq(shown.min(axis=1), axis=0).sum()
-    counts = ", ".join(f"{title(x)} in {n}" for x, n in wins.sort_values(ascending=False).items() if n)
-    compact = percents.drop(columns="row_major")
-    ratio = percents["row_major"] / compact.max(axis=1)
-    said = f"Fewest blocks (ties count), of {len(percents)} windows: {counts}. "
-    times = f"**{spread(ratio.min(), ratio.max(), '.1f')} times**"
-    return said + f"Row-major touches {times} as many as the worst of {listed(map(title, compact))}."
 
 
 def pays(percents: pd.DataFrame) -> str:
