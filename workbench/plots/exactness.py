@@ -15,7 +15,7 @@ LEAST, REFUSED = 1e-4, 6.0  # where smaller shares of a budget and refusals are 
 def figure(rows: pd.DataFrame):
     """Errors as shares of their budgets, values and gradients, from the rows of `probes.error.table`: right of the line
     at 1 is too much. Crosses: refused."""
-    line = _pattern(rows) + "  ·  " + rows.backend.map(title)
+    line = rows.pattern.map(title) + np.where(rows.causal, ", causal", "") + "  ·  " + rows.backend.map(title)
     rows = rows.assign(line=line, out=_share(rows, "out"), grad=_share(rows, *GRADIENTS))
     lines = list(dict.fromkeys(rows.line))
     fig, axes = style.subplots(1, 2, figsize=(9.5, 1.2 + 0.23 * len(lines)), sharey=True)
@@ -42,24 +42,6 @@ def figure(rows: pd.DataFrame):
     return style.finish(fig, "Errors of every backend, pattern and type as shares of their budgets.")
 
 
-def _pattern(rows: pd.DataFrame) -> pd.Series:
-    return rows.pattern.map(title) + np.where(rows.causal, ", causal", "")
-
-
-def table(rows: pd.DataFrame) -> pd.DataFrame:
-    """The same rows as a table: each error as a share of its budget, and whether all are kept.
-
-    Where the gradients alone are refused (see `refusals`), a run is one row without them."""
-    rows = rows[~(_values_only(rows) & (rows.status == "refused"))]
-    worst = rows["worst"] if "worst" in rows else pd.Series(np.nan, rows.index)
-    verdict = np.where(rows.status == "ok", np.where(worst <= 1, "within", "OVER"), rows.status)
-    return pd.DataFrame({
-        "pattern": _pattern(rows), "backend": rows.backend.map(title), "dtype": rows.dtype,
-        "values": _share(rows, "out"), "lse": _share(rows, "lse"), "gradients": _share(rows, *GRADIENTS),
-        "worst": worst, "verdict": verdict,
-    }).set_index("pattern")  # fmt: skip
-
-
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
     """A row a backend and one of all: runs, those within their budgets, what was refused, the worst in percent."""
 
@@ -74,21 +56,13 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def refusals(rows: pd.DataFrame) -> pd.DataFrame:
-    """Who refused what, and why."""
-    refused = rows[rows.status == "refused"]
-    what = np.where(_values_only(rows)[rows.status == "refused"], "gradients", "all")
-    groups = refused.assign(refuses=what, pattern=refused.pattern.map(title), backend=refused.backend.map(title))
+    """Who refused what, and why: gradients alone where another row of the same case has the values."""
+    ran = (rows.status == "ok").groupby([rows[x] for x in ("pattern", "causal", "backend", "dtype")]).transform("any")
+    refused = rows.assign(refuses=np.where(ran, "gradients", "all"))[rows.status == "refused"]
+    groups = refused.assign(pattern=refused.pattern.map(title), backend=refused.backend.map(title))
     groups = groups.rename(columns={"error": "why"}).groupby(["backend", "refuses", "why"], sort=False)
     shown = groups.agg(patterns=("pattern", _listed), types=("dtype", _listed)).reset_index()
     return shown.set_index("backend")[["refuses", "patterns", "types", "why"]]
-
-
-def _values_only(rows: pd.DataFrame) -> pd.Series:
-    """bool, a row each: of a case whose gradients are refused (one row) while its values ran (another)."""
-    case = rows.groupby(["pattern", "causal", "backend", "dtype"]).ngroup()
-    refused = (rows.status == "refused") & (rows["mode"] == "fwdbwd")
-    ran = (rows.status == "ok") & (rows["mode"] == "fwd")
-    return case.isin(case[refused]) & case.isin(case[ran]) & (refused | ran)
 
 
 def _listed(names: pd.Series) -> str:
