@@ -19,8 +19,7 @@ def gains(rows: pd.DataFrame) -> pd.DataFrame:
 
     faster: beyond the noise, in less time than one device took in any run of the case, and not more times as fast as
     ranks can be. The noise is one device's against itself, and that of shares of the batch, which leave one sequence
-    on one device. rival, rival_speedup: the strategy that is ahead of it, or None; clear: by more than both
-    intervals.
+    on one device. rival, rival_speedup: the strategy that is ahead of it by more than both intervals, or None.
     """
     done, found = ok(rows), []
     for case, group in done.groupby(CASE, sort=False):
@@ -33,12 +32,13 @@ def gains(rows: pd.DataFrame) -> pd.DataFrame:
         possible = best["speedup"] < UNEQUAL * best["nproc"]  # more: the run's baseline was disturbed
         faster = best["speedup_low"] > noise and possible and not (alone["median_ms"] <= best["median_ms"]).any()
         ahead = run.drop(["sequence", ONE, AA, *SHORT], errors="ignore")
-        ahead = ahead[ahead["speedup"] > best["speedup"]].sort_values("speedup")
-        clear = bool(len(ahead)) and bool(ahead["speedup_low"].iloc[-1] > best["speedup_high"])
-        line = dict(zip(CASE, case, strict=True)) | {x: best[x] for x in ("nproc", "speedup")}
-        line |= {"faster": bool(faster), "rival": ahead.index[-1] if len(ahead) else None, "clear": clear}
-        found.append(line | {"rival_speedup": ahead["speedup"].iloc[-1] if len(ahead) else None})
-    columns = [*CASE, "nproc", "speedup", "faster", "rival", "clear", "rival_speedup"]
+        ahead = ahead[ahead["speedup_low"] > best["speedup_high"]].sort_values("speedup")
+        line = (
+            dict(zip(CASE, case, strict=True)) | {x: best[x] for x in ("nproc", "speedup")} | {"faster": bool(faster)}
+        )
+        rival = (ahead.index[-1], ahead["speedup"].iloc[-1]) if len(ahead) else (None, None)
+        found.append(line | dict(zip(("rival", "rival_speedup"), rival, strict=True)))
+    columns = [*CASE, "nproc", "speedup", "faster", "rival", "rival_speedup"]
     return pd.DataFrame(found, columns=columns)
 
 
@@ -57,12 +57,9 @@ def by_sequence(rows: pd.DataFrame, what: str = "card") -> list[str]:
         f"{counted(len(found), 'case')}**, by **{spread(won['speedup'].min(), won['speedup'].max())} times**"
     )
     said += f"; the most: {_case(most)}." if len(won) > 1 else f" ({_case(most)})."
-    for clear, words in ((True, "beyond"), (False, "within")):
-        behind = found[found["rival"].notna() & found["clear"].eq(clear)].to_dict("records")
-        cases = [f"{_case(x)} ({x['rival']} {x['rival_speedup']:.2f}, sequence {x['speedup']:.2f})" for x in behind]
-        if cases:
-            said += f" Another way is ahead {words} the intervals for {listed(cases)}."
-    return [said]
+    cases = [f"{_case(x)} ({x['rival']} {x['rival_speedup']:.2f}, sequence {x['speedup']:.2f})"
+             for x in found[found["rival"].notna()].to_dict("records")]  # fmt: skip
+    return [said + f" Another way is ahead, beyond the intervals, for {listed(cases)}." * bool(cases)]
 
 
 def _case(row) -> str:
