@@ -33,13 +33,9 @@ def gains(rows: pd.DataFrame) -> pd.DataFrame:
         faster = best["speedup_low"] > noise and possible and not (alone["median_ms"] <= best["median_ms"]).any()
         ahead = run.drop(["sequence", ONE, AA, *SHORT], errors="ignore")
         ahead = ahead[ahead["speedup_low"] > best["speedup_high"]].sort_values("speedup")
-        line = (
-            dict(zip(CASE, case, strict=True)) | {x: best[x] for x in ("nproc", "speedup")} | {"faster": bool(faster)}
-        )
-        rival = (ahead.index[-1], ahead["speedup"].iloc[-1]) if len(ahead) else (None, None)
-        found.append(line | dict(zip(("rival", "rival_speedup"), rival, strict=True)))
-    columns = [*CASE, "nproc", "speedup", "faster", "rival", "rival_speedup"]
-    return pd.DataFrame(found, columns=columns)
+        name, rate = (ahead.index[-1], ahead["speedup"].iloc[-1]) if len(ahead) else (None, None)
+        found.append([*case, best["nproc"], best["speedup"], bool(faster), name, rate])
+    return pd.DataFrame(found, columns=[*CASE, "nproc", "speedup", "faster", "rival", "rival_speedup"])
 
 
 def by_sequence(rows: pd.DataFrame, what: str = "card") -> list[str]:
