@@ -63,6 +63,11 @@ class Tab:
             f"(document.querySelector({json.dumps(selector)}))"
         )
 
+    def press(self, key: str) -> None:
+        """Press a key on the first canvas."""
+        event = f"new KeyboardEvent('keydown', {{key: '{key}'}})"
+        self.run(f"document.querySelector('canvas').dispatchEvent({event})")
+
     def screenshot(self, path: Path) -> Path:
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=self._whole())
         Path(path).write_bytes(base64.b64decode(shot["data"]))
@@ -101,6 +106,17 @@ def tab(path: Path, width: int = 1200):
         finally:
             process.kill()
             process.wait()
+
+
+@contextlib.contextmanager
+def shown(html: str, width: int = 1200):
+    """A page of this HTML, open; AssertionError if it raised an error meanwhile."""
+    with tempfile.TemporaryDirectory(prefix="page-") as folder:
+        path = Path(folder, "page.html")
+        path.write_text(f"<!DOCTYPE html><meta charset=utf-8><meta name=viewport content='width=device-width'>{html}")
+        with tab(path, width) as page:
+            yield page
+            assert not page.errors
 
 
 def _address(port_file: Path) -> str:

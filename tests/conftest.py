@@ -7,6 +7,8 @@ import os
 import pytest
 import torch
 
+from tests import browser
+
 # Without a CUDA card the kernels are interpreted.
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -29,7 +31,10 @@ def group_of(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items):
-    """Long groups begin first, so that none is left alone at the end."""
+    """Long groups begin first, so that none is left alone at the end; without a browser, its tests are skipped."""
+    for item in items:
+        if browser.BINARY is None and item.get_closest_marker("browser"):
+            item.add_marker(pytest.mark.skip(reason=browser.MISSING))
     items.sort(key=lambda item: "notebooks/test_reports.py" not in item.nodeid and group_of(item.nodeid) != "ranks")
 
 

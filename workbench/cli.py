@@ -264,7 +264,7 @@ def _groups(arguments, cards: int) -> dict:
     if not cards:
         example = "--pattern longnet-geometric --n 8192"
         raise ValueError(f"--groups {asked}: their lengths are for cards; here want {example}")
-    groups = catalog.chosen(catalog.several_cards("cuda", arguments.dtype or "bfloat16"), arguments.groups)
+    groups = catalog.chosen(catalog.several_cards(arguments.dtype or "bfloat16"), arguments.groups)
     return {label: case for make in groups.values() for label, case in make().items()}
 
 

@@ -6,14 +6,14 @@ from workbench import Dilated
 from workbench.analysis import frontiers
 from workbench.fit import cards, estimate, executions, frontier
 from workbench.harness.narrate import title
+from workbench.probes import catalog
 
-SHAPE = {"segments": [256, 1024], "rates": [1, 4], "block_size": 512}
+SHAPED = catalog.shaped([256, 1024], [1, 4], 512)
 SIZES = {"heads": 8, "head_dim": 64, "dtype": "float16", "mode": "fwd"}
-MIB = 1 << 20
 
 
 def test_a_way_is_a_case_at_any_length():
-    ways = frontiers.ways(["dense, eager", "window-tokens, triton", "dense, workbench:attention"], **SHAPE, **SIZES)
+    ways = executions.ways(["dense, eager", "window-tokens, triton", "dense, workbench:attention"], SHAPED, **SIZES)
     assert ways["dense, eager"](100).backend == "eager"
     assert ways["dense, workbench:attention"](100).backend == "workbench:attention"
     assert ways["window-tokens, triton"](640).pattern.shape == (640,) and ways["window-tokens, triton"](640).n == 640
@@ -23,7 +23,7 @@ def test_a_way_is_a_case_at_any_length():
         ("dense, efficent", "one of auto,"),
     ):
         with pytest.raises(ValueError, match=f"want {want}"):
-            frontiers.ways([name], **SHAPE, **SIZES)
+            executions.ways([name], SHAPED, **SIZES)
 
 
 def test_a_way_may_be_a_spec():
@@ -33,29 +33,22 @@ def test_a_way_may_be_a_spec():
     assert at(2048).pattern.spec() == Dilated([256, 1024], [1, 4]).spec()
 
 
-def test_the_ledger_follows_the_allocator():
-    ledger = frontiers.ledger([("a", 1000), ("b", 30 * MIB), ("b", None), ("c", 31 * MIB)])
-    assert ledger["requested"].tolist() == [1000, 1000 + 30 * MIB, 1000, 1000 + 31 * MIB]
-    assert ledger["allocated"].tolist()[0] == 1024
-    assert ledger["reserved"].tolist() == [2 * MIB, 32 * MIB, 32 * MIB, 64 * MIB]
-
-
 def test_what_is_alive_peaks_at_what_is_requested():
-    found = estimate.trace(frontiers.ways(["dilated, triton"], **SHAPE, **SIZES)["dilated, triton"](4096), "h100")
+    found = estimate.trace(executions.ways(["dilated, triton"], SHAPED, **SIZES)["dilated, triton"](4096), "h100")
     alive = frontiers.alive(found.events)
     assert alive.sum(axis=1).max() == found.requested_bytes and (alive >= 0).all().all()
     assert list(alive.columns[:3]) == ["q", "k", "v"]
 
 
 def test_scores_are_most_of_what_eager_attention_takes():
-    at = frontiers.ways(["dense, eager", "dense, auto"], **SHAPE, **SIZES)
+    at = executions.ways(["dense, eager", "dense, auto"], SHAPED, **SIZES)
     share = {name: frontiers.scores_share(estimate.trace(case(4096), "h100"), 4096, 8) for name, case in at.items()}
     assert share["dense, eager"] > 0.8 and share["dense, auto"] == 0
 
 
 def test_allocated_promises_more_than_runs():
     """allocated_n is the longest whose allocated bytes are no more than the card's, and the next is more."""
-    at = frontiers.ways(["dense, auto", "dilated, triton"], **SHAPE, **SIZES)
+    at = executions.ways(["dense, auto", "dilated, triton"], SHAPED, **SIZES)
     card, found = cards.find("rtx3060"), {title(way): case for way, case in at.items()}
     for row in frontiers.promised(at, "rtx3060").to_dict("records"):
         seen, case = row[frontiers.PROMISED], found[row["way"]]
@@ -67,7 +60,7 @@ def test_allocated_promises_more_than_runs():
 def test_records_are_found_by_machine_with_their_labels(tmp_path, monkeypatch):
     monkeypatch.setattr(frontiers.records, "default_folder", lambda: tmp_path)
     assert frontiers.recorded("h100x1").empty
-    at = frontiers.ways(["dense, eager"], **SHAPE, **SIZES)["dense, eager"]
+    at = executions.ways(["dense, eager"], SHAPED, **SIZES)["dense, eager"]
     recorder = frontiers.records.start("frontier", "gpu", tmp_path / "h100x1")
     row = frontier.search(at, card="h100", budget_bytes=1 << 30, say=None) | {"measured": True}
     for n, more in ((1024, {}), (2048, {}), (4096, {"heads": 4}), (None, {}), (512, {"stage": "probe"})):
@@ -84,4 +77,5 @@ def test_calls_that_computed_something_else_are_found_or_none_are(kind):
     assert bool(len(found)) == there_are and list(found)[-1] == "said"
     assert all(words.startswith("wrong: ") for words in found["said"])
     if kind == "h100x1":
+        assert {str(x) for x in found[["n", "elements"]].dtypes} == {"int64"}
         assert "dense, cudnn" in set(found["way"]) and (found["elements"] > 2**31).all()

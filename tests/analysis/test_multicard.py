@@ -101,7 +101,7 @@ def test_bytes_are_the_plans_only_where_every_rank_says_so(rows):
 
 def test_one_sequence_in_shares_of_the_batch_has_an_idle_card(rows):
     found = multicard.by_batch(rows[rows["kind"] == "dense"]).set_index(["N", "ranks", "strategy"])
-    assert found.loc[(256, 2, "DDP"), ["busiest", "idlest", "peak"]].tolist() == [0.9, 0, 1]
+    assert found.loc[(256, 2, "DDP"), ["busiest", "idlest", "work", "peak"]].tolist() == [0.9, 0, 0, 1]
     assert found.loc[(256, 4, "sequence"), "idlest"] == 0.8
 
 

@@ -12,10 +12,7 @@ from workbench import explorers
 from workbench.analysis import locality
 from workbench.patterns import orderings
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING),
-]
+pytestmark = pytest.mark.browser
 ASK = """
 const answers = %s.map(({name, shape, tile, radius, block, cell}) => {
   const curve = curves.make(name, shape, tile), rank = curves.rank(curve), {rows, seen} = curves.touched(rank, shape, radius, block);
@@ -34,13 +31,10 @@ def drawn(rng: random.Random) -> dict:
     }  # fmt: skip
 
 
-def test_curves_and_blocks_are_python_s(tmp_path):
+def test_curves_and_blocks_are_python_s():
     rng = random.Random(21)
     settings = [drawn(rng) for _ in range(200)]
-    path = tmp_path / "page.html"
-    path.write_text(f"<script>{explorers.source('curves.js')}{ASK % json.dumps(settings)}</script>")
-    with browser.tab(path) as tab:
-        assert not tab.errors
+    with browser.shown(f"<script>{explorers.source('curves.js')}{ASK % json.dumps(settings)}</script>") as tab:
         answers = tab.run("answers")
     assert len(answers) == 200
     for asked, got in zip(settings, answers, strict=True):

@@ -13,7 +13,6 @@ from workbench.explorers import fit
 from workbench.fit import cards, estimate, frontier
 
 DATA = fit.known()
-needs_browser = pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING)
 
 
 def setting(card, world, n, batch, heads, head_dim, dtype, mode, **more) -> dict:
@@ -23,17 +22,13 @@ def setting(card, world, n, batch, heads, head_dim, dtype, mode, **more) -> dict
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("fit") / "page.html"
+def model():
     script = f"{explorers.source('fit_model.js')}\nconst DATA = {json.dumps(DATA)}, model = fitModel(DATA);"
-    path.write_text(f"<script>{script}</script>")
-    with browser.tab(path) as tab:
+    with browser.shown(f"<script>{script}</script>") as tab:
         yield lambda expression: json.loads(tab.run(f"JSON.stringify({expression})"))
-        assert not tab.errors
 
 
 @pytest.mark.browser
-@needs_browser
 def test_the_page_computes_bytes_and_times_as_python_does(model):
     random, asked, want = Random(7), [], []
     for _ in range(200):
@@ -50,7 +45,6 @@ def test_the_page_computes_bytes_and_times_as_python_does(model):
 
 
 @pytest.mark.browser
-@needs_browser
 def test_the_page_finds_the_longest_as_the_search_does(model):
     for way, card, heads, dtype, mode in (
         ("dense, eager", "h100", 8, "float16", "fwdbwd"), ("dense, cudnn", "h200", 16, "bfloat16", "fwdbwd"),
@@ -71,11 +65,8 @@ def test_the_page_finds_the_longest_as_the_search_does(model):
 
 
 @pytest.mark.browser
-@needs_browser
-def test_the_page_shows_what_is_asked_and_keeps_it_in_the_address(tmp_path):
-    path = tmp_path / "page.html"
-    path.write_text(f"<body>{fit.calculator('rtx3090', n=50_000, heads=8)._repr_html_()}")
-    with browser.tab(path) as tab:
+def test_the_page_shows_what_is_asked_and_keeps_it_in_the_address():
+    with browser.shown(fit.calculator("rtx3090", n=50_000, heads=8)._repr_html_()) as tab:
         rows = "[...document.querySelectorAll('.x-fit tbody tr')].map(row => row.textContent)"
         assert len(tab.run(rows)) == len(fit.WAYS) and "50,000" in tab.run("document.body.textContent")
         assert any("not on this card" in row for row in tab.run(rows))  # FlashAttention-4
@@ -83,7 +74,7 @@ def test_the_page_shows_what_is_asked_and_keeps_it_in_the_address(tmp_path):
         for name, value in (("layers", "12"), ("heads", "16")):
             tab.slide(f"[name={name}]", value)
         assert tab.run("document.querySelector('.x-fit tbody td').textContent") != longest
-        assert "layers=12" in tab.run("location.hash") and not tab.errors
+        assert "layers=12" in tab.run("location.hash")
 
 
 def test_programs_are_those_of_the_trace():
@@ -131,7 +122,6 @@ def stack(layers: int):
 
 
 @pytest.mark.browser
-@needs_browser
 @pytest.mark.parametrize("layers", [2, 6])
 def test_a_training_step_of_blocks_is_what_a_traced_stack_takes(model, layers):
     n, heads, head_dim = 65_536, 16, 64

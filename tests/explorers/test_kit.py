@@ -9,10 +9,7 @@ from workbench import explorers
 from workbench.harness.narrate import number
 from workbench.plots import style
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING),
-]
+pytestmark = pytest.mark.browser
 
 START = """
 let seen = [];
@@ -32,15 +29,12 @@ function start(root, data) {
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
+def page():
     kit, data = explorers.source("kit.js"), json.dumps({"n": 64})
     html = f"<style>{explorers.source('kit.css')}</style><div class=wb-explorer><p class=x-off>off</p></div>"
     html += f"<script>{kit}{START}{REMOUNT}kit.mount(document.querySelector('.wb-explorer'), start, {data})</script>"
-    path = tmp_path_factory.mktemp("kit") / "page.html"
-    path.write_text(html)
-    with browser.tab(path) as tab:
+    with browser.shown(html) as tab:
         yield tab
-        assert not tab.errors
 
 
 REMOUNT = """
@@ -92,7 +86,7 @@ def test_the_address_keeps_the_state_beside_that_of_others(page):
 
 def test_arrow_keys_walk_the_points(page):
     for word in ("one", "two", "one"):
-        page.run("document.querySelector('canvas').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight'}))")
+        page.press("ArrowRight")
         assert page.run("document.querySelector('.x-tip').textContent") == word
 
 

@@ -12,10 +12,7 @@ from workbench import explorers
 from workbench.analysis.reach import reach
 from workbench.patterns import layouts
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING),
-]
+pytestmark = pytest.mark.browser
 LAYERS = 3
 ASK = """
 const line = (spec, n, heads, h, i) => { const out = new Uint16Array(n); masks.row(spec, n, heads, h, i, out); return [...out]; };
@@ -80,12 +77,9 @@ def settings():
 
 
 @pytest.fixture(scope="module")
-def answers(settings, tmp_path_factory):
-    path = tmp_path_factory.mktemp("masks") / "page.html"
+def answers(settings):
     ask = ASK % (json.dumps(settings), LAYERS, LAYERS)
-    path.write_text(f"<script>{explorers.source('masks.js')}{ask}</script>")
-    with browser.tab(path) as tab:
-        assert not tab.errors
+    with browser.shown(f"<script>{explorers.source('masks.js')}{ask}</script>") as tab:
         return tab.run("answers")
 
 

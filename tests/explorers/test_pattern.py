@@ -7,22 +7,16 @@ from tests import browser
 from workbench.explorers import pattern as explorer
 from workbench.patterns import layouts
 
-needs_browser = pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING)
 FACTS = "[...document.querySelectorAll('.x-facts dd')].map(x => x.textContent)"
 NOTE = "document.querySelector('.x-note').textContent"
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    path = tmp_path_factory.mktemp("pattern") / "page.html"
-    html = explorer.explore(wb.Dilated([16, 64], [2, 4]), 64, 4)._repr_html_()
-    path.write_text(f"<!DOCTYPE html><meta name=viewport content='width=device-width'>{html}")
-    with browser.tab(path, width=390) as tab:
+def page():
+    with browser.shown(explorer.explore(wb.Dilated([16, 64], [2, 4]), 64, 4)._repr_html_(), width=390) as tab:
         yield tab
-        assert not tab.errors
 
 
-@needs_browser
 @pytest.mark.browser
 def test_it_says_what_python_counts_and_follows_each_control(page):
     gappy = wb.Dilated([16, 64], [2, 4])
@@ -41,15 +35,13 @@ def test_it_says_what_python_counts_and_follows_each_control(page):
     assert page.run("document.documentElement.scrollWidth") <= 390
 
 
-@needs_browser
 @pytest.mark.browser
 def test_arrow_keys_look_at_another_token(page):
     page.slide("[name=kind]", "window")
     page.slide("[name=n]", "100")
     page.slide("[name=radius]", "1")
     assert "token 32 depends on 5%" in page.run(NOTE)
-    press = "document.querySelector('canvas').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowUp'}))"
-    page.run(press)
+    page.press("ArrowUp")
     assert "token 31" in page.run(NOTE)
     assert page.run("document.querySelector('.x-tip').textContent") == "query 31, key 32: seen once"
 

@@ -10,8 +10,6 @@ from tests import browser
 from workbench.explorers.timeline import short, timeline
 from workbench.scaling.timeline import STAGES, shares
 
-needs_browser = pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING)
-
 
 def row(events, **fields):
     total = max(x[2] + x[3] for rank in events for x in rank) / 1000
@@ -33,17 +31,13 @@ def rows():
 
 
 @pytest.fixture(scope="module")
-def page(rows, tmp_path_factory):
-    path = tmp_path_factory.mktemp("timeline") / "page.html"
+def page(rows):
     html = timeline(rows, "a processor")._repr_html_().replace("const timeline =", "const timeline = window.timeline =")
-    path.write_text(f"<!doctype html><meta charset=utf-8>{html}")
-    with browser.tab(path) as tab:
+    with browser.shown(html) as tab:
         yield tab
-        assert not tab.errors
 
 
 @pytest.mark.browser
-@needs_browser
 def test_the_page_sums_as_python_does(page, rows):
     data = timeline(rows, "").data["calls"]
     found = page.run(f"{json.dumps([x['ranks'] for x in data])}.map(ranks => ranks.map(timeline.shares))")
@@ -55,15 +49,13 @@ def test_the_page_sums_as_python_does(page, rows):
 
 
 @pytest.mark.browser
-@needs_browser
 def test_an_event_has_its_name_under_the_pointer_and_by_arrow_keys(page):
     assert "N = 512, float32, 2 heads x 16, 2 ranks on a processor: 0.8 ms" in page.run("document.body.innerText")
     assert "packs 0 ms, exchanges 0.5 ms, of which 0.1 ms beside" in page.run("document.body.innerText")
     told = "document.querySelector('.x-tip').textContent"
-    key = "document.querySelector('canvas').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight'}))"
     words = []
     for _ in range(3):
-        page.run(key)
+        page.press("ArrowRight")
         words.append(page.run(told))
     assert words == [
         "rank 0, compute: aten::lerp_\nfrom 0 ms, for 0.4 ms",
@@ -76,7 +68,6 @@ def test_an_event_has_its_name_under_the_pointer_and_by_arrow_keys(page):
 
 
 @pytest.mark.browser
-@needs_browser
 def test_another_call_and_a_closer_look_are_in_the_address(page):
     page.slide("[name=call]", "3")
     page.slide("[name=zoom]", 2)

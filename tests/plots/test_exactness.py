@@ -29,7 +29,6 @@ def test_exactness_draws_each_run_as_a_share_of_its_budget_and_what_was_refused(
     share = max(errors.error_out[ok] / errors.budget_out[ok])
     drawn = [x for line in fig.axes[0].get_lines() if line.get_marker() == "o" for x in line.get_xdata()]
     assert max(drawn) == pytest.approx(share)
-    assert f"{ok.sum()} runs" in fig.get_label() and " 0 are over budget" in fig.get_label()
 
 
 def test_a_run_over_its_budget_is_ringed(errors):
@@ -37,17 +36,6 @@ def test_a_run_over_its_budget_is_ringed(errors):
     lines = [line for line in exactness.figure(over).axes[0].get_lines() if line.get_marker() == "o"]
     rings = [line for line in lines if line.get_markeredgecolor() == "red"]
     assert sum(len(line.get_xdata()) for line in rings) == len(over)
-
-
-def test_the_exactness_table_flags_what_is_over_budget(errors):
-    shown = exactness.table(errors)
-    ok = errors.status == "ok"
-    assert set(shown.verdict[ok.to_numpy()]) == {"within"} and set(shown.verdict[~ok.to_numpy()]) == {"refused"}
-    over = errors.assign(worst=2.0)[ok]
-    assert set(exactness.table(over).verdict) == {"OVER"}
-    row = errors[ok].iloc[0]
-    error_, budget = (float(x) for x in shown["values"].iloc[0].split(" / "))
-    assert error_ == pytest.approx(row.error_out, rel=0.05) and budget == pytest.approx(row.budget_out, rel=0.05)
 
 
 def test_the_summary_counts_by_kernel_and_in_all(errors):
@@ -58,17 +46,10 @@ def test_the_summary_counts_by_kernel_and_in_all(errors):
     assert shown.loc["all"].iloc[-1] == 100 * errors.worst.max()
 
 
-def test_values_without_gradients_are_one_row(errors):
-    values = error.table([wb.Dense()], n=16, backends=["torch"], dtypes=["float32"]).iloc[0].to_dict()
-    same = {key: values[key] for key in ("pattern", "causal", "backend", "dtype")}
-    refused = same | {"mode": "fwdbwd", "status": "refused", "error": "no backward here"}
-    grads = [f"{kind}_{name}" for kind in ("error", "budget") for name in error.GRADIENTS]
-    ran = {key: value for key, value in values.items() if key not in grads} | {"mode": "fwd"}
-    rows = pd.concat([errors, pd.DataFrame([refused, ran])], ignore_index=True)
-    shown = exactness.table(rows)
-    assert len(shown) == len(rows) - 1
-    assert tuple(shown.iloc[-1][["gradients", "verdict"]]) == ("refused", "within") and shown["values"].iloc[-1]
-    assert "refused" not in set(shown.gradients[:-1])
+def test_values_without_gradients_refuse_the_gradients_alone(errors):
+    values = error.table([wb.Dense()], n=16, backends=["torch"], dtypes=["float32"])
+    refused = values.assign(mode="fwdbwd", status="refused", error="no backward here")
+    rows = pd.concat([errors, refused, values.assign(mode="fwd")], ignore_index=True)
     assert list(exactness.refusals(rows).refuses) == ["all", "gradients"]
 
 

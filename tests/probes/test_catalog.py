@@ -28,13 +28,13 @@ def test_a_name_that_means_several_patterns_is_refused_with_the_choices():
 
 
 def test_groups_are_cases_for_several_cards():
-    def cases(names, *on):
-        groups = catalog.chosen(catalog.several_cards(*on), names)
+    def cases(names, *dtype):
+        groups = catalog.chosen(catalog.several_cards(*dtype), names)
         return {label: case for make in groups.values() for label, case in make().items()}
 
     every = cases(["all"])
-    assert {case.device for case in every.values()} == {"cuda"} and len(every) == 26
+    assert {case.device for case in every.values()} == {"cuda"} and len(every) == 22
     assert 0.045 < every["local and strided fwd 262144"].pattern.density(262_144, 1) < 0.055
-    assert list(cases(["dilation"], "cpu", "float32")) == ["dilated r=1 fwd 131072", "dilated r=2 fwd 131072"]
+    assert list(cases(["block"], "float32")) == ["local and strided fwd 262144", "local and strided fwdbwd 262144"]
     with pytest.raises(ValueError, match="group='rings': want 'all', or what one of these begins with: dense fwd 32"):
         cases(["rings"])

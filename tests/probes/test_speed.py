@@ -109,10 +109,9 @@ def test_settings_say_in_words_what_was_timed(lineup, tmp_path):
     rows = speed.sweep(lineup, [128], folder=tmp_path, **SMALL)
     said = speed.settings(rows, None).iloc[:, 0]
     assert said["inputs"] == "float32, 2 heads x 16"
-    assert said["dense"] == "every pair (torch's SDPA)"
-    assert said["dilated"] == "2 branches, segments 32 to 64, rates 1 to 2 (torch)"
-    assert said["neighborhood"] == "grid 8 x 16, radius 2, Hilbert order (torch)"
-    assert said["block-sparse"] == "random blocks, 75% left out, of 16 x 16 (torch)"
+    assert said["dense"] == "dense (torch's SDPA)"
+    assert said["dilated"] == "dilated: 32 at rate 1 and 64 at rate 2 (torch)"
+    assert said["neighborhood"] == "neighborhood, radius 2, Hilbert (torch)"
     assert speed.settings(None).empty
 
 

@@ -182,17 +182,17 @@ def test_what_a_rule_takes_is_taken(ruled, asked):
 
 
 @pytest.mark.parametrize("asked, wanted", [
-    ({"n": 20}, "n=20 of 01: should be int, at least 16, a multiple of 8, such as 64"), ({"n": 8}, "at least 16"),
-    ({"rates": [0, 1]}, "list of int, not empty, each from 1 to 64"), ({"rates": [10**400, 1]}, "each from 1 to 64"),
+    ({"n": 20}, "n=20 of 01: should be int, least 16, multiple 8, such as 64"), ({"n": 8}, "least 16"),
+    ({"rates": [0, 1]}, "list of int, not empty, least 1, most 64"), ({"rates": [10**400, 1]}, "least 1, most 64"),
     ({"rates": []}, "not empty"),
     ({"rates": [1]}, r"segments=\[8, 16\], rates=\[1\] of 01: want lists of one length"),
-    ({"pair": [2]}, "list of int, 2 of them, each at least 2"),
-    ({"rows": [[1, 2, "round", 3]]}, 'each one of "sliding", "aligned"'),
+    ({"pair": [2]}, "list of int, length 2, least 2"),
+    ({"rows": [[1, 2, "round", 3]]}, 'choices ."sliding", "aligned"'),
     ({"rows": [[1, 2, 3, "sliding"]]}, "list of list"), ({"rows": [[1, 2, "sliding"]]}, "list of list"),
-    ({"mode": "bwd"}, 'mode=\'bwd\' of 01: should be str, one of "fwd", "fwdbwd"'),
-    ({"some": ["a", "c"]}, 'some=.* of 01: should be list, each one of "a", "b"'), ({"some": [1]}, "should be list"),
-    ({"sizes": {"heads": 1}}, 'dict of heads: int, at least 1; dtype: str, one of "float32"; batch: int'),
-    ({"sizes": {"heads": 0, "dtype": "float32"}}, "heads: int, at least 1"),
+    ({"mode": "bwd"}, 'mode=\'bwd\' of 01: should be str, choices ."fwd", "fwdbwd"'),
+    ({"some": ["a", "c"]}, 'some=.* of 01: should be list, choices ."a", "b"'), ({"some": [1]}, "should be list"),
+    ({"sizes": {"heads": 1}}, 'dict of heads: int, least 1; dtype: str, choices ."float32".; batch: int'),
+    ({"sizes": {"heads": 0, "dtype": "float32"}}, "heads: int, least 1"),
     ({"sizes": {"heads": 1, "dtype": "float32", "head": 1}}, "dict of heads"), ({"sizes": [1]}, "dict of heads"),
 ], ids=str)  # fmt: skip
 def test_what_a_rule_does_not_take_is_refused_with_what_it_takes(ruled, asked, wanted):
@@ -242,7 +242,7 @@ def test_a_string_that_papermill_made_of_a_list_is_read(ruled):
 @pytest.mark.parametrize("changed, message", [
     ({"profile": "huge"}, "profile='huge': one of tiny, quick, gpu"),
     ({"rates": "1, 3"}, "rates='1, 3' of 01_ruled: should be list of int"),
-    ({"n": 64.0}, "n=64.0 of 01_ruled: should be int"), ({"n": 20}, "n=20 of 01_ruled: should be int, at least 16"),
+    ({"n": 64.0}, "n=64.0 of 01_ruled: should be int"), ({"n": 20}, "n=20 of 01_ruled: should be int, least 16"),
 ], ids=str)  # fmt: skip
 def test_a_running_notebook_refuses_what_it_does_not_take(ruled, changed, message):
     with pytest.raises(ValueError, match=message):

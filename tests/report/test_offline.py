@@ -96,7 +96,7 @@ def opened(path, html: str) -> list[str]:
         return [address for address in tab.requests if address != path.as_uri()]
 
 
-@pytest.mark.skipif(not browser.BINARY, reason=browser.MISSING)
+@pytest.mark.browser
 def test_a_page_asks_for_nothing_whatever_its_cells_hold(server, tmp_path):
     here, asked = server
     pieces = [html.replace(HERE, here) for html in FETCHES.values()]
@@ -113,7 +113,7 @@ def test_a_page_asks_for_nothing_whatever_its_cells_hold(server, tmp_path):
     assert asked == []
 
 
-@pytest.mark.skipif(not browser.BINARY, reason=browser.MISSING)
+@pytest.mark.browser
 @pytest.mark.parametrize("html", LEAVES.values(), ids=LEAVES)
 def test_a_page_does_not_turn_to_another(server, tmp_path, html):
     here, asked = server

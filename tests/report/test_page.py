@@ -6,12 +6,13 @@ import re
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imsave
 from nbformat import v4
 
 from tests.notebooks.build import code, text
 from workbench.report import page
-from workbench.report.outputs import VIEW
+from workbench.report.outputs import VIEW, describe
 
 FACTS = {"title": "T", "status": "ok", "failure": "", "message": "", "cell": None, "byline": [("device", "a <card>")]}
 
@@ -146,18 +147,11 @@ def test_a_failure_has_a_banner_a_mark_on_its_cell_and_shade_on_what_did_not_run
 
 
 def test_a_figure_is_described_by_its_label_or_its_titles():
-    from matplotlib.figure import Figure
-
-    from workbench.report.outputs import describe
-
     fig = Figure()
     assert describe(fig) == ""
-    left, right = fig.subplots(1, 2)
-    left.set(title="time", xlabel="N", ylabel="ms")
-    fig.colorbar(right.imshow([[1]]), ax=right, label="not a panel")
-    assert describe(fig) == "time: ms against N"
+    fig.subplots(1, 2)[0].set_title("time")
     fig.suptitle("Speed")
-    assert describe(fig) == "Speed. time: ms against N"
+    assert describe(fig) == "Speed. time"
     fig.set_label("Two panels")
     assert describe(fig) == "Two panels"
 

@@ -308,11 +308,9 @@ def test_two_reports_at_once_share_a_folder(tmp_path):
 
 EXPLORERS = "from workbench.explorers import hilbert, pattern\npattern.explore()"
 FULL = ["# Everything\n\nWith $x^2$", "## Explorers", EXPLORERS, "hilbert.explore()", f"x = '{300 * 'long '}'"]
-needs_browser = pytest.mark.skipif(browser.BINARY is None, reason=browser.MISSING)
 
 
 @pytest.mark.browser
-@needs_browser
 def test_explorers_of_a_page_do_not_disturb_each_other(run):
     (done,), _, _ = run({"full": FULL})
     with browser.tab(done.path, 390) as tab:
@@ -331,7 +329,6 @@ def test_explorers_of_a_page_do_not_disturb_each_other(run):
 
 
 @pytest.mark.browser
-@needs_browser
 def test_the_browser_would_notice_a_request_and_an_error(tmp_path):
     page = tmp_path / "page.html"
     page.write_text("<img src='http://127.0.0.1:9/x.png'><script>nowhere()</script>")

@@ -31,7 +31,7 @@ def figure():
     ax = fig.subplots()
     ax.plot([1, 2], [3, 4])
     ax.scatter(np.arange(9000), np.arange(9000))
-    fig.set_label("Time grows. It does so with N.")
+    fig.set_label("Time grows.")
     return fig
 
 
@@ -63,7 +63,7 @@ def test_figures_and_tables_are_numbered_and_the_answer_comes_first(html):
     before = html[: html.index("<main ")]
     assert "<strong>four</strong>" in before and 'href="#figure-2"' in before and "<svg" not in before
     assert 'alt="Time grows."' in before
-    assert html.count(">In short<") == 1 and page.shown.alt("One. Two.") == "One."
+    assert html.count(">In short<") == 1
 
 
 def test_the_end_of_a_page_says_where_it_comes_from(html):
@@ -137,7 +137,7 @@ CHECKS = """(async () => {
 })()"""
 
 
-@pytest.mark.skipif(not browser.BINARY, reason=browser.MISSING)
+@pytest.mark.browser
 @pytest.mark.parametrize("width", [1400, 390])
 def test_what_the_page_does_in_a_browser(html, tmp_path, width):
     (tmp_path / "t.html").write_text(html)

@@ -7,46 +7,36 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import pandas as pd
-import torch
 
 from workbench.harness.narrate import binary, listed, number
 from workbench.patterns import Dense, Dilated, Pattern
 
 
 def table(
-    makers: Mapping[str, Callable[[int], Pattern]],
-    lengths: Iterable[int],
-    *,
-    heads: int,
-    head_dim: int,
-    dtype=torch.float32,
+    makers: Mapping[str, Callable[[int], Pattern]], lengths: Iterable[int], *, heads: int, head_dim: int
 ) -> pd.DataFrame:
-    """One row a (pattern, length): pairs (exact), predicted_bytes and scores_bytes (modelled, hence measured=False).
+    """One row a (pattern, length), float32: pairs (exact), predicted_bytes and scores_bytes (modelled).
 
     makers: name -> a function of N that returns the pattern.
     """
-    rows = []
-    for name, make in makers.items():
-        for n in lengths:
-            pattern = make(n)
-            rows.append({
-                "pattern": name, "family": type(pattern).__name__, "n": n, "heads": heads, "head_dim": head_dim,
-                "dtype": str(dtype).removeprefix("torch."), "causal": pattern.causal, "pairs": pattern.pairs(n, heads),
-                "predicted_bytes": predicted_bytes(pattern, n, heads, head_dim, dtype),
-                "scores_bytes": heads * n * n * dtype.itemsize, "measured": False,
-            })  # fmt: skip
-    return pd.DataFrame(rows)
+    made = ((name, make(n), n) for name, make in makers.items() for n in lengths)
+    return pd.DataFrame([
+        {
+            "pattern": name, "family": type(pattern).__name__, "n": n, "heads": heads, "head_dim": head_dim,
+            "causal": pattern.causal, "pairs": pattern.pairs(n, heads),
+            "predicted_bytes": predicted_bytes(pattern, n, heads, head_dim), "scores_bytes": 4 * heads * n * n,
+        }
+        for name, pattern, n in made
+    ])  # fmt: skip
 
 
-def predicted_bytes(pattern: Pattern, n: int, heads: int, head_dim: int, dtype=torch.float32) -> int:
-    """A fused forward's memory, modelled: q, k, v, out, the log-sum-exp, and the index of visible blocks, if any.
+def predicted_bytes(pattern: Pattern, n: int, heads: int, head_dim: int) -> int:
+    """A float32 forward's memory, fused, modelled: q, k, v, out, log-sum-exp, and the index of visible blocks, if any.
 
     Chunks of scores or of gathered keys are left out: they have a fixed size, whatever the length.
     """
-    tokens = 4 * n * heads * head_dim * dtype.itemsize
-    lse = n * heads * (8 if dtype == torch.float64 else 4)
     index = 0 if isinstance(pattern, Dense | Dilated) else pattern.blocks(n, heads).nbytes
-    return tokens + lse + index
+    return 4 * n * heads * (4 * head_dim + 1) + index
 
 
 def growth(table: pd.DataFrame) -> pd.Series:
@@ -112,14 +102,3 @@ def best_and_worst(worth: pd.DataFrame, source: str) -> str:
     most, least = f"{gain.max():.1f} times", f"{gain.min():.1f} times"
     on = f"On the {source} a pair of the {gain.idxmax()} pattern holds **{most}** the mean weight"
     return f"{on}, one of the {gain.idxmin()} pattern **{least}**."
-
-
-def choice(kept: pd.DataFrame, chosen: str = "top blocks of q.k", simple: str = "window") -> str:
-    """Whether blocks chosen by their content keep more weight than a plain window (a row a source), in a sentence."""
-    pairs = [f"{row[chosen]:.1f}% against {row[simple]:.1f}% ({source})" for source, row in kept.iterrows()]
-    if (kept[chosen] > kept[simple]).all():
-        return f"Choosing blocks by their content keeps more weight than the plain {simple}: {listed(pairs)}."
-    return (
-        f"Choosing blocks by their content does not always beat the plain {simple}: {listed(pairs)}. It takes whole "
-        f"blocks, chosen by the mean of their vectors; and near tokens are alike here, so a {simple} has them too."
-    )

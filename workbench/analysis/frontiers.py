@@ -5,20 +5,20 @@ Dimensions: B batch, N tokens, H heads, D head_dim.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from workbench.fit import allocator, cards, estimate, executions, frontier
+from workbench.fit import cards, estimate, executions, frontier
 from workbench.fit.frontier import GRAIN
 from workbench.fit.tracer import Event
 from workbench.harness import records
 from workbench.harness.narrate import counted, listed, number, title
 from workbench.patterns import Dense, Dilated
-from workbench.probes import catalog
 from workbench.probes.case import Case
 
 PROMISED, RUNS, TOO_MUCH = "longest N by max_memory_allocated", "longest N that runs", "promised too much"
+SIZES = ["heads", "head_dim", "dtype"]
 KINDS = {"Dense": "dense", "Dilated": "dilated", "BlockSparse": "blocks", "Neighborhood": "window-tokens"}
 
 # What the reports say fits on 8 GB (and, by 35 KB a token and linear scaling, on other cards): report, what, sizes, N.
@@ -31,17 +31,6 @@ CLAIMS = (
     ("003", "scaled by 35 KB a token", "a100-40gb", 2, 32, "float16", 327_000),
     ("003", "scaled by 35 KB a token", "a100-80gb", 2, 32, "float16", 655_000),
 )
-
-
-def ways(
-    names: Iterable[str], *, segments: Sequence[int], rates: Sequence[int], block_size: int, device="cuda", **sizes
-) -> dict[str, frontier.Lengths]:
-    """{"pattern, backend": the Case of that at N}, for `frontier.search`, `frontier.sweep` and `fit.table`.
-
-    names: a pattern of `catalog.shaped`, and a backend of `Case`'s
-    sizes: `Case`'s batch, heads, head_dim, dtype and mode
-    """
-    return executions.ways(names, catalog.shaped(segments, rates, block_size), device=device, **sizes)
 
 
 def wrong(kind: str) -> pd.DataFrame:
@@ -85,43 +74,23 @@ def claims() -> pd.DataFrame:
 
     Memory alone: no limit in time. All of the card's memory, less its CUDA context. *_ms: modelled time at that length.
     """
-    lines, known = [], {}
-    for report, what, card, heads, head_dim, dtype, theirs in CLAIMS:
-        line = {"report": report, "what": what, "card": card, "heads": heads, "head_dim": head_dim, "dtype": dtype}
-        line["theirs"] = theirs
-        for kind, pattern in (("dense", Dense()), ("dilated", Dilated([4096, 16384], [1, 2]))):
-            key = kind, card, heads, head_dim, dtype
-            if key not in known:
-                case = Case(pattern, frontier.FIRST, heads, head_dim, dtype, device="cuda")
-                known[key] = frontier.search(case, card=card, seconds=math.inf, step=executions.STEP, say=None)
-            line |= {f"{kind}_n": known[key]["n"], f"{kind}_ms": known[key]["predicted_ms"]}
-        lines.append(line)
-    return pd.DataFrame(lines)
+    lines = pd.DataFrame(CLAIMS, columns=["report", "what", "card", "heads", "head_dim", "dtype", "theirs"])
+    for kind, pattern in (("dense", Dense()), ("dilated", Dilated([4096, 16384], [1, 2]))):
+        cases = [Case(pattern, frontier.FIRST, *sizes, device="cuda") for sizes in lines[SIZES].itertuples(index=False)]
+        found = [frontier.search(case, card=card, seconds=math.inf, step=executions.STEP, say=None)
+                 for case, card in zip(cases, lines["card"], strict=True)]  # fmt: skip
+        lines[f"{kind}_n"], lines[f"{kind}_ms"] = ([x[key] for x in found] for key in ("n", "predicted_ms"))
+    return lines
 
 
 def at_their_length(claim: dict) -> estimate.Estimate:
     """What dense attention needs at the length of a line of `claims`."""
-    sizes = (claim[x] for x in ("theirs", "heads", "head_dim", "dtype"))
-    return estimate.trace(Case(Dense(), *sizes, device="cuda"), claim["card"])
+    return estimate.trace(Case(Dense(), *(claim[x] for x in ("theirs", *SIZES)), device="cuda"), claim["card"])
 
 
 def scores_share(found: estimate.Estimate, n: int, heads: int) -> float:
     """The share of the peak that tensors of at least heads x n x n bytes have: the scores, and what is like them."""
     return sum(x for _, x in found.at_peak if x >= heads * n * n) / found.requested_bytes
-
-
-def ledger(steps: Iterable[tuple[str, int | None]]) -> pd.DataFrame:
-    """The allocator's three numbers after each step, in bytes. steps: (name, bytes) to allocate, (name, None): free."""
-    lines, ids, used = [], {}, allocator.Allocator()
-    for name, nbytes in steps:
-        if nbytes is None:
-            used.free(ids.pop(name))
-        else:
-            ids[name] = used.malloc(nbytes)
-        said = f"free {name}" if nbytes is None else f"{name}: {nbytes:,} bytes"
-        lines.append({"step": said, "requested": used.requested, "allocated": used.allocated,
-                      "reserved": used.reserved})  # fmt: skip
-    return pd.DataFrame(lines)
 
 
 def promised(found: Mapping[str, frontier.Lengths], card: str) -> pd.DataFrame:
@@ -171,9 +140,14 @@ def alive(events: Sequence[Event]) -> pd.DataFrame:
     return pd.DataFrame(lines).fillna(0).astype("int64")
 
 
+def _largest(lines: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a sweep at its largest budget, the longest N last."""
+    return lines[lines["budget_bytes"] == lines["budget_bytes"].max()].dropna(subset="n").sort_values("n")
+
+
 def at_most(lines: pd.DataFrame) -> pd.DataFrame:
     """The table of a sweep at its largest budget, a line per way: the longest N, and in times of the shortest there."""
-    done = lines[lines["budget_bytes"] == lines["budget_bytes"].max()].dropna(subset="n").sort_values("n")
+    done = _largest(lines)
     return pd.DataFrame({
         "way": done["label"].map(title), "budget (GiB)": done["budget_bytes"] / 2**30,
         "longest_n": done["n"].astype(int), "limited by": done["limiter"],
@@ -192,21 +166,9 @@ def against_measured(measured: pd.DataFrame) -> pd.DataFrame:
     }).set_index("way")  # fmt: skip
 
 
-def options(table: pd.DataFrame, seconds: float) -> pd.DataFrame:
-    """`fit.table` at an N as it is shown."""
-    late = table["fits"] & (table["ms"].astype(float) > 1000 * seconds)
-    fits = table["fits"].map({True: "yes", False: "no"}).mask(late, "too slow")
-    shown = pd.DataFrame({
-        "way": table["way"].map(title), "fits": fits, "GiB": table["device_bytes"].astype(float) / 2**30,
-        "seconds": table["ms"].astype(float) / 1000, "pairs_share": table["pairs_share"].astype(float),
-        "longest_n": table["longest_n"], "limited by": table["limiter"], "note": table["note"],
-    })  # fmt: skip
-    return shown.dropna(axis=1, how="all").set_index("way")
-
-
 def most(lines: pd.DataFrame, card: str) -> str:
     """Which way takes the longest sequence at the largest budget (rows of `frontier.sweep`), in a sentence."""
-    done = lines[lines["budget_bytes"] == lines["budget_bytes"].max()].dropna(subset="n").sort_values("n")
+    done = _largest(lines)
     if done.empty:
         return f"On {card} none of these ways runs with the largest budget."
     top, least = done.iloc[-1], done.iloc[0]
@@ -225,10 +187,8 @@ def agreement(measured: pd.DataFrame) -> list[str]:
         return ["No search has both a prediction and a measurement.", *said]
     off = (done["predicted_n"] / done["measured_n"] - 1).abs()
     searches = "1 search" if len(done) == 1 else f"{len(done)} searches"
-    within = (
-        f"In **{right(measured)} of {searches}** the prediction is within a step of what was measured; at worst off"
-    )
-    return [f"{within} by {off.max():.1%}.", *said]
+    within = f"In **{right(measured)} of {searches}** the prediction is within a step of what was measured"
+    return [f"{within}; at worst off by {off.max():.1%}.", *said]
 
 
 def right(measured: pd.DataFrame) -> int:
@@ -263,34 +223,9 @@ def limits(table: pd.DataFrame) -> list[str]:
     return said
 
 
-def silent(found: pd.DataFrame, kind: str) -> str:
-    """`wrong` in a sentence."""
-    if found.empty:
-        return f"No such call is on record for {title(kind)}."
-    calls = "One such call is" if len(found) == 1 else f"{len(found)} such calls are"
-    over = (found["elements"] >= 2**31).all()
-    return f"{calls} on record for {title(kind)}" + (f", with {2**31:,} elements or more." if over else ".")
-
-
 def beyond(table: pd.DataFrame, heads: int, head_dim: int) -> str:
-    """How many frontiers lie where a tensor has 2^31 elements or more."""
+    """How many frontiers (rows of `frontier.sweep`) are where a tensor has 2^31 elements or more, in a sentence."""
     n, done = 2**31 // (heads * head_dim), table[table["status"] == "ok"]
-    far = int((done["n"].fillna(0) > n).sum())
-    said = f"With {counted(heads, 'head')} x {head_dim} a tensor has that many elements at **N = {n:,}**. "
-    if not far:
-        return said + "No frontier above lies beyond it."
-    lie = "lies" if far == 1 else "lie"
-    return said + f"{far} of {counted(len(done), 'frontier')} above {lie} beyond it: measure before you rely on them."
-
-
-def choice(options: pd.DataFrame, n: int, card: str) -> str:
-    """`fit.table` at n in a sentence: how many ways fit, and which is the fastest of those whose time is known."""
-    room = options[options["fits"].astype(bool)]
-    said = f"N = {n:,} on {card} (predicted): **{len(room)} of {counted(len(options), 'way')}** " + (
-        "fits its memory" if len(room) == 1 else "fit its memory"
-    )
-    known = room.dropna(subset="ms").sort_values("ms")
-    if len(known):
-        seconds = number(known["ms"].iloc[0] / 1000)
-        said += f"; the fastest whose time is modelled is **{title(known['way'].iloc[0])}**, {seconds} s"
-    return said + "."
+    at = f"With {counted(heads, 'head')} x {head_dim} a tensor has that many elements at **N = {n:,}**"
+    far = f"{int((done['n'].fillna(0) > n).sum())} of {counted(len(done), 'frontier')}"
+    return f"{at}. Beyond it {far} above: measure before you rely on such a length."

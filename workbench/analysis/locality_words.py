@@ -3,53 +3,12 @@
 import numpy as np
 import pandas as pd
 
-from workbench.harness.narrate import beyond_noise, listed, number, spread
-
-
-def label(order: str) -> str:
-    """An ordering's name as it is written in figures and sentences: row-major, tiles 8 x 16, Hilbert."""
-    kind, _, rest = order.partition("-")
-    names = {"row_major": "row-major", "morton": "Morton", "hilbert": "Hilbert"}
-    return " ".join([names.get(kind, kind), *([rest.replace("x", " x ")] if kind == "tiles" and rest else [])])
+from workbench.harness.narrate import beyond_noise, listed, number, title
 
 
 def _best(values: pd.Series, digits: int = 2) -> str:
     """The names of the largest, ties in what is shown included."""
-    return listed(label(x) for x in values.index[values.round(digits) == values.round(digits).max()])
-
-
-def smooth(frame: pd.DataFrame) -> str:
-    """Which orders never jump (rows of `steps`), and how short row-major's steps are on average."""
-    frame = frame.set_index("order") if "order" in frame else frame
-    never = [label(x) for x in frame.index[frame["jumps"] == 0]]
-    verb = "never jump" if len(never) > 1 else "never jumps"
-    said = f"**{listed(never)}** {verb}" if never else "**Every order** jumps somewhere"
-    mean = frame["mean"]["row_major"]
-    return f"{said}. Row-major's mean step is {mean:.2f} cells: short steps alone do not make an order good."
-
-
-def compact(box: pd.Series, near: pd.Series, length: int) -> str:
-    """How large a box `length` tokens need, and how many adjacent cells are within so many tokens, by order."""
-    boxes = ", ".join(f"**{side:.0f}** ({label(x)})" for x, side in box.sort_values().items())
-    shares = ", ".join(f"{share:.0%} ({label(x)})" for x, share in near.sort_values(ascending=False).items())
-    said = (
-        f"{length:,} consecutive tokens lie in a box of side {boxes}. Adjacent cells at most {length:,} tokens apart: "
-        f"{shares}"
-    )
-    seams = ": no compact order keeps all neighbours close, each has seams"
-    return said + seams * bool(near.drop("row_major").max() < near["row_major"]) + "."
-
-
-def fewest(percents: pd.DataFrame) -> str:
-    """Which orders touch the fewest blocks (a line a window, a column an order), and how row-major compares."""
-    shown = percents.round(2)
-    wins = shown.eq(shown.min(axis=1), axis=0).sum()
-    counts = ", ".join(f"{label(x)} in {n}" for x, n in wins.sort_values(ascending=False).items() if n)
-    compact = percents.drop(columns="row_major")
-    ratio = percents["row_major"] / compact.max(axis=1)
-    said = f"Fewest blocks (ties count), of {len(percents)} windows: {counts}. "
-    times = f"**{spread(ratio.min(), ratio.max(), '.1f')} times**"
-    return said + f"Row-major touches {times} as many as the worst of {listed(map(label, compact))}."
+    return listed(title(x) for x in values.index[values.round(digits) == values.round(digits).max()])
 
 
 def pays(percents: pd.DataFrame) -> str:
@@ -59,7 +18,7 @@ def pays(percents: pd.DataFrame) -> str:
         gain = percents["row_major"] / percents[order]
         sides = [side for side in gain.index if (gain.loc[side:] > 1).all()]
         since.setdefault(f"from {sides[0]} x {sides[0]} on" if sides else "in none of these windows", []).append(order)
-    parts = [f"{listed(map(label, orders))} **{when}**" for when, orders in since.items()]
+    parts = [f"{listed(map(title, orders))} **{when}**" for when, orders in since.items()]
     return f"These orders touch fewer blocks than row-major: {listed(parts)}."
 
 
@@ -71,24 +30,15 @@ def fastest(times: pd.DataFrame) -> str:
     if not won:
         return f"No order is faster than row-major beyond the noise ({noise})."
     best = orders.loc[won, "speedup"].idxmax()
-    told = ", ".join(f"{label(x)} **{orders.loc[x, 'speedup']:.2f}** ({orders.loc[x, 'speedup_low']:.2f} to "
+    told = ", ".join(f"{title(x)} **{orders.loc[x, 'speedup']:.2f}** ({orders.loc[x, 'speedup_low']:.2f} to "
                      f"{orders.loc[x, 'speedup_high']:.2f})" for x in won)  # fmt: skip
-    others = [label(x) for x in orders.index[1:] if x not in won]
+    others = [title(x) for x in orders.index[1:] if x not in won]
     told += f"; not beyond the noise: {listed(others)}" if others else ""
     said = f"Speed relative to row-major, by paired rounds: {told} ({noise})."
     if best != "hilbert" and "hilbert" in orders.index:
         apart = orders.loc[best, "speedup_low"] > orders.loc["hilbert", "speedup_high"]
-        said += f" {label(best)} is faster than Hilbert here." if apart else ""
+        said += f" {title(best)} is faster than Hilbert here." if apart else ""
     return said
-
-
-def alike(fall: dict[str, int | None], longest: int) -> str:
-    """For how many tokens each order stays among like patches: `falls_below` a half, looked for up to `longest`."""
-    told = (f"**{f'{lag:,}' if lag else f'more than {longest:,}'}** ({label(order)})" for order, lag in fall.items())
-    return (
-        f"Take the *k* tokens just before a token: their mean similarity to it first drops below a half at *k* = "
-        f"{', '.join(told)}. A larger *k* means that the order stays longer among like patches."
-    )
 
 
 def same_results(worst: float, largest: float) -> str:
@@ -118,12 +68,12 @@ def areas(known: dict, layers: int) -> str:
     for name, grid in known.items():
         rows, cols = np.nonzero(grid >= 0)
         box = f"{np.ptp(rows) + 1} x {np.ptp(cols) + 1}"
-        boxes.setdefault(box, []).append(label(name))
+        boxes.setdefault(box, []).append(title(name))
     shapes = ", ".join(f"**{box}** ({listed(names)})" for box, names in boxes.items())
     if max(shares.values()) - min(shares.values()) < 0.005:
         same = f"After {layers} layers a token knows {max(shares.values()):.0%} of the cells, as many in every order"
         return f"{same}; only the shape differs: they lie in a box of {shapes} cells."
-    told = ", ".join(f"{share:.0%} ({label(name)})" for name, share in shares.items())
+    told = ", ".join(f"{share:.0%} ({title(name)})" for name, share in shares.items())
     return f"After {layers} layers a token knows {told} of the cells. They lie in a box of {shapes}."
 
 
@@ -137,7 +87,7 @@ def verdict(summary: pd.DataFrame, times: pd.DataFrame, line: dict[str, float]) 
     made of, and the percent of blocks on a line in its natural order and in Hilbert's."""
     blocks = summary.loc[BLOCKS].sort_values()
     good = [x for x in blocks.index if blocks[x] < 0.8 * blocks["row_major"]]
-    told = ", ".join(f"{share:.1f}% ({label(x)})" for x, share in blocks.items())
+    told = ", ".join(f"{share:.1f}% ({title(x)})" for x, share in blocks.items())
     claim = "Any order that keeps blocks compact saves work" if len(good) > 1 else "No choice of order saves much work"
     said = [f"**{claim}**: the same attention touches {told} of the blocks.", fastest(times)]
     moved, slowest = summary.loc[MOVED].max(), summary.loc[ATTENTION].min()
@@ -155,26 +105,6 @@ def _leader(row: pd.Series, larger: bool) -> str:
     """The best order of a row of the summary, ties included, and row-major's value beside."""
     values = row.astype(float).fillna(float("inf") if larger else float("nan"))
     best = values.max() if larger else values.min()
-    names = listed(label(x) for x in values.index[values == best])
+    names = listed(title(x) for x in values.index[values == best])
     shown = "more than was looked at" if best == float("inf") else f"{best:,.0f}"
     return f"**{names}** ({shown}; row-major {values['row_major']:,.0f})"
-
-
-def sends(needed: pd.DataFrame) -> str:
-    """Which orders need the fewest cells from other shards (a line a number of shards), and how row-major compares."""
-    wins = needed.eq(needed.min(axis=1), axis=0).sum()
-    counts = listed(f"{label(x)} in {n}" for x, n in wins.sort_values(ascending=False).items() if n)
-    ratio = needed["row_major"] / needed.min(axis=1)
-    times = f"**{spread(ratio.min(), ratio.max(), '.1f')} times**"
-    return f"Fewest cells (ties count), of {len(needed)} cuts: {counts}. Row-major needs {times} as many as the best."
-
-
-def on_a_line(line: pd.DataFrame) -> str:
-    """What sorting does to masks on a line: a row a mask, a column an order, percent of blocks touched."""
-    window, branch = line.iloc[0], line.iloc[1]
-    times, best = f"{window['hilbert'] / window['natural']:.1f} times", branch.idxmin()
-    return (
-        f"Under a window Hilbert's order touches **{times}** the blocks of the natural one. Under the LongNet branch "
-        f"the natural order touches {branch['natural']:.0f}% of the blocks, Hilbert's {branch['hilbert']:.0f}%, and "
-        f"tokens {best} only **{branch[best]:.0f}%**."
-    )

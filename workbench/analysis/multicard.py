@@ -193,8 +193,8 @@ def by_batch(rows: pd.DataFrame) -> pd.DataFrame:
     """What dividing the batch gives, compared with dividing the sequence: a row for each batch size (`sequences`), N,
     number of ranks and strategy of the forwards that ran. busiest, idlest: the largest and the least share of the time
     in which a card computes; speed-up, and its interval, low to high; peak: the largest of a card over that of one
-    device."""
-    columns = ["sequences", "N", "ranks", "strategy", "busiest", "idlest", "speed-up", "low", "high", "peak"]
+    device; work: the time in which the idlest computes over its share of one device's."""
+    columns = ["sequences", "N", "ranks", "strategy", "busiest", "idlest", "speed-up", "low", "high", "work", "peak"]
     done, lines = ok(rows[rows["mode"] == "fwd"]), []
     for (batch, n, world), group in done.groupby(["batch", "n", "nproc"], sort=False):
         one = group[group["strategy"] == ONE]
@@ -204,6 +204,7 @@ def by_batch(rows: pd.DataFrame) -> pd.DataFrame:
                 "sequences": batch, "N": n, "ranks": world, "strategy": SHORT.get(row["strategy"], row["strategy"]),
                 "busiest": busy[-1] if busy else None, "idlest": busy[0] if busy else None,
                 "speed-up": row["speedup"], "low": row["speedup_low"], "high": row["speedup_high"],
+                "work": busy[0] * world / row["speedup"] if busy else None,
                 "peak": row["peak_bytes"] / one["peak_bytes"].iloc[0] if len(one) else None,
             })  # fmt: skip
     return pd.DataFrame(lines, columns=columns)

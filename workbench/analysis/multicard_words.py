@@ -19,8 +19,7 @@ def gains(rows: pd.DataFrame) -> pd.DataFrame:
 
     faster: beyond the noise, in less time than one device took in any run of the case, and not more times as fast as
     ranks can be. The noise is one device's against itself, and that of shares of the batch, which leave one sequence
-    on one device. rival, rival_speedup: the strategy that is ahead of it, or None; clear: by more than both
-    intervals.
+    on one device. rival, rival_speedup: the strategy that is ahead of it by more than both intervals, or None.
     """
     done, found = ok(rows), []
     for case, group in done.groupby(CASE, sort=False):
@@ -33,13 +32,10 @@ def gains(rows: pd.DataFrame) -> pd.DataFrame:
         possible = best["speedup"] < UNEQUAL * best["nproc"]  # more: the run's baseline was disturbed
         faster = best["speedup_low"] > noise and possible and not (alone["median_ms"] <= best["median_ms"]).any()
         ahead = run.drop(["sequence", ONE, AA, *SHORT], errors="ignore")
-        ahead = ahead[ahead["speedup"] > best["speedup"]].sort_values("speedup")
-        clear = bool(len(ahead)) and bool(ahead["speedup_low"].iloc[-1] > best["speedup_high"])
-        line = dict(zip(CASE, case, strict=True)) | {x: best[x] for x in ("nproc", "speedup")}
-        line |= {"faster": bool(faster), "rival": ahead.index[-1] if len(ahead) else None, "clear": clear}
-        found.append(line | {"rival_speedup": ahead["speedup"].iloc[-1] if len(ahead) else None})
-    columns = [*CASE, "nproc", "speedup", "faster", "rival", "clear", "rival_speedup"]
-    return pd.DataFrame(found, columns=columns)
+        ahead = ahead[ahead["speedup_low"] > best["speedup_high"]].sort_values("speedup")
+        name, rate = (ahead.index[-1], ahead["speedup"].iloc[-1]) if len(ahead) else (None, None)
+        found.append([*case, best["nproc"], best["speedup"], bool(faster), name, rate])
+    return pd.DataFrame(found, columns=[*CASE, "nproc", "speedup", "faster", "rival", "rival_speedup"])
 
 
 def by_sequence(rows: pd.DataFrame, what: str = "card") -> list[str]:
@@ -57,12 +53,9 @@ def by_sequence(rows: pd.DataFrame, what: str = "card") -> list[str]:
         f"{counted(len(found), 'case')}**, by **{spread(won['speedup'].min(), won['speedup'].max())} times**"
     )
     said += f"; the most: {_case(most)}." if len(won) > 1 else f" ({_case(most)})."
-    for clear, words in ((True, "beyond"), (False, "within")):
-        behind = found[found["rival"].notna() & found["clear"].eq(clear)].to_dict("records")
-        cases = [f"{_case(x)} ({x['rival']} {x['rival_speedup']:.2f}, sequence {x['speedup']:.2f})" for x in behind]
-        if cases:
-            said += f" Another way is ahead {words} the intervals for {listed(cases)}."
-    return [said]
+    cases = [f"{_case(x)} ({x['rival']} {x['rival_speedup']:.2f}, sequence {x['speedup']:.2f})"
+             for x in found[found["rival"].notna()].to_dict("records")]  # fmt: skip
+    return [said + f" Another way is ahead, beyond the intervals, for {listed(cases)}." * bool(cases)]
 
 
 def _case(row) -> str:
@@ -89,11 +82,8 @@ def costs(rows: pd.DataFrame) -> list[str]:
             continue
         most = done.loc[ratio.idxmax()]
         ends = " to ".join(dict.fromkeys([number(ratio.min()), number(ratio.max())]))
-        ours = most[column] / ratio.max()
-        said.append(
-            f"{does} **{ends} times** the {noun} of dividing the sequence; most for {_case(most)}: "
-            f"{mib(most[column])} against {mib(ours)} MiB."
-        )
+        sizes = f"{mib(most[column])} against {mib(most[column] / ratio.max())} MiB"
+        said.append(f"{does} **{ends} times** the {noun} of dividing the sequence; most for {_case(most)}: {sizes}.")
     return said
 
 
@@ -130,28 +120,11 @@ def computed_by(rows: pd.DataFrame) -> list[str]:
     seen = rows[rows["kernel"].notna()] if "kernel" in rows else rows[:0]
     by: dict[str, list[str]] = {}
     for (kind, strategy), group in seen.groupby(["kind", "strategy"], sort=False):
-        for engine in dict.fromkeys(map(_engine, group["kernel"])):
+        for kernel in group["kernel"].unique():
+            engine = next((words for part, words in ENGINES.items() if part in kernel), kernel[:60])
             by.setdefault(engine, []).append(f"{title(kind)} by {_name(strategy)}")
+    by = {engine: dict.fromkeys(cases) for engine, cases in by.items()}
     return [f"Most of the time is **{engine}**'s: {listed(cases)}." for engine, cases in by.items()]
-
-
-def _engine(kernel: str) -> str:
-    return next((words for part, words in ENGINES.items() if part in kernel), kernel[:60])
-
-
-def beside(shares: pd.DataFrame) -> list[str]:
-    """`scaling.timeline.shares` in sentences: how much of a call computes, and how much of the exchange is hidden."""
-    said = []
-    for (label, strategy), ranks in shares.groupby(["label", "strategy"], sort=False):
-        mean = ranks.drop(columns=["label", "strategy", "rank"]).mean()
-        name = f"{title(label)[0].upper()}{title(label)[1:]} by *{strategy}*"
-        hidden = f"{number(mean['beside'])} ms" if mean["beside"] > 0.01 * mean["exchange"] else "none"
-        said.append(
-            f"{name} takes {number(mean['call'])} ms here. A rank computes for "
-            f"**{mean['compute'] / mean['call']:.0%}** of it, and is in an exchange for {number(mean['exchange'])} ms, "
-            f"{hidden} of it while it computes."
-        )
-    return said
 
 
 def about(rows: pd.DataFrame, device: str = "") -> str:
@@ -172,38 +145,9 @@ def as_planned(rows: pd.DataFrame) -> str:
     return f"In **{same} of {len(done)}** every rank sent as many bytes as its plan says, to the byte."
 
 
-def processors(cores: int, worlds) -> str:
+def processors(cores: int) -> str:
     """What ranks that share processors can reach at best."""
-    said = (f"The ranks share **{counted(cores, 'processor')}**, one thread per rank or more where there is room: no "
-            f"number of them can be more than {cores} times as fast as a rank alone")  # fmt: skip
-    over = [f"{cores / x:.0%} of the time with {counted(x, 'rank')}" for x in worlds if x > cores]
-    return said + (f", and on average each can compute for at most {listed(over)}." if over else ".")
-
-
-def batches(shares: pd.DataFrame, what: str = "card") -> list[str]:
-    """`multicard.by_batch` in sentences: what DataParallel and DDP give for one sequence and for several."""
-    said = []
-    for row in shares[shares["strategy"].isin(SHORT.values())].to_dict("records"):
-        one, ranks = row["sequences"] == 1, counted(int(row["ranks"]), what)
-        words = f"{counted(int(row['sequences']), 'sequence')}, {row['strategy']} on {ranks}: "
-        idle = row["idlest"]
-        if pd.isna(idle):
-            words += f"how busy each {what} is was not counted"
-        else:
-            does = "**does nothing**" if idle < 0.01 else f"computes {idle:.0%} of the time"
-            words += f"the {what} with least to do {does}"
-        if one and pd.notna(row["peak"]):
-            words += f"; the fullest holds **{row['peak']:.2f}** of what one device holds, so "
-            longer = "no longer sequence fits" if row["peak"] < 1.02 else "the longest that fits gets shorter"
-            words += longer if row["peak"] > 0.98 else "a longer sequence fits"
-        if not one and pd.notna(row["speed-up"]):
-            words += f"; all together **{row['speed-up']:.2f} times** as fast as one device"
-            words += f" ({row['low']:.2f} to {row['high']:.2f})" if pd.notna(row["low"]) else ""
-            slower = (idle or 0) * row["ranks"] / row["speed-up"]  # over the time of its share on one device
-            if slower > UNEQUAL:
-                words += f". Its kernels run for {slower:.2f} times as long as the same work takes one device"
-        said.append(words + ".")
-    return said + uneven(shares, what)
+    return f"The ranks share **{counted(cores, 'processor')}**: all together are at most {cores} times as fast as one."
 
 
 def uneven(shares: pd.DataFrame, what: str = "card") -> list[str]:
@@ -239,26 +183,11 @@ def orders(measured: pd.DataFrame) -> list[str]:
         by = group.set_index("order")
         if {*by.index} != {*ORDERS.values()}:
             continue
-        (row, curve), (slow, fast) = ([by.loc[x, y] for x in ORDERS.values()] for y in ("one device (ms)", "speed-up"))
-        rows, many = (by.loc[x, "all ranks (ms)"] for x in ORDERS.values())
-        said.append(
-            f"{device}, N = {n:,}, {mode}: along the Hilbert curve one device takes **{number(curve)} ms** in place of "
-            f"{number(row)}, and {world} take **{number(many)} ms** in place of {number(rows)}. Dividing gives "
-            f"{slow:.2f} times in row-major order and {fast:.2f} along the curve"
-            + (": too little work is left, one device alone is faster." if by.loc["Hilbert", "high"] < 1 else ".")
-        )
+        slow, fast = (by.loc[x, "speed-up"] for x in ORDERS.values())
+        less = ": too little work is left, one device alone is faster" * bool(by.loc["Hilbert", "high"] < 1)
+        said.append(f"{device}, N = {n:,}, {mode}: dividing among {world} gives **{slow:.2f} times** in row-major "
+                    f"order and **{fast:.2f}** along the Hilbert curve{less}.")  # fmt: skip
     return said
-
-
-def moves(moved: pd.DataFrame) -> str:
-    """`multicard.moved` in a sentence: which pattern has to fetch most and least for what a rank holds."""
-    if moved.empty:
-        return "Nothing ran whose plan could be counted."
-    ranked = moved["rows got over rows held"].sort_values()
-    return (
-        f"For each row that it holds, a rank has to get **{number(ranked.iloc[-1])}** with {ranked.index[-1]}, the "
-        f"most of these, and **{number(ranked.iloc[0])}** with {ranked.index[0]}, the least."
-    )
 
 
 def fewer_bytes(moved: pd.DataFrame) -> str:

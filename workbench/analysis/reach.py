@@ -18,24 +18,14 @@ def reach(pattern, n: int, heads: int, layers: int) -> Tensor:
 
 
 def depth(pattern, n: int, heads: int) -> int | None:
-    """How many layers it takes until every token can depend on every other; None where no number does.
-
-    By doubling: what 1, 2, 4, 8 ... layers reach, then the most layers that do not suffice, put together from these.
-    """
-    seen = torch.eye(n, dtype=torch.bool)
-    if seen.all():
-        return 0
-    powers = [reach(pattern, n, heads, 1)[1]]
-    while not powers[-1].all():
-        powers.append(_then(powers[-1], powers[-1]))
-        if torch.equal(powers[-1], powers[-2]):
+    """How many layers it takes until every token can depend on every other; None where no number does."""
+    (seen, step), layers = reach(pattern, n, heads, 1), 0
+    while not seen.all():
+        further = _then(step, seen)
+        if torch.equal(further, seen):
             return None
-    short = 0
-    for k in reversed(range(len(powers) - 1)):
-        further = _then(powers[k], seen)
-        if not further.all():
-            short, seen = short + 2**k, further
-    return short + 1
+        seen, layers = further, layers + 1
+    return layers
 
 
 def _then(step: Tensor, seen: Tensor) -> Tensor:

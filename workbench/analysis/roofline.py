@@ -34,10 +34,9 @@ def points(rows: pd.DataFrame) -> pd.DataFrame:
     done = rows[(rows["status"] == "ok") & rows["pairs"].notna()].copy()
     done["intensity"] = roofline.intensities(done)
     done["text"] = [
-        f"{row['label']}, {title(row['backend'])}\n{MODES[row['mode']]}, N = {int(row['n']):,}\n"
-        f"{number(row['tflops'])} TFLOP/s, {number(row['intensity'])} operations per byte, "
-        f"{number(row['median_ms'])} ms"
-        for row in done.to_dict("records")
+        f"{row.label}, {title(row.backend)}\n{MODES[row.mode]}, N = {int(row.n):,}\n{number(row.tflops)} TFLOP/s, "
+        f"{number(row.intensity)} operations per byte, {number(row.median_ms)} ms"
+        for row in done.itertuples()
     ]
     return done[COLUMNS].reset_index(drop=True)
 
@@ -55,17 +54,7 @@ def bound(device: dict) -> str:
 
 def shown(devices: dict) -> pd.DataFrame:
     """The points of all devices as a table, with the share of the device's ceiling."""
-    frames = [
-        one["points"]
-        .drop(columns=["text", "family"])
-        .assign(device=name, share=one["points"]["tflops"] / one["tflops"])
-        for name, one in devices.items()
-    ]
-    return pd.concat(frames, ignore_index=True)
-
-
-def only(devices: dict, labels) -> dict:
-    """The devices with the points of these labels alone."""
-    return {
-        name: {**one, "points": one["points"][one["points"]["label"].isin(labels)]} for name, one in devices.items()
-    }
+    frames = [one["points"].assign(device=name, share=one["points"]["tflops"] / one["tflops"])
+              for name, one in devices.items()]  # fmt: skip
+    frame = pd.concat(frames).rename(columns={"label": "pattern"}).set_index("pattern").drop(columns=["text", "family"])
+    return frame.assign(backend=frame["backend"].map(title), mode=frame["mode"].map(title))

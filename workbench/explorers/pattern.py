@@ -21,11 +21,8 @@ def explore(pattern: Pattern | None = None, n: int = 64, heads: int = 4) -> Expl
     """
     begun = {} if pattern is None else {"n": n, "causal": pattern.causal} | _settings(pattern)
     data = START | begun | {"heads": heads}
-    return Explorer("Pattern explorer", ["masks", "pattern"], data | {"colors": _colors()})
-
-
-def _colors() -> dict[str, str]:
-    return {kind: style.COLORS[family] for kind, family in FAMILIES.items()}
+    colors = {kind: style.COLORS[family] for kind, family in FAMILIES.items()}
+    return Explorer("Pattern explorer", ["masks", "pattern"], data | {"colors": colors})
 
 
 def _settings(pattern: Pattern) -> dict:

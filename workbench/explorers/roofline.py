@@ -7,12 +7,5 @@ from workbench.explorers import Explorer
 
 def roofline(devices: Mapping[str, dict]) -> Explorer:
     """devices: {name: `analysis.roofline.device`}; the first is shown first."""
-    data = [
-        {
-            "name": name,
-            **{x: device[x] for x in ("tflops", "gbs", "peak")},
-            "points": device["points"].to_dict("records"),
-        }
-        for name, device in devices.items()
-    ]
+    data = [{**device, "name": name, "points": device["points"].to_dict("records")} for name, device in devices.items()]
     return Explorer("Roofline", ["roofline"], {"devices": data})

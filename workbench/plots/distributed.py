@@ -10,6 +10,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator
 
 from workbench.distributed import Plan, Shards
+from workbench.harness.narrate import title
 from workbench.patterns import Neighborhood
 from workbench.plots import orderings, style
 from workbench.plots.scaling import rank_ticks
@@ -24,7 +25,7 @@ def borders(rows: pd.DataFrame):
         for name, line in rows.groupby("order", sort=False):
             look = {"color": orderings.color(name), "marker": orderings.MARKERS.get(name, "o"), "ms": 5}
             ax.plot(line["world"], line[column], **look)
-            style.note(ax, orderings.label(name), (line["world"].iloc[-1], line[column].iloc[-1]), (0, 6), ha="right",
+            style.note(ax, title(name), (line["world"].iloc[-1], line[column].iloc[-1]), (0, 6), ha="right",
                        color=orderings.color(name))  # fmt: skip
         ax.set(xscale="log", yscale="log", xlabel="ranks")
         ax.margins(y=0.12)  # room for the names
@@ -34,10 +35,7 @@ def borders(rows: pd.DataFrame):
     axes[0].set_title("MiB moved, all ranks together")
     axes[1].axhline(1, color="#666666", lw=0.8)
     axes[1].set_title("rows that a rank gets, over those it holds")
-    last = rows[rows["world"] == rows["world"].max()]
-    words = "; ".join(f"{orderings.label(r.order)} {r.mib:,.0f} MiB, {r.halo:.2f} times what is held"
-                      for r in last.itertuples())  # fmt: skip
-    return style.finish(fig, f"Bytes moved by the order of the cells. On {last['world'].iloc[0]:,} ranks: {words}.")
+    return style.finish(fig, "Bytes that a forward moves against the number of ranks, a line per order of the cells.")
 
 
 def shards(orders, world: int, radius: int, rank: int | None = None):
@@ -47,7 +45,6 @@ def shards(orders, world: int, radius: int, rank: int | None = None):
     """
     rank = world // 2 if rank is None else rank
     fig, axes = style.subplots(1, len(orders), figsize=(3.3 * len(orders) + 0.4, 4.1), squeeze=False)
-    words = []
     for ax, order in zip(axes[0], orders, strict=True):
         place = order.rank.reshape(order.shape).numpy()
         parts = Shards.even(place.size, world)
@@ -63,13 +60,12 @@ def shards(orders, world: int, radius: int, rank: int | None = None):
             lines = (ax.hlines, ax.vlines)[axis]
             one, other = ((y, x), (x, y))[axis]
             lines(one, other - 0.5, other + 0.5, color="#b5b5b5", lw=0.5)
-        ax.set(title=f"{orderings.label(order.name)}: gets {got.sum():,}\nfor {(owner == rank).sum():,} of its own",
+        ax.set(title=f"{title(order.name)}: gets {got.sum():,}\nfor {(owner == rank).sum():,} of its own",
                xticks=[], yticks=[])  # fmt: skip
         ax.grid(False)
-        words.append(f"{orderings.label(order.name)} {got.sum():,} cells for {(owner == rank).sum():,} of its own")
-    patches = [Patch(color=orderings.color(order.name), label=f"rank {rank}, {orderings.label(order.name)}")
+    patches = [Patch(color=orderings.color(order.name), label=f"rank {rank}, {title(order.name)}")
                for order in orders]  # fmt: skip
     patches += [Patch(color=style.COLORS["accent"], label=f"cells of others that it needs, radius {radius}")]
     patches += [Patch(facecolor="#ededed", edgecolor="#b5b5b5", label="other ranks, in two greys")]
     fig.legend(handles=patches, loc="outside lower center", ncols=2, fontsize=9)
-    return style.finish(fig, f"Shards of a grid on {world} ranks. Rank {rank} gets: {'; '.join(words)}.")
+    return style.finish(fig, f"Shards of a grid on {world} ranks, and the cells that rank {rank} gets, by order.")

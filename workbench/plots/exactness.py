@@ -7,6 +7,7 @@ from matplotlib.lines import Line2D
 from workbench.harness.narrate import title
 from workbench.plots import style
 
+GRADIENTS = ("dq", "dk", "dv")
 DTYPES = {"float64": "#000000", "float32": "#0072B2", "float16": "#D55E00", "bfloat16": "#CC79A7"}
 LEAST, REFUSED = 1e-4, 6.0  # where smaller shares of a budget and refusals are drawn, on a log axis
 
@@ -14,7 +15,8 @@ LEAST, REFUSED = 1e-4, 6.0  # where smaller shares of a budget and refusals are 
 def figure(rows: pd.DataFrame):
     """Errors as shares of their budgets, values and gradients, from the rows of `probes.error.table`: right of the line
     at 1 is too much. Crosses: refused."""
-    rows = rows.assign(line=_line(rows), out=rows.error_out / rows.budget_out, grad=_share_of_gradient(rows))
+    line = rows.pattern.map(title) + np.where(rows.causal, ", causal", "") + "  ·  " + rows.backend.map(title)
+    rows = rows.assign(line=line, out=_share(rows, "out"), grad=_share(rows, *GRADIENTS))
     lines = list(dict.fromkeys(rows.line))
     fig, axes = style.subplots(1, 2, figsize=(9.5, 1.2 + 0.23 * len(lines)), sharey=True)
     for ax, what, words in zip(axes, ("out", "grad"), ("values", "gradients (worst of dq, dk, dv)"), strict=True):
@@ -30,41 +32,14 @@ def figure(rows: pd.DataFrame):
         for y in range(0, len(lines), 2):
             ax.axhspan(y - 0.5, y + 0.5, color="#f6f6f6", lw=0, zorder=0)
         ax.set(xscale="log", xlabel="error / budget", title=words, xlim=(LEAST / 2, 2 * max(REFUSED, rows[what].max())))
-        style.log_ticks(ax.xaxis, _power, [LEAST, 1e-3, 1e-2, 1e-1, 1])
+        style.log_ticks(ax.xaxis, lambda x: f"{x:g}" if x > LEAST else "less", [LEAST, 1e-3, 1e-2, 1e-1, 1])
         ax.grid(False, axis="y")
     axes[0].set_yticks(range(len(lines)), lines)
     axes[0].set_ylim(len(lines) - 0.4, -0.6)
     dots = [Line2D([], [], color=DTYPES[d], marker="o", ls="", label=d) for d in DTYPES if d in set(rows.dtype)]
     cross = Line2D([], [], color="#666666", marker="x", ls="", label="refused, by name")
     fig.legend(handles=[*dots, cross], loc="outside lower center", ncols=5)
-    over, many = int((rows.worst > 1).sum()), int((rows.status == "ok").sum())
-    return style.finish(fig, f"Errors of {many} runs as shares of their budgets; {over} are over budget.")
-
-
-def _power(x: float) -> str:
-    return f"{x:g}" if x > LEAST else "less"
-
-
-def _line(rows: pd.DataFrame) -> pd.Series:
-    return rows.pattern.map(title) + np.where(rows.causal, ", causal", "") + "  ·  " + rows.backend.map(title)
-
-
-def table(rows: pd.DataFrame) -> pd.DataFrame:
-    """The same rows in words: each error / its budget, and whether all are kept.
-
-    Where only the gradients are refused, the values have the one row, and "refused" stands for the gradients.
-    """
-    half = _values_only(rows)
-    rows, half = rows[~(half & (rows.status == "refused"))], half[~(half & (rows.status == "refused"))]
-    rows = rows.reindex(columns=[*rows, *({"worst"} - {*rows})])
-    rows["error_grad"], rows["budget_grad"] = _worst_gradient(rows)
-    verdict = np.where(rows.status == "ok", np.where(rows.worst <= 1, "within", "OVER"), rows.status)
-    columns = {"values": "out", "lse": "lse", "gradients": "grad"}
-    shown = {heading: _beside(rows, what) for heading, what in columns.items()}
-    shown["gradients"] = np.where(half, "refused", shown["gradients"])
-    names = {"pattern": rows.pattern.map(title) + np.where(rows.causal, ", causal", "")}
-    names |= {"backend": rows.backend.map(title), "dtype": rows.dtype}
-    return pd.DataFrame(names | shown | {"worst, of its budget": rows.worst, "verdict": verdict}).set_index("pattern")
+    return style.finish(fig, "Errors of every backend, pattern and type as shares of their budgets.")
 
 
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
@@ -81,56 +56,24 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def refusals(rows: pd.DataFrame) -> pd.DataFrame:
-    """Who refused what, and why."""
-    refused = rows[rows.status == "refused"]
-    what = np.where(_values_only(rows)[rows.status == "refused"], "gradients", "all")
-    groups = refused.assign(refuses=what, pattern=refused.pattern.map(title), backend=refused.backend.map(title))
-    groups = groups.groupby(["backend", "error", "refuses"], sort=False)
+    """Who refused what, and why: gradients alone where another row of the same case has the values."""
+    ran = (rows.status == "ok").groupby([rows[x] for x in ("pattern", "causal", "backend", "dtype")]).transform("any")
+    refused = rows.assign(refuses=np.where(ran, "gradients", "all"))[rows.status == "refused"]
+    groups = refused.assign(pattern=refused.pattern.map(title), backend=refused.backend.map(title))
+    groups = groups.rename(columns={"error": "why"}).groupby(["backend", "refuses", "why"], sort=False)
     shown = groups.agg(patterns=("pattern", _listed), types=("dtype", _listed)).reset_index()
-    return shown.rename(columns={"error": "why"})[["backend", "refuses", "patterns", "types", "why"]].set_index(
-        "backend"
-    )
-
-
-def _values_only(rows: pd.DataFrame) -> pd.Series:
-    """bool, a row each: of a case whose gradients are refused (one row) while its values ran (another)."""
-    case = rows.groupby(["pattern", "causal", "backend", "dtype"]).ngroup()
-    refused = (rows.status == "refused") & (rows["mode"] == "fwdbwd")
-    ran = (rows.status == "ok") & (rows["mode"] == "fwd")
-    return case.isin(case[refused]) & case.isin(case[ran]) & (refused | ran)
+    return shown.set_index("backend")[["refuses", "patterns", "types", "why"]]
 
 
 def _listed(names: pd.Series) -> str:
     return ", ".join(dict.fromkeys(names))
 
 
-def _beside(rows: pd.DataFrame, what: str) -> list[str]:
-    """error / budget in words, empty where there is none."""
-    pairs = rows.reindex(columns=[f"error_{what}", f"budget_{what}"]).to_numpy(dtype=float)
-    return ["" if np.isnan(error) else f"{_short(error)} / {_short(budget)}" for error, budget in pairs]
-
-
-def _short(x: float) -> str:
-    """1.6e-3 for 0.0016."""
-    digits, power = f"{x:.1e}".split("e")
-    return f"{digits}e{int(power)}" if x else "0"
-
-
-def _worst_gradient(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-    """(error, budget) of the gradient nearest to its budget; NaN where there is none."""
-    errors, budgets = (
-        rows.reindex(columns=[f"{kind}_{name}" for name in ("dq", "dk", "dv")]).to_numpy(dtype=float)
-        for kind in ("error", "budget")
-    )
-    with np.errstate(invalid="ignore", divide="ignore"):
-        worst = np.nan_to_num(errors / budgets, nan=-1).argmax(axis=1)
-    line = np.arange(len(rows))
-    return pd.Series(errors[line, worst], rows.index), pd.Series(budgets[line, worst], rows.index)
-
-
-def _share_of_gradient(rows: pd.DataFrame) -> pd.Series:
-    error, budget = _worst_gradient(rows)
-    return error / budget
+def _share(rows: pd.DataFrame, *names: str) -> pd.Series:
+    """error / budget of these results, the largest of them; NaN where there is none."""
+    errors, budgets = (rows.reindex(columns=[f"{kind}_{name}" for name in names]).to_numpy(dtype=float)
+                       for kind in ("error", "budget"))  # fmt: skip
+    return pd.DataFrame(errors / budgets, rows.index).max(axis=1)
 
 
 def kept(rows: pd.DataFrame) -> str:
@@ -140,6 +83,4 @@ def kept(rows: pd.DataFrame) -> str:
         return "Nothing ran: there is no error to tell."
     inside, worst = int((ran["worst"] <= 1).sum()), ran.loc[ran["worst"].idxmax()]
     which = f"{title(worst['pattern'])}, {title(worst['backend'])}, {worst['dtype']}"
-    return (
-        f"**{inside:,} of {len(ran):,}** runs keep their budgets; the worst uses {worst['worst']:.0%} of one ({which})."
-    )
+    return f"**{inside:,} of {len(ran):,}** runs keep their budgets; the worst uses {worst['worst']:.0%} ({which})."

@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, PercentFormatter
 
-from workbench.harness.narrate import title
+from workbench.harness.narrate import binary, title
 from workbench.plots import style
 
 GIB = 1 << 30
@@ -38,35 +38,33 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     Lines are named at their ends.
     """
     fig, (left, right) = style.subplots(1, 2, figsize=(9.5, 4.8), width_ratios=(2, 3))
-    ends, words, budgets = [], [], set()
+    ends, budgets = [], set()
     for name, line, pale in _named(rows, recorded):
         share = _bytes_a_token(line) / line["budget_bytes"]
         _line(left, line, 1, pale)
         color, last = _line(right, line, share, pale), line.iloc[-1]
         ends.append((last["budget_bytes"], last["n"] * share.iloc[-1], name, color))
         budgets |= set(line["budget_bytes"])
-        words.append(f"{name}: {int(last['n']):,} on {_budget(last['budget_bytes'])}")
     late = rows[rows["predicted_limiter"].eq("time")]
     for ax in (left, right):
         if len(late):
             scale = 1 if ax is left else _bytes_a_token(late) / late["budget_bytes"]
             ax.plot(late["budget_bytes"], late["predicted_n"] * scale, "x", color="black", markersize=8)
         ax.set(xscale="log", xlabel="budget: what the allocator may reserve")
-        style.log_ticks(
-            ax.xaxis, _budget, style.apart(sorted(budgets), (max(budgets, default=1) / min(budgets, default=1)) ** 0.12)
-        )
+        room = (max(budgets, default=1) / min(budgets, default=1)) ** 0.12
+        style.log_ticks(ax.xaxis, binary, style.apart(sorted(budgets), room))
     signs = {"o": "line: predicted; filled: measured here"} if rows["measured_n"].notna().any() else {}
     signs |= {"x": f"limited by time ({rows['seconds'].iloc[0]:g} s)"} if len(late) else {}
     handles = [Line2D([], [], marker=x, color="#555555", linestyle="", label=text) for x, text in signs.items()]
     if handles:
-        fig.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9)
+        fig.legend(handles=handles, loc="outside lower center", ncols=2)
     left.set(yscale="log", title="longest N (tokens)")
     left.yaxis.set_major_locator(LogLocator(base=2, numticks=12))
     style.log_ticks(left.yaxis, style.length)
     right.set(title="of what inputs and results alone would allow", ylim=(0, 1.05))
     right.yaxis.set_major_formatter(PercentFormatter(1))
     style.name_ends(right, ends)
-    return style.finish(fig, f"Longest N against budget, logarithmic. At the largest budget: {'; '.join(words)}.")
+    return style.finish(fig, "The longest N against the budget, and its share of what inputs and results alone allow.")
 
 
 def _named(rows: pd.DataFrame, recorded: pd.DataFrame | None):
@@ -85,26 +83,22 @@ def limiter_map(rows: pd.DataFrame):
     """
     names, on = list(dict.fromkeys(rows["label"])), list(dict.fromkeys(rows["card"]))
     fig, ax = style.subplots(figsize=(2 + 1.05 * len(on), 0.9 + 0.55 * len(names)))
-    words, seen, limit = [], {}, f"time: {rows['seconds'].iloc[0]:g} s per call"
+    rows = rows.assign(limiter=rows["limiter"].where(rows["status"] == "ok", "refused"))
     for row in rows.to_dict("records"):
-        x, y = on.index(row["card"]), names.index(row["label"])
-        limiter = "refused" if row["status"] != "ok" else row["limiter"]
-        seen[limiter] = LIMITS[limiter]
+        x, y, limiter = on.index(row["card"]), names.index(row["label"]), row["limiter"]
         ax.add_patch(plt.Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=LIMITS[limiter], edgecolor="white", linewidth=2))
         said = limiter if limiter == "refused" else f"{int(row['n']):,}\n{limiter}"
         ax.text(x, y, said, ha="center", va="center", fontsize=9, color="#777777" if limiter == "refused" else "black")
-        words.append(f"{title(row['label'])} on {title(row['card'])}: {said}".replace("\n", ", "))
     ax.set(xlim=(-0.5, len(on) - 0.5), ylim=(len(names) - 0.5, -0.5))
     ax.set(xticks=range(len(on)), xticklabels=map(title, on), yticks=range(len(names)), yticklabels=map(title, names))
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
     ax.grid(False)
     ax.spines[:].set_visible(False)
-    known = [x for x in LIMITS if x in seen]
-    patches = [Patch(facecolor=LIMITS[x], edgecolor="#999999", label=limit if x == "time" else x) for x in known]
-    fig.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=9, title="limited by",
-               title_fontsize=9)  # fmt: skip
-    return style.finish(fig, f"Longest N and its limiter: {'; '.join(words)}.")
+    words = dict(zip(LIMITS, LIMITS, strict=True)) | {"time": f"time: {rows['seconds'].iloc[0]:g} s per call"}
+    patches = [Patch(facecolor=LIMITS[x], edgecolor="#999999", label=words[x]) for x in LIMITS if x in {*rows.limiter}]
+    fig.legend(handles=patches, loc="outside lower center", ncols=len(patches), title="limited by")
+    return style.finish(fig, "A map of ways and cards: the longest N of each, and what limits it.")
 
 
 def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
@@ -118,7 +112,6 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
     order = [name for name in size.index if name in kept]  # of birth
     colors = dict(zip(order, sns.color_palette(PALETTE, len(order)), strict=True)) | {"others": "#d0d0d0"}
     fig, axes = style.subplots(1, len(lives), figsize=(3.3 * len(lives), 4.8), sharey=True, squeeze=False)
-    words = []
     for ax, (name, life) in zip(axes[0], lives.items(), strict=True):
         own = [name for name in order if name in life]
         layers = [life[name].to_numpy() for name in own]
@@ -127,23 +120,21 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
         at = np.arange(1, len(life) + 1)
         ax.stackplot(at, [x / GIB for x in layers], step="post", linewidth=0, rasterized=True,
                      colors=[colors[x] for x in [*own, "others"]])  # fmt: skip
-        peak = int(total.argmax())
-        ax.axhline(total[peak] / GIB, color="black", linewidth=1, linestyle="--")
-        style.note(ax, f"peak {style.number(total[peak] / GIB)} GiB", (at[0], total[peak] / GIB), (3, 4))
+        peak = total.max() / GIB
+        ax.axhline(peak, color="black", linewidth=1, linestyle="--")
+        style.note(ax, f"peak {style.number(peak)} GiB", (at[0], peak), (3, 4))
         made = np.flatnonzero((life.get("lse", life.get("out", life.iloc[:, 0])) > 0).to_numpy())
         if "dq" in life and len(made):
             ax.axvline(made[0] + 1, color="#666666", linewidth=1, linestyle=":")
             style.note(ax, "backward from here", (made[0] + 1, 0.98), (3, 0), rotation=90, va="top", color="#444444",
                        xycoords=("data", "axes fraction"))  # fmt: skip
         ax.set(title=name, xlabel=f"{len(life)} allocations and frees", xlim=(at[0], at[-1]), xticks=[])
-        parts = ", ".join(f"{x} {life[x].iloc[peak] / GIB:.2f}" for x in own if life[x].iloc[peak])
-        words.append(f"{name}: peak {total[peak] / GIB:.2f} GiB, of which {parts}")
     axes[0, 0].set_ylabel("bytes of the tensors alive (GiB)")
     top = max(life.sum(axis=1).max() for life in lives.values()) / GIB
     axes[0, 0].set_ylim(0, 1.12 * top)
     patches = [Patch(color=colors[name], label=name) for name in [*order, "others"]]
-    fig.legend(handles=patches, loc="outside lower center", ncols=min(4, len(patches)), fontsize=9)
-    return style.finish(fig, f"Bytes alive over the run, by tensor. {'; '.join(words)}.")
+    fig.legend(handles=patches, loc="outside lower center", ncols=min(4, len(patches)))
+    return style.finish(fig, f"Bytes alive over the run, by tensor: {', '.join(lives)}.")
 
 
 def claims(rows: pd.DataFrame):
@@ -160,18 +151,14 @@ def claims(rows: pd.DataFrame):
     ax.scatter(rows["dilated_n"], y, color=style.COLORS["Dilated"], marker="s", s=42, label="dilated, predicted")
     ax.scatter(rows["dense_n"], y, facecolor="none", edgecolor="black", marker="o", s=75, label="dense, predicted")
     for place, (low, high) in enumerate(zip(rows["theirs"], best, strict=True)):
-        style.note(
-            ax, f"{style.number(high / low)} times", (high, place), (10, 0), va="center", backgroundcolor="white"
-        )
+        text = f"{style.number(high / low)} times"
+        style.note(ax, text, (high, place), (10, 0), va="center", backgroundcolor="white")
     ax.set(xscale="log", yticks=y, yticklabels=names, ylim=(len(rows) - 0.5, -0.5), xlabel="longest N (tokens)")
     ax.set_xlim(rows["theirs"].min() / 1.5, best.max() * 4)
     ax.xaxis.set_major_locator(LogLocator(base=4, numticks=9))
     style.log_ticks(ax.xaxis, style.length)
-    ax.tick_params(axis="y", labelsize=9)
-    fig.legend(loc="outside lower center", ncols=3, fontsize=9)
-    words = "; ".join(f"{name}: {r.theirs:,} in the report, {high:,.0f} predicted".replace("\n", ", ")
-                      for name, r, high in zip(names, rows.itertuples(), best, strict=True))  # fmt: skip
-    return style.finish(fig, f"Longest N in the reports and predicted: {words}.")
+    fig.legend(loc="outside lower center", ncols=3)
+    return style.finish(fig, "The longest N in the reports and the longest predicted, a line per claim.")
 
 
 def _line(ax, line: pd.DataFrame, scale, pale: bool) -> str:
@@ -192,10 +179,6 @@ def _bytes_a_token(rows: pd.DataFrame) -> pd.Series:
     itemsize = rows["dtype"].map(lambda name: getattr(torch, name).itemsize)
     once = rows["batch"] * 2 * (rows["heads"] + rows["kv_heads"]) * rows["head_dim"] * itemsize
     return once * rows["mode"].map({"fwd": 1, "fwdbwd": 2})
-
-
-def _budget(nbytes: float) -> str:
-    return f"{nbytes / GIB:.3g} GiB" if nbytes >= GIB else f"{nbytes * 1024 / GIB:.3g} MiB"
 
 
 def _short(name: str) -> str:

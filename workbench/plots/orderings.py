@@ -6,7 +6,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import BoundaryNorm, ListedColormap, to_rgb
 from matplotlib.ticker import PercentFormatter
 
-from workbench.analysis.locality_words import label as label
+from workbench.harness.narrate import title
 from workbench.plots import style
 
 # Paul Tol's muted scheme: colour-blind safe, and apart from the colours that stand for patterns.
@@ -19,7 +19,7 @@ EMPTY, FAINT, JUMP = "#f2f2f2", "#d9d9d9", "#d62728"
 
 
 def color(order: str) -> str:
-    return COLORS.get(order.partition("-")[0], "#000000")
+    return COLORS.get(order.partition("-")[0], style.COLORS["muted"])
 
 
 def curves(orders):
@@ -40,62 +40,55 @@ def curves(orders):
         ax.add_collection(LineCollection(segments[steps > 1], colors=JUMP, linewidths=thin / 2))
         ax.plot(*points[0], "o", color=style.COLORS["accent"], ms=6, zorder=3)
         ax.set(xlim=(-0.7, width - 0.3), ylim=(height - 0.3, -0.7), aspect="equal")
-        ax.set_title(f"{label(order.name)}: {order.jumps:,} jumps", fontsize=10)
+        ax.set_title(f"{title(order.name)}: {order.jumps:,} jumps", fontsize=10)
         style.bare(ax)
-    shape, names = " x ".join(map(str, orders[0].shape)), ", ".join(label(o.name) for o in orders)
-    return style.finish(fig, f"The paths of {names} through a grid of {shape} cells; a dot marks the first token.")
+    return style.finish(fig, f"The path of each order through a grid of {height} x {width} cells.")
 
 
 def locality(extent, within):
     """Left: how wide a run of tokens lies on the grid (`locality.extent`); right: how near neighbours are in tokens."""
     fig, (left, right) = style.subplots(1, 2, figsize=(9.5, 3.8))
-    _lines(left, extent, "length", "extent")
+    ends = _lines(left, extent, "length", "extent")
     lengths = np.array(sorted(extent["length"].unique()))
     left.plot(lengths, np.sqrt(lengths), ":", color="black", lw=1.2)
     left.set_yscale("log", base=2)
     left.yaxis.set_major_formatter("{x:g}")
     left.set(title="A run of tokens on the grid", xlabel="consecutive tokens")
     left.set_ylabel("side of the box around them (cells)")
-    square = (lengths[-1], lengths[-1] ** 0.5, "a square:\nthe least", "black")
-    style.name_ends(left, [*_ends(extent, "length", "extent"), square])
-    _lines(right, within, "lag", "share")
+    style.name_ends(left, [*ends, (lengths[-1], lengths[-1] ** 0.5, "a square:\nthe least", "black")])
+    ends = _lines(right, within, "lag", "share")
     right.yaxis.set_major_formatter(PercentFormatter(1))
     right.set(title="Adjacent cells in the sequence", xlabel="tokens apart, at most", ylim=(0, 1.03))
     right.set_ylabel("share of the pairs of adjacent cells")
-    style.name_ends(right, _ends(within, "lag", "share"))
-    return style.finish(
-        fig,
-        "How compact runs of tokens are on the grid, and how near adjacent cells are in the sequence, by order.",
-    )
+    style.name_ends(right, ends)
+    return style.finish(fig, "How compact runs of tokens are, and how near adjacent cells are, by order.")
 
 
-def blocks(matrices: dict, title: str):
+def blocks(matrices: dict):
     """Matrices of touched blocks, bool (query blocks, key blocks), by the name of the ordering (or a label)."""
     fig, axes = style.subplots(1, len(matrices), figsize=(9.5, 0.9 + 9.0 / len(matrices)), squeeze=False)
     for i, (ax, (name, seen)) in enumerate(zip(axes[0], matrices.items(), strict=True)):
         ax.imshow(seen, cmap=ListedColormap([EMPTY, color(name)]), vmin=0, vmax=1, interpolation="nearest")
         ax.grid(False)
-        ax.set_title(f"{label(name)}: {100 * seen.mean():.1f}%")
+        ax.set_title(f"{title(name)}: {100 * seen.mean():.1f}%")
         ax.set(xlabel="key block", ylabel="query block" if i == 0 else "")
         ax.set(xticks=[0, len(seen) - 1], yticks=[0, len(seen) - 1])
-    shares = ", ".join(f"{label(name)} {100 * seen.mean():.1f}%" for name, seen in matrices.items())
-    return style.finish(fig, f"{title}. Blocks touched: {shares}.")
+    return style.finish(fig, "The blocks of queries and keys that are touched under each order.")
 
 
 def touched_by_side(frame):
     """`locality.blocks_touched` of sliding windows: percent against the side of the window."""
     fig, ax = style.subplots(figsize=(7, 3.4))
-    _lines(ax, frame, "side", "percent")
+    ends = _lines(ax, frame, "side", "percent")
     ax.set_yscale("log", base=2)
     ax.yaxis.set_major_formatter("{x:g}%")
     ax.set_xticks(sorted(frame["side"].unique()))
     ax.set(xlabel="side of the window (cells)", ylabel="blocks touched")
-    style.name_ends(ax, _ends(frame, "side", "percent"))
-    text = "A line chart of the percent of blocks touched against the side of a sliding window, one line an ordering."
-    return style.finish(fig, text)
+    style.name_ends(ax, ends)
+    return style.finish(fig, "Percent of blocks touched against the side of a sliding window, a line an order.")
 
 
-def runs_on_picture(features, orders, length: int, title: str):
+def runs_on_picture(features, orders, length: int):
     """A picture of cells (rows, cols, pixels * 3), in [0, 1]; only a run of `length` tokens in the middle is lit."""
     rows, cols, pixels = features.shape
     side = round((pixels / 3) ** 0.5)
@@ -107,68 +100,38 @@ def runs_on_picture(features, orders, length: int, title: str):
         lit = ((rank >= start) & (rank < start + length)).repeat(side, 0).repeat(side, 1)[..., None]
         ax.imshow(np.where(lit, picture, 0.82 + 0.18 * picture.mean(2, keepdims=True)))
         style.bare(ax)
-        ax.set_title(label(order.name))
-    names = ", ".join(label(order.name) for order in orders)
-    return style.finish(fig, f"{title}: a photograph, lit only where {length:,} consecutive tokens are, for {names}.")
+        ax.set_title(title(order.name))
+    return style.finish(fig, f"A photograph, lit only where {length:,} consecutive tokens are, under each order.")
 
 
 def similarity(frame, level: float):
     """`locality.similarity`: at each distance along the order, and on average up to it."""
     fig, (left, right) = style.subplots(1, 2, figsize=(9.5, 3.6), sharey=True)
     for ax, value in ((left, "similarity"), (right, "run")):
-        _lines(ax, frame, "lag", value, markers=False)
+        ends = _lines(ax, frame, "lag", value, markers=False)
         ax.axhline(0, color="#666666", lw=0.8)
     right.axhline(level, color="black", lw=1, ls=":")
     style.note(right, "a half", (1, level), (2, 4))
     left.set(xlabel="tokens apart along the order", ylabel="similarity of the patches", title="At this distance")
     right.set(xlabel="tokens apart, at most", title="On average up to this distance")
-    style.name_ends(right, _ends(frame, "lag", "run"))
-    return style.finish(
-        fig,
-        "Similarity of the photograph's patches against their distance along each order: at each distance, and on "
-        "average up to it. Row-major peaks again at every whole row.",
-    )
+    style.name_ends(right, ends)  # the right one's
+    return style.finish(fig, "Similarity of patches against their distance along each order, at it and up to it.")
 
 
-def times(frame, percent: dict[str, float]):
-    """The time of the same attention under each order: `timing.compare`'s table, and the percent of blocks touched."""
-    fig, ax = style.subplots(figsize=(7, 0.45 * len(frame) + 0.9))
-    orders = [frame.index[0] if name == "A/A" else name for name in frame.index]
-    again = frame.index == "A/A"
-    y = np.arange(len(frame))
-    bars = ax.barh(y, frame["median_ms"], color=[color(name) for name in orders], height=0.62)
-    for bar in np.array(bars)[again]:
-        bar.set(alpha=0.45)
-    spread = [frame["median_ms"] - frame["q10_ms"], frame["q90_ms"] - frame["median_ms"]]
-    ax.errorbar(frame["median_ms"], y, xerr=spread, fmt="none", ecolor="black", elinewidth=1, capsize=3)
-    pairs = zip(frame["median_ms"], orders, strict=True)
-    said = [f"{style.number(t)} ms, {percent[o]:.1f}% of the blocks" for t, o in pairs]
-    for text, end, at in zip(said, frame["q90_ms"], y, strict=True):
-        style.note(ax, text, (end, at), (6, 0), va="center")
-    names = [label(o) + " again" * bool(a) for o, a in zip(orders, again, strict=True)]
-    ax.set_yticks(y, names)
-    ax.set(xlim=(0, 1.6 * frame["q90_ms"].max()), xlabel="time per call (ms)")
-    ax.xaxis.set_major_formatter("{x:,g}")
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
-    said = "; ".join(f"{name} {text}" for name, text in zip(names, said, strict=True))
-    return style.finish(fig, f"Time of the same neighborhood attention under each order: {said}.")
-
-
-def neighbours(frame, radius: int, what: str):
+def neighbours(frame, radius: int):
     """`locality.neighbours`: for every branch, how much of a token's surroundings shares its segment, and is seen."""
     branches = frame["branch"].unique()
     fig, axes = style.subplots(1, 2, figsize=(9.5, 0.62 * len(branches) + 1.3), sharey=True)
     side = 2 * radius + 1
     titles = {"inside": "In the token's segment", "seen": "Seen by the token in some head"}
-    for ax, (value, title) in zip(axes, titles.items(), strict=True):
+    for ax, (value, words) in zip(axes, titles.items(), strict=True):
         for name, part in frame.groupby("order", sort=False):
             y = [list(branches).index(b) for b in part["branch"]]
             kind = name.partition("-")[0]
             shift = 0.13 * (list(frame["order"].unique()).index(name) - (frame["order"].nunique() - 1) / 2)
-            ax.plot(part[value], np.array(y) + shift, MARKERS[kind], color=color(name), ms=7, label=label(name))
+            ax.plot(part[value], np.array(y) + shift, MARKERS[kind], color=color(name), ms=7, label=title(name))
         ax.xaxis.set_major_formatter(PercentFormatter(1))
-        ax.set(xlim=(-0.03, 1.03), title=title, xlabel=f"of the cells within {side} x {side}")
+        ax.set(xlim=(-0.03, 1.03), title=words, xlabel=f"of the cells within {side} x {side}")
         for y in range(0, len(branches), 2):
             ax.axhspan(y - 0.5, y + 0.5, color="#f4f4f4", lw=0, zorder=0)
         ax.grid(axis="y", visible=False)
@@ -176,14 +139,10 @@ def neighbours(frame, radius: int, what: str):
     axes[0].set(ylabel="segment / rate", ylim=(-0.5, len(branches) - 0.5))
     axes[0].invert_yaxis()
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    return style.finish(
-        fig,
-        f"{what}: for each branch of LongNet and each ordering, the share of a token's neighbours within "
-        f"{side} x {side} cells that are in its segment, and that it sees in some head.",
-    )
+    return style.finish(fig, "A token's neighbours in its segment, and those it sees, by branch and order.")
 
 
-def fields(grids: dict, cell, layers: int, what: str):
+def fields(grids: dict, cell, layers: int):
     """Receptive fields, `locality.field_on_grid` by the ordering's name: after how many layers each cell is known."""
     shape = next(iter(grids.values())).shape
     size = (9.5, 8.2 / len(grids) * shape[0] / shape[1] + 0.4)
@@ -196,35 +155,23 @@ def fields(grids: dict, cell, layers: int, what: str):
         image = ax.imshow(np.ma.masked_invalid(shown), cmap=cmap, norm=norm, interpolation="nearest")
         ax.plot(cell[1], cell[0], "*", color=style.COLORS["accent"], mec="black", mew=0.6, ms=13)
         style.bare(ax)
-        _outline(ax, shape)
-        ax.set_title(label(name))
+        ax.spines[:].set_visible(True)
+        ax.set_title(title(name))
     bar = fig.colorbar(image, ax=axes, shrink=0.85, ticks=range(layers + 1))
     bar.ax.set_yticklabels(["never", *(f"{n} layer" + "s" * (n > 1) for n in range(1, layers + 1))])
     bar.ax.minorticks_off()
-    known = "; ".join(
-        f"{label(name)} {(grid >= 0).sum() / np.isfinite(grid).sum():.0%} of the cells" for name, grid in grids.items()
-    )
-    place = f"the token at row {cell[0]}, column {cell[1]}"
-    return style.finish(fig, f"{what}, known to {place} after {layers} layers: {known}.")
+    return style.finish(fig, f"After how many of {layers} layers a token knows of each cell, under each order.")
 
 
-def _ends(frame, x: str, y: str) -> list:
-    """The last point of each ordering's line, with its name and colour."""
-    last = frame.loc[frame.groupby("order", sort=False)[x].idxmax()]
-    return [(end[x], end[y], label(end["order"]), color(end["order"])) for _, end in last.iterrows()]
-
-
-def _lines(ax, frame, x: str, y: str, markers: bool = True) -> None:
-    """One line an ordering, over a logarithmic axis of powers of two."""
-    for name, part in frame.groupby("order", sort=False):
+def _lines(ax, frame, x: str, y: str, markers: bool = True) -> list[tuple]:
+    """One line an ordering, over a logarithmic axis of powers of two; returns their ends for `style.name_ends`."""
+    ends = []
+    for name, part in frame.sort_values(x).groupby("order", sort=False):
         marker = MARKERS[name.partition("-")[0]] if markers else None
         dash = "--" if name == "morton" else "-"  # where it coincides with tiles, both show
         ax.plot(part[x], part[y], dash, color=color(name), marker=marker, ms=4.5, lw=1.5)
+        ends.append((part[x].iloc[-1], part[y].iloc[-1], title(name), color(name)))
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:,g}")
     ax.xaxis.set_minor_locator(plt.NullLocator())
-
-
-def _outline(ax, shape) -> None:
-    box = plt.Rectangle((-0.5, -0.5), shape[1], shape[0], fill=False, edgecolor="#999999", lw=0.8, clip_on=False)
-    ax.add_patch(box)
+    return ends

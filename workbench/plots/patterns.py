@@ -20,51 +20,72 @@ from workbench.plots import style
 
 MARKERS = "os^Dv<>P"
 UNCOVERED = "#f3d9b1"
-MOST = 4  # panels side by side
 
 
 def masks(patterns: dict[str, Pattern], n: int, heads: int = 1, head: int = 0):
     """One panel a pattern: a cell is coloured where the query (row) of one head sees the key (column)."""
-    fig, axes = _panels(len(patterns))
-    for ax, (name, pattern) in zip(axes, patterns.items(), strict=True):
-        _grid(ax, pattern.multiplicity(n, heads)[head].numpy(), pattern)
-        ax.set_title(f"{name}\n{pattern.density(n, heads):.1%} of pairs", fontsize=10)
-    most = max(patterns.values(), key=lambda pattern: int(pattern.multiplicity(n, heads)[head].max()))
-    _key(fig, most, int(most.multiplicity(n, heads)[head].max()))
-    shares = ", ".join(f"{name} {p.density(n, heads):.1%}" for name, p in patterns.items())
-    return style.finish(fig, f"Which keys each query sees, {n:,} tokens, head {head}. Share of pairs: {shares}.")
+    panels = [(f"{name}\n{pattern.density(n, heads):.1%} of pairs", pattern.multiplicity(n, heads)[head], pattern)
+              for name, pattern in patterns.items()]  # fmt: skip
+    return _grids(panels, f"Which keys each query sees, {n:,} tokens, head {head}: {', '.join(patterns)}.")
 
 
 def heads(pattern: Pattern, n: int, heads: int):
     """One panel a head, and what all of them see together; queries that no key reaches are shaded."""
-    count = pattern.multiplicity(n, heads).numpy()
-    together, (fig, axes) = (count > 0).any(0).astype(int), _panels(heads + 1, most=5)
-    names = [*(f"head {h}" for h in range(heads)), "all heads"]
-    for ax, seen, name in zip(axes, [*count, together], names, strict=True):
-        _grid(ax, seen, pattern, deepest=int(count.max()), shade=True)
+    count, panels = pattern.multiplicity(n, heads), []
+    for name, seen in [*((f"head {h}", count[h]) for h in range(heads)), ("all heads", (count > 0).any(0).int())]:
         empty = int((seen == 0).all(1).sum())
-        ax.set_title(f"{name}: {(seen > 0).mean():.1%}" + f"\n{empty:,} empty rows" * (empty > 0), fontsize=10)
-    _key(fig, pattern, int(count.max()), empty=bool((count == 0).all(2).any()))
-    seen = ", ".join(f"{(each > 0).mean():.1%}" for each in count)
-    alt = f"{pattern.name} on {n:,} tokens, head by head. Share of pairs: {seen}; together {together.mean():.1%}."
-    return style.finish(fig, alt)
+        words = f"{name}: {(seen > 0).double().mean():.1%}" + f"\n{empty:,} empty rows" * (empty > 0)
+        panels.append((words, seen, pattern))
+    alt = f"Which keys each query of {pattern.name} sees, {n:,} tokens, head by head and together."
+    return _grids(panels, alt, across=5, shade=True)
 
 
 def branches(pattern: Dilated, n: int, heads: int, head: int = 0):
     """One panel a branch of a dilated pattern, and their sum: how often a query of this head sees each key."""
     if pattern.heads != "all":
         raise ValueError(f"heads={pattern.heads!r}: want a pattern whose heads are in every branch, heads='all'")
-    fig, axes = _panels(len(pattern.segment_lengths) + 1)
-    total = pattern.multiplicity(n, heads)[head].numpy()
-    for ax, w, r in zip(axes, pattern.segment_lengths, pattern.dilation_rates, strict=False):
+    total, panels = pattern.multiplicity(n, heads)[head], []
+    for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True):
         alone = Dilated([w], [r], causal=pattern.causal, offsets=pattern.offsets)
-        _grid(ax, alone.multiplicity(n, heads)[head].numpy(), pattern, deepest=int(total.max()))
-        ax.set_title(f"segments of {w}\n{'every position' if r == 1 else f'one position in {r}'}", fontsize=10)
-    _grid(axes[-1], total, pattern, deepest=int(total.max()))
-    axes[-1].set_title(f"all branches\nup to {total.max()} times", fontsize=10)
-    _key(fig, pattern, int(total.max()))
-    alt = f"Branches of {pattern.name}, head {head}, {n} tokens and their sum: a key is seen up to {total.max()} times."
+        words = f"segments of {w}\n{'every position' if r == 1 else f'one position in {r}'}"
+        panels.append((words, alone.multiplicity(n, heads)[head], pattern))
+    panels.append((f"all branches\nup to {total.max()} times", total, pattern))
+    return _grids(panels, f"Which keys each query sees, {n:,} tokens, head {head}: branch by branch, and their sum.")
+
+
+def _grids(panels: list[tuple[str, Tensor, Pattern]], alt: str, across: int = 4, shade: bool = False):
+    """A panel each of (title, counts (queries, keys), the pattern whose colour it has), at most `across` side by side,
+    with a key of what the colours say. shade: mark the rows that see nothing."""
+    columns, wide, most = min(len(panels), across), 1.8, max(1, *(int(count.max()) for _, count, _ in panels))
+    rows = -(-len(panels) // columns)
+    fig, axes = style.subplots(rows, columns, figsize=(wide * columns + 0.3, (wide + 0.75) * rows), squeeze=False)
+    for ax in axes.flat[len(panels) :]:
+        ax.remove()
+    for at, (title, count, pattern) in enumerate(panels):
+        ax, last = axes.flat[at], len(count) - 1
+        image = np.asarray(_cmap(pattern, most)(count.numpy() / most))[..., :3]
+        if shade:
+            image[(count == 0).all(1).numpy()] = to_rgb(UNCOVERED)
+        ax.imshow(image, interpolation="nearest")
+        ax.set(xticks=[0, last], yticks=[0, last], ylabel="query" * (at % columns == 0))
+        ax.set(xlabel="key" * (at >= len(panels) - columns))
+        ax.set_title(title, fontsize=10)
+        ax.grid(False)
+    _, _, deepest = max(panels, key=lambda panel: int(panel[1].max()))
+    colors = {f"seen {c} times" if c > 1 else "seen once": _cmap(deepest, most)(c / most)
+              for c in sorted({*range(1, min(most, 4) + 1), most})}  # fmt: skip
+    if shade and any((count == 0).all(1).any() for _, count, _ in panels):
+        colors["a row that sees nothing"] = UNCOVERED
+    handles = [Patch(facecolor=color, label=words) for words, color in colors.items()]
+    fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return style.finish(fig, alt)
+
+
+def _cmap(pattern: Pattern, deepest: int):
+    """White for nothing; the pattern's colour for one; towards black up to `deepest`."""
+    color = style.family_color(type(pattern).__name__)
+    dark = color if deepest == 1 else tuple(0.35 * c for c in to_rgb(color))
+    return LinearSegmentedColormap.from_list("count", sorted({0: "white", 1 / deepest: color, 1: dark}.items()))
 
 
 def reach(patterns: dict[str, Pattern], n: int, heads: int, layers: int):
@@ -95,55 +116,8 @@ def reach(patterns: dict[str, Pattern], n: int, heads: int, layers: int):
     bar = right.colorbar(image, ax=list(strips), ticks=range(-1, layers + 1), label="layers")
     bar.ax.set_yticklabels(["never", *map(str, range(layers + 1))])
     bar.ax.minorticks_off()
-    told = ", ".join(text for *_, text, _ in ends)
-    fig = style.finish(fig, f"Receptive field over {layers} layers on {n:,} tokens. After the last: {told}.")
+    fig = style.finish(fig, f"What a token depends on after up to {layers} layers, {n:,} tokens, line by pattern.")
     return fig, pd.DataFrame(shares).rename_axis("layers")
-
-
-def _panels(many: int, most: int = MOST):
-    columns = min(many, most)
-    rows, wide = -(-many // columns), min(2.4, 7.2 / MOST)
-    fig, axes = style.subplots(rows, columns, figsize=(wide * columns + 0.3, (wide + 0.75) * rows), squeeze=False)
-    for ax in axes.flat[many:]:
-        ax.remove()
-    for ax in axes[:, 0]:
-        ax.set_ylabel("query")
-    for ax in axes.flat[max(0, many - columns) : many]:
-        ax.set_xlabel("key")
-    return fig, list(axes.flat[:many])
-
-
-def _grid(ax, count: np.ndarray, pattern: Pattern, deepest: int | None = None, shade: bool = False) -> None:
-    """count (queries, keys); the deepest colour is the highest count, or `deepest` where panels are compared.
-
-    shade: mark the rows that see nothing.
-    """
-    deepest = max(1, int(count.max()) if count.size and deepest is None else deepest or 1)
-    image = np.asarray(_cmap(pattern, deepest)(count / deepest))[..., :3]
-    if shade:
-        image[(count == 0).all(1)] = to_rgb(UNCOVERED)
-    ax.imshow(image, interpolation="nearest")
-    n = len(count)
-    ax.set(xticks=[0, n - 1], yticks=[0, n - 1])
-    ax.grid(False)
-
-
-def _key(fig, pattern: Pattern, most: int, empty: bool = False) -> None:
-    """What the colours of `_grid` say: how often a key is seen, and that a row sees nothing."""
-    counts = sorted({*range(1, min(most, 4) + 1), most} - {0})
-    colors = {f"seen {c} times" if c > 1 else "seen once": _cmap(pattern, most)(c / most) for c in counts}
-    colors |= {"a row that sees nothing": UNCOVERED} if empty else {}
-    handles = [Patch(facecolor=color, label=words) for words, color in colors.items()]
-    fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-
-
-def _cmap(pattern: Pattern, deepest: int = 1):
-    """White for nothing; the pattern's colour for one; towards black up to `deepest`."""
-    color = style.family_color(type(pattern).__name__)
-    dark = tuple(0.35 * c for c in to_rgb(color))
-    if deepest == 1:
-        return LinearSegmentedColormap.from_list("count", [(0, "white"), (1, color)])
-    return LinearSegmentedColormap.from_list("count", [(0, "white"), (1 / deepest, color), (1, dark)])
 
 
 def cost(table: pd.DataFrame):
@@ -171,24 +145,7 @@ def cost(table: pd.DataFrame):
     style.log_ticks(right.yaxis, binary, [2.0**x for x in range(10, 70, 4) if low <= 2.0**x <= high])
     for ax, names in ((left, ends), (right, sizes)):
         style.name_ends(ax, names)
-    last = table[table.n == table.n.max()]
-    ends = ", ".join(f"{r.pattern} {r.pairs:,} pairs and {binary(r.predicted_bytes)}" for r in last.itertuples())
-    return style.finish(fig, f"Pairs and modelled bytes against N. At N = {table.n.max():,}: {ends}.")
-
-
-def times(table: pd.DataFrame):
-    """Every sample of `workbench.probes.timing.compare`, a line an alternative; the bar is the median."""
-    fig, ax = style.subplots(figsize=(7, 1.0 + 0.4 * len(table)))
-    for y, r in enumerate(table.itertuples()):
-        color = style.COLORS["muted"] if r.Index == "A/A" else style.COLORS["Dilated"]
-        ax.plot(r.samples_ms, [y] * len(r.samples_ms), "o", color=color, alpha=0.5, ms=6, mew=0)
-        ax.plot(r.median_ms, y, "|", color="black", ms=20, mew=2)
-    names = [f"{table.index[0]}, again (A/A)" if name == "A/A" else name for name in table.index]
-    medians = [f"{style.number(ms)} ms" for ms in table.median_ms]
-    ax.set_yticks(range(len(table)), [f"{n}: {ms}" for n, ms in zip(names, medians, strict=True)])
-    ax.set(xlabel="time per call (ms)", xlim=(0, None), ylim=(len(table) - 0.5, -0.5))
-    told = ", ".join(f"{n} {ms}" for n, ms in zip(names, medians, strict=True))
-    return style.finish(fig, f"Median times: {told}.")
+    return style.finish(fig, "Pairs, and modelled bytes, of each pattern against N, logarithmic axes.")
 
 
 def attention_maps(sources: dict[str, Tensor], qk: dict[str, Tensor]):
@@ -213,10 +170,7 @@ def attention_maps(sources: dict[str, Tensor], qk: dict[str, Tensor]):
         ax.set(xticks=[], yticks=[])
     bar = fig.colorbar(image, ax=list(axes.flat), ticks=[0, 1], shrink=0.7)
     bar.ax.set_yticklabels(["no weight", "the most\nin a panel"])
-    return style.finish(
-        fig,
-        f"Dense attention's weights from the middle of each grid, {many} heads: {', '.join(sources)}. Darker is more.",
-    )
+    return style.finish(fig, f"Dense attention's weights from the middle of {', '.join(sources)}, head by head.")
 
 
 def mass(table: pd.DataFrame):
@@ -247,5 +201,4 @@ def mass(table: pd.DataFrame):
         for x, h in enumerate(heads)
     ]
     fig.legend(handles=rings, loc="outside lower center", ncols=len(rings))
-    told = "; ".join(f"{s}, {p}: {r.mass:.0%} kept for {r.density:.0%} of pairs" for (s, p), r in means.iterrows())
-    return style.finish(fig, f"Share of dense attention's weight that each pattern keeps, beside its cost. {told}.")
+    return style.finish(fig, "Dense attention's weight that each pattern keeps, beside its share of pairs.")

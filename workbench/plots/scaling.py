@@ -77,9 +77,7 @@ def speedups(rows: pd.DataFrame):
                     label=SHORT.get(x, x)) for x in names]  # fmt: skip
     marks += [Patch(color="#777777", alpha=0.25, label="one device against itself")] * (AA in set(rows["strategy"]))
     fig.legend(handles=marks, loc="outside lower center", ncols=3, fontsize=9)
-    ours = drawn[drawn["strategy"] == "sequence"]["speedup"]
-    said = f" Dividing the sequence: {ours.min():.2f} to {ours.max():.2f} in {len(ours)} cases." if len(ours) else ""
-    return style.finish(fig, f"Speed relative to one device at the same N, for each way of using several.{said}")
+    return style.finish(fig, "Speed relative to one device at the same N, for each way of using several.")
 
 
 def _line(ax, y: int, rows: pd.DataFrame, names: list[str]) -> None:
@@ -141,7 +139,6 @@ def messages(links: Mapping[str, pd.DataFrame]):
     """Bandwidth against the size of a message: measured markers with the range of all samples, the fit, and what bounds
     it, the latency for short messages and the bandwidth for long ones. links: {name: rows of `link.measure`}."""
     fig, ax = style.subplots(figsize=(7, 3.9))
-    said = []
     for (name, rows), color in zip(links.items(), ("#0072B2", "#D55E00", "#009E73"), strict=False):
         rates, rows = link.fit(rows), rows[rows["stage"].eq("link") & rows["status"].eq("ok")]
         size, each = rows["message_bytes"].to_numpy(float), rows["samples_ms"].tolist()
@@ -160,12 +157,11 @@ def messages(links: Mapping[str, pd.DataFrame]):
         if rates.latency_s > 0:
             short = at[at / rates.latency_s / 1e9 < top]
             ax.plot(short, short / rates.latency_s / 1e9, color=color, lw=1, ls=":")
-            said.append(f"{name}: {top:.3g} GB/s after {1000 * rates.latency_s:.3g} ms")
     ax.set(xscale="log", yscale="log", xlabel="bytes that each rank sends", ylabel="GB/s")
     ax.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     sizes = sorted({int(x) for rows in links.values() for x in rows[rows["stage"].eq("link")]["message_bytes"]})
     style.log_ticks(ax.xaxis, lambda x: f"{x / 2**20:g} MiB" if x >= 1 << 20 else f"{x / 2**10:g} KiB", sizes)
-    return style.finish(fig, f"Bandwidth against message size, measured and fitted. {'; '.join(said)}.")
+    return style.finish(fig, f"Bandwidth against message size, measured and fitted: {', '.join(links)}.")
 
 
 def rank_ticks(ax, worlds) -> None:

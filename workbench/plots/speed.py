@@ -1,4 +1,4 @@
-"""Pictures of speed: time against N, the roofline, and where sparse attention pays.
+"""Pictures of speed: time against N, calls beside each other, and where sparse attention pays.
 
 Each function draws from DataFrames alone (see `probes.speed.table` and `probes.suite.rates` for the columns) and
 returns a Figure with its alternative text.
@@ -11,8 +11,9 @@ import pandas as pd
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from workbench.harness.narrate import first_mode, title
+from workbench.harness.narrate import title
 from workbench.plots import style
+from workbench.plots.orderings import color as color_of
 from workbench.plots.style import MARKERS, MODES
 
 LINES = {"cudnn": "-", "sdpa": "-", "flash": "--", "efficient": ":"}
@@ -31,10 +32,7 @@ def time_against_n(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     for ax, ends in named:  # which share their limits
         style.name_ends(ax, ends)
     axes[0, 0].set_ylabel("time per call (ms)")
-    slow = first_mode(rows[rows["status"] == "ok"])
-    slow = slow[slow["n"] == slow["n"].max()]
-    said = ", ".join(f"{r.label} {r.median_ms:,.1f} ms" for r in slow.itertuples()) or "nothing ran"
-    return style.finish(fig, f"Time per call against N, logarithmic axes. At the longest N: {said}.")
+    return style.finish(fig, "Time per call of each pattern against N, logarithmic axes.")
 
 
 def _lines(ax, mode: str, rows: pd.DataFrame, recorded: pd.DataFrame | None) -> list[tuple]:
@@ -64,42 +62,20 @@ def _lines(ax, mode: str, rows: pd.DataFrame, recorded: pd.DataFrame | None) -> 
     return ends
 
 
-def roofline(devices: Mapping[str, dict]):
-    """A panel per device: the rate of each pattern and length against its operations per byte, under the ceilings.
-
-    devices: {name: `analysis.roofline.device`}. Filled: forward; hollow: with backward. A line joins the lengths of one
-    pattern; the longest is named.
-    """
-    fig, axes = style.subplots(1, len(devices), figsize=(7 if len(devices) == 1 else 9.5, 4.2), squeeze=False)
-    words = []
-    for ax, (name, device) in zip(axes[0], devices.items(), strict=True):
-        points, ends = device["points"], []
-        ridge = 1000 * device["tflops"] / device["gbs"]
-        x = np.geomspace(min(ridge, points["intensity"].min()) / 2, 2 * points["intensity"].max(), 64)
-        ax.plot(x, np.minimum(device["tflops"], x * device["gbs"] / 1000), color="#444444", linewidth=1.5)
-        style.note(ax, f"measured: {style.number(device['tflops'])} TFLOP/s", (x[0], device["tflops"]), (3, -12))
-        if device["peak"]:
-            ax.axhline(device["peak"], color=style.COLORS["muted"], linestyle="--", linewidth=1)
-            style.note(ax, f"vendor's peak: {style.number(device['peak'])}", (x[0], device["peak"]), (3, 4))
-        lines = points.sort_values("intensity").groupby(["label", "backend", "mode"], sort=False)
-        for (label, backend, mode), line in lines:
-            color = style.family_color(line["family"].iloc[0])
-            fill = color if mode == "fwd" else "white"
-            look = {"color": color, "markerfacecolor": fill, "marker": MARKERS.get(line["family"].iloc[0], "v")}
-            ax.plot(line["intensity"], line["tflops"], linewidth=0.6, markersize=6, **look)
-            if mode == "fwd":
-                named = f"{label}, {title(backend)}" if label == "dense" else label
-                ends.append((line["intensity"].iloc[-1], line["tflops"].iloc[-1], named, color))
-        ax.set(xscale="log", yscale="log", title=name, xlabel="operations per byte that has to move")
-        ax.set_xlim(x[0], x[-1])
-        ax.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 3)))
-        for axis in (ax.xaxis, ax.yaxis):
-            style.log_ticks(axis, "{:,g}".format)
-        style.name_ends(ax, ends)
-        best = points.loc[points["tflops"].idxmax()]
-        words.append(f"{name}: {best['label']} reaches {best['tflops'] / device['tflops']:.0%} of the ceiling")
-    axes[0, 0].set_ylabel("TFLOP/s over attended pairs")
-    return style.finish(fig, f"Roofline. {'; '.join(words)}.")
+def each_call(table: pd.DataFrame, notes: Mapping[str, str] | None = None):
+    """Every sample of `probes.timing.compare`, a line an alternative, its colour that of its order if it is one; the
+    bar is the median. notes: name of an alternative -> what is said of it beside its median."""
+    fig, ax = style.subplots(figsize=(7, 1.0 + 0.4 * len(table)))
+    names, first = [], table.index[0]
+    for y, row in enumerate(table.itertuples()):
+        of = first if row.Index == "A/A" else row.Index
+        ax.plot(row.samples_ms, [y] * len(row.samples_ms), "o", color=color_of(of), alpha=0.5, ms=6, mew=0)
+        ax.plot(row.median_ms, y, "|", color="black", ms=20, mew=2)
+        again, note = ", again (A/A)" * (row.Index == "A/A"), f", {notes[of]}" if notes else ""
+        names.append(f"{title(of)}{again}: {style.number(row.median_ms)} ms{note}")
+    ax.set_yticks(range(len(table)), names)
+    ax.set(xlabel="time per call (ms)", xlim=(0, None), ylim=(len(table) - 0.5, -0.5))
+    return style.finish(fig, f"The times of every call, against {title(first)}: {'; '.join(names)}.")
 
 
 def break_even(rows: pd.DataFrame):
@@ -126,8 +102,7 @@ def break_even(rows: pd.DataFrame):
         last = sparse.iloc[-1]
         places.append((x.iloc[-1], last["speedup"], "measured", style.COLORS["BlockSparse"]))
     style.name_ends(ax, places)
-    points = ", ".join(f"{1 - r.sparsity:.0%} kept: {r.speedup:.2f}x" for r in sparse.itertuples())
-    return style.finish(fig, f"Speed relative to dense attention against the blocks kept: {points}.")
+    return style.finish(fig, "Speed relative to dense attention against the share of blocks that is kept.")
 
 
 def against_dense(rows: pd.DataFrame):
@@ -135,36 +110,23 @@ def against_dense(rows: pd.DataFrame):
 
     rows: of `probes.suite.rates`. The colour is the kernel, the marker is N.
     """
-    ours = rows[
-        rows["suite"].str.startswith("longnet") & ~rows["label"].isin(["A/A"]) & (rows["label"] != rows["against"])
-    ]
-    modes, names = (
-        [mode for mode in MODES if mode in set(ours["mode"])],
-        [*dict.fromkeys(ours.sort_values("what")["what"])],
-    )
+    ours = rows[rows["suite"].str.startswith("longnet") & (rows["label"] != "A/A") & (rows["label"] != rows["against"])]
+    modes, names = [mode for mode in MODES if mode in set(ours["mode"])], sorted(set(ours["what"]))
     fig, axes = style.subplots(1, len(modes), figsize=(9.5, 0.5 * len(names) + 1.6), sharey=True, squeeze=False)
-    lengths, kernels, words = sorted(set(ours["n"])), [*dict.fromkeys(ours["backend"])], []
+    markers = dict(zip(sorted(set(ours["n"])), "os^D", strict=False))
     for ax, mode in zip(axes[0], modes, strict=True):
-        chosen = ours[ours["mode"] == mode]
-        for n, marker in zip(lengths, "os^D", strict=False):
-            for backend in kernels:
-                some = chosen[(chosen["n"] == n) & (chosen["backend"] == backend)]
-                y = [names.index(what) + 0.17 * (2 * lengths.index(n) - len(lengths) + 1) for what in some["what"]]
-                color = KERNELS.get(backend, "#555555")
-                ax.scatter(some["of_dense"], y, marker=marker, s=45, color=color, zorder=3)
+        for row in ours[ours["mode"] == mode].itertuples():
+            y = names.index(row.what) + 0.17 * (2 * list(markers).index(row.n) - len(markers) + 1)
+            color = KERNELS.get(row.backend, "#555555")
+            ax.plot(row.of_dense, y, markers[row.n], markersize=7, color=color, zorder=3)
         ax.axvline(1, color="black", linewidth=1)
         ax.set(yticks=range(len(names)), yticklabels=names, title=MODES[mode], ylim=(len(names) - 0.5, -0.5))
         ax.set(xlabel="rate per pair, relative to dense", xlim=(0, max(1.15, 1.06 * ours["of_dense"].max())))
-        words += [f"{r.what}, {r.who}, {MODES[mode]}, N = {r.n:,}: {r.of_dense:.2f}" for r in chosen.itertuples()]
-    look = {"linestyle": "", "color": "#555555"}
-    handles = [
-        Line2D([], [], marker="o", linestyle="", color=KERNELS.get(x, "#555555"), label=title(x)) for x in kernels
-    ]
-    handles += [
-        Line2D([], [], marker=m, label=f"N = {style.length(n)}", **look) for n, m in zip(lengths, "os^D", strict=False)
-    ]
+    keys = [(title(x), "o", KERNELS.get(x, "#555555")) for x in dict.fromkeys(ours["backend"])]
+    keys += [(f"N = {style.length(n)}", marker, "#555555") for n, marker in markers.items()]
+    handles = [Line2D([], [], linestyle="", label=name, marker=marker, color=color) for name, marker, color in keys]
     fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-    return style.finish(fig, "Rate over attended pairs against dense attention's: " + "; ".join(words) + ".")
+    return style.finish(fig, "Rate over attended pairs, relative to dense attention's, by LongNet setting and mode.")
 
 
 def times_faster(rows: pd.DataFrame):
@@ -179,7 +141,7 @@ def times_faster(rows: pd.DataFrame):
         return style.blank("Dense attention was not timed beside these.")
     some = some.sort_values(["what", "mode", "n"], kind="stable")
     fig, ax = style.subplots(figsize=(9.5, 0.33 * len(some) + 0.4 * some["suite"].nunique() + 1))
-    y, places, labels, words = 0.0, [], [], []
+    y, places, labels = 0.0, [], []
     for suite, group in some.groupby("suite", sort=False):
         dense = rows[(rows["suite"] == suite) & (rows["label"] == rows["against"])].iloc[0]
         ideal, first = dense["pairs"] / group["pairs"].iloc[0], group.iloc[0]
@@ -195,7 +157,6 @@ def times_faster(rows: pd.DataFrame):
             style.note(ax, f"{row.speedup:.1f}x{noise}", (row.speedup_high, y), (9, 0), va="center")
             places.append(y)
             labels.append(row.who)
-            words.append(f"{head}, {row.who}: {row.speedup:.2f}x{noise}")
         y += 1.3
     ax.axvline(1, color="black", linewidth=1)
     ax.set(xscale="log", yticks=places, yticklabels=labels, ylim=(y - 0.4, -0.7), xlabel="speed relative to dense")
@@ -203,7 +164,7 @@ def times_faster(rows: pd.DataFrame):
     ax.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
     style.log_ticks(ax.xaxis, "{:g}x".format)
     ax.grid(False, axis="y")
-    return style.finish(fig, "Speed relative to dense attention of the same length: " + "; ".join(words) + ".")
+    return style.finish(fig, "Speed relative to dense attention of the same length, a line per alternative.")
 
 
 def picture(path: str, kind: str = "h200x1") -> None:

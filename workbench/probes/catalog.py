@@ -185,32 +185,28 @@ GRID, RADIUS = (1024, 1024), 8
 BILLION = 1 << 30
 
 
-def several_cards(device: str = "cuda", dtype: str = "bfloat16") -> dict[str, Callable[[], dict[str, Case]]]:
+def several_cards(dtype: str = "bfloat16") -> dict[str, Callable[[], dict[str, Case]]]:
     """{name: a function that makes {label: Case}}, for `scaling.sweeps`; those of 524,288 and more for four cards."""
 
     def cases(n: int, patterns: Mapping[str, Callable[[int], Pattern]], modes=("fwd",), h=12, d=64, dtype=dtype):
         return {
-            f"{what} {mode} {n}": Case(make(n), n, h, d, dtype, "auto", mode, device)
+            f"{what} {mode} {n}": Case(make(n), n, h, d, dtype, "auto", mode, "cuda")
             for what, make in patterns.items() for mode in modes
         }  # fmt: skip
 
-    def dense(n: int, mode: str, name="dense", causal=False):
-        sizes = {"12x64": (12, 64), "8x128": (8, 128)}
-        made = (cases(n, {f"{name} {x}": lambda n: Dense(causal)}, (mode,), *size) for x, size in sizes.items())
-        return {label: case for group in made for label, case in group.items()}
+    def dense(n: int, mode: str):
+        return cases(n, narrow, (mode,)) | cases(n, {"dense 8x128": narrow["dense 12x64"]}, (mode,), 8, 128)
 
+    narrow = {"dense 12x64": lambda n: Dense()}
     longnet, billions = {"longnet-geometric": geometric}, {"longnet-geometric 2x32 float16": geometric}
     sparse = {"local and strided": lambda n: BlockSparse(SPARSE)}
-    dilations = {f"dilated r={r}": lambda n, r=r: Dilated((32_768, 131_072), (r, r)) for r in (1, 2)}
     orders = {f"neighborhood {x.__name__}": lambda n, x=x: Neighborhood(GRID, RADIUS, x(GRID))
               for x in (orderings.row_major, orderings.hilbert)}  # fmt: skip
     return {
         **{f"dense {mode} {n}": partial(dense, n, mode) for n in (32_768, 131_072) for mode in MODES},
-        "dense causal 131072": partial(dense, 131_072, "fwd", "dense causal", True),
         **{f"longnet {n}": partial(cases, n, longnet, MODES) for n in LONG},
         "block-sparse 262144": partial(cases, 262_144, sparse, MODES),
-        "dilation 131072": partial(cases, 131_072, dilations),
-        "dense 524288": partial(cases, 524_288, {"dense 12x64": lambda n: Dense()}, MODES),
+        "dense 524288": partial(cases, 524_288, narrow, MODES),
         "longnet 4194304": partial(cases, 1 << 22, longnet, MODES),
         "neighborhood 1048576": partial(cases, 1 << 20, orders),
         **{f"longnet {n}": partial(cases, n, billions, ("fwd",), 2, 32, "float16") for n in (BILLION // 4, BILLION)},

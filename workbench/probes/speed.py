@@ -12,7 +12,7 @@ import pandas as pd
 
 from workbench.harness import records
 from workbench.harness.narrate import MODES, counted, first_mode, listed, number, spread, title
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, checks, from_spec, layouts
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, checks, layouts
 from workbench.probes import catalog, roofline, timing
 from workbench.probes.case import Case, case_of
 
@@ -94,7 +94,7 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
 
 def times(rows: pd.DataFrame) -> pd.DataFrame:
     """The table of a sweep, a line per row that ran; its speed relative to the fastest dense kernel at that length."""
-    done = rows[(rows["status"] == "ok") & rows["median_ms"].notna()]
+    done = _ran(rows)
     dense = done[done["family"] == "Dense"].groupby(["n", "mode"])["median_ms"].min()
     relative = dense.reindex(pd.MultiIndex.from_frame(done[["n", "mode"]])).to_numpy() / done["median_ms"]
     low, high = (done["samples_ms"].map(lambda s, q=q: float(pd.Series(s).quantile(q))) for q in (0.1, 0.9))
@@ -105,11 +105,20 @@ def times(rows: pd.DataFrame) -> pd.DataFrame:
     }).set_index("pattern")  # fmt: skip
 
 
+def _ran(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows[(rows["status"] == "ok") & rows["median_ms"].notna()]
+
+
+def _sides(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """(all, dense, others), the fastest first."""
+    rows = rows.sort_values("median_ms")
+    return rows, rows[rows["family"] == "Dense"], rows[rows["family"] != "Dense"]
+
+
 def headline(rows: pd.DataFrame) -> str:
     """The fastest pattern at the longest N, forward, in times of dense attention's speed: a few words."""
-    done = first_mode(rows[(rows["status"] == "ok") & rows["median_ms"].notna()])
-    done = done[done["n"] == done["n"].max()].sort_values("median_ms")
-    dense, others = done[done["family"] == "Dense"], done[done["family"] != "Dense"]
+    done = first_mode(_ran(rows))
+    done, dense, others = _sides(done[done["n"] == done["n"].max()])
     if dense.empty or others.empty:
         return ""
     ratio = number(dense["median_ms"].iloc[0] / others["median_ms"].iloc[0])
@@ -121,9 +130,7 @@ def gain(rows: pd.DataFrame, n: int, mode: str = "fwd") -> str:
 
     The ratio is of the medians; in parentheses that of the extreme samples against each other, so all that was seen.
     """
-    done = rows[(rows["status"] == "ok") & (rows["n"] == n) & (rows["mode"] == mode) & rows["median_ms"].notna()]
-    done = done.sort_values("median_ms")
-    dense, others = done[done["family"] == "Dense"], done[done["family"] != "Dense"]
+    done, dense, others = _sides(_ran(rows[(rows["n"] == n) & (rows["mode"] == mode)]))
     at = f"At N = {n:,}, {MODES[mode]}, "
     if dense.empty or others.empty:
         ran = f"only **{listed(dict.fromkeys(done['label']))}** ran" if len(done) else "nothing ran"
@@ -142,16 +149,12 @@ def gain(rows: pd.DataFrame, n: int, mode: str = "fwd") -> str:
 def falling(rows: pd.DataFrame) -> list[str]:
     """A warning for each line of `table` on which a longer sequence with more pairs took clearly less time."""
     said = []
-    done = rows[(rows["status"] == "ok") & rows["median_ms"].notna()].sort_values("n")
-    for (label, backend, mode), line in done.groupby(["label", "backend", "mode"], sort=False):
+    for (label, backend, mode), line in _ran(rows).sort_values("n").groupby(["label", "backend", "mode"], sort=False):
         for before, after in itertools.pairwise(line.to_dict("records")):
             if after["pairs"] > before["pairs"] and after["median_ms"] < 0.9 * before["median_ms"]:
-                said.append(
-                    f"**Disturbed:** {label} ({title(backend)}), {MODES[mode]}, took "
-                    f"{number(before['median_ms'])} ms at N = {before['n']:,} and "
-                    f"{number(after['median_ms'])} ms at N = {after['n']:,}, with more to do: "
-                    "something else used the device, so take these times as upper bounds."
-                )
+                took = " and ".join(f"{number(x['median_ms'])} ms at N = {x['n']:,}" for x in (before, after))
+                said.append(f"**Disturbed:** {label} ({title(backend)}), {MODES[mode]}, took {took}, with more to do: "
+                            "something else used the device, so take these times as upper bounds.")  # fmt: skip
     return said
 
 
@@ -175,25 +178,9 @@ def settings(*frames: pd.DataFrame | None) -> pd.DataFrame:
         last = frame.sort_values("n").drop_duplicates("label", keep="last").to_dict("records")
         first = last[0]
         inputs = f"{first['dtype']}, {int(first['heads'])} heads x {int(first['head_dim'])}"
-        patterns = {row["label"]: f"{words(row['pattern_spec'])} ({title(row['backend'])})" for row in last}
+        patterns = {row["label"]: f"{title(row['pattern'])} ({title(row['backend'])})" for row in last}
         columns[first["run_device"]] = {"inputs": inputs} | patterns
     return pd.DataFrame(columns)
-
-
-def words(spec: dict) -> str:
-    """A pattern's parameters, from its spec."""
-    match spec["pattern"]:
-        case "Dilated":
-            w, r = spec["segment_lengths"], spec["dilation_rates"]
-            return f"{len(w)} branches, segments {w[0]} to {w[-1]}, rates {r[0]} to {r[-1]}"
-        case "Neighborhood":
-            order = title((spec["ordering"] or {}).get("ordering", "row_major"))
-            radius = " x ".join(map(str, dict.fromkeys(spec["radius"])))
-            return f"grid {' x '.join(map(str, spec['shape']))}, radius {radius}, {order} order"
-        case "BlockSparse":
-            return f"{title(from_spec(spec).layout.name)}, of {' x '.join(map(str, spec['block_size']))}"
-        case _:
-            return "causal" if spec.get("causal") else "every pair"
 
 
 def top(rows: pd.DataFrame, ceilings: dict) -> tuple[float, str]:
@@ -225,8 +212,8 @@ def break_even(
     measured against itself: what noise alone does. All are recorded.
     """
     sparsities, n = checks.listed("sparsities", sparsities), case_of(dense).n
-    for sparsity in sparsities:
-        checks.number("1 - sparsity", 1 - sparsity if isinstance(sparsity, (int, float)) else sparsity, most=1)
+    for x in sparsities:
+        checks.number("1 - sparsity", 1 - x if isinstance(x, (int, float)) else x, most=1)
     cases = {"dense": replace(dense, backend=fastest_dense(dense)) if dense.backend == "auto" else dense}
     for sparsity in sparsities:
         pattern = BlockSparse(layouts.random(1 - sparsity), block_size)
@@ -245,12 +232,12 @@ def break_even(
 
 
 def ceiling(rows: pd.DataFrame, ceilings: dict) -> list[str]:
-    """What comes closest to the ceiling (`top`), and what stays furthest from it, in `first_mode`."""
+    """What the ceiling is (`top`), and what comes closest to it in `first_mode`."""
     shares = against_ceiling(rows, ceilings)
     shares = first_mode(shares[shares["share"].notna()]).sort_values("share")
     if shares.empty:
         return ["Nothing ran: there is no rate to compare with the ceiling."]
-    far, close = shares.iloc[0], shares.iloc[-1]
+    close = shares.iloc[-1]
     most, what = top(rows, ceilings)
     product = ceilings["matmul_tflops"].get(rows["dtype"].iloc[0])
     said = [f"The ceiling is {number(most)} TFLOP/s, by {what}."]
@@ -258,10 +245,8 @@ def ceiling(rows: pd.DataFrame, ceilings: dict) -> list[str]:
         reached = "could not be measured" if product is None else f"reach {number(product)}"
         said = [f"{rows['dtype'].iloc[0]} matrix products {reached}, so the ceiling is the fastest attention here: "
                 f"{number(most)} TFLOP/s, by {what}."]  # fmt: skip
-    said.append(f"**{close['label']}** comes closest to the ceiling, at {close['share']:.0%} ({MODES[close['mode']]}).")
-    if far["label"] != close["label"]:
-        said.append(f"**{far['label']}** stays furthest from it, at {far['share']:.0%}.")
-    return said
+    near = f"**{close['label']}** comes closest to the ceiling, at {close['share']:.0%} ({MODES[close['mode']]})."
+    return [*said, near]
 
 
 def pays(rows: pd.DataFrame) -> str:
@@ -284,12 +269,8 @@ def pays_from(rows: pd.DataFrame) -> float | None:
     dense against itself; or None."""
     sparse = rows[~rows["name"].isin(["dense", "A/A"])].sort_values("sparsity", ascending=False)
     noise = max([1, *rows[rows["name"] == "A/A"].get("speedup_high", ())])
-    won = None
-    for _, row in sparse.iterrows():
-        if not row["speedup_low"] > noise:
-            break
-        won = row["sparsity"]
-    return won
+    won = sparse.loc[(sparse["speedup_low"] > noise).cummin(), "sparsity"] if len(sparse) else sparse
+    return won.iloc[-1] if len(won) else None
 
 
 def fastest_dense(case: Case) -> str:

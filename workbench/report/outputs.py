@@ -20,21 +20,13 @@ def load_ipython_extension(ip) -> None:
 
 
 def _metadata(fig, include=None, exclude=None) -> tuple[dict, dict]:
-    text = describe(fig)
-    return {}, {"alt": text} if text else {}
+    return {}, {"alt": describe(fig)} if describe(fig) else {}
 
 
 def describe(fig) -> str:
-    """A sentence for those who do not see the figure: its label, else what its titles and axes say; maybe empty."""
-    if fig.get_label():
-        return fig.get_label()
-    panels = []
-    for ax in fig.axes:
-        axes = " against ".join(filter(None, (ax.get_ylabel(), ax.get_xlabel())))
-        parts = list(filter(None, (ax.get_title() or ax.get_title("left"), axes)))
-        if parts and not hasattr(ax, "_colorbar"):
-            panels.append(": ".join(parts))
-    return ". ".join(filter(None, [fig.get_suptitle(), *dict.fromkeys(panels)]))
+    """A sentence for those who do not see the figure: its label, else its titles; maybe empty."""
+    titles = [fig.get_suptitle(), *(ax.get_title() or ax.get_title("left") for ax in fig.axes)]
+    return fig.get_label() or ". ".join(filter(None, titles))
 
 
 def make_static(nb) -> None:

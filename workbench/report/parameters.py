@@ -127,25 +127,12 @@ def _keys(default: dict, rule: dict) -> dict[str, tuple]:
 
 
 def wanted(default: object, rule: dict) -> str:
-    """What a parameter takes, in words: 'list of int, not empty, each from 1 to 64'."""
-    many = isinstance(default, list | tuple)
-    words = [kind(default)]
-    if many:
-        least, most = _lengths(default, rule)
-        several = f"{least} of them" if least == most else f"{least} to {most} of them"
-        words += [several] if "length" in rule else ["not empty"] if least else []
-    each = "each " if many else ""
-    if {"least", "most"} <= set(rule):
-        words.append(f"{each}from {rule['least']} to {rule['most']}")
-    else:
-        words += [f"{each}at {bound} {rule[bound]}" for bound in ("least", "most") if bound in rule]
-    if "multiple" in rule:
-        words.append(f"{each}a multiple of {rule['multiple']}")
-    if "choices" in rule:
-        words.append(f"{each}one of {', '.join(map(json.dumps, rule['choices']))}")
+    """What a parameter takes, in the words of its rule: 'list of int, not empty, least 1, most 64'."""
     if isinstance(default, dict):
         return f"dict of {'; '.join(f'{key}: {wanted(*own)}' for key, own in _keys(default, rule).items())}"
-    return ", ".join(words)
+    full = ["not empty"] if isinstance(default, list | tuple) and default and "length" not in rule else []
+    said = [f"{key} {json.dumps(bound)}" for key, bound in rule.items() if key != "as_long_as"]
+    return ", ".join([kind(default), *full, *said])
 
 
 def settle(notebooks: dict[str, dict], profile: str, asked: dict[str, object]) -> dict[str, dict[str, object]]:

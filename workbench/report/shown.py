@@ -51,16 +51,9 @@ def picture(svg: str, alt: str, inches: float) -> str:
     return f'<img alt="{escape(alt)}"{size} src="data:image/svg+xml,{svg.translate(ENCODED)}">'
 
 
-def alt(text: str) -> str:
-    """The first sentence of a description."""
-    return re.split(r"(?<=[.:;]) (?=[A-Z])", text, maxsplit=1)[0]
-
-
 def _figure(about: dict, svg: str, caption: str) -> str:
-    text = about["alt"] or re.sub(r"[*`$]", "", about["caption"])
-    whole = f'<p class="described" hidden>{escape(text)}</p>' if alt(text) != text else ""
-    image = picture(svg, alt(text), about["inches"])
-    return f'<div class="scroll picture">{image}</div><figcaption>{caption}</figcaption>{whole}'
+    image = picture(svg, about["alt"] or re.sub(r"[*`$]", "", about["caption"]), about["inches"])
+    return f'<div class="scroll picture">{image}</div><figcaption>{caption}</figcaption>'
 
 
 def _table(about: dict, html: str, caption: str) -> str:
@@ -77,7 +70,7 @@ def _short(about: dict, places: dict, inline) -> str:
     items = "".join(f"<li>{inline(sentence)}</li>" for sentence in about["sentences"])
     if "svg" not in about:
         return f"<ul>{items}</ul>"
-    image = f'<div class="scroll picture">{picture(about["svg"], alt(about["alt"]), about["inches"])}</div>'
+    image = f'<div class="scroll picture">{picture(about["svg"], about["alt"], about["inches"])}</div>'
     anchor, name = places.get(about["svg"], ("", ""))
     caption = f'<figcaption><a href="#{anchor}">{name}</a>, with its caption and data</figcaption>' if anchor else ""
     wide = " wide" * (about["inches"] > COLUMN)

@@ -94,7 +94,7 @@ def _recorded(known: dict, fresh: dict, fields: Callable[[str], dict], recorder,
     for name, row in known.items():
         if row is None and name in fresh:
             row = recorder.row(**fields(name) | dict.fromkeys(MEASURED) | fresh[name])
-            say(words(row), flush=True)
+            say(f"  {name}: {'wrong' if row['valid'] is False else row['status']}", flush=True)
         if row is not None:
             rows.append(row | {"label": fields(name)["label"], "from_records": known[name] is not None})
     return rows
@@ -210,16 +210,6 @@ def ask(
         return pool.attempt(f"workbench.scaling.{module}:{function}", arguments, timeout_s)
     except ValueError as error:
         return Outcome("refused", str(error))
-
-
-def words(row: dict) -> str:
-    """A row in a few words: the strategy with its time and speed-up, or its status; `table` gives the reason."""
-    if row["status"] != "ok":
-        return f"  {row['strategy']}: {'failed' if row['status'] == 'killed' else row['status']}"
-    if row["valid"] is False or row["median_ms"] is None:
-        return f"  {row['strategy']}: {'wrong' if row['valid'] is False else 'not timed'}"
-    faster = "" if row["speedup"] is None else f", {row['speedup']:.2f}x"
-    return f"  {row['strategy']}: {row['median_ms']:.4g} ms{faster}"
 
 
 def table(rows: pd.DataFrame) -> str:

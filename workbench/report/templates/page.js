@@ -69,8 +69,7 @@
         const open = figure.querySelector(".data");
         if (open) open.remove();
         else {
-          const held = make("div", "data scroll"), words = figure.querySelector(".described");
-          if (words) held.append(make("p", "", words.textContent));
+          const held = make("div", "data scroll");
           held.append(sortable(tabled(text)));
           tools.after(held);
           watch(held, "Data of " + called);
