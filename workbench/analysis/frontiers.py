@@ -155,13 +155,19 @@ def at_most(lines: pd.DataFrame) -> pd.DataFrame:
     })[::-1].set_index("way")  # fmt: skip
 
 
+def _both(measured: pd.DataFrame) -> pd.DataFrame:
+    """The searches that have a prediction and a measurement; off: by how much of it the first exceeds the second."""
+    done = measured.dropna(subset=["measured_n", "predicted_n"])
+    return done.assign(off=done["predicted_n"] / done["measured_n"] - 1)
+
+
 def against_measured(measured: pd.DataFrame) -> pd.DataFrame:
     """The table of what was predicted and measured, a line per search."""
-    both = measured.dropna(subset=["measured_n", "predicted_n"])
+    both = _both(measured)
     return pd.DataFrame({
         "way": both["label"].map(title), "budget (MiB)": both["budget_bytes"] / 2**20,
         "predicted N": both["predicted_n"], "measured N": both["measured_n"],
-        "off (%)": 100 * (both["predicted_n"] / both["measured_n"] - 1),
+        "off (%)": 100 * both["off"],
         "limited by": both["limiter"], "probes": both["probes"],
     }).set_index("way")  # fmt: skip
 
@@ -181,21 +187,19 @@ def most(lines: pd.DataFrame, card: str) -> str:
 
 def agreement(measured: pd.DataFrame) -> list[str]:
     """How the predictions compare with what was measured, and what was not."""
-    done = measured.dropna(subset=["measured_n", "predicted_n"])
+    done = _both(measured)
     said = [f"Not measured, {title(x.label)}: {x.error}" for x in measured[measured["status"] != "ok"].itertuples()]
     if done.empty:
         return ["No search has both a prediction and a measurement.", *said]
-    off = (done["predicted_n"] / done["measured_n"] - 1).abs()
     searches = "1 search" if len(done) == 1 else f"{len(done)} searches"
     within = f"In **{right(measured)} of {searches}** the prediction is within a step of what was measured"
-    return [f"{within}; at worst off by {off.max():.1%}.", *said]
+    return [f"{within}; at worst off by {done['off'].abs().max():.1%}.", *said]
 
 
 def right(measured: pd.DataFrame) -> int:
     """In how many searches the prediction is within a step of what was measured."""
-    done = measured.dropna(subset=["measured_n", "predicted_n"])
-    off = (done["predicted_n"] / done["measured_n"] - 1).abs()
-    return int((off <= done["step"] + done["grain"] / done["measured_n"]).sum())
+    done = _both(measured)
+    return int((done["off"].abs() <= done["step"] + done["grain"] / done["measured_n"]).sum())
 
 
 def overpromised(lines: pd.DataFrame, card: str) -> str:
