@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, layouts, reference
+from workbench.distributed.views import some_heads
 from workbench.patterns import orderings
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -213,6 +214,7 @@ def nested(t):
         Case("nested-causal-last-queries", lambda: Dilated(*two, causal=True), n, t + 3, heads=3),
         Case("nested-blocked-empty-rows", lambda: Dilated(*four, offsets="blocked"), n, heads=3),
         Case("nested-partition", lambda: Dilated(*two, heads="partition"), n, heads=3),
+        Case("nested-some-heads", lambda: some_heads(Dilated(*two), 1, 2, 3), n, heads=2),
         Case("nested-one-segment", lambda: Dilated([2 * t, 999 * t], [1, 2]), n),
         Case("nested-same-branch-thrice-causal", lambda: Dilated([2 * t] * 3, [2] * 3, causal=True), n, head_dim=20),
         Case("nested-and-others-causal", lambda: Dilated([*two[0], 2 * t + 3], [1, 2, 3], causal=True), n, heads=3),

@@ -29,6 +29,7 @@ DAILY = [  # pairwise: ragged or not, last queries, grouped heads, batch, causal
     *((id, torch.float32) for id in (
         "dense-last-9-queries", "dilated-prime-segments-causal", "dilated-partition", "wide-blocks-last-queries-causal",
         "a-layout-a-sequence-causal", "window", "nested-causal-last-queries", "nested-same-branch-thrice-causal",
+        "nested-some-heads",
     )),
     *((id, torch.float16) for id in (
         "dilated-uncovered-rows", "tall-blocks-head-dim-20-causal", "random-by-head", "empty-rows",

@@ -268,10 +268,13 @@ def test_no_case_is_begun_after_the_time_and_what_is_measured_comes_all_the_same
 
 def test_the_link_is_measured_by_message_and_a_call_beside_it(folder):
     found = link.measure(2, [1 << 16, 1 << 20], samples=3, folder=folder / "link")
-    assert found["stage"].tolist() == ["link", "link", "call"] and (found["status"] == "ok").all()
+    assert found["stage"].tolist() == ["link", "link", "cost"] and (found["status"] == "ok").all()
     assert found["message_bytes"].tolist() == [1 << 16, 1 << 20, 2 * 64 * 64 * 2 * 4]  # 64 rows of k and v, two heads
-    assert (found["bytes_per_second"] == 1000 * found["message_bytes"] / found["median_ms"]).all()
-    assert link.fit(found).call_s == found["median_ms"].iloc[2] / 1000
+    sent, cost = found[:2], found.iloc[2]
+    assert (sent["bytes_per_second"] == 1000 * sent["message_bytes"] / sent["median_ms"]).all()
+    rates = link.fit(found)
+    moving = cost["message_bytes"] / rates.bytes_per_second
+    assert rates.call_s == pytest.approx(max(0, cost["median_ms"] / 1000 - moving))
     for options, message in (
         ({"nproc": 1}, "nproc=1: want an int >= 2"),
         ({"nproc": 3, "sizes": [1]}, r"sizes.*want .*>= 2"),
@@ -284,7 +287,7 @@ def test_the_link_is_measured_by_message_and_a_call_beside_it(folder):
 def measured(*ms, sizes=(1 << 16, 1 << 20, 1 << 24), call=4.0):
     rows = [{"stage": "link", "status": "ok", "message_bytes": x, "median_ms": y}
             for x, y in zip(sizes, ms, strict=True)]  # fmt: skip
-    return pd.DataFrame(rows + [{"stage": "call", "status": "ok", "message_bytes": 1, "median_ms": call}] * bool(call))
+    return pd.DataFrame(rows + [{"stage": "cost", "status": "ok", "message_bytes": 1, "median_ms": call}] * bool(call))
 
 
 def test_latency_and_bandwidth_are_those_of_the_messages():
@@ -343,8 +346,9 @@ def test_a_timeline_has_each_ranks_events_by_stage(folder):
 
 
 def test_kernels_compute_on_the_stream_that_works_longest():
-    events = [("ncclDevKernel_AllReduce", 0, 9, 0, 5), ("gemm", 0, 7, 5, 100), ("copy", 0, 9, 6, 4),
-              ("nccl:all_to_all", 0, 9, 10, 30), ("ncclDevKernel_SendRecv", 0, 9, 10, 30)]  # fmt: skip
+    events = [("fill", 0, 7, -9, 1), ("ncclDevKernel_AllReduce", 0, 9, 0, 5), ("gemm", 0, 7, 5, 100),
+              ("copy", 0, 9, 6, 4), ("nccl:all_to_all", 0, 9, 10, 30), ("ncclDevKernel_SendRecv", 0, 9, 10, 30),
+              ("fill", 0, 7, 106, 1), ("ncclDevKernel_AllReduce", 0, 9, 106, 5)]  # fmt: skip
     assert timeline.of_card(events) == [
         ["compute", "gemm", 5, 100], ["pack", "copy", 6, 4], ["exchange", "ncclDevKernel_SendRecv", 10, 30],
     ]  # fmt: skip

@@ -120,5 +120,5 @@ def rates_in_words(rates: link.Rates, rows: pd.DataFrame, what: str = "card") ->
     return (
         f"Fitted to {counted(len(sent), 'size')} of messages, each {what} sends "
         f"**{number(rates.bytes_per_second / 1e9)} GB/s** after {latency}; every message is within {off:.0%} of that. "
-        f"A call that has next to nothing to compute takes **{call}**."
+        f"A call takes **{call}** beside what it computes and moves."
     )

@@ -126,7 +126,7 @@ def recorded(machines: Iterable[str]) -> Recorded:
             commits = (x.drop_duplicates(case, keep="last") for _, x in rows.groupby("run_commit"))
             rows = max(commits, key=lambda x: (len(x), x["run_utc"].max()), default=rows)
             most_rows = max((x for _, x in rows.groupby(list(SIZES))), key=len, default=rows)
-            others = (_newest(every[every["stage"].isin(x)]) for x in (["link", "call"], ["timeline"]))
+            others = (_newest(every[every["stage"].isin(x)]) for x in (["link", "cost"], ["timeline"]))
             return Recorded(most_rows.reset_index(drop=True), *others)
     return Recorded(*(pd.DataFrame() for _ in range(3)))
 

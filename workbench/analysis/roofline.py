@@ -44,7 +44,7 @@ def points(rows: pd.DataFrame) -> pd.DataFrame:
 def bound(device: dict) -> str:
     """Whether memory or arithmetic bounds what was measured, in a sentence."""
     ridge = 1000 * device["tflops"] / device["gbs"]
-    least = device["points"].loc[device["points"]["intensity"].idxmin()]
+    least = device["points"].sort_values("intensity").iloc[0]
     by_memory = int((device["points"]["intensity"] < ridge).sum())
     said = f"From **{number(ridge)} operations per byte** on, arithmetic is the limit and not memory: "
     if by_memory:

@@ -32,6 +32,9 @@ class Branches(Dilated):
         members = self.whole.head_range(self.which[branch], self.all_heads)
         return range(max(members.start - self.first, 0), max(0, min(members.stop - self.first, heads)))
 
+    def of_branches(self, which):
+        return Branches(self.whole, tuple(self.which[b] for b in which), self.first, self.all_heads)
+
     def any(self, heads: int) -> bool:
         """Whether any of the branches has any of these heads."""
         return any(self.head_range(branch, heads) for branch in range(len(self.which)))

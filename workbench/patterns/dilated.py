@@ -7,6 +7,8 @@ by their softmax denominators: one softmax over the multiset of visible keys, so
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -77,6 +79,11 @@ class Dilated(Pattern):
         if self.heads == "partition":
             return heads, branch
         return (1 if self.offsets == "interleaved" else -(-heads // self.dilation_rates[branch])), 0
+
+    def of_branches(self, which: Sequence[int]) -> Dilated:
+        """The pattern of some of its branches."""
+        lengths, rates = ([x[b] for b in which] for x in (self.segment_lengths, self.dilation_rates))
+        return Dilated(lengths, rates, self.causal, self.heads, self.offsets)
 
     def divisor(self, heads: int) -> int:
         """What the output is divided by: 1, or min(heads, branches) under heads="partition"."""

@@ -97,20 +97,15 @@ def together(pattern: Dilated, n: int) -> tuple[Dilated | None, Dilated | None]:
 def _together(pattern: Dilated, n: int) -> tuple[Dilated | None, Dilated | None]:
     every = range(len(pattern.segment_lengths))
     if pattern.heads == "partition":  # the heads of a branch depend on all branches
-        same = some(pattern, list(every))  # not the pattern itself, with which this is kept
+        same = pattern.of_branches(list(every))  # not the pattern itself, with which this is kept
         return (same, None) if of(pattern, n) else (None, same)
     chosen = []
     for branch in every:
-        found = of(some(pattern, [*chosen, branch]), n)
+        found = of(pattern.of_branches([*chosen, branch]), n)
         if found and (not pattern.causal or found.rate <= CAUSAL_RATE):
             chosen.append(branch)
     left = [branch for branch in every if branch not in chosen]
-    return (some(pattern, chosen) if chosen else None), (some(pattern, left) if left else None)
-
-
-def some(pattern: Dilated, branches: list[int]) -> Dilated:
-    lengths, rates = ([x[b] for b in branches] for x in (pattern.segment_lengths, pattern.dilation_rates))
-    return Dilated(lengths, rates, pattern.causal, pattern.heads, pattern.offsets)
+    return (pattern.of_branches(chosen) if chosen else None), (pattern.of_branches(left) if left else None)
 
 
 def period_of(pattern: Dilated, order: TileOrder) -> int:

@@ -51,7 +51,7 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
             scale = 1 if ax is left else _bytes_a_token(late) / late["budget_bytes"]
             ax.plot(late["budget_bytes"], late["predicted_n"] * scale, "x", color="black", markersize=8)
         ax.set(xscale="log", xlabel="budget: what the allocator may reserve")
-        room = (max(budgets, default=1) / min(budgets, default=1)) ** 0.12
+        room = (max(budgets, default=1) / min(budgets, default=1)) ** (0.3 if ax is left else 0.12)
         style.log_ticks(ax.xaxis, binary, style.apart(sorted(budgets), room))
     signs = {"o": "line: predicted; filled: measured here"} if rows["measured_n"].notna().any() else {}
     signs |= {"x": f"limited by time ({rows['seconds'].iloc[0]:g} s)"} if len(late) else {}

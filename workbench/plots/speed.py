@@ -167,7 +167,7 @@ def times_faster(rows: pd.DataFrame):
     return style.finish(fig, "Speed relative to dense attention of the same length, a line per alternative.")
 
 
-def picture(path: str, kind: str = "h100x1") -> None:
+def picture(path: str, kind: str = "h200x1") -> None:
     """The README's picture: time against N from the records committed for a machine kind, written to `path`."""
     from workbench.probes import speed
 

@@ -21,14 +21,16 @@ from workbench.scaling import strategies as ways
 CALL_S = 5.0  # seconds after which no further round of the small call is begun
 MESSAGES = tuple(1 << x for x in range(16, 29, 2))  # bytes: 64 KiB to 256 MiB
 WORLDS = tuple(1 << x for x in range(1, 13))
-FEWEST = 64  # tokens of each rank in the call that costs next to nothing but what every call does
+# (tokens of each rank, heads) of the call whose cost beside its work is measured. On a card it computes for longer than
+# the host takes to launch it, as the calls do that are worth dividing.
+COSTED = {"cpu": (64, 2), "cuda": (32_768, 8)}
 
 
 class Rates(NamedTuple):
     """What a link moves, and what a call costs before it computes or moves much.
 
-    latency_s: seconds of a message of no bytes; bytes_per_second: beyond these, what a rank sends; call_s: seconds of
-    a call of next to no work on the ranks: they agree, pack, exchange once, and merge
+    latency_s: seconds of a message of no bytes; bytes_per_second: beyond these, what a rank sends; call_s: seconds that
+    a call on the ranks takes beside computing and moving: they agree, pack, and merge
     """
 
     latency_s: float
@@ -45,7 +47,8 @@ def measure(
     folder=None,
 ) -> pd.DataFrame:  # fmt: skip
     """Measure all-to-alls in which each rank sends `size` bytes, equally to each other rank: a row and record by size
-    (stage "link"); and one of a whole call of `attention` with FEWEST tokens on each rank (stage "call").
+    (stage "link"); and one of a call of dense attention on the ranks, over its share of the time on one device (stage
+    "cost": samples_ms are these differences, and message_bytes what it sends).
 
     device: "cpu" (gloo) or "cuda" (NCCL); by default "cuda" if there is one. A row: message_bytes (what a rank sends,
     rounded down to equal parts), samples_ms and median_ms of the slowest rank, bytes_per_second that a rank sends at
@@ -57,20 +60,25 @@ def measure(
     nproc, samples = checks.whole("nproc", nproc, 2), checks.whole("samples", samples, 1)
     sizes = checks.wholes("sizes", checks.listed("sizes", sizes), nproc - 1)  # a byte for each other rank
     sizes = [size // (nproc - 1) * (nproc - 1) for size in sizes]
-    small = Case(Dense(), FEWEST * nproc, nproc, 64, "bfloat16" if device == "cuda" else "float32", device=device)
+    tokens, heads = COSTED[device]
+    costed = Case(Dense(), tokens * nproc, heads, 64, "bfloat16" if device == "cuda" else "float32", device=device)
     with Pool(nproc, "nccl" if device == "cuda" else "gloo") as pool:
         recorder, rows = records.start("scaling", profile, folder), []
         sent = pool.attempt("workbench.scaling.on_ranks:link", [sizes, samples, device])
-        called = pool.attempt("workbench.scaling.on_ranks:times", [small, ["sequence"], samples, CALL_S])
-    small_bytes = int(ways.plan("sequence", small, nproc).bytes(small.dtype.itemsize, 64).sum(1).max())
-    asked = [("link", size, sent, x) for x, size in enumerate(sizes)] + [("call", small_bytes, called, "sequence")]
+        names = [ways.ONE, "sequence"]
+        called = pool.attempt("workbench.scaling.on_ranks:times", [costed, names, samples, CALL_S])
+    size = int(ways.plan("sequence", costed, nproc).bytes(costed.dtype.itemsize, 64).sum(1).max())
+    asked = [("link", size, sent, x) for x, size in enumerate(sizes)] + [("cost", size, called, "sequence")]
     for stage, size, outcome, x in asked:
         row = {"stage": stage, "world": nproc, "message_bytes": size, "status": outcome.status, "error": outcome.error}
         row |= {"backend": pool.backend, "samples_ms": None, "median_ms": None, "bytes_per_second": None}
         if outcome.status == "ok":
-            row["samples_ms"] = np.max([rank[x] for rank in outcome.result], axis=0).tolist()
+            took = np.max([rank[x] for rank in outcome.result], axis=0)
+            if stage == "cost":
+                took = took - np.max([rank[ways.ONE] for rank in outcome.result], axis=0) / nproc
+            row["samples_ms"] = took.tolist()
             row["median_ms"] = float(np.median(row["samples_ms"]))
-            row["bytes_per_second"] = 1000 * size / row["median_ms"]
+            row["bytes_per_second"] = 1000 * size / row["median_ms"] if stage == "link" else None
         rows.append(recorder.row(**row))
     return pd.DataFrame(rows)
 
@@ -79,9 +87,9 @@ def fit(rows: pd.DataFrame) -> Rates | None:
     """The latency and the bandwidth nearest to all messages of `measure`, by least squares of relative errors, and the
     cost of a call; None where there are not two messages and a call."""
     done = rows[rows["status"].eq("ok")] if len(rows) else rows
-    if not len(done) or done["stage"].ne("link").all() or done["stage"].ne("call").all():
+    if not len(done) or done["stage"].ne("link").all() or done["stage"].ne("cost").all():
         return None
-    sent, called = done[done["stage"].eq("link")], done[done["stage"].eq("call")]
+    sent, cost = done[done["stage"].eq("link")], done[done["stage"].eq("cost")].iloc[-1]
     size, seconds = (sent[x].to_numpy(float) for x in ("message_bytes", "median_ms"))
     seconds = seconds / 1000
     if len(set(size)) < 2:
@@ -90,7 +98,8 @@ def fit(rows: pd.DataFrame) -> Rates | None:
     latency, per_byte = np.linalg.lstsq(terms, np.ones(len(size)), rcond=None)[0]
     if latency <= 0 or per_byte <= 0:  # noise, or a link whose small messages are free: the largest one tells
         latency, per_byte = max(0.0, float(seconds.min())), seconds[size.argmax()] / size.max()
-    return Rates(float(latency), float(1 / per_byte), float(called["median_ms"].iloc[-1]) / 1000)
+    call = cost["median_ms"] / 1000 - per_byte * cost["message_bytes"]
+    return Rates(float(latency), float(1 / per_byte), max(0.0, float(call)))
 
 
 def modelled(

@@ -8,6 +8,7 @@ import torch
 
 from tests.engines.fa4 import emulation
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, layouts, reference
+from workbench.distributed.views import some_heads
 from workbench.engines import fa4_backend
 from workbench.engines.fa4 import engine, places, plans
 from workbench.patterns import tile_order
@@ -36,6 +37,8 @@ CASES = {  # pattern, batch, queries, keys, heads, key heads
     "empty-rows": (Dilated([1024, 2048], [2, 4]), 1, 2048, 2048, 4, 4),
     "blocked": (Dilated(*RATES, offsets="blocked"), 1, 1024, 1024, 8, 8),
     "partition": (Dilated(*RATES, heads="partition"), 1, 1024, 1024, 4, 4),
+    "some-heads": (some_heads(Dilated(*RATES), 1, 3, 4), 1, 1024, 1024, 3, 3),
+    "some-heads-partition": (some_heads(Dilated(*RATES, heads="partition"), 1, 3, 4), 1, 1024, 1024, 3, 3),
     "one-segment": (Dilated([512, 99_999], [1, 4]), 1, 1024, 1024, 4, 4),
     "all-one-segment": (Dilated([5000, 99_999], [1, 2]), 1, 700, 700, 2, 2),
     "some-without-order": (Dilated([512, 1024, 700], [1, 2, 3]), 1, 1024, 1024, 3, 3),
