@@ -1,5 +1,4 @@
 import numpy as np
-import pandas as pd
 import pytest
 
 from workbench.analysis import frontiers
@@ -75,10 +74,3 @@ def test_the_layers_add_up_to_what_is_alive():
         assert top == pytest.approx(one.requested_bytes / GIB)
     assert frontiers.numbers(found)["requested"].tolist() == [one.requested_bytes for one in found.values()]
     assert len(fig.legends[0].get_texts()) == 4 and "others" in fig.legends[0].get_texts()[-1].get_text()
-
-
-def test_claims_say_what_they_show():
-    claims = pd.DataFrame([{"report": "003", "what": "a rule", "card": "gtx1080", "heads": 2, "head_dim": 32,
-                            "dtype": "float16", "theirs": 1000, "dense_n": 5000, "dilated_n": 4000}])  # fmt: skip
-    fig = draw.claims(claims)
-    assert fig.axes[0].texts[0].get_text() == "5 times"

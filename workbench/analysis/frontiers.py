@@ -1,4 +1,4 @@
-"""What the notebook on frontiers asks: ways to run attention by name, worked examples, and their sentences.
+"""What the notebook on frontiers asks: tables of predictions, traces and records, and their sentences.
 
 Dimensions: B batch, N tokens, H heads, D head_dim.
 """
@@ -9,28 +9,14 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from workbench.fit import cards, estimate, executions, frontier
+from workbench.fit import cards, estimate, frontier
 from workbench.fit.frontier import GRAIN
 from workbench.fit.tracer import Event
 from workbench.harness import records
 from workbench.harness.narrate import counted, listed, number, title
-from workbench.patterns import Dense, Dilated
-from workbench.probes.case import Case
 
 PROMISED, RUNS, TOO_MUCH = "longest N by max_memory_allocated", "longest N that runs", "promised too much"
-SIZES = ["heads", "head_dim", "dtype"]
 KINDS = {"Dense": "dense", "Dilated": "dilated", "BlockSparse": "blocks", "Neighborhood": "window-tokens"}
-
-# What the reports say fits on 8 GB (and, by 35 KB a token and linear scaling, on other cards): report, what, sizes, N.
-CLAIMS = (
-    ("003", "block-sparse base", "gtx1080", 2, 32, "float16", 131_072),
-    ("003", "ring variant", "gtx1080", 2, 32, "float16", 65_536),
-    ("004", "one segment", "gtx1080", 8, 64, "float32", 237_568),
-    ("004", "three segments", "gtx1080", 8, 64, "float32", 212_992),
-    ("003", "scaled by 35 KB a token", "rtx3090", 2, 32, "float16", 196_000),
-    ("003", "scaled by 35 KB a token", "a100-40gb", 2, 32, "float16", 327_000),
-    ("003", "scaled by 35 KB a token", "a100-80gb", 2, 32, "float16", 655_000),
-)
 
 
 def wrong(kind: str) -> pd.DataFrame:
@@ -67,25 +53,6 @@ def recorded(kind: str) -> pd.DataFrame:
 def _labels(rows: pd.DataFrame) -> list[str]:
     return [f"{KINDS.get(spec['pattern'], spec['pattern'])}, {str(asked).split(':')[-1]}"
             for spec, asked in zip(rows["pattern_spec"], rows["asked"], strict=True)]  # fmt: skip
-
-
-def claims() -> pd.DataFrame:
-    """CLAIMS beside what is predicted on the same card, forward, one sequence: dense_n, and dilated_n for LongNet.
-
-    Memory alone: no limit in time. All of the card's memory, less its CUDA context. *_ms: modelled time at that length.
-    """
-    lines = pd.DataFrame(CLAIMS, columns=["report", "what", "card", "heads", "head_dim", "dtype", "theirs"])
-    for kind, pattern in (("dense", Dense()), ("dilated", Dilated([4096, 16384], [1, 2]))):
-        cases = [Case(pattern, frontier.FIRST, *sizes, device="cuda") for sizes in lines[SIZES].itertuples(index=False)]
-        found = [frontier.search(case, card=card, seconds=math.inf, step=executions.STEP, say=None)
-                 for case, card in zip(cases, lines["card"], strict=True)]  # fmt: skip
-        lines[f"{kind}_n"], lines[f"{kind}_ms"] = ([x[key] for x in found] for key in ("n", "predicted_ms"))
-    return lines
-
-
-def at_their_length(claim: dict) -> estimate.Estimate:
-    """What dense attention needs at the length of a line of `claims`."""
-    return estimate.trace(Case(Dense(), *(claim[x] for x in ("theirs", *SIZES)), device="cuda"), claim["card"])
 
 
 def scores_share(found: estimate.Estimate, n: int, heads: int) -> float:
@@ -155,13 +122,19 @@ def at_most(lines: pd.DataFrame) -> pd.DataFrame:
     })[::-1].set_index("way")  # fmt: skip
 
 
+def _both(measured: pd.DataFrame) -> pd.DataFrame:
+    """The searches that have a prediction and a measurement; off: by how much of it the first exceeds the second."""
+    done = measured.dropna(subset=["measured_n", "predicted_n"])
+    return done.assign(off=done["predicted_n"] / done["measured_n"] - 1)
+
+
 def against_measured(measured: pd.DataFrame) -> pd.DataFrame:
     """The table of what was predicted and measured, a line per search."""
-    both = measured.dropna(subset=["measured_n", "predicted_n"])
+    both = _both(measured)
     return pd.DataFrame({
         "way": both["label"].map(title), "budget (MiB)": both["budget_bytes"] / 2**20,
         "predicted N": both["predicted_n"], "measured N": both["measured_n"],
-        "off (%)": 100 * (both["predicted_n"] / both["measured_n"] - 1),
+        "off (%)": 100 * both["off"],
         "limited by": both["limiter"], "probes": both["probes"],
     }).set_index("way")  # fmt: skip
 
@@ -181,21 +154,19 @@ def most(lines: pd.DataFrame, card: str) -> str:
 
 def agreement(measured: pd.DataFrame) -> list[str]:
     """How the predictions compare with what was measured, and what was not."""
-    done = measured.dropna(subset=["measured_n", "predicted_n"])
+    done = _both(measured)
     said = [f"Not measured, {title(x.label)}: {x.error}" for x in measured[measured["status"] != "ok"].itertuples()]
     if done.empty:
         return ["No search has both a prediction and a measurement.", *said]
-    off = (done["predicted_n"] / done["measured_n"] - 1).abs()
     searches = "1 search" if len(done) == 1 else f"{len(done)} searches"
     within = f"In **{right(measured)} of {searches}** the prediction is within a step of what was measured"
-    return [f"{within}; at worst off by {off.max():.1%}.", *said]
+    return [f"{within}; at worst off by {done['off'].abs().max():.1%}.", *said]
 
 
 def right(measured: pd.DataFrame) -> int:
     """In how many searches the prediction is within a step of what was measured."""
-    done = measured.dropna(subset=["measured_n", "predicted_n"])
-    off = (done["predicted_n"] / done["measured_n"] - 1).abs()
-    return int((off <= done["step"] + done["grain"] / done["measured_n"]).sum())
+    done = _both(measured)
+    return int((done["off"].abs() <= done["step"] + done["grain"] / done["measured_n"]).sum())
 
 
 def overpromised(lines: pd.DataFrame, card: str) -> str:

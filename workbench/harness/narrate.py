@@ -16,12 +16,9 @@ NAMES = MODES | {
 }  # fmt: skip
 # Column of a frame -> the heading of a table; what is not here is shown as it is, with spaces for underscores.
 heads = {
-    "n": "N", "nq": "queries", "head_dim": "head dim", "kv_heads": "key heads", "dtype": "type", "median_ms": "ms",
-    "tflops": "TFLOP/s", "dense_n": "N, dense", "dilated_n": "N, dilated", "theirs": "N, in the report",
-    "longest_n": "longest N", "pairs_share": "share of pairs", "intensity": "operations per byte",
-    "speedup": "speed relative to the first", "speedup_low": "low", "speedup_high": "high",
-    "extra_bytes": "extra bytes", "peak_bytes": "peak bytes", "world": "ranks",
-    "q10_ms": "10 % (ms)", "q90_ms": "90 % (ms)", "backend": "kernel", "share": "of the ceiling",
+    "n": "N", "head_dim": "head dim", "dtype": "type", "median_ms": "ms", "tflops": "TFLOP/s", "longest_n": "longest N",
+    "intensity": "operations per byte", "speedup": "speed relative to the first", "speedup_low": "low",
+    "speedup_high": "high", "backend": "kernel", "share": "of the ceiling",
 }  # fmt: skip
 
 

@@ -137,30 +137,6 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
     return style.finish(fig, f"Bytes alive over the run, by tensor: {', '.join(lives)}.")
 
 
-def claims(rows: pd.DataFrame):
-    """Dots on a logarithmic axis: what the reports say is the longest, and what is predicted, a line per claim.
-
-    rows: of `frontiers.claims`.
-    """
-    fig, ax = style.subplots(figsize=(7, 0.55 * len(rows) + 1.6))
-    names = [f"{r.report}, {r.what}\n{title(r.card)}, {r.heads} x {r.head_dim} {r.dtype}" for r in rows.itertuples()]
-    y = np.arange(len(rows))
-    best = rows[["dense_n", "dilated_n"]].max(axis=1)
-    ax.hlines(y, rows["theirs"], best, color="#cccccc", linewidth=2, zorder=1)
-    ax.scatter(rows["theirs"], y, color="#777777", marker="X", s=55, label="in the report")
-    ax.scatter(rows["dilated_n"], y, color=style.COLORS["Dilated"], marker="s", s=42, label="dilated, predicted")
-    ax.scatter(rows["dense_n"], y, facecolor="none", edgecolor="black", marker="o", s=75, label="dense, predicted")
-    for place, (low, high) in enumerate(zip(rows["theirs"], best, strict=True)):
-        text = f"{style.number(high / low)} times"
-        style.note(ax, text, (high, place), (10, 0), va="center", backgroundcolor="white")
-    ax.set(xscale="log", yticks=y, yticklabels=names, ylim=(len(rows) - 0.5, -0.5), xlabel="longest N (tokens)")
-    ax.set_xlim(rows["theirs"].min() / 1.5, best.max() * 4)
-    ax.xaxis.set_major_locator(LogLocator(base=4, numticks=9))
-    style.log_ticks(ax.xaxis, style.length)
-    fig.legend(loc="outside lower center", ncols=3)
-    return style.finish(fig, "The longest N in the reports and the longest predicted, a line per claim.")
-
-
 def _line(ax, line: pd.DataFrame, scale, pale: bool) -> str:
     """Draw predicted and measured N times scale; returns the colour."""
     family, backend = line["pattern_spec"].iloc[0]["pattern"], str(line["label"].iloc[0]).split(", ")[-1]

@@ -298,10 +298,8 @@ def recorded(kind: str = "h100x1") -> tuple[pd.DataFrame, dict | None]:
     frame = records.committed(kind).sort_values("run_utc", kind="stable")
     best = frame[frame["probe"] == "roofline"].tail(1).to_dict("records")
     rows = table(frame)
-    if "asked" in rows:  # by `sweep`
-        rows = rows[rows["asked"].notna()]
-        rows["spec"] = rows["pattern_spec"].map(json.dumps)
-        rows = rows.drop_duplicates([*KEY, "asked", "spec"], keep="last").drop(columns="spec")
-    else:
-        rows = rows[:0]
+    rows = rows[rows["asked"].notna()] if "asked" in rows else rows[:0]  # by `sweep`
+    if len(rows):
+        same = rows.assign(spec=rows["pattern_spec"].map(json.dumps)).duplicated([*KEY, "asked", "spec"], keep="last")
+        rows = rows[~same]
     return rows, best[0] if best else None

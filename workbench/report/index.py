@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 
 from workbench.harness.narrate import title
-from workbench.report import notebooks as nbs
 from workbench.report.page import TEMPLATES
 from workbench.report.parameters import PROFILES
 
@@ -52,28 +51,13 @@ def _write(where: Path, columns: dict[Path, dict[str, dict]]) -> None:
     from jinja2 import Environment
 
     template = Environment(autoescape=True).from_string((TEMPLATES / "index.html.j2").read_text(encoding="utf-8"))
-    known = _notebooks() if len(columns) > 1 else {}
     named = {x: {"title": page["title"], "question": page.get("question", "")}
              for pages in columns.values() for x, page in pages.items()}  # fmt: skip
-    rows = dict(sorted((named | known).items()))
-    machines = [
-        {"name": title(folder.name), "pages": pages, "at": os.path.relpath(folder, where) + "/"}
-        for folder, pages in columns.items()
-    ]
+    rows = dict(sorted(named.items()))
+    machines = [{"name": title(folder.name), "pages": pages, "at": os.path.relpath(folder, where) + "/"}
+                for folder, pages in columns.items()]  # fmt: skip
     style = (TEMPLATES / "style.css").read_text(encoding="utf-8")
     write(where / "index.html", template.render(rows=rows, machines=machines, style=style))
-
-
-def _notebooks() -> dict[str, dict]:
-    """Stem -> title and question of the notebooks here."""
-    try:
-        read = {path.stem: nbs.read(path) for path in nbs.find()}
-    except ValueError:  # none here, or one that cannot be read: the pages say what they can
-        return {}
-    return {
-        name: {"title": nbs.title(nb, name), "question": nb["metadata"].get("workbench", {}).get("question", "")}
-        for name, nb in read.items()
-    }
 
 
 def _reports(folder: Path) -> dict[str, dict]:
