@@ -95,7 +95,8 @@ def test_numbers_are_written_as_in_python(page):
     assert page.run(f"{values}.map(kit.number)") == [number(x) if x < 100 else f"{x:,.0f}" for x in values]
     whole = [x for x in values if isinstance(x, int)]
     assert page.run(f"{whole}.map(kit.length)") == [*map(style.length, whole)]
-    assert page.run("[0, 1, 0.99999, 0.12345, 0.5].map(kit.percent)") == ["0%", "100%", ">99.9%", "12.3%", "50%"]
+    shares = {0: "0%", 1: "100%", 0.99999: ">99.9%", 0.12345: "12.3%", 0.5: "50%", 1.35: "135%"}
+    assert page.run(f"{[*shares]}.map(kit.percent)") == [*shares.values()]
 
 
 def test_the_piece_of_html_is_whole_and_safe():

@@ -1,7 +1,7 @@
 import pandas as pd
 import pytest
 
-from workbench.harness.narrate import compared, title
+from workbench.harness.narrate import compared, number, title
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,7 @@ def test_a_speed_up_inside_the_noise_is_no_difference(low, high, verdict):
 ])  # fmt: skip
 def test_an_identifier_has_words(name, words):
     assert title(name) == words
+
+
+def test_a_negative_number_is_written_as_its_opposite():
+    assert [number(x) for x in (1234.5, 0.1234, -1234.5, -0.1234)] == ["1,234", "0.123", "-1,234", "-0.123"]

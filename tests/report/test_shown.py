@@ -91,6 +91,22 @@ def test_every_row_has_a_heading_also_under_two_levels_or_a_hidden_index():
         assert body.count("<tr>") == 2 <= body.count("<th")
 
 
+def test_a_filtered_frame_shows_no_index_and_saves_none():
+    some = FRAME.reset_index(drop=True)[1:]
+    some = some[some["speedup"] > 1]
+    assert re.findall(r"<th [^>]*>([^<]*)", show._table(show.formatted(some)))[0] == "ms"
+    assert show._csv(some).startswith("median_ms,") and show._csv(FRAME).startswith("pattern,")
+
+
+def test_a_name_within_a_heading_stays():
+    table = show._table(show.formatted(pd.DataFrame({"longest N by max_memory_allocated": [1], "head_count": [2]})))
+    assert "by max_memory_allocated</th>" in table and "head count</th>" in table
+
+
+def test_places_in_a_picture_are_rounded():
+    assert show._rounded("M 1.999 -0.126\nL 12.5 0.994999") == "M 2.00 -0.13\nL 12.5 0.99"
+
+
 def test_many_marks_become_pixels_inside_the_svg():
     drawn = show.svg(figure())
     assert drawn.count("<image") == 1 and len(drawn) < 100_000
@@ -115,6 +131,10 @@ CHECKS = """(async () => {
   found.code = [getComputedStyle(document.querySelector(".code")).display];
   document.getElementById("show-code").click();
   found.code.push(getComputedStyle(document.querySelector(".code")).display);
+  Object.defineProperty(navigator, "clipboard", { value: undefined, configurable: true });
+  document.querySelector(".code .tool").click();
+  await new Promise((done) => setTimeout(done));
+  found.selected = getSelection().toString().trim();
   Object.defineProperty(navigator, "clipboard", { value: { writeText: async (x) => { found.copied = x; } } });
   document.querySelector(".code .tool").click();
   const saved = [];
@@ -145,7 +165,7 @@ def test_what_the_page_does_in_a_browser(html, tmp_path, width):
         found = tab.run(CHECKS)
         assert tab.errors == [] and tab.requests == [(tmp_path / "t.html").as_uri()]
     assert (found["twice"], found["scopeless"], found["nowhere"]) == ([], 0, 0)
-    assert found["code"] == ["none", "block"] and found["copied"] == "a = 1\nb = 2"
+    assert found["code"] == ["none", "block"] and found["copied"] == found["selected"] == "a = 1\nb = 2"
     csv = FRAME.to_csv(lineterminator="\n")
     assert [found["saved"][0], found["saved"][2]] == [csv, csv]
     from xml.etree import ElementTree

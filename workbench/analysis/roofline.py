@@ -44,6 +44,8 @@ def points(rows: pd.DataFrame) -> pd.DataFrame:
 def bound(device: dict) -> str:
     """Whether memory or arithmetic bounds what was measured, in a sentence."""
     ridge = 1000 * device["tflops"] / device["gbs"]
+    if device["points"].empty:
+        return "No row ran, so nothing lies under these ceilings."
     least = device["points"].sort_values("intensity").iloc[0]
     by_memory = int((device["points"]["intensity"] < ridge).sum())
     said = f"From **{number(ridge)} operations per byte** on, arithmetic is the limit and not memory: "

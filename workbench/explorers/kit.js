@@ -27,11 +27,11 @@ const kit = (() => {
     return `${number(n)} bytes`;
   }
 
-  // A share in percent, three digits, and never 0 or 100 where it is not exactly that.
+  // A share in percent, three digits, and never 0 or 100 where it is less but not exactly that.
   function percent(x) {
     if (x === 0 || x === 1) return `${100 * x}%`;
     const shown = Number((100 * x).toPrecision(3));
-    return shown >= 100 ? ">99.9%" : `${shown < 1e-4 ? shown.toExponential(1) : shown}%`;
+    return shown >= 100 && x < 1 ? ">99.9%" : `${shown < 1e-4 ? shown.toExponential(1) : shown}%`;
   }
 
   // "64, 128" as [64, 128]; throws in words where an entry is no whole number of at least `least`.

@@ -83,7 +83,7 @@ def counted(number: int, noun: str) -> str:
 
 def number(x: float) -> str:
     """Three digits or all of a whole number's, and never an exponent for a large one: 0.123, 12.3, 1,234."""
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+    return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
 
 def binary(size: float) -> str:

@@ -100,7 +100,8 @@ def _table(styler) -> str:
 
 def _heading(found: re.Match) -> str:
     name = unescape(found[2]).strip()
-    return f"{found[1]}{escape(heads.get(name, name.replace('_', ' ')))}</th>" if name else "<td></td>"
+    plain = name.replace("_", " ") if name.isidentifier() else name  # what is named within words stays
+    return f"{found[1]}{escape(heads.get(name, plain))}</th>" if name else "<td></td>"
 
 
 def svg(fig) -> str:
@@ -116,9 +117,13 @@ def svg(fig) -> str:
         plain = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         fig.savefig(out, format="svg", dpi=DPI, bbox_inches="tight", pad_inches=0.05, metadata=plain)
     text = re.sub(r"<!--.*?-->|\n\s*(?=<)", "", out.getvalue()[out.getvalue().index("<svg") :], flags=re.S)
-    rounded = re.sub(r' d="[^"]*"', lambda d: re.sub(r"(\.\d\d)\d+", r"\1", d[0]).replace("\n", " "), text)
+    rounded = re.sub(r' d="[^"]*"', lambda d: _rounded(d[0]).replace("\n", " "), text)
     fig.workbench_svg = rounded
     return rounded
+
+
+def _rounded(path: str) -> str:
+    return re.sub(r"\d*\.\d{3,}", lambda x: f"{float(x[0]):.2f}", path)
 
 
 def _rasterize(fig) -> None:
@@ -151,8 +156,8 @@ def _csv(data) -> str | None:
 
 
 def _plain_index(frame) -> bool:
-    """Whether the index only counts the rows."""
-    return type(frame.index).__name__ == "RangeIndex"
+    """Whether the index only counts the rows, also of a frame from which some were taken."""
+    return list(frame.index.names) == [None] and frame.index.dtype.kind in "iu"
 
 
 def _plain(markdown: str) -> str:

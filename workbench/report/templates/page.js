@@ -27,8 +27,9 @@
   all(".code").forEach((code) => {
     const copy = button("Copy", "Copy this code", (it) => {
       const done = () => { it.textContent = "Copied"; setTimeout(() => { it.textContent = "Copy"; }, 1500); };
-      navigator.clipboard.writeText(code.querySelector("pre").textContent.trim()).then(done, () => {
-        getSelection().selectAllChildren(code.querySelector("pre"));  // where a browser refuses: selected, to be copied by hand
+      const pre = code.querySelector("pre"), copied = navigator.clipboard?.writeText(pre.textContent.trim());
+      (copied ?? Promise.reject()).then(done, () => {  // no clipboard, or refused: selected, to be copied by hand
+        getSelection().selectAllChildren(pre);
       });
     });
     code.append(copy);
