@@ -74,11 +74,15 @@ def test_ranks_are_those_that_have_a_card_and_here_as_many_as_asked_for(monkeypa
 def test_rows_that_are_wrong_or_did_not_run_are_left_out_and_named(rows):
     assert len(multicard.ok(rows)) == len(rows)
     rows.loc[3, "valid"], rows.loc[3, "error"] = False, "wrong: out is off"
+    rows.loc[7, "valid"], rows.loc[7, "error"] = False, "wrong: lse is off"
+    rows.loc[11, "valid"], rows.loc[11, "error"] = False, "wrong: nothing is right"
     rows.loc[2, "status"], rows.loc[2, "error"] = "unsupported", "not on this machine"
-    assert len(multicard.ok(rows)) == len(rows) - 2
+    assert len(multicard.ok(rows)) == len(rows) - 4
     assert multicard.missing(rows) == [
-        "DDP: not on this machine", "sequence: wrong: out is off",
+        "Not measured: DDP for dense: not on this machine.",
+        "Wrong, so left out: sequence for dense and LongNet, geometric: out is off.",
     ]  # fmt: skip
+    assert multicard.wrong(rows) == {("dense", "sequence"), ("longnet-geometric", "sequence")}
 
 
 def test_a_summary_has_a_column_a_strategy(rows):

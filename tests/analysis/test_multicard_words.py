@@ -53,7 +53,7 @@ def test_results_are_counted_and_wrong_ones_named():
     rows = pd.DataFrame(case(sequence=4, heads=5))
     assert words.compared(rows) == "Compared with one device: **5 of 5** results agree up to rounding."
     rows.loc[3, "valid"] = False
-    assert words.compared(rows).endswith("**4 of 5** results agree up to rounding. Wrong: sequence.")
+    assert words.compared(rows).endswith("**4 of 5** results agree up to rounding. Wrong: sequence for dense.")
     assert words.compared(rows.assign(valid=None)) == "No result was compared with one device's."
     assert "No strategy" in words.as_planned(rows[:0])
 

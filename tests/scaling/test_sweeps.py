@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from tests.distributed import drawn
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, layouts
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, attention, layouts
 from workbench.harness import records
 from workbench.patterns.dilated import geometric
 from workbench.probes.case import Case
@@ -328,8 +328,8 @@ def test_a_call_and_each_further_exchange_cost_what_was_measured():
 
 
 def test_a_timeline_has_each_ranks_events_by_stage(folder):
-    cases = {"dilated": Case(DILATED, dtype="float64", **SIZES | {"mode": "fwd"})}
-    found = timeline.measure(cases, 2, ["sequence", "context parallel"], folder=folder / "timeline")
+    cases, skip = {"dilated": Case(DILATED, dtype="float64", **SIZES | {"mode": "fwd"})}, {("dilated", "heads")}
+    found = timeline.measure(cases, 2, ["sequence", "heads", "context parallel"], folder=folder / "timeline", skip=skip)
     assert found["status"].tolist() == ["ok", "refused"]
     row = json.loads((next((folder / "timeline").glob("*.jsonl"))).read_text().splitlines()[1])
     assert row["stage"] == "timeline" and row["events"] == found["events"][0] and len(row["events"]) == 2
@@ -343,6 +343,24 @@ def test_a_timeline_has_each_ranks_events_by_stage(folder):
     assert spent["rank"].tolist() == [0, 1] and (spent["compute"] + spent["pack"] <= spent["call"]).all()
     with pytest.raises(ValueError, match="mode='fwdbwd': want 'fwd'"):
         timeline.measure({"x": Case(DILATED, **SIZES)})
+
+
+def test_operations_inside_attention_compute_also_where_no_gradient_is_asked_for():
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            return attention(q.clone(), k, v, DILATED)
+
+        backward = None
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        Attend.apply(*torch.randn(3, 1, 64, 2, 8).unbind())
+    events = seen.profiler.kineto_results.events()
+    inside = [x for x in events if x.name().startswith("workbench::")]
+    assert len(inside) == 1
+    begin = inside[0].start_ns()
+    stages = {(stage, start >= begin) for stage, _, start, _ in timeline.of_processor(events)}
+    assert stages == {("pack", False), ("compute", True)}
 
 
 def test_kernels_compute_on_the_stream_that_works_longest():

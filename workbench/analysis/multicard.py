@@ -14,7 +14,7 @@ import torch
 
 from workbench.distributed import Shards, plan
 from workbench.harness import records
-from workbench.harness.narrate import MODES, first_mode, number, spread, title
+from workbench.harness.narrate import MODES, first_mode, listed, number, spread, title
 from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern, from_spec, layouts, orderings
 from workbench.patterns.dilated import geometric
 from workbench.probes import catalog
@@ -183,10 +183,26 @@ def mib(x: float) -> str:
 
 
 def missing(rows: pd.DataFrame) -> list[str]:
-    """For each strategy with a row that did not run, or is wrong, the first reason of each of the two."""
-    off = rows[~rows.index.isin(ok(rows).index)].drop_duplicates(["strategy", "status"])
-    names = [SHORT.get(x, x) for x in off["strategy"]]
-    return [error if name in error else f"{name}: {error}" for name, error in zip(names, off["error"], strict=True)]
+    """A sentence for each strategy with rows that are wrong or did not run: its patterns, and the first reason."""
+    off, said = rows[~rows.index.isin(ok(rows).index)], []
+    for (bad, _), group in off.groupby([off["valid"].eq(False), off["status"]], sort=False):
+        first = group.drop_duplicates("strategy").set_index("strategy")["error"]
+        head = "Wrong, so left out" if bad else "Not measured"
+        whys = [str(why).removeprefix("wrong: ") for why in first]
+        said += [f"{head}: {who}: {why}." for who, why in zip(of_patterns(group), whys, strict=True)]
+    return said
+
+
+def of_patterns(rows: pd.DataFrame) -> list[str]:
+    """Each strategy of rows with its patterns, in words: "sequence for dense and block-sparse"."""
+    return [f"{SHORT.get(x, x)} for {listed(dict.fromkeys(map(title, kinds)))}"
+            for x, kinds in rows.groupby("strategy", sort=False)["kind"]]  # fmt: skip
+
+
+def wrong(rows: pd.DataFrame) -> set[tuple[str, str]]:
+    """(kind, strategy) of what gave a wrong result."""
+    off = rows[rows["valid"].eq(False)]
+    return {*zip(off["kind"], off["strategy"], strict=True)}
 
 
 def by_batch(rows: pd.DataFrame) -> pd.DataFrame:

@@ -5,7 +5,7 @@ A function returns a sentence, or a list of them that may be empty. what: the wo
 
 import pandas as pd
 
-from workbench.analysis.multicard import ORDERS, mib, ok, relative
+from workbench.analysis.multicard import ORDERS, mib, of_patterns, ok, relative
 from workbench.harness.narrate import MODES, counted, listed, number, spread, title
 from workbench.probes.timing import AA
 from workbench.scaling.strategies import ONE, SHORT
@@ -104,7 +104,7 @@ def compared(rows: pd.DataFrame) -> str:
     if checked.empty:
         return "No result was compared with one device's."
     said = f"Compared with one device: **{len(checked) - len(wrong)} of {len(checked)}** results agree up to rounding."
-    return said + (f" Wrong: {listed(dict.fromkeys(map(_name, wrong['strategy'])))}." if len(wrong) else "")
+    return said + (f" Wrong: {'; '.join(of_patterns(wrong))}." if len(wrong) else "")
 
 
 # How names of kernels tell which engine they are of, the first that fits.

@@ -8,7 +8,7 @@ Dimensions: N positions.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import pandas as pd
 import torch.distributed as dist
@@ -29,13 +29,15 @@ CALLS = 2  # before the one that is recorded: they make the plan and warm up
 
 
 def measure(
-    cases: Mapping[str, Case], nproc: int = 2, strategies: Iterable[str] = ways.OURS, *, profile="quick", folder=None
-) -> pd.DataFrame:
+    cases: Mapping[str, Case], nproc: int = 2, strategies: Iterable[str] = ways.OURS, *, profile="quick", folder=None,
+    skip: Collection[tuple[str, str]] = (),
+) -> pd.DataFrame:  # fmt: skip
     """Record one call of each case by each strategy on nproc ranks: a row and record (stage "timeline") each.
 
     A row has the case's fields, label, nproc, strategy, status, error, milliseconds (from the first event to the end of
     the last one, on any rank), and events: by rank, a list of [stage, name, start, duration] in microseconds, in order,
     from the first event of all on. The ranks are on one machine and share its clock.
+    skip: (label, strategy) of what is passed over, such as what gave a wrong result.
     ValueError for a case with a backward.
     """
     for case in cases.values():
@@ -44,7 +46,7 @@ def measure(
     rows, recorder = [], records.start("scaling", profile, folder)
     with Pool(nproc, backend_of(cases.values())) as pool:
         for label, case in cases.items():
-            for name in strategies:
+            for name in (x for x in strategies if (label, x) not in skip):
                 row = case.fields() | who(name, nproc) | {"stage": "timeline", "label": label, "nproc": nproc}
                 outcome = attempt(lambda name=name, case=case: ways.check(name, case, nproc))
                 if outcome.status == "ok":
