@@ -95,7 +95,8 @@ def _line(ax, y: int, rows: pd.DataFrame, names: list[str]) -> None:
         at = {"transform": ax.get_yaxis_transform(), "va": "center", "ha": "right", "fontsize": 9}
         ax.text(1, y, f"{by.loc['sequence', 'speedup']:.2f}", color=COLORS["sequence"], **at)
     elif by.empty:
-        ax.text(1, y, "not measured", color="#666666", fontsize=9, ha="right", transform=ax.get_yaxis_transform())
+        at = {"transform": ax.get_yaxis_transform(), "ha": "right", "fontsize": 9}
+        ax.text(1, y, "not measured", color="#666666", bbox={"color": "white", "pad": 1}, **at)
 
 
 def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):

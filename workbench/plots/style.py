@@ -16,6 +16,7 @@ COLORS = {
     "Predicate": "#C2669A", "accent": "#C17F00", "muted": "#767676",
 }  # fmt: skip
 SEQUENTIAL = "mako_r"
+TOP, TOGETHER = 0.96, 0.02  # of an axis' height: no name of a line above, beside the title; ends that are one place
 MARKERS = {"Dense": "o", "Dilated": "s", "BlockSparse": "^", "Neighborhood": "D", "Predicate": "v"}
 
 
@@ -74,17 +75,41 @@ def note(ax, text: str, at: tuple, offset=(0, 0), **look) -> None:
 def name_ends(ax, ends) -> None:
     """Name lines to the right of an axis, or beside their ends where these are far from it, one above the other where
     they are close: the axis' scales and limits are final then. ends: (x, y, text, colour)."""
-    places, low = [], {}
+    columns, size = {}, 9 if len(ends) < 12 else 7.5
     for x, y, text, color in sorted(ends, key=lambda end: end[1]):
         across, at = ax.transAxes.inverted().transform(ax.transData.transform((x, y)))
-        across = 1.03 if across > 0.5 else across + 0.05
-        low[across] = max(at, low.get(across, -1) + 0.055 * (1 + text.count("\n")))
-        places.append((x, y, text, color, across, low[across]))
-    for x, y, text, color, across, at in places:
-        arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3}
-        at -= max(0, low[across] - 0.96)  # none beside the title
-        ax.annotate(text, (x, y), xytext=(across, at), textcoords="axes fraction", color=color, fontsize=9,
-                    va="center", arrowprops=arrow)  # fmt: skip
+        column = columns.setdefault(1.03 if across > 0.5 else across + 0.05, [])
+        if not (column and _join(column[-1], x, at, text, color)):
+            column.append([at, (x, y), text, color])
+    for across, column in columns.items():
+        room = [0.055 * size / 9 * (1 + text.count("\n")) for _, _, text, _ in column]
+        for (_, end, text, color), at in zip(column, _spread([end[0] for end in column], room), strict=True):
+            arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3}
+            ax.annotate(text, end, xytext=(across, at), textcoords="axes fraction", color=color, fontsize=size,
+                        va="center", arrowprops=arrow)  # fmt: skip
+
+
+def _join(below: list, x: float, at: float, text: str, color: str) -> bool:
+    """Whether a line ends where the one below does, in its colour: "dense, cuDNN" is then "dense: cuDNN, flash"."""
+    near = (below[1][0], below[3]) == (x, color) and at - below[0] < TOGETHER
+    (head, *tails), (other, *more) = text.split(", "), below[2].replace(": ", ", ").split(", ")
+    if near and head == other and len(tails) == 1 and (len(more) == 1 or ": " in below[2]):
+        below[2] = f"{head}: {', '.join([*more, *tails])}"
+        return True
+    return False
+
+
+def _spread(places: list[float], room: list[float]) -> list[float]:
+    """Ascending places in an axis moved so far apart that each has its room, closer where there is too little."""
+    squeeze = min(1, TOP / sum(room))
+    apart = [0, *(squeeze * (a + b) / 2 for a, b in zip(room, room[1:], strict=False))]
+    found, low = [], 0.0
+    for at, step in zip(places, apart, strict=True):
+        found.append(max(at, low + step))
+        low = found[-1]
+    for k in reversed(range(len(found))):
+        found[k] = min(found[k], TOP if k == len(found) - 1 else found[k + 1] - apart[k + 1])
+    return found
 
 
 def bare(ax) -> None:
