@@ -36,6 +36,19 @@ def test_it_says_what_python_counts_and_follows_each_control(page):
 
 
 @pytest.mark.browser
+def test_what_would_block_the_page_is_not_counted_and_says_so():
+    pattern = wb.Dilated([256, 4096], [1, 32])
+    with browser.shown(explorer.explore(pattern, 4096, 32)._repr_html_()) as page:
+        pairs, seen = page.run(FACTS)
+        assert pairs.startswith(f"{pattern.pairs(4096, 32):,}, ")
+        assert seen == "not counted: 32 different heads on 4,096 tokens" and "depends on" in page.run(NOTE)
+        page.run("document.querySelector('[name=all]').click()")
+        assert "32 different heads" in page.run("document.querySelector('.x-error').textContent")
+        page.slide("[name=heads]", "2")
+        assert len(page.run(FACTS)) == 4 and page.run("document.querySelector('.x-error').hidden")
+
+
+@pytest.mark.browser
 def test_arrow_keys_look_at_another_token(page):
     page.slide("[name=kind]", "window")
     page.slide("[name=n]", "100")

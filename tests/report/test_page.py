@@ -179,3 +179,14 @@ def test_a_picture_that_is_not_there_leaves_its_address(render, address):
 def test_what_is_no_picture_does_not_end_the_page(render):
     html = render(shown({"image/png": b"no picture"}), shown({"text/plain": "after"}))
     assert "after" in main(html)
+
+
+TABLE = {"kind": "table", "csv": None, "fold": False}
+
+
+def test_works_are_cited_for_what_a_notebook_says_and_not_for_its_scripts(render):
+    script = shown({"text/html": "<style>.neighborhood {}</style><script>const Ring = 'roofline'</script>"})
+    assert 'id="references"' not in render("Rings of cells, a flashy torchscaled thing", script)
+    caption = shown({"text/html": "<table></table>"}, {"workbench": TABLE | {"caption": "As Ring Attention does."}})
+    html = render("LongNet.", code("wb.Neighborhood((4, 4), 1)"), caption)
+    assert re.findall(r'arxiv.org/abs/([^"]+)"', html) == ["2307.02486", "2204.07143", "2310.01889"]

@@ -1,5 +1,6 @@
 // The pattern explorer: a mask on a canvas, what it counts, and what one token depends on through layers.
 const DRAWN = 4096, REACHED = 512; // the longest sequence that is drawn, and of which every token's reach is computed
+const LOOKED = 1e8; // cells that are looked at one by one: more would block the page
 
 function start(root, data) {
   const one = kind => state => state.kind === kind;
@@ -53,17 +54,19 @@ function start(root, data) {
     if (now.head >= now.heads && !now.all) throw new Error(`shown head: 0 to ${now.heads - 1}, please`);
     [spec, state] = [read(now), now];
     n = spec.kind === "grid" ? spec.shape[0] * spec.shape[1] : state.n;
+    const kinds = masks.kinds(spec, state.heads).length, many = kinds * n * n > LOOKED;
+    if (many && state.all && n <= DRAWN) throw new Error(`all heads together: ${kinds} different heads on ${kit.number(n)} tokens are too many to look at; fewer of either, please`);
     const middle = spec.kind === "grid" ? Math.floor(spec.shape[0] / 2) * spec.shape[1] + Math.floor(spec.shape[1] / 2) : Math.floor(n / 2);
     at = at && at.i < n && at.j < n ? at : {i: middle, j: middle};
     mask = null;
-    const pairs = masks.pairs(spec, n, state.heads), every = state.heads * n * n, said = n <= DRAWN ? masks.summary(spec, n, state.heads) : null;
+    const pairs = masks.pairs(spec, n, state.heads), every = state.heads * n * n, said = n <= DRAWN && !many ? masks.summary(spec, n, state.heads) : null;
     facts([
       ["pairs computed, all heads", `${kit.number(pairs)}, ${kit.percent(Number(pairs) / every)} of dense attention's`],
       ...(said ? [
         ["share of pairs seen", kit.percent(said.distinct / every)],
         ["seen more than once, of these", kit.percent(said.distinct ? said.repeated / said.distinct : 0)],
         ["rows without a key", said.uncovered ? `${kit.number(said.uncovered)} (${kit.percent(said.uncovered / (n * state.heads))})` : "none"],
-      ] : []),
+      ] : n <= DRAWN ? [["share of pairs seen", `not counted: ${kinds} different heads on ${kit.number(n)} tokens`]] : []),
     ]);
     picture.redraw();
     looked();

@@ -149,9 +149,10 @@ def render(nb, path: Path, facts: dict) -> str:
 
 
 def _references(nb) -> list[dict]:
-    """Those works whose word occurs in what the notebook says or shows."""
+    """Those works whose word occurs in the notebook's cells or captions, not in data and scripts that it shows."""
     known = json.loads((TEMPLATES / "references.json").read_text(encoding="utf-8"))
-    said = json.dumps(nb)
+    about = [x.get("metadata", {}).get("workbench") or {} for cell in nb.cells for x in cell.get("outputs", [])]
+    said = "\n".join([*(cell.source for cell in nb.cells), *(x.get("caption", "") for x in about)])
     return [work for work in known if re.search(work["word"], said)]
 
 
