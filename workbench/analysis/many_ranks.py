@@ -74,6 +74,15 @@ def curves(rows: pd.DataFrame, rates: link.Rates, worlds: Iterable[int], first: 
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=columns)
 
 
+def stops(rows: pd.DataFrame, worlds: Iterable[int], least: int) -> str:
+    """Where `curves` of these rows end, in a sentence."""
+    alone = ok(rows[rows["mode"].eq("fwd") & rows["strategy"].eq(ONE)])
+    listed = alone[alone["kind"] == "block-sparse"]["n"]
+    cut = f", and the weak one of block-sparse beyond {LONGEST:,} tokens in all"
+    ends = f"A curve ends where a rank would have fewer than {least:,} tokens"
+    return f"{ends}{cut if len(listed) and listed.min() * max(worlds) > LONGEST else ''}."
+
+
 @one_thread()
 def checked(every: pd.DataFrame, rates: link.Rates) -> pd.DataFrame:
     """The model against each forward of one sequence that was measured by "sequence", of every pattern: a row for each,
