@@ -1,10 +1,13 @@
 """Traces without a card: the bytes that a program must take, from its own code."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 import workbench as wb
-from workbench.fit import allocator, cards, estimate, tracer, workspace
+from workbench.fit import allocator, cards, estimate, fake_cuda, tracer, tracer_shortcuts, workspace
 from workbench.probes.case import Case
 
 CARD = cards.find("h100")
@@ -118,3 +121,25 @@ def test_what_the_host_keeps_of_a_neighborhood_is_not_on_the_card():
     blocks = pattern.blocks(n, 1)
     lists = sum(x.nbytes for x in (blocks.starts, blocks.columns, blocks.full))
     assert left == 4 * n * 16 * 4 + lists  # q, k, v and out
+
+
+def test_a_trace_replaces_twelve_attributes_and_nothing_else_does(monkeypatch):
+    pytest.importorskip("triton")
+    names, real = [], fake_cuda.replaced
+
+    def replaced(what):
+        names.extend(f"{where.__name__}.{name}" for where, name, _ in what)
+        return real(what)
+
+    monkeypatch.setattr(fake_cuda, "replaced", replaced)
+    monkeypatch.setattr(tracer_shortcuts, "replaced", replaced)
+    tracer.run(Case(wb.Dense(), 64, 1, 16, device="cuda"), cards.find("h100"))
+    engines = "workbench.engines"
+    assert sorted(names) == sorted([
+        "torch.cuda", "torch.backends.cudnn.is_available", f"{engines}.flex.compiled", f"{engines}.fa4.STAND_IN",
+        "JITFunction.run", "GridExecutor.__call__", "Blocks.to", f"{engines}.torch.block_sparse.strips",
+        f"{engines}.torch.block_sparse.split", f"{engines}.torch.dilated.pieces", f"{engines}.torch.dilated.parts",
+        f"{engines}.torch.fused.range",
+    ])  # fmt: skip
+    files = Path(wb.__file__).parent.rglob("*.py")
+    assert {path.name for path in files if re.search(r"\bsetattr\(", path.read_text())} == {"fake_cuda.py"}

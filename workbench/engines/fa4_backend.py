@@ -10,7 +10,7 @@ from operator import index  # which has torch.compile take a length as a constan
 import torch
 from torch import Tensor
 
-from workbench.engines import operators
+from workbench.engines import fa4, operators
 from workbench.engines.fa4.lists import SHIFT, TIMES
 from workbench.engines.torch.fused import unit_stride
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, tile_order
@@ -37,15 +37,14 @@ def _missing() -> str | None:
 
 
 MISSING = _missing()
-ASSUMED = MISSING or ""  # what `why_not` asks: a prediction for a card that is not there takes the package as given
 
 
 def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
     """Why the kernels do not run this call, in a sentence, or None. q (B, Nq, H, D), k (B, N, G, D)."""
     if q.device.type != "cuda":
         return f"the kernels are for CUDA, not {q.device.type}"
-    if ASSUMED:
-        return ASSUMED
+    if MISSING and fa4.STAND_IN is None:
+        return MISSING
     if torch.cuda.get_device_capability(q.device) != (9, 0):
         return "the adapter is for compute capability 9.0 (H100, H200)"
     if q.dtype not in (torch.bfloat16, torch.float16):

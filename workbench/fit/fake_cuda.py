@@ -8,7 +8,7 @@ import types
 import torch
 from torch.overrides import TorchFunctionMode
 
-from workbench.engines import fa4_backend, torch_rules
+from workbench.engines import fa4, torch_rules
 from workbench.fit.cards import VIRTUAL, Card
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
@@ -130,27 +130,25 @@ def impersonate(card: Card):
         name=card.name, total_memory=card.total_bytes, major=card.capability[0], minor=card.capability[1],
         shared_memory_per_block_optin=shared,
     )  # fmt: skip
+    cuda = types.ModuleType("torch.cuda")
+    vars(cuda).update(
+        vars(torch.cuda), is_available=lambda: True, current_device=lambda: 0,
+        device=lambda *_: contextlib.nullcontext(), get_device_capability=lambda *_: card.capability,
+        get_device_properties=lambda *_: properties, set_rng_state=lambda *_: None,
+        get_rng_state=lambda *_: torch.zeros(16, dtype=torch.uint8),
+    )  # fmt: skip
+    silent = types.SimpleNamespace(**dict.fromkeys(("forward", "backward", "convert"), lambda *_: None))
     found = [
-        (torch.cuda, "is_available", lambda: True),
-        (torch.cuda, "current_device", lambda: 0),
-        (torch.cuda, "device", lambda *_: contextlib.nullcontext()),
-        (torch.cuda, "get_device_capability", lambda *_: card.capability),
-        (torch.cuda, "get_device_properties", lambda *_: properties),
-        (torch.cuda, "get_rng_state", lambda *_: torch.zeros(16, dtype=torch.uint8)),
-        (torch.cuda, "set_rng_state", lambda *_: None),
+        (torch, "cuda", cuda),
         (torch.backends.cudnn, "is_available", lambda: True),
         (flex, "compiled", lambda: _flex),
-        (fa4_backend, "ASSUMED", ""),
+        (fa4, "STAND_IN", silent),
     ]
     with contextlib.suppress(ImportError):
         from triton.runtime import interpreter, jit
 
         found += [(jit.JITFunction, "run", lambda *_, **__: None)]
-        from workbench.engines.fa4 import engine
-
         found += [(interpreter.GridExecutor, "__call__", lambda *_, **__: None)]
-        silent = types.SimpleNamespace(**dict.fromkeys(("forward", "backward", "convert"), lambda *_: None))
-        found += [(engine, "kernels", lambda: silent)]
     with LOCK, replaced(found):
         yield
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from workbench.engines import fa4
 from workbench.engines.fa4 import places, plans
 from workbench.engines.fa4.plans import Plan, Variant
 from workbench.patterns import Dense
@@ -27,6 +28,8 @@ ROOM = 1 << 28  # bytes that the float32 sums of dq may take, beside what one gr
 
 def kernels():
     """The compiled kernels: a module that can be imported where the package is."""
+    if fa4.STAND_IN is not None:
+        return fa4.STAND_IN
     from workbench.engines.fa4 import compiled
 
     return compiled
