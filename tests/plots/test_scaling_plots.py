@@ -56,7 +56,7 @@ def test_messages_have_markers_a_fit_and_its_bounds():
         {"stage": "link", "status": "ok", "message_bytes": x, "samples_ms": [ms, 2 * ms], "median_ms": ms,
          "bytes_per_second": 1000 * x / ms} for x in sizes for ms in [1000 * (1e-4 + x / 4e9)]
     ])  # fmt: skip
-    call = pd.DataFrame([{"stage": "cost", "status": "ok", "message_bytes": 1, "median_ms": 2.0}])
+    call = pd.DataFrame([{"stage": "cost", "status": "ok", "message_bytes": 1, "exchanges": 1, "median_ms": 2.0}])
     fig = draw.messages({"here": pd.concat([sent, call]), "recorded": sent})
     (ax,) = fig.axes
     assert ax.get_lines()[0].get_ydata().tolist() == pytest.approx([0.568, 3.91], rel=1e-2)

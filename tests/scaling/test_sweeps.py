@@ -273,7 +273,7 @@ def test_the_link_is_measured_by_message_and_a_call_beside_it(folder):
     sent, cost = found[:2], found.iloc[2]
     assert (sent["bytes_per_second"] == 1000 * sent["message_bytes"] / sent["median_ms"]).all()
     rates = link.fit(found)
-    moving = cost["message_bytes"] / rates.bytes_per_second
+    moving = cost["message_bytes"] / rates.bytes_per_second + rates.latency_s * (cost["exchanges"] - 1)
     assert rates.call_s == pytest.approx(max(0, cost["median_ms"] / 1000 - moving))
     for options, message in (
         ({"nproc": 1}, "nproc=1: want an int >= 2"),
@@ -287,14 +287,16 @@ def test_the_link_is_measured_by_message_and_a_call_beside_it(folder):
 def measured(*ms, sizes=(1 << 16, 1 << 20, 1 << 24), call=4.0):
     rows = [{"stage": "link", "status": "ok", "message_bytes": x, "median_ms": y}
             for x, y in zip(sizes, ms, strict=True)]  # fmt: skip
-    return pd.DataFrame(rows + [{"stage": "cost", "status": "ok", "message_bytes": 1, "median_ms": call}] * bool(call))
+    cost = {"stage": "cost", "status": "ok", "message_bytes": 1, "exchanges": 1, "median_ms": call}
+    return pd.DataFrame(rows + [cost] * bool(call))
 
 
 def test_latency_and_bandwidth_are_those_of_the_messages():
     exact = link.fit(measured(*(1000 * (2e-4 + x / 5e9) for x in (1 << 16, 1 << 20, 1 << 24))))
     assert exact == pytest.approx((2e-4, 5e9, 4e-3)) and exact.message_s(5e9) == pytest.approx(1.0002)
     free = link.fit(measured(0.01, 1, 20))  # short messages that cost less than their share of a long one
-    assert free.bytes_per_second == (1 << 24) / 0.02 and free.latency_s == 1e-5
+    assert free.latency_s == 1e-5 and free.message_s(1 << 24) == pytest.approx(0.02)
+    assert link.fit(measured(3, 2, 1)).message_s(1 << 24) == pytest.approx(0.001)  # noise alone
     assert link.fit(measured(1, 2, 3, call=None)) is None and link.fit(pd.DataFrame()) is None
     assert link.fit(measured(1, sizes=[8])) is None, "one message tells no two numbers"
 
@@ -332,7 +334,7 @@ def test_a_timeline_has_each_ranks_events_by_stage(folder):
     found = timeline.measure(cases, 2, ["sequence", "heads", "context parallel"], folder=folder / "timeline", skip=skip)
     assert found["status"].tolist() == ["ok", "refused"]
     row = json.loads((next((folder / "timeline").glob("*.jsonl"))).read_text().splitlines()[1])
-    assert row["stage"] == "timeline" and row["events"] == found["events"][0] and len(row["events"]) == 2
+    assert row["stage"] == "spans" and row["events"] == found["events"][0] and len(row["events"]) == 2
     for events in row["events"]:
         assert {stage for stage, *_ in events} == {"compute", "pack", "exchange"}
         assert [x[2] for x in events] == sorted(x[2] for x in events) and all(x[3] > 0 for x in events)

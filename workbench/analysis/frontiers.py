@@ -188,8 +188,8 @@ def limits(table: pd.DataFrame) -> list[str]:
         said.append(f"Of the {counted(len(done), 'frontier')} here, {listed(by).replace(' by', ' are limited by', 1)}.")
     else:
         said.append("None of these ways runs on any of these cards.")
-    unknown = done.loc[done["predicted_ms"].isna(), "label"].unique()
-    if len(unknown):
+    timed = done.groupby("label", sort=False)["predicted_ms"].count()
+    if len(unknown := timed.index[timed == 0]):
         said.append(f"The time of {listed(map(title, unknown))} is not modelled, so time never limits it here.")
     return said
 

@@ -113,9 +113,9 @@ class Recorded(NamedTuple):
 
 
 def recorded(machines: Iterable[str]) -> Recorded:
-    """The records of the first of these machine kinds that has sweeps; nothing if none has. Of sweeps: batch 1, the
-    patterns in KINDS, the commit that measured most of them, and the heads, head_dim and dtype that most rows have; the
-    newest row if a case was measured more than once."""
+    """The records of the first of these machine kinds that has sweeps; nothing if none has. All are of one commit: the
+    newest of those that measured the most of the patterns in KINDS. Of sweeps: batch 1, the heads, head_dim and dtype
+    that most rows have; the newest row if a case was measured more than once."""
     for machine in machines:
         every = records.committed(machine, "scaling")
         rows = every[every["stage"].eq("sweep")] if len(every) else every
@@ -124,9 +124,10 @@ def recorded(machines: Iterable[str]) -> Recorded:
             rows = rows[rows["kind"].isin(KINDS)].sort_values("run_utc", kind="stable")
             case = ["kind", "n", "mode", "nproc", "strategy", *SIZES]
             commits = (x.drop_duplicates(case, keep="last") for _, x in rows.groupby("run_commit"))
-            rows = max(commits, key=lambda x: (len(x), x["run_utc"].max()), default=rows)
+            rows = max(commits, key=lambda x: (x["kind"].nunique(), x["run_utc"].max()), default=rows)
+            every = every[every["run_commit"].isin(rows["run_commit"])]
             most_rows = max((x for _, x in rows.groupby(list(SIZES))), key=len, default=rows)
-            others = (_newest(every[every["stage"].isin(x)]) for x in (["link", "cost"], ["timeline"]))
+            others = (_newest(every[every["stage"].isin(x)]) for x in (["link", "cost"], ["spans"]))
             return Recorded(most_rows.reset_index(drop=True), *others)
     return Recorded(*(pd.DataFrame() for _ in range(3)))
 

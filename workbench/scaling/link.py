@@ -48,7 +48,7 @@ def measure(
 ) -> pd.DataFrame:  # fmt: skip
     """Measure all-to-alls in which each rank sends `size` bytes, equally to each other rank: a row and record by size
     (stage "link"); and one of a call of dense attention on the ranks, over its share of the time on one device (stage
-    "cost": samples_ms are these differences, and message_bytes what it sends).
+    "cost": samples_ms are these differences, message_bytes what it sends, exchanges in how many messages).
 
     device: "cpu" (gloo) or "cuda" (NCCL); by default "cuda" if there is one. A row: message_bytes (what a rank sends,
     rounded down to equal parts), samples_ms and median_ms of the slowest rank, bytes_per_second that a rank sends at
@@ -67,10 +67,12 @@ def measure(
         sent = pool.attempt("workbench.scaling.on_ranks:link", [sizes, samples, device])
         names = [ways.ONE, "sequence"]
         called = pool.attempt("workbench.scaling.on_ranks:times", [costed, names, samples, CALL_S])
-    size = int(ways.plan("sequence", costed, nproc).bytes(costed.dtype.itemsize, 64).sum(1).max())
+    plan = ways.plan("sequence", costed, nproc)
+    size = int(plan.bytes(costed.dtype.itemsize, 64).sum(1).max())
     asked = [("link", size, sent, x) for x, size in enumerate(sizes)] + [("cost", size, called, "sequence")]
     for stage, size, outcome, x in asked:
         row = {"stage": stage, "world": nproc, "message_bytes": size, "status": outcome.status, "error": outcome.error}
+        row |= {"exchanges": len(plan.stages) if stage == "cost" else 1}
         row |= {"backend": pool.backend, "samples_ms": None, "median_ms": None, "bytes_per_second": None}
         if outcome.status == "ok":
             took = np.max([rank[x] for rank in outcome.result], axis=0)
@@ -97,8 +99,10 @@ def fit(rows: pd.DataFrame) -> Rates | None:
     terms = np.stack([1 / seconds, size / seconds], 1)  # each message's time is 1 in units of itself
     latency, per_byte = np.linalg.lstsq(terms, np.ones(len(size)), rcond=None)[0]
     if latency <= 0 or per_byte <= 0:  # noise, or a link whose small messages are free: the largest one tells
-        latency, per_byte = max(0.0, float(seconds.min())), seconds[size.argmax()] / size.max()
-    call = cost["median_ms"] / 1000 - per_byte * cost["message_bytes"]
+        latency, most = float(seconds.min()), seconds[size.argmax()]
+        latency = latency if latency < most else 0.0
+        per_byte = (most - latency) / size.max()
+    call = cost["median_ms"] / 1000 - per_byte * cost["message_bytes"] - latency * (cost["exchanges"] - 1)
     return Rates(float(latency), float(1 / per_byte), max(0.0, float(call)))
 
 

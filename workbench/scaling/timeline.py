@@ -32,7 +32,7 @@ def measure(
     cases: Mapping[str, Case], nproc: int = 2, strategies: Iterable[str] = ways.OURS, *, profile="quick", folder=None,
     skip: Collection[tuple[str, str]] = (),
 ) -> pd.DataFrame:  # fmt: skip
-    """Record one call of each case by each strategy on nproc ranks: a row and record (stage "timeline") each.
+    """Record one call of each case by each strategy on nproc ranks: a row and record (stage "spans") each.
 
     A row has the case's fields, label, nproc, strategy, status, error, milliseconds (from the first event to the end of
     the last one, on any rank), and events: by rank, a list of [stage, name, start, duration] in microseconds, in order,
@@ -47,7 +47,7 @@ def measure(
     with Pool(nproc, backend_of(cases.values())) as pool:
         for label, case in cases.items():
             for name in (x for x in strategies if (label, x) not in skip):
-                row = case.fields() | who(name, nproc) | {"stage": "timeline", "label": label, "nproc": nproc}
+                row = case.fields() | who(name, nproc) | {"stage": "spans", "label": label, "nproc": nproc}
                 outcome = attempt(lambda name=name, case=case: ways.check(name, case, nproc))
                 if outcome.status == "ok":
                     outcome = ask(pool, "one_call", [case, name], module="timeline")
