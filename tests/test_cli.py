@@ -205,7 +205,7 @@ def test_fit_prints_a_table_and_why_a_line_has_no_number(capsys):
     first, second, empty, header, line = capsys.readouterr().out.splitlines()
     assert first.startswith("NVIDIA GeForce GTX 1080: 7.") and "60 s per call" in first and empty == ""
     assert "12 heads x 64, bfloat16, fwd; predicted" in second and "N = 4,096" in second
-    assert " ".join(header.split()) == "execution longest N limited by fits device GiB ms pairs note"
+    assert " ".join(header.split()) == "execution longest N limited by fits device GiB ms share of dense pairs note"
     assert line.startswith("longnet-paper, triton") and "?" in line and "no" in line.split() and "capability" in line
 
 

@@ -25,7 +25,9 @@ def measured(**fields):
 
 
 def test_predictions_are_counted_where_both_numbers_are():
-    assert frontiers.agreement(measured())[0].startswith("In **1 of 1 search** the prediction is within a step")
+    same = "In **1 of 1 search** the prediction is within a step of what was measured; "
+    assert frontiers.agreement(measured())[0] == same + "all are equal."
+    assert frontiers.agreement(measured(predicted_n=1000.1))[0] == same + "none is off by 0.1%."
     off = frontiers.agreement(pd.concat([measured(), measured(predicted_n=1500.0)]))
     assert "**1 of 2 searches**" in off[0] and "off by 50.0%" in off[0]
     failed = frontiers.agreement(measured(status="killed", measured_n=None, error="by signal 9"))

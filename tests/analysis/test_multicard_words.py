@@ -38,6 +38,9 @@ def test_the_range_is_told_and_where_another_way_is_ahead():
     assert "in **2 of 2 cases**, by **1.60 to 1.95 times**; the most: LongNet, geometric" in found
     assert found.endswith("ahead, beyond the intervals, for dense, forward, N = 256 (heads 1.78, sequence 1.60).")
     assert "ahead" not in said(case(sequence=5, heads=4.95))
+    many = said([x for k, ms in enumerate((4.5, 4.9, 4.2, 4.8)) for x in case(n=256 << k, sequence=5, heads=ms)])
+    assert "for dense, forward, N = 1,024 (heads 1.90, sequence 1.60), dense, forward, N = 256 (" in many
+    assert many.endswith(" and 1 more."), "three of four are beyond the intervals"
 
 
 def test_what_cannot_be_is_noise():
@@ -96,8 +99,8 @@ def test_what_other_ways_cost_is_a_range_with_its_worst_case():
 
 def test_the_headline_is_a_range_or_no_gain():
     lines = case(sequence=5) + case("longnet-geometric", 1024, sequence=4.1)
-    assert words.headline(pd.DataFrame(lines)) == "1.60 to 1.95 times on 2 cards"
-    assert words.headline(pd.DataFrame(case(sequence=9)), "rank") == "no gain on 2 ranks"
+    assert words.headline(pd.DataFrame(lines)) == "dividing the sequence: 1.60 to 1.95 times on 2 cards"
+    assert words.headline(pd.DataFrame(case(sequence=9)), "rank") == "dividing the sequence: no gain on 2 ranks"
 
 
 def test_engines_are_named_by_their_kernels():

@@ -117,7 +117,7 @@ def at_most(lines: pd.DataFrame) -> pd.DataFrame:
     done = _largest(lines)
     return pd.DataFrame({
         "way": done["label"].map(title), "budget (GiB)": done["budget_bytes"] / 2**30,
-        "longest_n": done["n"].astype(int), "limited by": done["limiter"],
+        "longest_n": done["n"].astype(int), "limited by": done["limiter"].map(title, na_action="ignore"),
         "times the shortest": done["n"] / done["n"].min(),
     })[::-1].set_index("way")  # fmt: skip
 
@@ -135,7 +135,7 @@ def against_measured(measured: pd.DataFrame) -> pd.DataFrame:
         "way": both["label"].map(title), "budget (MiB)": both["budget_bytes"] / 2**20,
         "predicted N": both["predicted_n"], "measured N": both["measured_n"],
         "off (%)": 100 * both["off"],
-        "limited by": both["limiter"], "probes": both["probes"],
+        "limited by": both["limiter"].map(title, na_action="ignore"), "probes": both["probes"],
     }).set_index("way")  # fmt: skip
 
 
@@ -160,7 +160,9 @@ def agreement(measured: pd.DataFrame) -> list[str]:
         return ["No search has both a prediction and a measurement.", *said]
     searches = "1 search" if len(done) == 1 else f"{len(done)} searches"
     within = f"In **{right(measured)} of {searches}** the prediction is within a step of what was measured"
-    return [f"{within}; at worst off by {done['off'].abs().max():.1%}.", *said]
+    worst = done["off"].abs().max()
+    off = f"at worst off by {worst:.1%}" if worst >= 0.0005 else "none is off by 0.1%"
+    return [f"{within}; {'all are equal' if worst == 0 else off}.", *said]
 
 
 def right(measured: pd.DataFrame) -> int:
@@ -175,15 +177,16 @@ def overpromised(lines: pd.DataFrame, card: str) -> str:
         return f"None of these ways runs on {card}."
     worst = lines.loc[lines[TOO_MUCH].idxmax()]
     if worst[TOO_MUCH] <= 0:
-        return f"On {card} (predicted) it promises no more tokens than run."
-    return f"On {card} (predicted) it promises up to **{worst[TOO_MUCH]:.1%}** more tokens than run ({worst['way']})."
+        return f"On {card} (predicted) reading `max_memory_allocated` promises no more tokens than run."
+    promises = f"promises up to **{worst[TOO_MUCH]:.1%}** more tokens than run ({worst['way']})."
+    return f"On {card} (predicted) reading `max_memory_allocated` {promises}"
 
 
 def limits(table: pd.DataFrame) -> list[str]:
     """What limits the cells of a map (rows of `frontier.sweep`), and whose time is not known."""
     done, said = table[table["status"] == "ok"], []
-    names = {"validity": "wrong results", "search": "nothing as far as was searched"}
-    by = [f"{n} by {names.get(x, x)}" for x, n in done["limiter"].value_counts().items()]
+    names = {"search": "nothing as far as was searched"}
+    by = [f"{n} by {names.get(x, title(x))}" for x, n in done["limiter"].value_counts().items()]
     if by:
         said.append(f"Of the {counted(len(done), 'frontier')} here, {listed(by).replace(' by', ' are limited by', 1)}.")
     else:

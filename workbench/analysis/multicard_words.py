@@ -53,8 +53,9 @@ def by_sequence(rows: pd.DataFrame, what: str = "card") -> list[str]:
         f"{counted(len(found), 'case')}**, by **{spread(won['speedup'].min(), won['speedup'].max())} times**"
     )
     said += f"; the most: {_case(most)}." if len(won) > 1 else f" ({_case(most)})."
-    cases = [f"{_case(x)} ({x['rival']} {x['rival_speedup']:.2f}, sequence {x['speedup']:.2f})"
-             for x in found[found["rival"].notna()].to_dict("records")]  # fmt: skip
+    behind = sorted(found[found["rival"].notna()].to_dict("records"), key=lambda x: x["speedup"] / x["rival_speedup"])
+    cases = [f"{_case(x)} ({x['rival']} {x['rival_speedup']:.2f}, sequence {x['speedup']:.2f})" for x in behind[:2]]
+    cases += [f"{len(behind) - 2} more"] * (len(behind) > 2)
     return [said + f" Another way is ahead, beyond the intervals, for {listed(cases)}." * bool(cases)]
 
 
@@ -91,10 +92,11 @@ def headline(rows: pd.DataFrame, what: str = "card") -> str:
     """The page in a few words: the range of speed-ups by "sequence" where it is faster."""
     found = gains(rows)
     won = found[found["faster"]]
-    if won.empty:
-        return f"no gain on {counted(int(rows['nproc'].max()), what)}" if len(rows) else "nothing ran"
-    least, most = won["speedup"].min(), won["speedup"].max()
-    return f"{spread(least, most)} times on {counted(int(won['nproc'].max()), what)}"
+    if rows.empty:
+        return "nothing ran"
+    gain = f"{spread(won['speedup'].min(), won['speedup'].max())} times" if len(won) else "no gain"
+    ranks = (won if len(won) else rows)["nproc"].max()
+    return f"dividing the sequence: {gain} on {counted(int(ranks), what)}"
 
 
 def compared(rows: pd.DataFrame) -> str:

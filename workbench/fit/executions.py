@@ -9,6 +9,7 @@ import pandas as pd
 
 from workbench.engines import dispatch, torch_rules
 from workbench.fit import cards, estimate, frontier
+from workbench.harness.narrate import title
 from workbench.harness.outcome import attempt
 from workbench.harness.processes import imported
 from workbench.patterns import Dense, Dilated, checks
@@ -114,7 +115,7 @@ def words(frame: pd.DataFrame, card: cards.Card, sizes: dict, n, budget_bytes, s
         longest = longest.mask(searched & frame["fits"], longest.clip(lower=n))
     shown = pd.DataFrame({"execution": frame["way"], "longest N": longest.map(_number)})
     shown["longest N"] = shown["longest N"].where(~searched, "at least " + shown["longest N"])
-    shown["limited by"] = frame["limiter"].fillna("").mask(searched, "not looked further")
+    shown["limited by"] = frame["limiter"].fillna("").map(title).mask(searched, "not looked further")
     timeless = frame["limiter"].eq("memory") & frame["longest_n"].astype(float).gt(0) & frame["longest_ms"].isna()
     shown["limited by"] = shown["limited by"].mask(timeless, "memory; time unknown")
     if n is not None:
@@ -123,7 +124,8 @@ def words(frame: pd.DataFrame, card: cards.Card, sizes: dict, n, budget_bytes, s
         shown["fits"] = frame["fits"].map({True: "yes", False: "no"}).mask(late, "too slow")
         shown["device GiB"] = frame["device_bytes"].astype(float).map(lambda x: _number(x / 2**30, ".2f"))
         shown["ms"] = frame["ms"].astype(float).map(lambda x: _number(x, ",.3g" if x < 1000 else ",.0f"))
-        shown["pairs"] = frame["pairs_share"].astype(float).map(lambda x: _number(x, ".3g" if x < 1 else ".0f"))
+        share = frame["pairs_share"].astype(float)
+        shown["share of dense pairs"] = share.map(lambda x: _number(x, ".3g" if x < 1 else ".0f"))
     shown["note"] = frame["note"].fillna("").str.slice(0, 100)
     return "\n".join([*lines, "", aligned(shown, ("execution", "limited by", "note"))])
 

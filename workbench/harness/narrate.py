@@ -12,7 +12,7 @@ NAMES = MODES | {
     "random": "random blocks", "blocks": "block-sparse", "cudnn": "cuDNN", "flash": "FlashAttention-2",
     "fa4": "FlashAttention-4", "flex": "FlexAttention", "triton": "Triton", "efficient": "memory-efficient",
     "sdpa": "torch's SDPA", "workbench": "this package", "row_major": "row-major", "hilbert": "Hilbert",
-    "morton": "Morton", "cpu": "CPU", "nccl": "NCCL", "oom": "out of memory",
+    "morton": "Morton", "cpu": "CPU", "nccl": "NCCL", "oom": "out of memory", "validity": "wrong results",
 }  # fmt: skip
 # Column of a frame -> the heading of a table; what is not here is shown as it is, with spaces for underscores.
 heads = {

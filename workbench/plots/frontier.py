@@ -87,7 +87,7 @@ def limiter_map(rows: pd.DataFrame):
     for row in rows.to_dict("records"):
         x, y, limiter = on.index(row["card"]), names.index(row["label"]), row["limiter"]
         ax.add_patch(plt.Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=LIMITS[limiter], edgecolor="white", linewidth=2))
-        said = limiter if limiter == "refused" else f"{int(row['n']):,}\n{limiter}"
+        said = limiter if limiter == "refused" else f"{int(row['n']):,}\n{title(limiter)}"
         ax.text(x, y, said, ha="center", va="center", fontsize=9, color="#777777" if limiter == "refused" else "black")
     ax.set(xlim=(-0.5, len(on) - 0.5), ylim=(len(names) - 0.5, -0.5))
     ax.set(xticks=range(len(on)), xticklabels=map(title, on), yticks=range(len(names)), yticklabels=map(title, names))
@@ -95,7 +95,7 @@ def limiter_map(rows: pd.DataFrame):
     ax.tick_params(length=0)
     ax.grid(False)
     ax.spines[:].set_visible(False)
-    words = dict(zip(LIMITS, LIMITS, strict=True)) | {"time": f"time: {rows['seconds'].iloc[0]:g} s per call"}
+    words = {x: title(x) for x in LIMITS} | {"time": f"time: {rows['seconds'].iloc[0]:g} s per call"}
     patches = [Patch(facecolor=LIMITS[x], edgecolor="#999999", label=words[x]) for x in LIMITS if x in {*rows.limiter}]
     fig.legend(handles=patches, loc="outside lower center", ncols=len(patches), title="limited by")
     return style.finish(fig, "A map of ways and cards: the longest N of each, and what limits it.")
