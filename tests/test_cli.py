@@ -282,7 +282,7 @@ def test_fit_takes_a_function_and_a_spec(folder, capsys):
     (["--backend", "no_such:thing"], "backend='no_such:thing': cannot import it"),
     (["--heads", "0"], "--heads 0: want at least 1"), (["--n", "0"], "--n 0: want at least 1"),
     (["--budget-gib", "0"], "--budget-gib 0.0: want at least 0.001"),
-    (["--budget-gib", "inf"], "--budget-gib inf: want a number of GiB"),
+    (["--budget-gib", "inf"], "--budget-gib inf: want at least 0.001, at most 9,007,199,254,740,992"),
 ])  # fmt: skip
 def test_fit_refuses_what_it_does_not_know(capsys, arguments, message):
     assert message in refusal(capsys, "fit", *arguments)

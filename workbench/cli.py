@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import io
 import json
-import math
 import os
 import re
 import signal
@@ -13,6 +12,8 @@ import sys
 from workbench import report
 from workbench.report import notebooks as nbs
 from workbench.report import parameters
+
+MOST = 1 << 53  # of a number: as `patterns.checks.MOST`, whose import takes seconds
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -209,8 +210,6 @@ def _fit(arguments) -> int:
     _at_least(arguments, heads=1, kv_heads=1, head_dim=1, batch=1, n=1, budget_gib=1e-3, seconds=1e-3)
     sizes = {x: getattr(arguments, x) for x in ("heads", "kv_heads", "head_dim", "batch", "dtype", "mode")}
     ways = fit.executions(arguments.pattern, arguments.backend, arguments.causal, card=card, **sizes)
-    if arguments.budget_gib == math.inf:
-        raise ValueError("--budget-gib inf: want a number of GiB")
     budget = None if arguments.budget_gib is None else int(arguments.budget_gib * 2**30)
     options = {"n": arguments.n, "budget_bytes": budget, "seconds": arguments.seconds}
     frame = fit.table(ways, card, **options)
@@ -270,5 +269,6 @@ def _groups(arguments, cards: int) -> dict:
 
 def _at_least(arguments, **least) -> None:
     for name, value in ((name, getattr(arguments, name)) for name in least):
-        if value is not None and not value >= least[name]:  # nor is nan
-            raise ValueError(f"--{name.replace('_', '-')} {value}: want at least {least[name]}")
+        most = float("inf") if name == "seconds" else MOST
+        if value is not None and not least[name] <= value <= most:  # nor is nan
+            raise ValueError(f"--{name.replace('_', '-')} {value}: want at least {least[name]}, at most {most:,}")

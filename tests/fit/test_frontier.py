@@ -336,8 +336,10 @@ def test_a_fault_is_what_it_is(monkeypatch, mine, server, how, status, limiter, 
 @pytest.mark.parametrize("case", [
     Case(wb.Dense(), 1024, 16, 128, backend="sdpa"), Case(wb.Dilated([128, 256], [1, 2]), 1024, 4, 32),
     Case(wb.Dilated([128, 256], [1, 2]), 1024, 4, 32, "bfloat16", mode="fwdbwd"),
-    Case(wb.Dense(), 1024, 4, 32, mode="fwdbwd"),
-], ids=["dense by torch", "dilated", "dilated bfloat16 fwdbwd", "dense fwdbwd"])  # fmt: skip
+    Case(wb.Dense(), 1024, 4, 32, mode="fwdbwd"), Case(wb.Dilated([128, 256], [1, 2]), 1024, 2, 32, "float64"),
+    Case(wb.BlockSparse(wb.layouts.local(1), causal=True), 1024, 4, 64),
+], ids=["dense by torch", "dilated", "dilated bfloat16 fwdbwd", "dense fwdbwd", "dilated float64", "masked blocks"]
+)  # fmt: skip
 def test_a_card_in_software_holds_what_was_predicted(server, case):
     row = search(case, card=None, budget_bytes=22 * MIB, measure=True, server=server, seconds=120)
     assert row["limiter"] == row["predicted_limiter"] == "memory" and row["valid"]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Predicate
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Predicate, from_spec
 from workbench.patterns.layouts import explicit, global_, hierarchical, local, random, strided, top_k
 from workbench.patterns.orderings import Ordering, hilbert, morton, tiles
 from workbench.patterns.orderings import random as shuffled
@@ -36,6 +36,8 @@ REFUSED = [
     (dilated("4,8"), r"segment_lengths='4,8': want a non-empty list"),
     (dilated(4), r"segment_lengths=4: want a non-empty list"),
     (dilated(rates=[1, 2, -4]), r"dilation_rates\[2\]=-4: want an int >= 1"),
+    (dilated(rates=[1, 2, 2**63]), r"dilation_rates\[2\]=9223372036854775808: want an int <= 9,007,199,254,740,992"),
+    (lambda: from_spec({"pattern": "BlockSparse", "layout": {"layout": "|"}}), "spec=.*KeyError 'of'"),
     (dilated(causal="no"), r"causal='no': want True or False"),
     (dilated(heads="some"), r"heads='some': want one of 'all', 'partition'"),
     (dilated(offsets=0), r"offsets=0: want one of 'interleaved', 'blocked'"),

@@ -133,7 +133,8 @@ def impersonate(card: Card):
     cuda = types.ModuleType("torch.cuda")
     vars(cuda).update(
         vars(torch.cuda), is_available=lambda: True, current_device=lambda: 0,
-        device=lambda *_: contextlib.nullcontext(), get_device_capability=lambda *_: card.capability,
+        device=lambda *_: contextlib.nullcontext(),
+        get_device_capability=lambda *_: torch_rules.PROCESSOR if card.key == VIRTUAL else card.capability,
         get_device_properties=lambda *_: properties, set_rng_state=lambda *_: None,
         get_rng_state=lambda *_: torch.zeros(16, dtype=torch.uint8),
     )  # fmt: skip

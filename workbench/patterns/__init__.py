@@ -1,5 +1,7 @@
 """What attends to what: a class for each kind of pattern, all with the methods of `Pattern`."""
 
+import zlib
+
 from workbench.patterns import layouts
 from workbench.patterns.base import Blocks, Pattern
 from workbench.patterns.block_sparse import BlockSparse
@@ -21,5 +23,5 @@ def from_spec(spec: dict) -> Pattern:
         raise ValueError(f"pattern={name!r}: want one of {', '.join(kinds)}")
     try:
         return getattr(kind, "from_spec", kind)(**arguments)
-    except TypeError as error:
-        raise ValueError(f"spec={spec!r}: {error}") from None
+    except (TypeError, LookupError, zlib.error) as error:
+        raise ValueError(f"spec={spec!r}: {type(error).__name__} {error}") from None

@@ -82,9 +82,12 @@ def python(value):
     return value
 
 
+MOST = 1 << 53  # of a whole number: sums and products of a few with positions stay within 64 bits
+
+
 def whole(name: str, value, least: int) -> int:
-    """`value` as an int >= least; bools, floats and strings are refused."""
-    if type(value) is int and value >= least:  # also a length that torch.compile leaves open
+    """`value` as an int from `least` to MOST; bools, floats and strings are refused."""
+    if type(value) is int and least <= value <= MOST:  # also a length that torch.compile leaves open
         return value
     number = python(value)
     try:
@@ -93,6 +96,8 @@ def whole(name: str, value, least: int) -> int:
         number = None
     if number is None or number < least:
         raise ValueError(f"{name}={value!r}: want an int >= {least}")
+    if number > MOST:
+        raise ValueError(f"{name}={value!r}: want an int <= {MOST:,}")
     return number
 
 

@@ -56,8 +56,10 @@ def kernel(q: Tensor, mask: Tensor | None = None) -> str:
     if q.device.type == "cpu":
         return "cpu"
     taken, d = (), q.shape[-1]
-    if q.device.type == "cuda" and mask is None and d % 8 == 0 and d <= 256:
-        capability = torch.cuda.get_device_capability(q.device)
+    capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
+    if capability == torch_rules.PROCESSOR:
+        return "cpu"
+    if capability and mask is None and d % 8 == 0 and d <= 256:
         taken = torch_rules.kernels(capability, q.dtype, d, gradients=True)  # one kernel for both directions
     return next((x for x in ("flash", "efficient") if x in taken), "unfused")
 
