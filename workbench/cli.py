@@ -13,7 +13,7 @@ from workbench import report
 from workbench.report import notebooks as nbs
 from workbench.report import parameters
 
-MOST = 1 << 53  # of a number: as `patterns.checks.MOST`, whose import takes seconds
+MOST = 1 << 53  # of a number: sums and products of a few stay within 64 bits
 
 
 def main(argv: list[str] | None = None) -> int:

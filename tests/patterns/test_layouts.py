@@ -61,7 +61,7 @@ def test_what_is_farther_than_32_bits_is_just_far(far):
     for make in (local, global_, strided, lambda distance: hierarchical(distance, 3)):
         assert BlockSparse(make(far), 4).pairs(n, 1) == BlockSparse(make(99), 4).pairs(n, 1)
     grid = Neighborhood((6, 6), far)
-    assert grid.pairs(n, 1) == n * n == int(grid.multiplicity(n, 1).sum())
+    assert grid.pairs(n, 1) == n * n == int(grid.multiplicity(n, 1).sum()) and grid.blocks(n, 1).full.all()
 
 
 @pytest.mark.parametrize("density", [0.01, 0.1, 0.37, 1.0])

@@ -82,12 +82,9 @@ def python(value):
     return value
 
 
-MOST = 1 << 53  # of a whole number: sums and products of a few with positions stay within 64 bits
-
-
 def whole(name: str, value, least: int) -> int:
-    """`value` as an int from `least` to MOST; bools, floats and strings are refused."""
-    if type(value) is int and least <= value <= MOST:  # also a length that torch.compile leaves open
+    """`value` as an int >= least; bools, floats and strings are refused."""
+    if type(value) is int and value >= least:  # also a length that torch.compile leaves open
         return value
     number = python(value)
     try:
@@ -96,20 +93,22 @@ def whole(name: str, value, least: int) -> int:
         number = None
     if number is None or number < least:
         raise ValueError(f"{name}={value!r}: want an int >= {least}")
-    if number > MOST:
-        raise ValueError(f"{name}={value!r}: want an int <= {MOST:,}")
     return number
 
 
-def wholes(name: str, values, least: int) -> tuple[int, ...]:
-    """A non-empty sequence of ints >= least, as a tuple."""
+def wholes(name: str, values, least: int, most: float = math.inf) -> tuple[int, ...]:
+    """A non-empty sequence of ints from `least` to `most`, as a tuple."""
     try:
         found = None if isinstance(values, str) else list(values)
     except TypeError:
         found = None
     if not found:
         raise ValueError(f"{name}={values!r}: want a non-empty list of ints >= {least}")
-    return tuple(whole(f"{name}[{place}]", value, least) for place, value in enumerate(found))
+    found = tuple(whole(f"{name}[{place}]", value, least) for place, value in enumerate(found))
+    for place, value in enumerate(found):
+        if value > most:
+            raise ValueError(f"{name}[{place}]={value!r}: want an int <= {most:,}")
+    return found
 
 
 def several(value) -> bool:

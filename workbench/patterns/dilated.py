@@ -16,6 +16,7 @@ from torch import Tensor
 from workbench.patterns.base import Pattern
 from workbench.patterns.checks import choice, flag, wholes
 
+MOST = 1 << 53  # of a length and a rate: sums and products with positions stay within 64 bits
 PAPER = (2048, 4096, 8192, 16384, 32768)
 NAMES = {(PAPER, (1, 2, 4, 6, 12)): "longnet-paper", (PAPER, (1, 2, 4, 8, 16)): "longnet-pow2"}
 
@@ -44,8 +45,8 @@ class Dilated(Pattern):
     """
 
     def __init__(self, segment_lengths, dilation_rates, causal=False, heads="all", offsets="interleaved"):
-        self.segment_lengths = wholes("segment_lengths", segment_lengths, 1)
-        self.dilation_rates = wholes("dilation_rates", dilation_rates, 1)
+        self.segment_lengths = wholes("segment_lengths", segment_lengths, 1, MOST)
+        self.dilation_rates = wholes("dilation_rates", dilation_rates, 1, MOST)
         if len(self.segment_lengths) != len(self.dilation_rates):
             raise ValueError(
                 f"segment_lengths={self.segment_lengths!r}, dilation_rates={self.dilation_rates!r}: want one rate for "

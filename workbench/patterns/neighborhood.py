@@ -128,7 +128,7 @@ class Neighborhood(Pattern):
 
     def _widen(self, block: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The windows of runs of cells, as disjoint runs: (block, first cell, last cell)."""
-        side, radius = self.shape[-1], self.radius[-1]
+        side, radius = self.shape[-1], min(self.radius[-1], self.shape[-1])
         left = (start % side - radius).clamp(min=0)
         right = (stop % side + radius).clamp(max=side - 1)
         line, inside = torch.zeros(1, len(start), dtype=torch.int64), torch.ones(1, len(start), dtype=torch.bool)
@@ -159,7 +159,8 @@ class Neighborhood(Pattern):
     def _within(self, query: Tensor, a: Tensor, key: Tensor, b: Tensor) -> Tensor:
         """bool: the blocks whose pairs are all visible: no two tokens differ by more than the radius on any axis."""
         full = torch.ones(len(a), dtype=torch.bool)
-        for (q_low, q_high), (k_low, k_high), radius in zip(query, key, self.radius, strict=True):
+        radii = map(min, self.radius, self.shape)  # a radius may be any number
+        for (q_low, q_high), (k_low, k_high), radius in zip(query, key, radii, strict=True):
             full &= (q_high[a] - k_low[b] <= radius) & (k_high[b] - q_low[a] <= radius)
         return full
 
