@@ -125,15 +125,17 @@ def test_what_the_host_keeps_of_a_neighborhood_is_not_on_the_card():
 
 def test_a_trace_replaces_twelve_attributes_and_nothing_else_does(monkeypatch):
     pytest.importorskip("triton")
-    names, real = [], fake_cuda.replaced
+    names, before, real = [], {}, fake_cuda.replaced
 
     def replaced(what):
         names.extend(f"{where.__name__}.{name}" for where, name, _ in what)
+        before.update({(where, name): getattr(where, name, "none") for where, name, _ in what})
         return real(what)
 
     monkeypatch.setattr(fake_cuda, "replaced", replaced)
     monkeypatch.setattr(tracer_shortcuts, "replaced", replaced)
     tracer.run(Case(wb.Dense(), 64, 1, 16, device="cuda"), cards.find("h100"))
+    assert all(getattr(where, name, "none") is old for (where, name), old in before.items())
     engines = "workbench.engines"
     assert sorted(names) == sorted([
         "torch.cuda", "torch.backends.cudnn.is_available", f"{engines}.flex.compiled", f"{engines}.fa4.STAND_IN",

@@ -157,17 +157,18 @@ def impersonate(card: Card):
 @contextlib.contextmanager
 def replaced(what: list[tuple]):
     """While the block lasts, attributes have other values: what is a list of (object, name, value)."""
-    kept = [(where, name, getattr(where, name, None)) for where, name, _ in what]
+    kept = [(where, name, getattr(where, name, _NOTHING)) for where, name, _ in what]
     try:
         for where, name, new in what:
             setattr(where, name, new)
         yield
     finally:
         for where, name, old in kept:
-            if old is None:  # it had none: `fused.range`, say, stood in for a builtin
+            if old is _NOTHING:  # `fused.range`, say, stood in for a builtin
                 delattr(where, name)
             else:
                 setattr(where, name, old)
 
 
 LOCK = threading.RLock()
+_NOTHING = object()  # for an attribute that is not there
