@@ -25,8 +25,8 @@ class Tile(NamedTuple):
         return {"M": self.M, "N": self.N, "num_warps": self.warps, "num_stages": self.stages} | limit
 
 
-# By kernel and padded head_dim, for 16-bit inputs, on an H100. Walking lists of blocks takes more stages: the loads of
-# keys and values wait for the load of a block's number. "narrow": where blocks are smaller than the tile.
+# By kernel and padded head_dim, for 16-bit inputs, on an H100 or an H200. Walking lists of blocks takes more stages or
+# larger tiles: loads of keys and values wait for that of a block's number. "narrow": blocks smaller than the tile.
 TABLE = {
     "dilated forward": {
         16: Tile(128, 64, 4, 3), 32: Tile(128, 64, 4, 3), 64: Tile(128, 64, 8, 3, 128), 128: Tile(128, 64, 8, 3),
