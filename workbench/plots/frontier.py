@@ -122,7 +122,7 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
                      colors=[colors[x] for x in [*own, "others"]])  # fmt: skip
         peak = total.max() / GIB
         ax.axhline(peak, color="black", linewidth=1, linestyle="--")
-        style.note(ax, f"peak {style.number(peak)} GiB", (at[0], peak), (3, 4))
+        style.note(ax, f"peak {style.number(peak)} GiB", (at[-1], peak), (-3, 4), ha="right")
         made = np.flatnonzero((life.get("lse", life.get("out", life.iloc[:, 0])) > 0).to_numpy())
         if "dq" in life and len(made):
             ax.axvline(made[0] + 1, color="#666666", linewidth=1, linestyle=":")
