@@ -170,5 +170,4 @@ def replaced(what: list[tuple]):
                 setattr(where, name, old)
 
 
-LOCK = threading.RLock()
-_NOTHING = object()  # for an attribute that is not there
+LOCK, _NOTHING = threading.RLock(), object()  # the latter for an attribute that is not there
