@@ -65,7 +65,7 @@ def _of_padded(lengths: Tensor, b: int, n: int) -> Tensor:
 
 def _of_packed(documents: Tensor, b: int, n: int) -> Tensor:
     """Where on the line each document begins."""
-    if documents.ndim == b == 1 and [*documents[:1], *documents[-1:]] == [0, n] and not bool((documents.diff() < 0).any()):
+    if documents.ndim == b == 1 and [*documents[:1], *documents[-1:]] == [0, n] and not (documents.diff() < 0).any():
         return documents[:-1]
     if documents.shape != (b, n):
         raise ValueError(f"documents={describe(documents)} in a batch of {b} with N={n}: want {IDS}")
