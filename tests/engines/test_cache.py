@@ -53,6 +53,17 @@ def test_steps_are_the_whole(pattern, steps):
             assert cache.rows(N, 6, 2) * 2 * 2 * 8 * 8 <= cache.nbytes  # keys and values, batch, head_dim, bytes
 
 
+@pytest.mark.parametrize("before", [0, 30])
+def test_the_last_of_a_chunk_alone(before):
+    q, k, v, *_ = tools.Case("", None, N, heads=4).inputs(torch.float64)
+    for pattern in (PATTERNS["window-dilated-sinks"], PATTERNS["longnet"], PATTERNS["strided"]):
+        cache = Cache(pattern)
+        if before:
+            cache.step(*(x[:, :before] for x in (q, k, v)))
+        out = cache.step(q[:, -2:], k[:, before:], v[:, before:])
+        torch.testing.assert_close(out, reference(q, k, v, pattern)[0][:, -2:], rtol=0, atol=1e-11)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=tools.name_of)
 @pytest.mark.parametrize("name", ["window-dilated-sinks", "longnet", "strided"])
 def test_in_the_dtype_of_the_first_step(name, dtype):
@@ -102,11 +113,9 @@ def test_a_step_reads_what_it_sees():
         BlockSparse(layouts.local(1), 128, True),
     ):
         cache = Cache(pattern)
-        for lane in cache._lanes(2, 2):
-            cache.lanes.append(lane)
-            list(lane.step(0, k, k, k, None, False))
-        cache.n, x = 1 << 16, k[:, :1]
-        cache.like = (1, 2, 64, 2, x.dtype, x.device)
+        cache.step(k[:, :1], k[:, :1], k[:, :1])
+        cache.step(k[:, -1:], k, k)
+        x = k[:, :1]
         times = []
         for _ in range(10):
             times.append(-time.process_time())
@@ -129,9 +138,9 @@ REFUSED = {
     "too-long": (lambda: again.step(*[x.expand(-1, 2, -1, -1)] * 3), "3 positions, where max_len=2: want no more"),
     "another-batch": (
         lambda: again.step(*[x.expand(2, -1, -1, -1)] * 3),
-        "want as many of both, and all as in step one",
+        "want all as in the first step, (1, 2, 4, 2,",
     ),
-    "more-keys": (lambda: again.step(x, *[x.expand(-1, 2, -1, -1)] * 2), "want as many of both"),
+    "more-queries": (lambda: again.step(x.expand(-1, 2, -1, -1), x, x), "2 queries on 1 keys"),
     "gradients": (lambda: again.step(x.clone().requires_grad_(), x, x), "call it under torch.no_grad()"),
     "a-mask": (lambda: again.step(x, x, x, attn_mask=x), "Cache.step has no such option; which pairs attend is"),
 }

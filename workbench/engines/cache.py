@@ -94,8 +94,8 @@ class Lane:
         many = len(range(self._next(begin), min(n, self.end), self.rate))
         return min(self.limit, many) * len(range(key_heads)[self.key_heads])
 
-    def step(self, start: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, asked: bool) -> Iterator[Part]:
-        stop = start + q.shape[1]
+    def step(self, start: int, q: Tensor | None, k: Tensor, v: Tensor, scale: float | None) -> Iterator[Part]:
+        stop = start + k.shape[1]
         while start < stop:  # as far as a segment, or the keys
             begin = start // self.segment * self.segment
             upto = min(stop, begin + self.segment, self.end if start < self.end else FAR)
@@ -104,7 +104,7 @@ class Lane:
             if (first := self._next(start)) < upto:
                 here = slice(first - stop, upto - stop or None, self.rate)
                 keys = [x[:, here, self.key_heads] for x in (k, v)] if start < self.end else []
-                if asked:
+                if q is not None:
                     yield here, self.heads, *self._attend(q[:, here, self.heads], keys, scale)
                 elif keys:
                     self.kept.hold(*keys)
@@ -159,12 +159,12 @@ class Rest:
     def rows(self, n: int, key_heads: int) -> int:
         return key_heads * (n if self.last is None else int((self.last[:n] > n).sum()))
 
-    def step(self, start: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, asked: bool) -> Iterator[Part]:
-        stop = start + q.shape[1]
+    def step(self, start: int, q: Tensor | None, k: Tensor, v: Tensor, scale: float | None) -> Iterator[Part]:
+        stop = start + k.shape[1]
         self.kept.hold(k, v)
         self.at = torch.cat([self.at, torch.arange(start, stop)])
         n = self.n or stop
-        if asked:
+        if q is not None:
             pattern = self.pattern if len(self.at) == n else Held(self.pattern, self.at, n)
             yield ALL, ALL, *attention(q, *self.kept.held(), pattern, scale=scale, return_lse=True)
         seen = ALL if self.last is None else (self.last[self.at] > stop).nonzero().squeeze(1)
@@ -191,7 +191,8 @@ class Cache:
                 f"pattern={describe(pattern)}: want a causal one, the same for the batch, e.g. Dense(True)"
             )
         self.max_len = None if max_len is None else whole("max_len", max_len, 1)
-        if max_len is None and isinstance(pattern, BlockSparse) and _by_length(pattern.layout):
+        self.by_length = isinstance(pattern, BlockSparse) and _by_length(pattern.layout)
+        if max_len is None and self.by_length:
             raise ValueError(f"pattern={pattern!r}: its layout differs by length; want max_len, the greatest length")
         self.pattern, self.n, self.like, self.lanes = pattern, 0, None, []
 
@@ -224,16 +225,17 @@ class Cache:
 
     @torch._disable_dynamo
     def step(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, return_lse=False, **unknown):
-        """The next positions: q (B, C, H, D), k and v (B, C, G, D) -> out like q, or (out, lse (B, H, C)).
+        """The next positions: k, v (B, C, G, D), and q (B, Cq, H, D) of the last Cq -> out, or (out, lse (B, H, Cq)).
 
         Without gradients, which are refused; torch.compile breaks its graph here.
         """
         refuse("Cache.step", unknown)
         q, k, v = check(q, k, v, Dense(True), scale)
-        like = (q.shape[0], *q.shape[2:], k.shape[2], q.dtype, q.device)
-        stop = self.n + q.shape[1]
-        if q.shape[1] != k.shape[1] or self.like not in (None, like):
-            raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}: want as many of both, and all as in step one")
+        like, stop = (q.shape[0], *q.shape[2:], k.shape[2], q.dtype, q.device), self.n + k.shape[1]
+        if self.like not in (None, like):
+            raise ValueError(
+                f"q {tuple(q.shape)}, k {tuple(k.shape)}, {q.dtype}: want all as in the first step, {self.like}"
+            )
         if self.max_len is not None and stop > self.max_len:
             raise ValueError(f"{stop} positions, where max_len={self.max_len}: want no more")
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
@@ -241,15 +243,20 @@ class Cache:
         q, k, v = map(fused.unit_stride, (q, k, v))
         if self.like is None:
             self.lanes, self.like = self._lanes(q.shape[2], k.shape[2]), like
-        whole = self.n == 0 and self.max_len in (None, stop) and q.shape[1] > 1
-        parts = [x for lane in self.lanes for x in lane.step(self.n, q, k, v, scale, not whole)]
-        self.n = stop
-        if whole:
+        if self.n == 0 and k.shape[1] > 1 and not (self.by_length and stop < self.max_len):  # a prompt
+            self._run(None, k, v, scale)
             out, lse = attention(q, k, v, self.pattern, scale=scale, return_lse=True)
         else:
-            out, lse = _merged(q, parts)
+            before = k.shape[1] - q.shape[1]
+            self._run(None, k[:, :before], v[:, :before], scale)
+            out, lse = _merged(q, self._run(q, k[:, before:], v[:, before:], scale))
             out = out / self.pattern.divisor(q.shape[2])
         return (out, lse) if return_lse else out
+
+    def _run(self, q: Tensor | None, k: Tensor, v: Tensor, scale: float | None) -> list[Part]:
+        parts = [part for lane in self.lanes for part in lane.step(self.n, q, k, v, scale)] if k.shape[1] else []
+        self.n += k.shape[1]
+        return parts
 
 
 def _merged(q: Tensor, parts: list[Part]) -> tuple[Tensor, Tensor]:
