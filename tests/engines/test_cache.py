@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import tools
-from workbench import BlockSparse, Cache, Dense, Dilated, Predicate, Window, attention, layouts, reference
+from workbench import BlockSparse, Cache, Dense, Dilated, Neighborhood, Predicate, Window, attention, layouts, reference
 from workbench.patterns.dilated import geometric
 
 N = 61
@@ -23,7 +23,9 @@ PATTERNS = {
     "blocks-with-a-predicate": BlockSparse(layouts.local(1), 8, True, predicate=tools.some_rows_only),
     "predicate": Predicate(tools.every_third, True),
     "random-by-head": BlockSparse(layouts.random(0.3, 1, per_head=True), 4, True),
+    "neighborhood": Neighborhood((N,), 6, causal=True),
 }  # fmt: skip
+BY_LENGTH = PATTERNS["random-by-head"], PATTERNS["neighborhood"]
 STEPS = {
     "ones": [1] * N,
     "threes": [3] * 20 + [1],
@@ -46,7 +48,7 @@ def test_steps_are_the_whole(pattern, steps):
     q, k, v, *_ = tools.Case("", None, N, heads=6, kv_heads=2, batch=2).inputs(torch.float64)
     want = reference(q, k, v, pattern)
     for max_len in (None, N):
-        if max_len or pattern is not PATTERNS["random-by-head"]:
+        if max_len or pattern not in BY_LENGTH:
             cache = Cache(pattern, max_len)
             got = stepped(cache, q, k, v, steps)
             torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
@@ -133,7 +135,7 @@ REFUSED = {
     "not-causal": (lambda: Cache(Dense()), "pattern=Dense(causal=False): want a causal one"),
     "no-pattern": (lambda: Cache("dense"), "pattern='dense': want a causal one"),
     "by-entry": (lambda: Cache(BlockSparse(tools.batch_layout(2, 1, 2, 2), 4, True)), "the same for the batch"),
-    "by-length": (lambda: Cache(PATTERNS["random-by-head"]), "its layout differs by length; want max_len"),
+    "by-length": (lambda: Cache(PATTERNS["random-by-head"]), "it differs by length; want max_len"),
     "max-len": (lambda: Cache(Dense(True), 0), "max_len=0: want an int >= 1"),
     "too-long": (lambda: again.step(*[x.expand(-1, 2, -1, -1)] * 3), "3 positions, where max_len=2: want no more"),
     "another-batch": (

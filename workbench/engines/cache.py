@@ -21,7 +21,7 @@ from workbench.engines.merge import merge_
 from workbench.engines.operators import lse_dtype
 from workbench.engines.torch import fused
 from workbench.engines.torch.dilated import offset_slices, share_heads
-from workbench.patterns import BlockSparse, Dense, Dilated, Pattern, Window
+from workbench.patterns import Dense, Dilated, Neighborhood, Pattern, Window
 from workbench.patterns.checks import describe, whole
 
 FAR = 1 << 62
@@ -181,8 +181,8 @@ class Cache:
     current segment keeps, a copy for each offset that its query heads have. Others: all, or with max_len those whose
     block a block of later queries sees, and at most as many again.
 
-    max_len: the greatest length; longer is refused. Patterns that differ by it (layouts.random and explicit ones) are
-    those of max_len positions, and need it. Batch, heads, dtype and device are those of the first step.
+    max_len: the greatest length; longer is refused. Patterns that differ by it (layouts.random, explicit ones, a
+    Neighborhood) are those of max_len positions, and need it. Sizes, dtype and device are the first step's.
     """
 
     def __init__(self, pattern: Pattern, max_len: int | None = None):
@@ -191,9 +191,9 @@ class Cache:
                 f"pattern={describe(pattern)}: want a causal one, the same for the batch, e.g. Dense(True)"
             )
         self.max_len = None if max_len is None else whole("max_len", max_len, 1)
-        self.by_length = isinstance(pattern, BlockSparse) and _by_length(pattern.layout)
+        self.by_length = _by_length(getattr(pattern, "layout", pattern))
         if max_len is None and self.by_length:
-            raise ValueError(f"pattern={pattern!r}: its layout differs by length; want max_len, the greatest length")
+            raise ValueError(f"pattern={pattern!r}: it differs by length; want max_len, the greatest length")
         self.pattern, self.n, self.like, self.lanes = pattern, 0, None, []
 
     def _lanes(self, heads: int, key_heads: int) -> list:
@@ -273,5 +273,11 @@ def _merged(q: Tensor, parts: list[Part]) -> tuple[Tensor, Tensor]:
     return out.to(q.dtype), lse.transpose(1, 2)
 
 
-def _by_length(layout) -> bool:
-    return layout.kind in ("random", "explicit") or any(map(_by_length, layout.of))
+def _by_length(part) -> bool:
+    """Whether a layout or a pattern is of one length, or another one for each."""
+    kind = getattr(part, "kind", None)
+    return (
+        isinstance(part, Neighborhood)
+        or kind in ("random", "explicit")
+        or any(map(_by_length, getattr(part, "of", ())))
+    )
