@@ -7,7 +7,19 @@ import pytest
 import torch
 
 from tests import tools
-from workbench import BlockSparse, Cache, Dense, Dilated, Neighborhood, Predicate, Window, attention, layouts, reference
+from workbench import (
+    BlockSparse,
+    Cache,
+    Dense,
+    Dilated,
+    Neighborhood,
+    PerHead,
+    Predicate,
+    Window,
+    attention,
+    layouts,
+    reference,
+)
 from workbench.patterns.dilated import geometric
 
 N = 61
@@ -20,9 +32,12 @@ PATTERNS = {
     "dilated-blocked": Dilated([8, 16], [2, 3], True, offsets="blocked"),
     "local": BlockSparse(layouts.local(1), 4, True), "strided": BlockSparse(layouts.strided(3), 4, True),
     "local-global-uneven": BlockSparse(layouts.local(1) | layouts.global_(1), (4, 8), True),
-    "blocks-with-a-predicate": BlockSparse(layouts.local(1), 8, True, predicate=tools.some_rows_only),
+    "blocks-with-a-predicate": BlockSparse(layouts.local(1), 8, True) & Predicate(tools.some_rows_only),
     "predicate": Predicate(tools.every_third, True),
     "random-by-head": BlockSparse(layouts.random(0.3, 1, per_head=True), 4, True),
+    "union": Window(3, True) | Dilated([8, 16], [2, 4], True),
+    "per-head": PerHead([Dense(True), Window(5, True), *[Dilated([4, 8], [1, 2], True)] * 3, Window(5, True)]),
+    "per-head-rest": PerHead([*[Dilated([8, 8], [1, 2], True)] * 4, *[BlockSparse(layouts.local(1), 4, True)] * 2]),
     "neighborhood": Neighborhood((N,), 6, causal=True),
 }  # fmt: skip
 BY_LENGTH = PATTERNS["random-by-head"], PATTERNS["neighborhood"]

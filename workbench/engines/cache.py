@@ -10,7 +10,7 @@ Dimensions: B batch, C new tokens, H query heads, G key heads, D head_dim.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from workbench.engines.merge import merge_
 from workbench.engines.operators import lse_dtype
 from workbench.engines.torch import fused
 from workbench.engines.torch.dilated import offset_slices, share_heads
-from workbench.patterns import Dense, Dilated, Neighborhood, Pattern, Window
+from workbench.patterns import Dense, Dilated, Neighborhood, Pattern, PerHead, Window
 from workbench.patterns.checks import describe, whole
 
 FAR = 1 << 62
@@ -139,6 +139,9 @@ class Held(Pattern):
         at = self.at.to(i.device)
         return self.pattern.count(h, at[i], at[j], self.n, heads)
 
+    def divisor(self, heads):
+        return self.pattern.divisor(heads)
+
     def spec(self):
         return {"pattern": "Held", "of": self.pattern.spec(), "n": self.n}
 
@@ -165,8 +168,10 @@ class Rest:
         self.at = torch.cat([self.at, torch.arange(start, stop)])
         n = self.n or stop
         if q is not None:
-            pattern = self.pattern if len(self.at) == n else Held(self.pattern, self.at, n)
-            yield ALL, ALL, *attention(q, *self.kept.held(), pattern, scale=scale, return_lse=True)
+            pattern, backend = self.pattern, "auto"
+            if len(self.at) < n:
+                pattern, backend = Held(pattern, self.at, n), "torch"  # which takes any pattern
+            yield ALL, ALL, *attention(q, *self.kept.held(), pattern, scale=scale, return_lse=True, backend=backend)
         seen = ALL if self.last is None else (self.last[self.at] > stop).nonzero().squeeze(1)
         if self.last is not None and 2 * len(seen) <= len(self.at):  # a copy now and then
             self.at = self.at[seen]
@@ -191,27 +196,21 @@ class Cache:
                 f"pattern={describe(pattern)}: want a causal one, the same for the batch, e.g. Dense(True)"
             )
         self.max_len = None if max_len is None else whole("max_len", max_len, 1)
-        self.by_length = _by_length(getattr(pattern, "layout", pattern))
+        self.by_length = _by_length(pattern)
         if max_len is None and self.by_length:
             raise ValueError(f"pattern={pattern!r}: it differs by length; want max_len, the greatest length")
         self.pattern, self.n, self.like, self.lanes = pattern, 0, None, []
 
     def _lanes(self, heads: int, key_heads: int) -> list:
-        pattern = self.pattern
-        if isinstance(pattern, Dense):
-            return [Lane(ALL, ALL, limit=self.max_len or FAR)]
-        if isinstance(pattern, Window):
-            sinks = [Lane(ALL, ALL, end=pattern.sinks, limit=pattern.sinks)] if pattern.sinks else []
-            rate = pattern.dilation
-            return sinks + [Lane(ALL, ALL, FAR, rate, o, pattern.sinks, FAR, pattern.width) for o in range(rate)]
-        if isinstance(pattern, Dilated):
-            return [
-                Lane(*some, w, r, offset)
-                for branch, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True))
-                for offset, of_heads in offset_slices(pattern, branch, heads)
-                for some in share_heads(of_heads, heads // key_heads)
-            ]
-        return [Rest(pattern, self.max_len, heads)]
+        groups = self.pattern.groups if isinstance(self.pattern, PerHead) else [(self.pattern, range(heads))]
+        found = [
+            one
+            for part, mine in groups
+            for lane in _lanes_of(part, heads, heads // key_heads, self.max_len or FAR)
+            for one in _for_heads(lane, mine, heads, heads // key_heads)
+        ]
+        simple = all(isinstance(part, (Dense, Window, Dilated)) for part, _ in groups)
+        return found if simple else [Rest(self.pattern, self.max_len, heads)]
 
     def rows(self, n: int, heads: int, key_heads: int | None = None) -> int:
         """How many (key head, position) are held after n positions, in each sequence of the batch."""
@@ -250,7 +249,7 @@ class Cache:
             before = k.shape[1] - q.shape[1]
             self._run(None, k[:, :before], v[:, :before], scale)
             out, lse = _merged(q, self._run(q, k[:, before:], v[:, before:], scale))
-            out = out / self.pattern.divisor(q.shape[2])
+            out = out if isinstance(self.lanes[0], Rest) else out / self.pattern.divisor(q.shape[2])
         return (out, lse) if return_lse else out
 
     def _run(self, q: Tensor | None, k: Tensor, v: Tensor, scale: float | None) -> list[Part]:
@@ -273,8 +272,41 @@ def _merged(q: Tensor, parts: list[Part]) -> tuple[Tensor, Tensor]:
     return out.to(q.dtype), lse.transpose(1, 2)
 
 
+def _lanes_of(pattern: Pattern, heads: int, group: int, most: int) -> list[Lane]:
+    """Of all heads; none where a pattern is no dense attention over every so many rows."""
+    if isinstance(pattern, Dense):
+        return [Lane(ALL, ALL, limit=most)]
+    if isinstance(pattern, Window):
+        rate, sinks = pattern.dilation, pattern.sinks
+        first = [Lane(ALL, ALL, end=sinks, limit=sinks)] if sinks else []
+        return first + [Lane(ALL, ALL, FAR, rate, o, sinks, FAR, pattern.width) for o in range(rate)]
+    return (
+        [
+            Lane(*some, w, r, offset)
+            for branch, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True))
+            for offset, of_heads in offset_slices(pattern, branch, heads)
+            for some in share_heads(of_heads, group)
+        ]
+        if isinstance(pattern, Dilated)
+        else []
+    )
+
+
+def _for_heads(lane: Lane, mine, heads: int, group: int) -> list[Lane]:
+    """The lane of those of its heads that are mine: itself, or one for each run of them."""
+    its = range(heads)[lane.heads]
+    own = [h for h in its if h in mine]
+    if len(own) == len(its):
+        return [lane]
+    begins = [h for h in own if h - 1 not in own]
+    runs = zip(begins, [h + 1 for h in own if h + 1 not in own], strict=True)
+    shared = [some for run in runs for some in share_heads(slice(*run, 1), group)]
+    return [replace(lane, heads=some[0], key_heads=some[1]) for some in shared]
+
+
 def _by_length(part) -> bool:
     """Whether a layout or a pattern is of one length, or another one for each."""
+    part = getattr(part, "layout", part)
     kind = getattr(part, "kind", None)
     return (
         isinstance(part, Neighborhood)
