@@ -155,7 +155,7 @@ REFUSED = {
     "too-long": (lambda: again.step(*[x.expand(-1, 2, -1, -1)] * 3), "3 positions, where max_len=2: want no more"),
     "another-batch": (
         lambda: again.step(*[x.expand(2, -1, -1, -1)] * 3),
-        "want all as in the first step, (1, 2, 4,",
+        "want the first step's, (1, 2, 4,",
     ),
     "more-queries": (lambda: again.step(x.expand(-1, 2, -1, -1), x, x), "2 queries on 1 keys"),
     "gradients": (lambda: again.step(x.clone().requires_grad_(), x, x), "call it under torch.no_grad()"),
