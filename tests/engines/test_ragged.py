@@ -126,7 +126,7 @@ REFUSED = {
     "key-padding": (bad(key_padding_mask=two > 0), "padding on the right is attention's lengths=(B,); on the left:"),
     "mask": (bad(attn_mask=two > 0), "e.g. Predicate(lambda h, i, j: seen[i, j]); padding on the right is"),
     "of-flash": (bad(cu_seqlens=two), "packed sequences are attention's documents="),
-    "on-ranks": (bad(distributed.attention, lengths=two), "over ranks, call it for each document, or give ranks"),
+    "on-ranks": (bad(distributed.attention, lengths=two), "call it for each document, or, over ranks, give"),
     "on-ranks-too": (bad(distributed.attention, documents=two), "give ranks whole documents and call workbench"),
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ _CAUSAL = "the pattern says it, e.g. Dense(causal=True)"
 _PADDED = "padding on the right is attention's lengths=(B,); on the left: move it to the right, by x.roll"
 _MASK = "which pairs attend is the pattern's to say, e.g. Predicate(lambda h, i, j: seen[i, j]); " + _PADDED
 _PACKED = "packed sequences are attention's documents=, as ids (B, N) or cumulative lengths"
-_RANKS = "over ranks, call it for each document, or give ranks whole documents and call workbench.attention there"
+_RANKS = "call it for each document, or, over ranks, give ranks whole documents and call workbench.attention there"
 _DROPOUT = "the weights are not dropped out; apply dropout to the output"
 ELSEWHERE = {  # where the meaning of an option of other libraries goes
     "causal": _CAUSAL, "is_causal": _CAUSAL,

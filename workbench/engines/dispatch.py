@@ -61,14 +61,17 @@ def attention(
     if backend != "reference":
         refuse_transforms(q, k, v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    one = functools.partial(_one, scale=scale, backend=backend, return_lse=return_lse, tokens=tokens)
+    options = {"backend": backend, "return_lse": return_lse, "tokens": tokens, "whole": whole}
+    one = functools.partial(_one, scale=scale, **options)
     out, lse = one(q, k, v, pattern) if whole else ragged.attend(one, q, k, v, pattern, line)
     return (out, lse) if return_lse else out
 
 
-def _one(q, k, v, pattern, *, scale, backend, return_lse, tokens):
-    """(out, lse or None) of sequences of one length."""
+def _one(q, k, v, pattern, *, scale, backend, return_lse, tokens, whole):
+    """(out, lse or None) of sequences of one length, the whole of the call or documents of it."""
     chosen = choose(backend, q, k, v, pattern, return_lse)[0]
+    if backend == "auto" and chosen == "flex" and not whole:
+        chosen = "torch"  # flex compiles for every length
     run = _run_flex_or_torch if backend == "auto" and chosen == "flex" else _RUN[chosen]
     if choice("tokens", tokens, *TOKENS) == "tile order":
         run = functools.partial(_run_tiled, run, chosen)
