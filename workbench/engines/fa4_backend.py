@@ -72,13 +72,11 @@ def unfit(pattern, n: int, nq: int) -> str | None:
             return f"an entry of a list counts fewer than {TIMES} branches, not {len(pattern.segment_lengths)}"
         unit = tile_order.of(some, n).segment
     elif isinstance(pattern, BlockSparse):
-        if pattern.predicate is not None:
-            return "the kernels cannot call the pattern's predicate"
         if any(size % TILE for size in pattern.block_size):
             return f"the kernels want blocks of a multiple of {TILE}, not {pattern.block_size}"
     elif not isinstance(pattern, Neighborhood):
         return f"the kernels know dense, dilated, block-sparse and window patterns, not {pattern.name}"
-    elif len(pattern.shape) > 1 or pattern.ordering is not None:
+    elif len(pattern.shape) > 1 or pattern.ordering is not None or not pattern.plain:
         return "the kernels know windows on a line: those on a grid hide pairs inside blocks"
     if (n - nq) % unit:
         return f"the queries have to begin at a multiple of {unit:,} positions, not at {n - nq:,}"
