@@ -76,6 +76,18 @@ def test_the_torch_path_on_a_card_equals_what_it_takes_here(monkeypatch):
     assert abs(peak(events) / used - 1) < 0.02
 
 
+def test_the_lists_and_the_masks_of_blocks_are_counted_as_they_are():
+    pytest.importorskip("triton")
+    from workbench.engines.triton import bit_masks, block_lists
+
+    n, pattern = 1 << 12, wb.Window(300, dilation=5, sinks=4)
+    sizes = {"pattern": pattern, "n": n, "heads": 2, "head_dim": 64, "dtype": "bfloat16", "backend": "triton"}
+    plan = block_lists.make_plan(*bit_masks.find(pattern, n, 1, n, (128, 128)), pattern, "cpu")
+    lists = sum(x.nbytes for x in (*plan.by_queries, *plan.by_keys, plan.table))
+    left = allocator.replay(life(sizes).events).requested
+    assert left == 4 * n * 2 * 64 * 2 + lists and plan.table.numel() % (128 * 4) == 0
+
+
 @pytest.mark.parametrize("backend", ["flex", "triton"])
 def test_an_estimate_leaves_the_pattern_as_it_was(backend):
     if backend == "triton":

@@ -78,10 +78,15 @@ def why_not(backend: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ret
         from workbench.engines import flex
 
         return flex.why_not(q, k, v, pattern, return_lse)
-    if backend in ("triton", "fa4"):
-        from workbench.engines import fa4_backend, triton_backend
+    if backend == "triton":
+        from workbench.engines import triton_backend
 
-        return (triton_backend if backend == "triton" else fa4_backend).why_not(q, k, pattern)
+        sizes = map(operator.index, (k.shape[1], q.shape[2], q.shape[1]))
+        return triton_backend.why_not(q, k, pattern) or pattern.answer(triton_backend.too_many_masks, *sizes)
+    if backend == "fa4":
+        from workbench.engines import fa4_backend
+
+        return fa4_backend.why_not(q, k, pattern)
     if backend in ("torch", "reference"):
         return None
     return f"backend={backend!r}: want 'auto' or one of {', '.join(map(repr, BACKENDS))}"
