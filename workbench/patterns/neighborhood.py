@@ -176,8 +176,9 @@ class Neighborhood(Pattern):
     @property
     def short_name(self):
         radius = self.radius[:1] if len(set(self.radius)) == 1 else self.radius
-        kind = "window" if len(self.shape) == 1 and self.ordering is None else "neighborhood"
-        parts = [kind, "x".join(map(str, radius))] + ([] if self.ordering is None else [self.ordering.name])
+        if len(self.shape) == 1 and self.ordering is None:
+            return f"window-{2 * radius[0]}"  # as `Window` calls it
+        parts = ["neighborhood", "x".join(map(str, radius))] + ([] if self.ordering is None else [self.ordering.name])
         return "-".join(parts)
 
     @property
