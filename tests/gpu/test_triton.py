@@ -42,7 +42,7 @@ LARGE = [
 ]  # fmt: skip
 FROM_TABLE = {
     id: case for id, case in tools.TABLE.items()
-    if id.startswith(("dilated", "dense", "predicate", "window")) and case.head_dim <= 256
+    if id.startswith(("dilated", "dense", "predicate", "window", "neighborhood", "swin")) and case.head_dim <= 256
 }  # fmt: skip
 CASES = FROM_TABLE | {case.id: case for case in (*tools.TILED, *LARGE)}
 

@@ -50,9 +50,9 @@ def check(q, k, v, pattern, scale=None) -> tuple[Tensor, Tensor, Tensor]:
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, shapes: str) -> None:
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"{shapes}: want q (B, Nq, H, D) and k, v (B, N, Hkv, D)")
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"{shapes}: want one batch and head_dim for q, k and v, and k and v of one shape")
-    if q.shape[3] == 0:
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"{shapes}: want one batch for q, k and v, one head_dim for q and k, as many v as k")
+    if q.shape[3] * v.shape[3] == 0:
         raise ValueError(f"{shapes}: head_dim is 0; want at least 1")
     heads, key_heads = q.shape[2], k.shape[2]
     if heads and (key_heads == 0 or heads % key_heads):

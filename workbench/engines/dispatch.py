@@ -33,6 +33,7 @@ def attention(
 
     q (B, Nq, H, D), k and v (B, N, G, D) of one dtype (float64, float32, bfloat16, float16) and device; scale (above 0)
     defaults to 1 / sqrt(D); lse is the natural logarithm of the softmax denominator, float32 (float64 for float64).
+    v may have another head_dim, which out then has: the narrower tensors are padded with zeros for the kernels.
     A row that no key reaches has out 0, lse -inf and zero gradients.
     k and v have to be finite where they are hidden too, as in torch's kernels: hidden means a weight of 0, and 0 * NaN
     is NaN. A NaN or infinity reaches the rows that see it, and may reach others of its sequence and its group of heads.
@@ -53,19 +54,29 @@ def attention(
         warnings.warn(f"{said}; transpose(1, 2) those of (batch, heads, positions, head_dim)", stacklevel=2)
     if backend != "reference":
         refuse_transforms(q, k, v)
-    chosen = choose(backend, q, k, v, pattern, return_lse)[0]
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    width = v.shape[-1]
+    q, k, v = even(q, k, v)
+    chosen = choose(backend, q, k, v, pattern, return_lse)[0]
     run = _run_flex_or_torch if backend == "auto" and chosen == "flex" else _RUN[chosen]
     if choice("tokens", tokens, *TOKENS) == "tile order":
         run = functools.partial(_run_tiled, run, chosen)
     out, lse = run(q, k, v, pattern, scale, return_lse)
+    out = out if width == v.shape[-1] else out[..., :width]
     return (out, lse) if return_lse else out
+
+
+def even(*tensors: Tensor) -> list[Tensor]:
+    """The tensors with the largest head_dim of them, padded with zeros: scores, lse and the columns of out that there
+    were stay the same."""
+    most = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == most else torch.nn.functional.pad(x, (0, most - x.shape[-1])) for x in tensors]
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **unknown) -> str:
     """Which backend 'auto' takes for this call, and why, in a sentence."""
     refuse("explain", unknown)
-    q, k, v = check(q, k, v, pattern)
+    q, k, v = even(*check(q, k, v, pattern))
     chosen, why = choose("auto", q, k, v, pattern)
     if chosen == "torch" and isinstance(pattern, Dense) and gradients_past_2_31(q, k, v):
         why += "; by memory-efficient attention, since cuDNN's gradients are wrong past 2^31 elements and flash's fail"

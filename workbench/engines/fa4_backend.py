@@ -81,7 +81,7 @@ def unfit(pattern, n: int, nq: int) -> str | None:
             return "the kernels know windows without dilation and sinks"
     elif not isinstance(pattern, Neighborhood):
         return f"the kernels know dense, dilated, block-sparse and window patterns, not {pattern.name}"
-    elif len(pattern.shape) > 1 or pattern.ordering is not None:
+    elif len(pattern.shape) > 1 or pattern.ordering is not None or not pattern.plain:
         return "the kernels know windows on a line: those on a grid hide pairs inside blocks"
     if (n - nq) % unit:
         return f"the queries have to begin at a multiple of {unit:,} positions, not at {n - nq:,}"

@@ -16,7 +16,7 @@ from workbench.engines.check import check, refuse
 def reference(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float | None = None, **unknown) -> tuple[Tensor, Tensor]:
     """out (B, Nq, H, D), lse (B, H, Nq), float64 and differentiable, from q (B, Nq, H, D), k and v (B, N, Hkv, D).
 
-    N x N memory: meant for small N. scale defaults to 1 / sqrt(D).
+    N x N memory: meant for small N. scale defaults to 1 / sqrt(D). The D of v, and so of out, may be another one.
     """
     refuse("reference", unknown)
     q, k, v = (t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in (q, k, v))

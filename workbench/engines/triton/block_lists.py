@@ -146,7 +146,7 @@ def kind_of(pattern) -> str:
         return "causal" if pattern.causal else "all"
     if isinstance(pattern, Window):
         return "window" if pattern.dilation == 1 and not pattern.sinks else "bits"
-    if not isinstance(pattern, Neighborhood):
+    if not isinstance(pattern, Neighborhood) or not pattern.plain:
         return "bits"
     if len(pattern.shape) == 1 and pattern.ordering is None:
         return "window"
