@@ -18,7 +18,8 @@ SLOW = ("longnet-64-grouped", "12-heads", "head-dim-300", "head-dim-1-", "29-tok
 DILATED = [
     id for id in tools.TABLE if id.startswith(("dilated", "dense")) and not any(part in f"{id}-" for part in SLOW)
 ]
-CASES = {id: tools.TABLE[id] for id in (*DILATED, "neighborhood-options")} | {case.id: case for case in (*tools.TILED, *tools.nested(32))}
+CASES = {id: tools.TABLE[id] for id in (*DILATED, "neighborhood-options")}
+CASES |= {case.id: case for case in (*tools.TILED, *tools.nested(32))}
 HALF = (  # one of each way in which tiles are loaded, multiplied and stored; the interpreter's bfloat16 is wrong
     "dense-prime", "dense-last-9-queries-causal", "dilated-same-branch-thrice-causal", "dilated-uncovered-rows",
     "dilated-head-dim-64", "local-ragged-causal", "wide-blocks-last-queries", "tall-blocks-head-dim-20-causal",
@@ -31,7 +32,6 @@ DAILY = [  # pairwise: ragged or not, last queries, grouped heads, batch, causal
         "dense-last-9-queries", "dilated-prime-segments-causal", "dilated-partition", "wide-blocks-last-queries-causal",
         "a-layout-a-sequence-causal", "window", "nested-causal-last-queries", "nested-same-branch-thrice-causal",
         "nested-some-heads", "window-causal", "function-of-heads-causal", "several-axes",
-        "neighborhood-options",
     )),
     *((id, torch.float16) for id in (
         "dilated-uncovered-rows", "tall-blocks-head-dim-20-causal", "random-by-head", "empty-rows",
@@ -46,6 +46,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(tile_order, "TILE", 32)
     monkeypatch.setitem(triton_backend.ONCE, torch.float32, 64)
     monkeypatch.setattr(triton_backend, "BLOCK", 32)
+    monkeypatch.setattr(triton_backend, "GRID", 32)
 
 
 @pytest.mark.parametrize("of", tools.tiers(EACH, DAILY), ids=lambda of: f"{of[0]}-{tools.name_of(of[1])}")
