@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from workbench.engines import scores
 from workbench.engines.check import check, refuse
 from workbench.engines.operators import call, handle_of, refuse_transforms
 from workbench.engines.reference import reference
@@ -27,7 +28,7 @@ TOKENS = ("natural", "tile order")
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None = None, backend="auto", return_lse=False,
-    tokens="natural", **unknown,
+    tokens="natural", **options,
 ):  # fmt: skip
     """Attention over the pairs of `pattern`: out (B, Nq, H, D) like q, or (out, lse (B, H, Nq)) with return_lse.
 
@@ -44,21 +45,29 @@ def attention(
     backend runs.
     tokens: "natural", or "tile order" where q, k and v lie in the pattern's `tile_order`, as out and lse then do; every
     query (Nq == N).
-    Under torch.autocast the inputs are cast first, as by torch's attention. `unknown` options are refused by name.
+    Under torch.autocast the inputs are cast first, as by torch's attention.
+    options: what changes scores before the softmax (`engines.scores`), with gradients; others are refused by name.
+        softcap: a number above 0, cap tanh(scale q.k / cap) instead of scale q.k
+        alibi_slopes (H,): slope |i - j| less
+        relative_bias (H, 2 r_1 + 1, ..., 2 r_d + 1): for a Neighborhood, or a Window of reach r, the bias of a key by
+            its place seen from the query, which has the place in the middle
     """
-    refuse("attention", unknown)
+    refuse("attention", scores.others(options))
     q, k, v = check(q, k, v, pattern, scale)
+    changes = scores.of(options, q, pattern)
     return_lse = flag("return_lse", return_lse)
     if q.shape[2] >= 64 and q.shape[2] > 2 * k.shape[1] > 2 and not torch.compiler.is_compiling():
         said = f"{k.shape[1]} positions of {q.shape[2]} heads: tensors are (batch, positions, heads, head_dim) here"
         warnings.warn(f"{said}; transpose(1, 2) those of (batch, heads, positions, head_dim)", stacklevel=2)
     if backend != "reference":
-        refuse_transforms(q, k, v)
+        refuse_transforms(q, k, v, *(x for x in changes or () if isinstance(x, Tensor)))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     width = v.shape[-1]
     q, k, v = even(q, k, v)
-    chosen = choose(backend, q, k, v, pattern, return_lse)[0]
+    chosen = choose(backend, q, k, v, pattern, return_lse, changes)[0]
     run = _run_flex_or_torch if backend == "auto" and chosen == "flex" else _RUN[chosen]
+    if changes is not None:
+        run = functools.partial(_run_scored, chosen, changes)
     if choice("tokens", tokens, *TOKENS) == "tile order":
         run = functools.partial(_run_tiled, run, chosen)
     out, lse = run(q, k, v, pattern, scale, return_lse)
@@ -73,12 +82,13 @@ def even(*tensors: Tensor) -> list[Tensor]:
     return [x if x.shape[-1] == most else torch.nn.functional.pad(x, (0, most - x.shape[-1])) for x in tensors]
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **unknown) -> str:
-    """Which backend 'auto' takes for this call, and why, in a sentence."""
-    refuse("explain", unknown)
+def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **options) -> str:
+    """Which backend 'auto' takes for this call, and why, in a sentence. options: what changes scores."""
+    refuse("explain", scores.others(options))
     q, k, v = even(*check(q, k, v, pattern))
-    chosen, why = choose("auto", q, k, v, pattern)
-    if chosen == "torch" and isinstance(pattern, Dense) and gradients_past_2_31(q, k, v):
+    changes = scores.of(options, q, pattern)
+    chosen, why = choose("auto", q, k, v, pattern, changes=changes)
+    if changes is None and chosen == "torch" and isinstance(pattern, Dense) and gradients_past_2_31(q, k, v):
         why += "; by memory-efficient attention, since cuDNN's gradients are wrong past 2^31 elements and flash's fail"
     return f"{chosen}: {why}"
 
@@ -103,8 +113,12 @@ def why_not(backend: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ret
     return f"backend={backend!r}: want 'auto' or one of {', '.join(map(repr, BACKENDS))}"
 
 
-def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[str, str]:
+def choose(backend: str, q, k, v, pattern, return_lse: bool = False, changes=None) -> tuple[str, str]:
     """(backend, the reason in words); ValueError where the one asked for by name does not run this."""
+    if changes is not None and backend in ("auto", "flex", "triton", "fa4"):
+        if backend != "auto":
+            raise ValueError(f"backend={backend!r}: its kernels have no {changes}; backend='torch' computes this")
+        return "torch", f"scores are made block by block in bounded memory, where {changes} can change them"
     if backend != "auto":
         reason = why_not(backend, q, k, v, pattern, return_lse)
         if reason:
@@ -218,6 +232,17 @@ def _run_fa4(q, k, v, pattern, scale, return_lse):
     from workbench.engines.fa4_backend import attend
 
     out, lse = call(attend, q, k, v, handle_of(pattern), scale)
+    return _divided(out, pattern), lse
+
+
+def _run_scored(backend, changes, q, k, v, pattern, scale, return_lse):
+    if backend == "reference":
+        out, lse = reference(q, k, v, pattern, scale, **changes._asdict())
+        return out.to(q.dtype), lse if q.dtype == torch.float64 else lse.float()
+    from workbench.engines.torch.scored import attend
+
+    slopes, bias, cap = changes
+    out, lse = call(attend, q, k, v, slopes, bias, handle_of(pattern), scale, cap or 0.0)
     return _divided(out, pattern), lse
 
 
