@@ -22,7 +22,7 @@ from workbench.engines.torch.fused import GRID, OFFSETS, expand_heads, kernel, s
 from workbench.patterns import Dense, Dilated, Pattern, tile_order
 from workbench.patterns.checks import choice, flag
 
-BACKENDS = ("reference", "torch", "flex", "triton", "fa4")
+BACKENDS = ("reference", "torch", "triton", "fa4")
 TOKENS = ("natural", "tile order")
 
 
@@ -39,10 +39,8 @@ def attention(
     k and v have to be finite where they are hidden too, as in torch's kernels: hidden means a weight of 0, and 0 * NaN
     is NaN. A NaN or infinity reaches the rows that see it, and may reach others of its sequence and its group of heads.
     Derivatives: torch.autograd's, once. Others, and torch.func's, by backend "reference" only, and refused elsewhere.
-    backend: "auto" (see `explain`), "reference", "torch", "flex", "triton" or "fa4"; one asked for by name runs or
-    raises ValueError with the reason, as does any input that the pattern or the shapes do not allow. Where "auto" takes
-    flex and torch cannot compile the pattern's function, which only trying tells, a warning says so and the torch
-    backend runs.
+    backend: "auto" (see `explain`), "reference", "torch", "triton" or "fa4"; one asked for by name runs or raises
+    ValueError with the reason, as does any input that the pattern or the shapes do not allow.
     tokens: "natural", or "tile order" where q, k and v lie in the pattern's `tile_order`, as out and lse then do; every
     query (Nq == N).
     Under torch.autocast the inputs are cast first, as by torch's attention.
@@ -64,10 +62,8 @@ def attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     width = v.shape[-1]
     q, k, v = even(q, k, v)
-    chosen = choose(backend, q, k, v, pattern, return_lse, changes)[0]
-    run = _run_flex_or_torch if backend == "auto" and chosen == "flex" else _RUN[chosen]
-    if changes is not None:
-        run = functools.partial(_run_scored, chosen, changes)
+    chosen = choose(backend, q, k, v, pattern, changes)[0]
+    run = _RUN[chosen] if changes is None else functools.partial(_run_scored, chosen, changes)
     if choice("tokens", tokens, *TOKENS) == "tile order":
         run = functools.partial(_run_tiled, run, chosen)
     out, lse = run(q, k, v, pattern, scale, return_lse)
@@ -93,12 +89,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **options) -> str
     return f"{chosen}: {why}"
 
 
-def why_not(backend: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, return_lse: bool = False) -> str | None:
+def why_not(backend: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str | None:
     """The reason why a backend does not run this call, or None."""
-    if backend == "flex":
-        from workbench.engines import flex
-
-        return flex.why_not(q, k, v, pattern, return_lse)
     if backend == "triton":
         from workbench.engines import triton_backend
 
@@ -113,14 +105,14 @@ def why_not(backend: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ret
     return f"backend={backend!r}: want 'auto' or one of {', '.join(map(repr, BACKENDS))}"
 
 
-def choose(backend: str, q, k, v, pattern, return_lse: bool = False, changes=None) -> tuple[str, str]:
+def choose(backend: str, q, k, v, pattern, changes=None) -> tuple[str, str]:
     """(backend, the reason in words); ValueError where the one asked for by name does not run this."""
-    if changes is not None and backend in ("auto", "flex", "triton", "fa4"):
+    if changes is not None and backend in ("auto", "triton", "fa4"):
         if backend != "auto":
             raise ValueError(f"backend={backend!r}: its kernels have no {changes}; backend='torch' computes this")
         return "torch", f"scores are made block by block in bounded memory, where {changes} can change them"
     if backend != "auto":
-        reason = why_not(backend, q, k, v, pattern, return_lse)
+        reason = why_not(backend, q, k, v, pattern)
         if reason:
             raise ValueError(reason if reason.startswith("backend=") else f"backend={backend!r}: {reason}")
         return backend, "asked for by name"
@@ -133,18 +125,15 @@ def choose(backend: str, q, k, v, pattern, return_lse: bool = False, changes=Non
             return "fa4", f"{words} differ in their last bits from run to run (use_deterministic_algorithms: Triton's)"
     if isinstance(pattern, Dense):
         return "torch", "every pair attends, which torch's fused attention computes as it is"
-    if device == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+    wide = q.dtype not in (torch.bfloat16, torch.float16)
+    reason = f"on a {device.upper()} there are no other kernels"
+    if device == "cuda" and not (wide and isinstance(pattern, Dilated)):
         reason = why_not("triton", q, k, v, pattern)
         if reason is None:
-            return "triton", "on this device the pattern has kernels of its own for 16-bit inputs"
+            return "triton", "on this device the pattern has kernels of its own"
     if isinstance(pattern, Dilated):
         return "torch", "a dilated branch is a strided view that fused attention takes without a copy"
-    if device == "cuda":
-        reason = why_not("flex", q, k, v, pattern, return_lse)
-        if reason is None:
-            return "flex", "on this device FlexAttention skips the empty blocks inside one kernel"
-        return "torch", f"key blocks are gathered in chunks, since FlexAttention is not possible here ({reason})"
-    return "torch", f"on a {device.upper()} gathering the needed key blocks in chunks takes no compilation"
+    return "torch", f"the key blocks that are needed are gathered in chunks: {reason}"
 
 
 def gradients_past_2_31(*tensors: Tensor) -> bool:
@@ -215,12 +204,6 @@ def _dense(q, k, v, causal, scale, efficient=False):
     return sdpa(q, k, v, is_causal=causal, scale=scale, **grouped).transpose(1, 2)
 
 
-def _run_flex(q, k, v, pattern, scale, return_lse):
-    from workbench.engines import flex
-
-    return flex.forward(q, k, v, pattern, scale, return_lse)
-
-
 def _run_triton(q, k, v, pattern, scale, return_lse):
     from workbench.engines.triton_backend import attend
 
@@ -269,14 +252,4 @@ def _divided(out, pattern):
     return out if divisor == 1 else out / divisor
 
 
-def _run_flex_or_torch(q, k, v, pattern, scale, return_lse):
-    from workbench.engines import flex
-
-    try:
-        return flex.forward(q, k, v, pattern, scale, return_lse)
-    except flex.CannotCompile as error:
-        warnings.warn(f"{error}; backend='auto' goes on with 'torch'", stacklevel=3)
-        return _run_torch(q, k, v, pattern, scale, return_lse)
-
-
-_RUN = {"reference": _run_reference, "torch": _run_torch, "flex": _run_flex, "triton": _run_triton, "fa4": _run_fa4}
+_RUN = {"reference": _run_reference, "torch": _run_torch, "triton": _run_triton, "fa4": _run_fa4}
