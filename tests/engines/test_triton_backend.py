@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests import tools
-from workbench import BlockSparse, Dense, Dilated, Window, attention, explain, layouts
+from workbench import BlockSparse, Dense, Dilated, PerHead, Window, attention, explain, layouts
 from workbench.engines import triton_backend
 from workbench.engines.operators import handle_of
 from workbench.engines.triton import bit_masks
@@ -32,6 +32,7 @@ DAILY = [  # pairwise: ragged or not, last queries, grouped heads, batch, causal
         "dense-last-9-queries", "dilated-prime-segments-causal", "dilated-partition", "wide-blocks-last-queries-causal",
         "a-layout-a-sequence-causal", "window", "nested-causal-last-queries", "nested-same-branch-thrice-causal",
         "nested-some-heads", "window-causal", "function-of-heads-causal", "several-axes",
+        "another-pattern-a-head", "layouts-and-a-function",
     )),
     *((id, torch.float16) for id in (
         "dilated-uncovered-rows", "tall-blocks-head-dim-20-causal", "random-by-head", "empty-rows",
@@ -164,6 +165,7 @@ REFUSED = [
     (Dense(), dict(dtype=torch.bfloat16), "bfloat16"),
     (Dense(), dict(d=300), "head_dim"),
     (BlockSparse(layouts.local(1), 24), {}, "multiple of 16"),
+    (PerHead([Dilated([8, 16], [1, 2]), Window(3)]), {}, "counts some several times"),
 ]
 
 

@@ -6,6 +6,7 @@ Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H quer
 import contextlib
 import importlib.util
 import sys
+from operator import index  # which has torch.compile take a length as a constant
 
 import torch
 from torch import Tensor
@@ -13,8 +14,10 @@ from torch import Tensor
 from workbench.engines import operators
 from workbench.engines.torch.fused import unit_stride
 from workbench.engines.torch_backend import one_branch
+from workbench.engines.triton.block_lists import kind_of
 from workbench.patterns import Dense, Dilated, Neighborhood, tile_order
 from workbench.patterns.checks import LIVING
+from workbench.patterns.listed import repeats
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 LENGTH = 1 << 30  # positions are int32 in the kernels, and some are computed one tile beyond the last
@@ -41,6 +44,8 @@ def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
         return f"the kernels count positions up to {LENGTH:,}, not {k.shape[1]:,}"
     if isinstance(pattern, (Dense, Dilated)):
         return None
+    if kind_of(pattern) == "bits" and pattern.answer(repeats, index(k.shape[1]), index(q.shape[2])):
+        return f"the kernels take pairs once, and {pattern.name} counts some several times"
     if any(size % 16 for size in block_size_of(pattern)):
         return f"the kernels want blocks of a multiple of 16, not {block_size_of(pattern)}"
     return None
@@ -49,7 +54,6 @@ def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
 def too_many_masks(pattern, n: int, heads: int, nq: int) -> str | None:
     """Why the kernels do not run a pattern whose partial blocks differ too much, in a sentence, or None."""
     from workbench.engines.triton.bit_masks import MOST, find
-    from workbench.engines.triton.block_lists import kind_of
 
     if isinstance(pattern, (Dense, Dilated)) or kind_of(pattern) != "bits" or not n * heads * nq:
         return None

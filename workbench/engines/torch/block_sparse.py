@@ -130,6 +130,8 @@ class Grid:
         if self.missing:
             j = s.columns[..., None] * self.c + torch.arange(self.c, device=count.device)
             count = count * (j.flatten(1) < self.blocks.n)[:, None, :]
+        if count.dtype != torch.bool:
+            dtype = torch.promote_types(dtype, torch.float32)  # the logarithm of 2 is no 16-bit number
         return count.to(dtype).log()[:, None]
 
     def elements(self, units: Tensor) -> int:

@@ -142,7 +142,7 @@ def _joined(parts: list[Lists], device) -> Lists:
 
 def kind_of(pattern) -> str:
     """What says which pairs of a partial block are visible: see `block_sparse.visible`."""
-    if isinstance(pattern, BlockSparse) and pattern.predicate is None:
+    if isinstance(pattern, BlockSparse):
         return "causal" if pattern.causal else "all"
     if isinstance(pattern, Window):
         return "window" if pattern.dilation == 1 and not pattern.sinks else "bits"
