@@ -73,7 +73,6 @@ def parser() -> argparse.ArgumentParser:
     listing.set_defaults(command=_list)
 
     doctor = commands.add_parser("doctor", help="what works on this machine, and why not what does not")
-    doctor.add_argument("--quick", action="store_true", help="do not run FlexAttention, which compiles for seconds")
     doctor.set_defaults(command=_doctor)
 
     fit = commands.add_parser(
@@ -195,10 +194,10 @@ def _list(arguments) -> int:
     return 0
 
 
-def _doctor(arguments) -> int:
+def _doctor(_) -> int:
     from workbench import doctor
 
-    return doctor.main(arguments.quick)
+    return doctor.main()
 
 
 def _fit(arguments) -> int:

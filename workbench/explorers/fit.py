@@ -22,8 +22,7 @@ MODES = ("fwd", "fwdbwd")
 WORLDS = (1, 2, 4, 8)
 WAYS = (
     "dense, cudnn", "dense, flash", "dense, fa4", "dense, efficient", "dense, eager", "longnet-paper, triton",
-    "longnet-paper, fa4", "longnet-paper, torch", "window-blocks, triton", "window-blocks, flex",
-    "window-tokens, triton",
+    "longnet-paper, fa4", "longnet-paper, torch", "window-blocks, triton", "window-tokens, triton",
 )  # fmt: skip
 NOTE = (
     "Predicted. Bytes are those of the traced programs through torch's allocator, the CUDA context included. Of "

@@ -12,12 +12,12 @@ from workbench.fit import cards, estimate, frontier
 from workbench.harness.narrate import title
 from workbench.harness.outcome import attempt
 from workbench.harness.processes import imported
-from workbench.patterns import Dense, Dilated, checks
+from workbench.patterns import Dense, Dilated, Pattern, checks
 from workbench.probes import catalog
 from workbench.probes.case import BASELINES, FUSED, Case
 
 USUAL = ("dense", "longnet-paper", "window-blocks")
-LONGEST = {"BlockSparse": 1 << 18, "Neighborhood": 1 << 18}  # the lists of blocks for more take seconds to make
+LISTS = 1 << 18  # the lists of blocks for more tokens take seconds to make
 STEP = 0.02  # 0.2 % for a prediction, see `frontier.search`
 
 
@@ -58,7 +58,7 @@ def executions(
     for name in names or USUAL:
         pattern = catalog.maker(name)(frontier.FIRST, causal)
         case = Case(pattern, frontier.FIRST, device="cuda", **sizes)
-        usual = ("triton", "torch" if isinstance(pattern, Dilated) else "flex")
+        usual = ("triton", "torch")
         if isinstance(pattern, Dense):
             taken = torch_rules.kernels(
                 card.capability, case.dtype, case.head_dim, grouped=case.kv_heads != case.heads, n=case.n, nq=case.nq,
@@ -79,13 +79,13 @@ def table(
     With n, and ranked by ms there, what fits first: fits, where it is not known to compute wrongly; device_bytes, the
     context included; ms, None where this is not known; pairs_share, of dense attention's pairs, 1.0 being exact. note:
     why there is no such number, or what is wrong.
-    budget_bytes, seconds: as `frontier.search`'s. limiter "search": of patterns that are lists of blocks, LONGEST.
+    budget_bytes, seconds: as `frontier.search`'s. limiter "search": of patterns that are lists of blocks, LISTS.
     """
     card = cards.find(card)
     n = None if n is None else checks.whole("n", n, 1)
     lines = []
     for name, at in checks.named("ways", ways, "a function of N that gives a Case").items():
-        limit_n = LONGEST.get(type(at(frontier.FIRST).pattern).__name__, 1 << 30)
+        limit_n = LISTS if listed(at(frontier.FIRST).pattern) else 1 << 30
         row = frontier.search(
             at, card=card, budget_bytes=budget_bytes, seconds=seconds, limit_n=limit_n, step=STEP, say=None
         )
@@ -148,7 +148,7 @@ def _at(at: frontier.Lengths, n: int, card: cards.Card, budget_bytes: int) -> di
     def traced() -> tuple[Case, estimate.Estimate]:
         case = at(n)
         least = case.dtype.itemsize * case.batch * case.head_dim * n * 2 * (case.heads + case.kv_heads)
-        if n > LONGEST.get(type(case.pattern).__name__, n) and least > budget_bytes:  # its lists may take minutes
+        if n > LISTS and listed(case.pattern) and least > budget_bytes:  # its lists may take minutes
             raise ValueError(f"q, k, v and out alone are {least / 2**30:,.2f} GiB")
         return case, estimate.trace(case, card)
 
@@ -162,6 +162,11 @@ def _at(at: frontier.Lengths, n: int, card: cards.Card, budget_bytes: int) -> di
         "fits": reserved is not None and not found.wrong, "device_bytes": device, "ms": found.milliseconds,
         "pairs_share": case.pattern.pairs(case.n, case.heads) / (case.heads * case.n**2),
     } | ({"note": found.wrong} if found.wrong else {})  # fmt: skip
+
+
+def listed(pattern: Pattern) -> bool:
+    """Whether a pattern is lists of blocks to the kernels."""
+    return not isinstance(pattern, (Dense, Dilated))
 
 
 def _check(backend: str) -> None:

@@ -91,40 +91,9 @@ _GETTERS = {
 }
 
 
-class _Flex(torch.autograd.Function):
-    """FlexAttention's results, and what its kernels hold beside them as measured on an H100 with torch 2.11.
-
-    Forward: the largest score of each row too. Backward: delta, a float32 a row and head, then one of dq's copies.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        peaks = torch.empty_like(lse)
-        ctx.save_for_backward(q, k, v, out, lse)
-        del peaks
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, grad, grad_lse):
-        q, k, v, _, lse = ctx.saved_tensors
-        delta = torch.empty_like(lse)
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        del delta
-        copy = torch.empty_like(dq)
-        del copy
-        return dq, dk, dv
-
-
-def _flex(q, k, v, mask, scale, return_lse, options):
-    return _Flex.apply(q, k, v)
-
-
 @contextlib.contextmanager
 def impersonate(card: Card):
     """torch.cuda as it is on the card, and kernels of Triton that do nothing."""
-    from workbench.engines import flex
-
     shared = SHARED_MEMORY.get(card.capability, 101_376)
     properties = types.SimpleNamespace(
         name=card.name, total_memory=card.total_bytes, major=card.capability[0], minor=card.capability[1],
@@ -142,7 +111,6 @@ def impersonate(card: Card):
     found = [
         (torch, "cuda", cuda),
         (torch.backends.cudnn, "is_available", lambda: True),
-        (flex, "compiled", lambda: _flex),
         (fa4, "STAND_IN", silent),
     ]
     with contextlib.suppress(ImportError):

@@ -99,8 +99,6 @@ def _settle() -> None:
     """Have torch ask this machine, before `impersonate`, what it asks once about its card and then remembers."""
     from torch.utils._triton import has_triton
 
-    import workbench.engines.flex  # noqa: F401
-
     has_triton()
 
 

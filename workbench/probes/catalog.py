@@ -145,7 +145,7 @@ def _peers(n: int, mode: str) -> dict[str, Case]:
 
 def _masked(pattern: Pattern, n: int, mode: str) -> dict[str, Case]:
     dense = {"dense cudnn": _on_card(Dense(), n, 16, 128, mode, "cudnn")}
-    return dense | {name: _on_card(pattern, n, 16, 128, mode, name) for name in ("fa4", "triton", "flex")}
+    return dense | {name: _on_card(pattern, n, 16, 128, mode, name) for name in ("fa4", "triton")}
 
 
 def _orders() -> dict[str, Case]:
@@ -153,8 +153,7 @@ def _orders() -> dict[str, Case]:
     orders = {"row_major": None, "hilbert": orderings.hilbert(shape), "morton": orderings.morton(shape),
               "tiles 8x16": orderings.tiles(shape, (8, 16))}  # fmt: skip
     ours = {name: _on_card(Neighborhood(shape, 16, order), 65_536) for name, order in orders.items()}
-    flex = _on_card(Neighborhood(shape, 16, orders["hilbert"]), 65_536, backend="flex")
-    return {"dense cudnn 16K": _on_card(Dense(), 16_384, backend="cudnn")} | ours | {"flex, hilbert": flex}
+    return {"dense cudnn 16K": _on_card(Dense(), 16_384, backend="cudnn")} | ours
 
 
 def _others(mode: str) -> dict[str, Case]:
@@ -174,8 +173,8 @@ def _others(mode: str) -> dict[str, Case]:
         "longnet float32": (longnet, 131_072, 12, 64, "torch", "float32"),
         "random torch": (random, 65_536, 8, 64, "torch"), "window x64": (window, 65_536, 12, 64, "triton"),
         "window torch": (window, 65_536, 8, 64, "torch"),
-        "window flex float32": (window, 65_536, 8, 64, "flex", "float32"),
-        "random flex float32": (random, 32_768, 8, 64, "flex", "float32"),
+        "window float32": (window, 65_536, 8, 64, "triton", "float32"),
+        "random float32": (random, 32_768, 8, 64, "triton", "float32"),
     }  # fmt: skip
     return {label: _on_card(*x[:4], mode, *x[4:]) for label, x in sizes.items()}
 
