@@ -143,8 +143,8 @@ def test_bad_arguments_are_refused(options, message):
 
 def test_masks_are_refused_by_name_not_ignored():
     module, x = layer(), tokens()
-    for name in ("key_padding_mask", "attn_mask"):
-        with pytest.raises(ValueError, match=f"(?s){name}=.*which pairs attend is the pattern's to say"):
+    for name, words in (("key_padding_mask", "lengths="), ("attn_mask", "which pairs attend is the pattern's to say")):
+        with pytest.raises(ValueError, match=f"(?s){name}=.*{words}"):
             module(x, **{name: torch.ones(2, 29, dtype=torch.bool)})
     with pytest.raises(ValueError, match="is_causal=True: MultiheadAttention has no such option; the pattern says it"):
         module(x, is_causal=True)
