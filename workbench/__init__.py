@@ -31,6 +31,7 @@ _HOMES = {
     "patterns": ("Dense", "Dilated", "BlockSparse", "Neighborhood", "Predicate", "layouts"),
     "patterns.tile_order": ("tile_order",), "engines.reference": ("reference",),
     "engines.dispatch": ("attention", "explain"), "engines.layers": ("MultiheadAttention",),
+    "models.transformer": ("LongNet", "Transformer"),
     "analysis.mass": ("captured_mass",), "fit.virtual_card": ("VirtualCard",),
 }  # fmt: skip
 _NAMES = {name: f"workbench.{home}:{name}" for home, names in _HOMES.items() for name in names} | {

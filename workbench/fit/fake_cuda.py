@@ -6,7 +6,10 @@ import threading
 import types
 
 import torch
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_map_only
 
 from workbench.engines import fa4, torch_rules
 from workbench.fit.cards import VIRTUAL, Card
@@ -32,6 +35,7 @@ class OnCard(TorchFunctionMode):
         super().__init__()
         self.card = card
         self.kernel: str | None = None  # the one behind the last call of torch's attention
+        self.casts: dict[int, torch.Tensor] = {}  # autocast's cache: parameters in 16 bits, by id
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in PLAIN:  # most calls are these
@@ -39,7 +43,10 @@ class OnCard(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _GETTERS:
             return _GETTERS[func](func(*args, **kwargs))
-        if func is torch.nn.functional.scaled_dot_product_attention and args[0].is_meta:
+        if torch.is_autocast_enabled("cuda") and (func in LOWER or func in EXACT):
+            to = torch.get_autocast_dtype("cuda") if func in LOWER else torch.float32
+            args, kwargs = tree_map_only(torch.Tensor, lambda x: self.cast(x, to), (args, kwargs))
+        if func is F.scaled_dot_product_attention and args[0].is_meta:
             return self.attention(*args, **kwargs)
         if func is torch.Tensor.cuda:
             func, args = torch.Tensor.to, (args[0], META)
@@ -48,6 +55,16 @@ class OnCard(TorchFunctionMode):
         if func is torch.Tensor.to:
             args = tuple(META if _is_cuda(x) else x for x in args)
         return func(*args, **kwargs)
+
+    def cast(self, x, to: torch.dtype):
+        """x as torch.autocast casts it, which has no rules for meta tensors: a parameter once, until autocast ends."""
+        if not (x.is_meta and x.is_floating_point()) or x.dtype in (to, torch.float64):
+            return x
+        if to != torch.float32 and x.requires_grad and x.is_leaf:
+            if id(x) not in self.casts:
+                self.casts[id(x)] = x.to(to)
+            return self.casts[id(x)]
+        return x.to(to)
 
     def attention(self, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
         """What torch runs there: the first kernel that takes the call (`torch_rules`) and is enabled."""
@@ -70,7 +87,7 @@ class OnCard(TorchFunctionMode):
             return aten._scaled_dot_product_cudnn_attention(q, k, v, None, lse, 0.0, is_causal, False, scale=scale)[0]
         if self.kernel == "flash":
             scale = d**-0.5 if scale is None else scale
-            q, k, v = (torch.nn.functional.pad(x, (0, -d % 8)) if d % 8 else x for x in (q, k, v))
+            q, k, v = (F.pad(x, (0, -d % 8)) if d % 8 else x for x in (q, k, v))
             out = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[0]
             return out[..., :d] if d % 8 else out
         if self.kernel == "efficient":
@@ -84,6 +101,12 @@ def _is_cuda(x) -> bool:
     return (isinstance(x, torch.device) and x.type == "cuda") or (isinstance(x, str) and x.startswith("cuda"))
 
 
+# What torch.autocast computes in 16 bits and in float32 (aten/src/ATen/autocast_mode.h), as far as models use it.
+LOWER = {
+    F.linear, F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention, torch.matmul, torch.mm, torch.bmm,
+    torch.addmm, torch.baddbmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm,
+}  # fmt: skip
+EXACT = {F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.cross_entropy, F.nll_loss, F.mse_loss, torch.exp}
 PLAIN = {torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.__len__}
 _GETTERS = {
     torch.Tensor.device.__get__: lambda device: CUDA if device.type == "meta" else device,
@@ -121,8 +144,8 @@ def _flex(q, k, v, mask, scale, return_lse, options):
 
 
 @contextlib.contextmanager
-def impersonate(card: Card):
-    """torch.cuda as it is on the card, and kernels of Triton that do nothing."""
+def impersonate(card: Card, functions: OnCard):
+    """torch.cuda as it is on the card, and kernels of Triton that do nothing. functions: entered inside."""
     from workbench.engines import flex
 
     shared = SHARED_MEMORY.get(card.capability, 101_376)
@@ -135,12 +158,21 @@ def impersonate(card: Card):
         vars(torch.cuda), is_available=lambda: True, current_device=lambda: 0,
         device=lambda *_: contextlib.nullcontext(),
         get_device_capability=lambda *_: torch_rules.PROCESSOR if card.key == VIRTUAL else card.capability,
-        get_device_properties=lambda *_: properties, set_rng_state=lambda *_: None,
+        get_device_properties=lambda *_: properties, is_bf16_supported=lambda *_: True, set_rng_state=lambda *_: None,
         get_rng_state=lambda *_: torch.zeros(16, dtype=torch.uint8),
     )  # fmt: skip
+
+    def backward(*args, run=torch.autograd._engine_run_backward, **kwargs):
+        with functions:  # which torch leaves as it calls this, and what a checkpoint computes again is on the card, too
+            return run(*args, **kwargs)
+
     silent = types.SimpleNamespace(**dict.fromkeys(("forward", "backward", "convert"), lambda *_: None))
     found = [
         (torch, "cuda", cuda),
+        (torch, "clear_autocast_cache", functions.casts.clear),
+        (torch.autograd, "_engine_run_backward", backward),
+        (checkpoint, "_allowed_determinism_checks_to_fns", 
+         {"default": lambda x: (x.shape, x.dtype), "none": lambda _: None}),  # the device is "cuda" or meta
         (torch.backends.cudnn, "is_available", lambda: True),
         (flex, "compiled", lambda: _flex),
         (fa4, "STAND_IN", silent),

@@ -60,17 +60,19 @@ class Traced(NamedTuple):
     kernel: str | None
 
 
-def run(case: Case, card: Card) -> Traced:
-    """The life of the tensors of a case on "cuda", called once; its result lives on until the last event.
+def run(prepare: Callable[[], tuple[Callable, str]], card: Card, words=()) -> Traced:
+    """The life of the tensors of a program on "cuda": prepare() gives the call, made once, whose result lives on until
+    the last event, and the name of what executes it. words: what the first storages hold.
 
     CannotTrace if the program asks for data; torch.OutOfMemoryError and other errors of the program go through.
     """
     _settle()
-    with uncollected(), impersonate(card), Births(card) as births, Shortcuts(births).taken():
+    births = Births(card)
+    with uncollected(), impersonate(card, births.functions), births, Shortcuts(births).taken():
         try:
             with births.functions:
-                births.words = iter(INPUTS)
-                call, backend = case.prepare_from(lambda shape: torch.empty(shape, dtype=case.dtype, device=CUDA))
+                births.words = iter(words)
+                call, backend = prepare()
                 births.words, before = iter(()), len(births.events)
                 result = call()
         except (NotImplementedError, RuntimeError) as error:
@@ -80,6 +82,12 @@ def run(case: Case, card: Card) -> Traced:
         events = list(births.events)
     del result
     return Traced(events, before, backend, "; ".join(sorted(births.wrong)) or None, births.functions.kernel)
+
+
+def of_case(case: Case, card: Card) -> Traced:
+    """`run` of a case."""
+    made = functools.partial(torch.empty, dtype=case.dtype, device=CUDA)
+    return run(lambda: case.prepare_from(made), card, INPUTS if case.timed else ())
 
 
 @contextlib.contextmanager
