@@ -23,6 +23,7 @@ LINES = {"workbench": 21_027, "tests": 15_686}  # on the way to 16,000 and 11,50
 LONG = []
 LARGE = {
     "workbench.engines.triton_backend.why_not",  # a flat list of reasons
+    "workbench.engines.dispatch.attention",  # the options of the one entry point
     "workbench.engines.layers.__init__", "workbench.engines.torch_rules.kernels", "workbench.fit.fake_cuda.attention",
     "workbench.harness.ranks._ask", "workbench.report.run", "workbench.report.parameters.fits",
 }  # fmt: skip

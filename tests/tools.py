@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, layouts, reference
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, Window, attention, layouts, reference
 from workbench.distributed.views import some_heads
 from workbench.patterns import orderings
 
@@ -142,6 +142,8 @@ def _causal_or_not(c: bool):
         ("predicate", lambda: Predicate(every_third, c), {"n": 143, "kv_heads": 1}),
         ("predicate-by-head-empty-rows", lambda: Predicate(some_rows_only, c),
          {"n": 150, "nq": 30, "batch": 2}),
+        ("window-last-queries", lambda: Window(13, c), {"n": 150, "nq": 37, "heads": 4, "kv_heads": 2}),
+        ("window-dilated-sinks", lambda: Window(7, c, 3, 2), {"n": 131, "batch": 2}),
         ("head-dim-64", lambda: BlockSparse(layouts.global_(1), 16, c),
          {"n": 120, "head_dim": 64, "heads": 4, "kv_heads": 2}),
     ]  # fmt: skip

@@ -74,8 +74,12 @@ def test_it_stands_in_torchs_encoder_in_training_and_where_torch_would_skip_it(c
     mask = torch.nn.Transformer.generate_square_subsequent_mask(29, dtype=torch.float64) if causal else None
     options, x = {"mask": mask, "is_causal": causal}, tokens()
     close(ours(x, **options), theirs(x, **options))
+    padding, lengths = torch.arange(29) >= torch.tensor([[29], [11]]), (29, 11)
     with torch.no_grad():
         close(ours.eval()(x, **options), theirs.eval()(x, **options))
+        padded = [f(x, src_key_padding_mask=padding, **options) for f in (ours, theirs.train())]
+    for one, other, n in zip(*padded, lengths, strict=True):
+        close(one[:n], other[:n])
 
 
 @pytest.mark.parametrize("options", [{"rope": 100.0}, {"rope": 100.0, "xpos": 16}, {"rope": 100.0, "qk_norm": True}])

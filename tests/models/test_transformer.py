@@ -120,3 +120,19 @@ def test_what_cannot_be_meant_is_refused():
     for name, value in (("depth", 0), ("vocab", "many"), ("checkpoint", 1), ("rotary", True)):
         with pytest.raises(ValueError, match=f"^{name}="):
             Transformer(**SIZES | {"pattern": Dense(), name: value})
+
+
+def test_documents_and_lengths_are_models_of_each_alone():
+    model, tokens = longnet(), words(50, 1)
+    alone = [tokens[:, :20], tokens[:, 20:27], tokens[:, 27:]]
+    ids = torch.tensor([[0] * 20 + [1] * 7 + [2] * 23])
+    want = torch.cat([model(x) for x in alone], 1)
+    mean = sum(model.loss(x) * (x.shape[1] - 1) for x in alone) / (50 - 3)
+    for documents in (ids, torch.tensor([0, 20, 27, 50])):
+        close(model(tokens, documents=documents), want)
+        close(model.loss(tokens, documents=documents), mean)
+    lengths = torch.tensor([50, 7])
+    padded = torch.cat([tokens, tokens.flip(1)])
+    close(model(padded, lengths=lengths)[1, :7], model(padded[1:, :7])[0])
+    each = [model.loss(padded[i : i + 1, :n]) * (n - 1) for i, n in enumerate(lengths.tolist())]
+    close(model.loss(padded, lengths=lengths), sum(each) / 55)

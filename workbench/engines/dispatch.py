@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from workbench.engines import ragged
 from workbench.engines.check import check, refuse
 from workbench.engines.operators import call, handle_of, refuse_transforms
 from workbench.engines.reference import reference
@@ -27,7 +28,7 @@ TOKENS = ("natural", "tile order")
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None = None, backend="auto", return_lse=False,
-    tokens="natural", **unknown,
+    tokens="natural", lengths: Tensor | None = None, documents: Tensor | None = None, **unknown,
 ):  # fmt: skip
     """Attention over the pairs of `pattern`: out (B, Nq, H, D) like q, or (out, lse (B, H, Nq)) with return_lse.
 
@@ -43,23 +44,35 @@ def attention(
     backend runs.
     tokens: "natural", or "tile order" where q, k and v lie in the pattern's `tile_order`, as out and lse then do; every
     query (Nq == N).
+    lengths: int (B,), of sequences that are padded on the right: padding is no key, and as a query has out 0, lse -inf.
+    documents: packed sequences, each of which attends within itself: int ids (B, N), or cumulative lengths (documents +
+    1,) from 0 to N of a batch of 1, flash-attn's cu_seqlens. In both, positions and segments count from each
+    document's first token: results are those of a call for each. They are data: torch.compile breaks its graph there.
     Under torch.autocast the inputs are cast first, as by torch's attention. `unknown` options are refused by name.
     """
     refuse("attention", unknown)
-    q, k, v = check(q, k, v, pattern, scale)
+    whole = lengths is None and documents is None
+    q, k, v = check(q, k, v, pattern, scale, whole)
+    line = None if whole else ragged.cut(q, k, pattern, lengths, documents)
     return_lse = flag("return_lse", return_lse)
     if q.shape[2] >= 64 and q.shape[2] > 2 * k.shape[1] > 2 and not torch.compiler.is_compiling():
         said = f"{k.shape[1]} positions of {q.shape[2]} heads: tensors are (batch, positions, heads, head_dim) here"
         warnings.warn(f"{said}; transpose(1, 2) those of (batch, heads, positions, head_dim)", stacklevel=2)
     if backend != "reference":
         refuse_transforms(q, k, v)
-    chosen = choose(backend, q, k, v, pattern, return_lse)[0]
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    one = functools.partial(_one, scale=scale, backend=backend, return_lse=return_lse, tokens=tokens)
+    out, lse = one(q, k, v, pattern) if whole else ragged.attend(one, q, k, v, pattern, line)
+    return (out, lse) if return_lse else out
+
+
+def _one(q, k, v, pattern, *, scale, backend, return_lse, tokens):
+    """(out, lse or None) of sequences of one length."""
+    chosen = choose(backend, q, k, v, pattern, return_lse)[0]
     run = _run_flex_or_torch if backend == "auto" and chosen == "flex" else _RUN[chosen]
     if choice("tokens", tokens, *TOKENS) == "tile order":
         run = functools.partial(_run_tiled, run, chosen)
-    out, lse = run(q, k, v, pattern, scale, return_lse)
-    return (out, lse) if return_lse else out
+    return run(q, k, v, pattern, scale, return_lse)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **unknown) -> str:
@@ -234,7 +247,7 @@ def _run_flex_or_torch(q, k, v, pattern, scale, return_lse):
     try:
         return flex.forward(q, k, v, pattern, scale, return_lse)
     except flex.CannotCompile as error:
-        warnings.warn(f"{error}; backend='auto' goes on with 'torch'", stacklevel=3)
+        warnings.warn(f"{error}; backend='auto' goes on with 'torch'", stacklevel=4)
         return _run_torch(q, k, v, pattern, scale, return_lse)
 
 

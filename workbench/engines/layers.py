@@ -94,6 +94,8 @@ class MultiheadAttention(nn.Module):
         if self.rope is not None:
             of_q, of_k = self.rotation(k.shape[1], k.device) if rotation is None else rotation
             q, k = rotary.turned(q, of_q[k.shape[1] - q.shape[1] :]), rotary.turned(k, of_k)
+        if self.tokens != "natural" and (lengths is not None or documents is not None):
+            raise ValueError("tokens='tile order' with lengths or documents: want 'natural', each has its own")
         ragged = {"lengths": lengths, "documents": documents, "tokens": self.tokens}
         ragged = {name: x for name, x in ragged.items() if x is not None and x != "natural"}
         return returned(self.dropout(self.out(self.norm(self.attend(q, k, v, **ragged).flatten(-2)))))

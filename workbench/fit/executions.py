@@ -92,7 +92,8 @@ def table(
     n = None if n is None else checks.whole("n", n, 1)
     lines = []
     for name, at in checks.named("ways", ways, "a function of N that gives a Case").items():
-        limit_n = LONGEST.get(type(at(frontier.FIRST).pattern).__name__, 1 << 30)
+        first = at(frontier.FIRST)
+        limit_n = LONGEST.get(type(first.pattern).__name__, 1 << 30)
         row = frontier.search(
             at, card=card, budget_bytes=budget_bytes, seconds=seconds, limit_n=limit_n, step=STEP, say=None
         )
@@ -100,7 +101,7 @@ def table(
         line |= {"note": row["error"]}
         if n is not None:
             line |= _at(at, n, card, row["budget_bytes"])
-            if isinstance(at(n), Model):
+            if isinstance(first, Model):
                 line["longest_batch"] = frontier.search(
                     lambda b, at=at: replace(at(n), batch=b), card=card, budget_bytes=budget_bytes, limit_n=1 << 20,
                     first=max(1, (row["n"] or 0) // n), grain=1, step=1e-6, say=None,

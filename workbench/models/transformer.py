@@ -81,9 +81,10 @@ class Transformer(nn.Module):
             if lengths is not None:
                 last = torch.arange(1, tokens.shape[1] + 1, device=tokens.device) >= lengths[:, None]
                 labels = labels.masked_fill(last, IGNORED)
-            if documents is not None:
-                other = nn.functional.pad(documents[..., 1:] != documents[..., :-1], (0, 1))
-                labels = labels.masked_fill(other, IGNORED)
+            if documents is not None and documents.dim() == 1:  # cumulative lengths
+                labels = labels.index_fill(1, documents[1:] - 1, IGNORED)
+            elif documents is not None:
+                labels[:, :-1].masked_fill_(documents[:, 1:] != documents[:, :-1], IGNORED)
         ragged = {name: x for name, x in (("lengths", lengths), ("documents", documents)) if x is not None}
         return cross_entropy(self.features(tokens, **ragged), self.head.weight, labels, IGNORED)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workbench.patterns import orderings
-from workbench.patterns.base import Blocks, Pattern
+from workbench.patterns.base import Blocks, Pattern, ranges
 from workbench.patterns.checks import axes
 
 CHUNK = 1 << 22  # cells of windows held at once: a few hundred MB at most
@@ -19,7 +19,8 @@ class Neighborhood(Pattern):
 
     Clipped at the border. shape: one to any number of axes, the last one fastest. radius: an int, or one an axis.
     ordering: of `workbench.orderings`, token i is the cell ordering.curve[i]; None is row-major. Where the ordering
-    leaves cells out, those are no tokens. N is the number of tokens.
+    leaves cells out, those are no tokens. N is the number of tokens. On a line this is `Window(2 * radius)`, which has
+    no N of its own.
     """
 
     same_heads = True
@@ -114,7 +115,7 @@ class Neighborhood(Pattern):
             row, start, stop = self._widen(*(x[low:high] for x in runs))
             begin = run_of_cell[start]
             many = run_of_cell[stop] - begin + 1
-            seen = run_block[_ranges(begin, many)]
+            seen = run_block[ranges(begin, many)]
             visible[(row - a).repeat_interleave(many)[seen >= 0], seen[seen >= 0]] = True
             x, y = visible.nonzero(as_tuple=True)
             parts.append((visible.sum(1), y.int(), self._within(boxes[0], x + a, boxes[1], y)))
@@ -196,8 +197,3 @@ def box_sums(cells: Tensor, radius: tuple[int, ...]) -> Tensor:
         upto, since = (x + r + 1).clamp(max=side), (x - r).clamp(min=0)
         cells = below.index_select(axis, upto) - below.index_select(axis, since)
     return cells
-
-
-def _ranges(begin: Tensor, many: Tensor) -> Tensor:
-    """begin[0], begin[0] + 1, ... (many[0] of them), begin[1], ..."""
-    return torch.arange(int(many.sum())) - (many.cumsum(0) - many - begin).repeat_interleave(many)
