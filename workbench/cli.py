@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 
-from workbench import report
+from workbench import __version__, report
 from workbench.report import notebooks as nbs
 from workbench.report import parameters
 
@@ -49,6 +49,7 @@ def _words(argv: list[str]) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="workbench", description="A workbench for long-sequence attention.")
+    top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     make = commands.add_parser(
@@ -186,6 +187,8 @@ def _value(name: str, text: str) -> object:
 
 
 def _list(arguments) -> int:
+    if nbs.root() == nbs.SHARED:
+        print(f"Those of the installed package; to edit them: cp -r {nbs.SHARED / 'notebooks'} .")
     for path in nbs.find():
         nb = nbs.read(path)
         print(f"{path.stem}: {nbs.title(nb, path.stem)}")

@@ -61,7 +61,13 @@ def test_a_card_is_found_by_its_key_and_by_its_device(card):
         assert cards.find(name) is card
 
 
-@pytest.mark.parametrize("name, key", [("GeForce GTX 1080", "gtx1080"), ("a100 80GB", "a100-80gb"), ("A6000", "rtxa6000"), ("4090", "rtx4090"), ("h100 NVL", "h100-nvl")])
+WRITTEN = [
+    ("GeForce GTX 1080", "gtx1080"), ("a100 80GB", "a100-80gb"), ("A6000", "rtxa6000"), ("4090", "rtx4090"),
+    ("h100 NVL", "h100-nvl"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, key", WRITTEN)
 def test_a_card_is_found_by_how_it_is_written(name, key):
     assert cards.find(name).key == key
     assert cards.find(CARDS[key]) is CARDS[key]

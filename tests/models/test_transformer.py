@@ -57,7 +57,7 @@ def test_a_checkpointed_model_is_the_model_also_with_dropout():
         close(gradients(less, less.loss(words())), found)
 
 
-OTHERS = [{"rope": None, "sub_norm": False}, {"xpos": 32, "qk_norm": True, "num_kv_heads": 2}]
+OTHERS = [{"rope": None, "sub_norm": False}, {"rope": 50, "qk_norm": True, "num_kv_heads": 2}]
 
 
 @pytest.mark.parametrize("options", OTHERS)

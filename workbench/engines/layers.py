@@ -16,7 +16,7 @@ class MultiheadAttention(nn.Module):
     num_heads divides embed_dim, num_kv_heads (default num_heads) divides num_heads.
     dropout acts on the output, in training only; dropout of the attention weights and score biases are refused by name.
     qk_norm: each head's queries and keys are normalised by nn.RMSNorm (QK norm, arXiv 2010.04245).
-    rope: the base of rotary positions, e.g. 10_000; xpos: the scale base of xPos on top of it (`engines.rotary`).
+    rope: the base of rotary positions (`engines.rotary`), e.g. 10_000, of even head_dims.
     sub_norm: a LayerNorm before the output projection (Sub-LN of MAGNETO, arXiv 2210.06423).
     tokens: "tile order" where they come in the pattern's `tile_order`; their positions are then those of that order.
 
@@ -29,7 +29,7 @@ class MultiheadAttention(nn.Module):
 
     def __init__(
         self, embed_dim, num_heads, pattern, *, num_kv_heads=None, bias=True, dropout=0.0, attention_dropout=0.0,
-        backend="auto", qk_norm=False, rope=None, xpos=None, sub_norm=False, tokens="natural", device=None, dtype=None,
+        backend="auto", qk_norm=False, rope=None, sub_norm=False, tokens="natural", device=None, dtype=None,
         **unknown,
     ):  # fmt: skip
         super().__init__()
@@ -48,11 +48,9 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"attention_dropout={attention_dropout}: want 0; `dropout` acts on the output instead")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
         self.pattern, self.backend, self.tokens = pattern, backend, choice("tokens", tokens, *TOKENS)
-        words = "a number above 0, or None for none"
-        self.rope = rope if rope is None else number("rope", rope, 0, FINITE, words)
-        self.xpos = xpos if xpos is None else number("xpos", xpos, 0, FINITE, words)
-        if xpos and not rope or rope and self.head_dim % 2:
-            raise ValueError(f"rope={rope}, xpos={xpos}, head_dim={self.head_dim}: want rope for xpos, for rope even")
+        self.rope = rope if rope is None else number("rope", rope, 0, FINITE)
+        if rope is not None and self.head_dim % 2:
+            raise ValueError(f"rope={rope}, head_dim={self.head_dim}: want an even head_dim, or rope=None")
         dropout = number("dropout", dropout, -1e-300, 1, "a number from 0 to 1")
         to, bias = {"device": device, "dtype": dtype}, flag("bias", bias)
         self.q = nn.Linear(embed_dim, embed_dim, bias, **to)
@@ -65,21 +63,21 @@ class MultiheadAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, lengths=None, documents=None,
-        rotation: Tensor | None = None, **torchs,
-    ) -> Tensor | tuple[Tensor, None]:  # fmt: skip
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, rotation=None, **options
+    ) -> Tensor | tuple[Tensor, None]:
         """out (B, Nq, embed_dim); with a value, as nn.MultiheadAttention is called, (out, None): there are no weights.
 
         key (B, N, embed_dim): what is attended to, by default the queries, which else are the last Nq of its N
-        positions. value (B, N, embed_dim): by default the key. lengths, documents: as of `attention`.
+        positions. value (B, N, embed_dim): by default the key.
         rotation: `rotary.table` of the key's positions, for layers that share one; by default 0, 1, 2, ...
-        torchs: of nn.MultiheadAttention's options need_weights=False, is_causal=True for a causal pattern (with the
-        attn_mask that goes with it), and a key_padding_mask that hides the end of sequences, which is `lengths`.
+        options: lengths and documents, as of `attention`, and of nn.MultiheadAttention's need_weights=False,
+        is_causal=True for a causal pattern (with the attn_mask that goes with it), and a key_padding_mask that hides the
+        end of sequences, which is `lengths`.
         """
         returned = (lambda out: out) if value is None else lambda out: (out, None)
         key = query if key is None else key
         value = key if value is None else value
-        lengths = self._lengths(torchs, key, lengths)
+        options = self._options(options, key)
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if not isinstance(tensor, Tensor) or tensor.dim() != 3 or tensor.shape[-1] != self.q.in_features:
                 raise ValueError(f"{name} is {describe(tensor)}: want a tensor (B, N, {self.q.in_features})")
@@ -92,33 +90,33 @@ class MultiheadAttention(nn.Module):
         )  # (B, Nq, H, D), (B, N, Hkv, D) twice
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
-            of_q, of_k = self.rotation(k.shape[1], k.device) if rotation is None else rotation
-            q, k = rotary.turned(q, of_q[k.shape[1] - q.shape[1] :]), rotary.turned(k, of_k)
-        if self.tokens != "natural" and (lengths is not None or documents is not None):
-            raise ValueError("tokens='tile order' with lengths or documents: want 'natural', each has its own")
-        ragged = {"lengths": lengths, "documents": documents, "tokens": self.tokens}
-        ragged = {name: x for name, x in ragged.items() if x is not None and x != "natural"}
-        return returned(self.dropout(self.out(self.norm(self.attend(q, k, v, **ragged).flatten(-2)))))
+            by = self.rotation(k.shape[1], k.device) if rotation is None else rotation
+            q, k = rotary.turned(q, by[k.shape[1] - q.shape[1] :]), rotary.turned(k, by)
+        out = self.attend(q, k, v, **options).flatten(-2)
+        return returned(self.dropout(self.out(self.norm(out))))
 
     def rotation(self, n: int, device=None) -> Tensor:
         """`rotary.table` of n tokens in the layer's order."""
         tiled = self.tokens == "tile order"
         positions = tile_order.tile_order(self.pattern, n).to(device) if tiled else torch.arange(n, device=device)
         dtype = torch.float64 if self.q.weight.dtype == torch.float64 else torch.float32
-        return rotary.table(positions, self.head_dim, self.rope, self.xpos, dtype)
+        return rotary.table(positions, self.head_dim, self.rope, dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         """The attention between the projections: q (B, Nq, H, D), k and v (B, N, Hkv, D) -> (B, Nq, H, D)."""
         return attention(q, k, v, self.pattern, backend=self.backend, **options)
 
-    def _lengths(self, torchs: dict, key: Tensor, lengths: Tensor | None) -> Tensor | None:
-        """What nn.MultiheadAttention's options say of lengths; ValueError for those that say something else."""
-        torchs = {name: x for name, x in torchs.items() if x is not None and x is not False}
-        if torchs.get("is_causal") is True and self.pattern.causal:
-            torchs.pop("is_causal"), torchs.pop("attn_mask", None)
-        padding = torchs.pop("key_padding_mask", None)
-        refuse("MultiheadAttention", torchs)
-        return lengths if padding is None else lengths_of(padding, *key.shape[:2])
+    def _options(self, options: dict, key: Tensor) -> dict:
+        """Those of `attend`; ValueError for what nn.MultiheadAttention has and the pattern does not mean."""
+        options = {name: x for name, x in options.items() if x is not None and x is not False}
+        if options.get("is_causal") is True and self.pattern.causal:
+            options.pop("is_causal"), options.pop("attn_mask", None)
+        if (padding := options.pop("key_padding_mask", None)) is not None:
+            options["lengths"] = lengths_of(padding, *key.shape[:2])
+        refuse("MultiheadAttention", {x: y for x, y in options.items() if x not in ("lengths", "documents")})
+        if self.tokens != "natural" and options:
+            raise ValueError(f"tokens={self.tokens!r} with {', '.join(options)}: want 'natural', each has its own order")
+        return options | ({"tokens": self.tokens} if self.tokens != "natural" else {})
 
     def _load_from_state_dict(self, state_dict, prefix, *rest):
         for name in ("bias_k", "bias_v", "q_proj_weight"):
@@ -126,11 +124,9 @@ class MultiheadAttention(nn.Module):
                 want = "want that of an nn.MultiheadAttention without add_bias_kv, kdim and vdim"
                 raise ValueError(f"state_dict has {prefix}{name}: {want}")
         for kind in ("weight", "bias"):
-            projections = state_dict.pop(f"{prefix}in_proj_{kind}", None)
-            if projections is not None:
-                split = zip("qkv", projections.chunk(3), strict=True)
-                state_dict |= {f"{prefix}{name}.{kind}": x for name, x in split}
-                state_dict[f"{prefix}out.{kind}"] = state_dict.pop(f"{prefix}out_proj.{kind}")
+            if (projections := state_dict.pop(f"{prefix}in_proj_{kind}", None)) is not None:
+                parts = *projections.chunk(3), state_dict.pop(f"{prefix}out_proj.{kind}")
+                state_dict |= {f"{prefix}{name}.{kind}": x for name, x in zip(("q", "k", "v", "out"), parts, strict=True)}
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:

@@ -43,8 +43,10 @@ class OnCard(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _GETTERS:
             return _GETTERS[func](func(*args, **kwargs))
-        if torch.is_autocast_enabled("cuda") and (func in LOWER or func in EXACT):
-            to = torch.get_autocast_dtype("cuda") if func in LOWER else torch.float32
+        if func is F.multi_head_attention_forward:
+            with self:
+                return INSIDE(*args, **kwargs)
+        if torch.is_autocast_enabled("cuda") and (to := CASTS.get(func)):
             args, kwargs = tree_map_only(torch.Tensor, lambda x: self.cast(x, to), (args, kwargs))
         if func is F.scaled_dot_product_attention and args[0].is_meta:
             return self.attention(*args, **kwargs)
@@ -56,15 +58,16 @@ class OnCard(TorchFunctionMode):
             args = tuple(META if _is_cuda(x) else x for x in args)
         return func(*args, **kwargs)
 
-    def cast(self, x, to: torch.dtype):
+    def cast(self, x, to: str):
         """x as torch.autocast casts it, which has no rules for meta tensors: a parameter once, until autocast ends."""
-        if not (x.is_meta and x.is_floating_point()) or x.dtype in (to, torch.float64):
+        dtype = torch.get_autocast_dtype("cuda") if to == "lower" else torch.float32
+        if not (x.is_meta and x.is_floating_point()) or x.dtype in (dtype, torch.float64):
             return x
-        if to != torch.float32 and x.requires_grad and x.is_leaf:
-            if id(x) not in self.casts:
-                self.casts[id(x)] = x.to(to)
-            return self.casts[id(x)]
-        return x.to(to)
+        if to == "exact" or not (x.requires_grad and x.is_leaf):
+            return x.to(dtype)
+        if id(x) not in self.casts:
+            self.casts[id(x)] = x.to(dtype)
+        return self.casts[id(x)]
 
     def attention(self, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
         """What torch runs there: the first kernel that takes the call (`torch_rules`) and is enabled."""
@@ -97,16 +100,26 @@ class OnCard(TorchFunctionMode):
         return aten._scaled_dot_product_attention_math(q, k, v, None, 0.0, is_causal, scale=scale)[0]
 
 
+def _unasked(func: types.FunctionType) -> types.FunctionType:
+    """A Python function of torch's that does not hand itself to the mode, so that the mode sees what it calls."""
+    scope = vars(F) | dict.fromkeys(("has_torch_function", "has_torch_function_variadic"), lambda *_: False)
+    return types.FunctionType(func.__code__, scope, argdefs=func.__defaults__)
+
+
+INSIDE = _unasked(F.multi_head_attention_forward)
+
+
 def _is_cuda(x) -> bool:
     return (isinstance(x, torch.device) and x.type == "cuda") or (isinstance(x, str) and x.startswith("cuda"))
 
 
 # What torch.autocast computes in 16 bits and in float32 (aten/src/ATen/autocast_mode.h), as far as models use it.
-LOWER = {
+CASTS = dict.fromkeys((
     F.linear, F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention, torch.matmul, torch.mm, torch.bmm,
     torch.addmm, torch.baddbmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm,
-}  # fmt: skip
-EXACT = {F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.cross_entropy, F.nll_loss, F.mse_loss, torch.exp}
+), "lower") | dict.fromkeys((
+    F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.cross_entropy, F.nll_loss, F.mse_loss, torch.exp,
+), "exact")  # fmt: skip
 PLAIN = {torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.__len__}
 _GETTERS = {
     torch.Tensor.device.__get__: lambda device: CUDA if device.type == "meta" else device,

@@ -20,8 +20,8 @@ IGNORED = -100  # the label that counts for nothing, as in torch's cross entropy
 class Transformer(nn.Module):
     """tokens (B, N) of integers below vocab -> logits (B, N, vocab): `depth` layers of width dim over a pattern.
 
-    Layers are pre-norm with MAGNETO's Sub-LN (sub_norm) and initialisation (arXiv 2210.06423), positions rotary (rope,
-    xpos; None for none), the head shares the embedding's weights where tied.
+    Layers are pre-norm with MAGNETO's Sub-LN (sub_norm) and initialisation (arXiv 2210.06423), positions rotary
+    (rope; None for none), the head shares the embedding's weights where tied.
     checkpoint: layers keep their input only and are computed again in the backward (activation checkpointing).
     tokens: "tile order" moves tokens into the pattern's `tile_order` once, at the door, and back at the head.
     hidden, dropout: of `Layer`. options: of `wb.MultiheadAttention`, such as num_kv_heads, qk_norm, backend, dtype.
@@ -92,7 +92,7 @@ class Transformer(nn.Module):
 class LongNet(Transformer):
     """LongNet (arXiv 2307.02486): a `Transformer` over Dilated(segment_lengths, dilation_rates), causal by default.
 
-    options: of `Transformer`. The paper's positions are xPos, xpos=512 up to 32,768 tokens; more want a larger one.
+    options: of `Transformer`. The paper's positions are xPos; these are rotary, which do not decay to 0 on long ones.
     """
 
     def __init__(self, vocab, dim, depth, heads, segment_lengths, dilation_rates, *, causal=True, **options):
