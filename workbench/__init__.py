@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 # ruff: noqa: F401
 if TYPE_CHECKING:  # what the names below are, to editors and type checkers
     from workbench.analysis.mass import captured_mass
+    from workbench.engines.cache import Cache
     from workbench.engines.dispatch import attention, explain
     from workbench.engines.layers import MultiheadAttention
     from workbench.engines.reference import reference
@@ -18,7 +19,7 @@ if TYPE_CHECKING:  # what the names below are, to editors and type checkers
     from workbench.fit.virtual_card import VirtualCard
     from workbench.harness import machine, records
     from workbench.models.transformer import LongNet, Transformer
-    from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Predicate, Window, layouts, orderings
+    from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Predicate, Window, layouts, orderings, swin
     from workbench.patterns.tile_order import tile_order
 
 __version__ = "0.1.0"
@@ -42,10 +43,10 @@ def files_of(folder: str, **homes: str):
 
 
 _HOMES = {
-    "patterns": ("Dense", "Dilated", "BlockSparse", "Neighborhood", "Predicate", "Window", "layouts"),
+    "patterns": ("Dense", "Dilated", "BlockSparse", "Neighborhood", "Predicate", "Window", "layouts", "swin"),
     "patterns.tile_order": ("tile_order",), "engines.reference": ("reference",),
     "engines.dispatch": ("attention", "explain"), "engines.layers": ("MultiheadAttention",),
-    "models.transformer": ("LongNet", "Transformer"),
+    "models.transformer": ("LongNet", "Transformer"), "engines.cache": ("Cache",),
     "analysis.mass": ("captured_mass",), "fit.virtual_card": ("VirtualCard",),
 }  # fmt: skip
 _NAMES = {name: f"workbench.{home}:{name}" for home, names in _HOMES.items() for name in names} | {

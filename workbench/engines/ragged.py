@@ -65,7 +65,7 @@ def _of_padded(lengths: Tensor, b: int, n: int) -> Tensor:
 
 def _of_packed(documents: Tensor, b: int, n: int) -> Tensor:
     """Where on the line each document begins."""
-    if documents.ndim == b == 1 and [*documents[:1], *documents[-1:]] == [0, n] and not bool((documents.diff() < 0).any()):
+    if documents.ndim == b == 1 and [*documents[:1], *documents[-1:]] == [0, n] and not (documents.diff() < 0).any():
         return documents[:-1]
     if documents.shape != (b, n):
         raise ValueError(f"documents={describe(documents)} in a batch of {b} with N={n}: want {IDS}")
@@ -87,7 +87,7 @@ def attend(one: Callable, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, lin
         groups.setdefault(kind or x, []).append(x)
     to, back = _places([x for members in groups.values() for x in members], line, q.device)
     many = [sum(line.sizes[x] for x in members) for members in groups.values()]
-    parts = zip(*(_moved(x.flatten(0, 1), back).split(many) for x in (q, k, v)), strict=True)
+    parts = zip(*(_moved(x.flatten(0, 1), to, back).split(many) for x in (q, k, v)), strict=True)
     patterns, outs, lses = pattern.each(), [], []
     for kind, part in zip(groups, parts, strict=True):
         if isinstance(kind, tuple):
@@ -98,10 +98,10 @@ def attend(one: Callable, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, lin
             lse = out.new_full((1, q.shape[2], len(part[0])), -torch.inf, dtype=lse_dtype(q))
         outs.append(out.flatten(0, 1))
         lses.append(None if lse is None else lse.transpose(1, 2).flatten(0, 1))
-    out = _moved(torch.cat(outs), to).unflatten(0, q.shape[:2])
+    out = _moved(torch.cat(outs), back, to).unflatten(0, q.shape[:2])
     if any(x is None for x in lses):
         return out, None
-    return out, _moved(torch.cat(lses), to).unflatten(0, q.shape[:2]).transpose(1, 2)
+    return out, _moved(torch.cat(lses), back, to).unflatten(0, q.shape[:2]).transpose(1, 2)
 
 
 def _places(order: list[int], line: Line, device) -> tuple[Tensor | None, Tensor | None]:
@@ -112,6 +112,25 @@ def _places(order: list[int], line: Line, device) -> tuple[Tensor | None, Tensor
     return to.to(device), to.argsort().to(device)
 
 
-def _moved(line: Tensor, to: Tensor | None) -> Tensor:
-    """Row i at place to[i], so that the backward is a selection of rows and adds nothing."""
-    return line if to is None else torch.empty_like(line).index_copy(0, to, line)
+def _moved(line: Tensor, index: Tensor | None, inverse: Tensor | None) -> Tensor:
+    """Row index[i] at place i."""
+    return line if index is None else _Moved.apply(line, index, inverse)
+
+
+class _Moved(torch.autograd.Function):
+    """A permutation of rows, whose gradient is one too: that of torch's index_select would add up."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(line, index, inverse):
+        return line.index_select(0, index)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx, grad):
+        index, inverse = ctx.saved_tensors
+        return _Moved.apply(grad, inverse, index), None, None

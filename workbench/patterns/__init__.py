@@ -7,13 +7,13 @@ from workbench.patterns.base import Blocks, Pattern
 from workbench.patterns.block_sparse import BlockSparse
 from workbench.patterns.dense import Dense
 from workbench.patterns.dilated import Dilated
-from workbench.patterns.neighborhood import Neighborhood
+from workbench.patterns.neighborhood import Neighborhood, swin
 from workbench.patterns.predicate import Predicate
 from workbench.patterns.window import Window
 
 __all__ = [
     "BlockSparse", "Blocks", "Dense", "Dilated", "Neighborhood", "Pattern", "Predicate", "Window", "from_spec",
-    "layouts",
+    "layouts", "swin",
 ]  # fmt: skip
 
 

@@ -1,0 +1,155 @@
+"""Step by step: what a cache gives is what attention of the whole sequence gives, and it holds no more than it says."""
+
+import re
+import time
+
+import pytest
+import torch
+
+from tests import tools
+from workbench import BlockSparse, Cache, Dense, Dilated, Neighborhood, Predicate, Window, attention, layouts, reference
+from workbench.patterns.dilated import geometric
+
+N = 61
+PATTERNS = {
+    "dense": Dense(True), "window": Window(5, True), "window-of-itself": Window(1, True),
+    "window-dilated-sinks": Window(4, True, dilation=3, sinks=2), "window-sinks-longer-than-n": Window(9, True, 1, 99),
+    "window-longer-than-n": Window(99, True, sinks=7), "longnet": Dilated([4, 8, 16], [1, 2, 4], True),
+    "dilated-prime-segments": Dilated([7, 13], [3, 5], True), "dilated-no-row-kept": Dilated([2, 999], [5, 2], True),
+    "dilated-partition": Dilated([8, 16, 32], [1, 2, 4], True, heads="partition"),
+    "dilated-blocked": Dilated([8, 16], [2, 3], True, offsets="blocked"),
+    "local": BlockSparse(layouts.local(1), 4, True), "strided": BlockSparse(layouts.strided(3), 4, True),
+    "local-global-uneven": BlockSparse(layouts.local(1) | layouts.global_(1), (4, 8), True),
+    "blocks-with-a-predicate": BlockSparse(layouts.local(1), 8, True, predicate=tools.some_rows_only),
+    "predicate": Predicate(tools.every_third, True),
+    "random-by-head": BlockSparse(layouts.random(0.3, 1, per_head=True), 4, True),
+    "neighborhood": Neighborhood((N,), 6, causal=True),
+}  # fmt: skip
+BY_LENGTH = PATTERNS["random-by-head"], PATTERNS["neighborhood"]
+STEPS = {
+    "ones": [1] * N,
+    "threes": [3] * 20 + [1],
+    "odd": [17, 1, 1, 20, 2, 5, 15],
+    "prompt": [40] + [1] * 21,
+    "whole": [N],
+}
+
+
+def stepped(cache, q, k, v, steps):
+    """(out, lse) of all steps."""
+    parts = zip(*(x.split(steps, 1) for x in (q, k, v)), strict=True)
+    out, lse = zip(*(cache.step(*part, return_lse=True) for part in parts), strict=True)
+    return torch.cat(out, 1), torch.cat(lse, 2)
+
+
+@pytest.mark.parametrize("steps", STEPS.values(), ids=list(STEPS))
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=list(PATTERNS))
+def test_steps_are_the_whole(pattern, steps):
+    q, k, v, *_ = tools.Case("", None, N, heads=6, kv_heads=2, batch=2).inputs(torch.float64)
+    want = reference(q, k, v, pattern)
+    for max_len in (None, N):
+        if max_len or pattern not in BY_LENGTH:
+            cache = Cache(pattern, max_len)
+            got = stepped(cache, q, k, v, steps)
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
+            assert cache.rows(N, 6, 2) * 2 * 2 * 8 * 8 <= cache.nbytes  # keys and values, batch, head_dim, bytes
+
+
+@pytest.mark.parametrize("before", [0, 30])
+def test_the_last_of_a_chunk_alone(before):
+    q, k, v, *_ = tools.Case("", None, N, heads=4).inputs(torch.float64)
+    for pattern in (PATTERNS["window-dilated-sinks"], PATTERNS["longnet"], PATTERNS["strided"]):
+        cache = Cache(pattern)
+        if before:
+            cache.step(*(x[:, :before] for x in (q, k, v)))
+        out = cache.step(q[:, -2:], k[:, before:], v[:, before:])
+        torch.testing.assert_close(out, reference(q, k, v, pattern)[0][:, -2:], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=tools.name_of)
+@pytest.mark.parametrize("name", ["window-dilated-sinks", "longnet", "strided"])
+def test_in_the_dtype_of_the_first_step(name, dtype):
+    q, k, v, *_ = tools.Case("", None, N, heads=4).inputs(dtype)
+    out, lse = stepped(Cache(PATTERNS[name], N), q, k, v, STEPS["odd"])
+    want, want_lse = attention(q, k, v, PATTERNS[name], return_lse=True)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert tools.relative(out, want) < {torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
+    assert tools.lse_error(lse, want_lse.double()) < tools.LSE[dtype]
+
+
+def visible_later(pattern, n, heads, later):
+    """(heads, n): which of n positions are visible to one of `later` more, by the definition."""
+    return (pattern.multiplicity(n + later, heads, later)[..., :n] > 0).any(1)
+
+
+@pytest.mark.parametrize("name, extra", [("dense", 0), ("window", 4), ("window-dilated-sinks", 12), ("longnet", 0)])
+def test_what_is_held_is_what_is_visible_later(name, extra):
+    """A window keeps the oldest of each residue until the next one comes, and each branch a copy of its own."""
+    pattern, heads = PATTERNS[name], 4
+    for n in (1, 8, 23, 40, 47, 50):
+        seen = int(visible_later(pattern, n, heads, 20).sum())
+        if name == "longnet":
+            branches = [pattern.of_branches([b]) for b in range(3)]
+            seen = sum(int(visible_later(one, n, heads, 20).sum()) for one in branches)
+        assert seen <= Cache(pattern).rows(n, heads) <= seen + heads * extra
+
+
+def test_a_window_takes_the_same_room_however_long_it_runs():
+    x = torch.zeros(1, 1, 2, 8)
+    for pattern, rows in ((Window(16, True, dilation=2, sinks=3), 35), (BlockSparse(layouts.local(1), 8, True), 32)):
+        cache, room = Cache(pattern, 500), []
+        for _ in range(300):
+            cache.step(x, x, x)
+            room.append(cache.nbytes)
+        assert max(room) == max(room[:60]) <= rows * 2 * 2 * 8 * 4
+
+
+def test_a_step_reads_what_it_sees():
+    """The time of a step of LongNet and of a window does not grow with what came before, that of dense does."""
+    k = torch.zeros(1, 1 << 16, 2, 64)
+    took = {}
+    for pattern in (
+        Dense(True),
+        Window(256, True),
+        geometric(1 << 17, True, 256),
+        BlockSparse(layouts.local(1), 128, True),
+    ):
+        cache = Cache(pattern)
+        cache.step(k[:, :1], k[:, :1], k[:, :1])
+        cache.step(k[:, -1:], k, k)
+        x = k[:, :1]
+        times = []
+        for _ in range(10):
+            times.append(-time.process_time())
+            cache.step(x, x, x)
+            times[-1] += time.process_time()
+        took[pattern.name] = min(times)
+    dense = took.pop("dense-causal")
+    assert max(took.values()) < dense / 2
+
+
+x = torch.zeros(1, 1, 2, 4)
+again = Cache(Dense(True), 2)
+again.step(x, x, x)
+REFUSED = {
+    "not-causal": (lambda: Cache(Dense()), "pattern=Dense(causal=False): want a causal one"),
+    "no-pattern": (lambda: Cache("dense"), "pattern='dense': want a causal one"),
+    "by-entry": (lambda: Cache(BlockSparse(tools.batch_layout(2, 1, 2, 2), 4, True)), "the same for the batch"),
+    "by-length": (lambda: Cache(PATTERNS["random-by-head"]), "it differs by length; want max_len"),
+    "max-len": (lambda: Cache(Dense(True), 0), "max_len=0: want an int >= 1"),
+    "too-long": (lambda: again.step(*[x.expand(-1, 2, -1, -1)] * 3), "3 positions, where max_len=2: want no more"),
+    "another-batch": (
+        lambda: again.step(*[x.expand(2, -1, -1, -1)] * 3),
+        "want all as in the first step, (1, 2, 4,",
+    ),
+    "more-queries": (lambda: again.step(x.expand(-1, 2, -1, -1), x, x), "2 queries on 1 keys"),
+    "gradients": (lambda: again.step(x.clone().requires_grad_(), x, x), "call it under torch.no_grad()"),
+    "a-mask": (lambda: again.step(x, x, x, attn_mask=x), "Cache.step has no such option; which pairs attend is"),
+}
+
+
+@pytest.mark.parametrize("call, message", REFUSED.values(), ids=list(REFUSED))
+def test_refused(call, message):
+    with pytest.raises(ValueError, match=f"(?s){re.escape(message)}"):
+        call()
+    assert again.n == 1
