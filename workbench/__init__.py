@@ -8,7 +8,7 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING
 
-# ruff: noqa: F401
+# ruff: noqa: F401, I001
 if TYPE_CHECKING:  # what the names below are, to editors and type checkers
     from workbench.analysis.mass import captured_mass
     from workbench.engines.cache import Cache
@@ -19,7 +19,8 @@ if TYPE_CHECKING:  # what the names below are, to editors and type checkers
     from workbench.fit.virtual_card import VirtualCard
     from workbench.harness import machine, records
     from workbench.models.transformer import LongNet, Transformer
-    from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Predicate, Window, layouts, orderings, swin
+    from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Predicate, Window
+    from workbench.patterns import layouts, orderings, swin
     from workbench.patterns.tile_order import tile_order
 
 __version__ = "0.1.0"

@@ -136,9 +136,9 @@ def _add_call(command: argparse.ArgumentParser, patterns: str, n: str) -> None:
     add, name = command.add_argument, "a name (any other word is refused with the list), or a pattern's spec as JSON"
     add("--pattern", nargs="+", default=[], metavar="NAME", help=f"{name} (default: {patterns})")
     add("--n", type=_count, metavar="N", help=n)
-    add("--heads", type=int, metavar="H", help="query heads (default: 12, of a --width: width / head_dim)")
+    add("--heads", type=int, metavar="H", help="query heads (default: 12; where there is a --width, width / head_dim)")
     add("--kv-heads", type=int, metavar="H", help="key heads (default: as many)")
-    add("--head-dim", type=int, metavar="D", help="(default: 64, of a --width and --heads: width / heads)")
+    add("--head-dim", type=int, default=64, metavar="D", help="(default: %(default)s)")
     add("--batch", type=int, default=1, metavar="B", help="(default: %(default)s)")
     add("--mode", choices=("fwd", "fwdbwd"), help="with gradients? (default: fwd, of a model fwdbwd)")
     add("--causal", action="store_true", help="of the patterns that can be")
@@ -218,15 +218,14 @@ def _fit(arguments) -> int:
     card = cards.find(arguments.card)
     least = dict.fromkeys(("heads", "kv_heads", "head_dim", "batch", "n", "layers", "width", "vocab"), 1)
     _at_least(arguments, **least, budget_gib=1e-3, seconds=1e-3)
-    of_model = {x: getattr(arguments, x) for x in ("layers", "vocab", "optimizer", "checkpoint")}
+    of_model = {x: getattr(arguments, x) for x in ("layers", "width", "vocab", "optimizer", "checkpoint")}
     of_model = {name: x for name, x in of_model.items() if x is not None}
-    if arguments.layers is None and (of_model or arguments.width):
-        raise ValueError("--width, --vocab, --optimizer, --checkpoint: want --layers, too; they are of a model")
-    _default_sizes(arguments, arguments.width, "fwdbwd" if arguments.layers else "fwd")
+    if of_model and arguments.layers is None:
+        raise ValueError(f"--{', --'.join(of_model)}: want --layers, too; of a model")
+    kind, mode = (Model, "fwdbwd") if of_model else (Case, "fwd")
+    _defaults(arguments, of_model.pop("width", None), mode)
     sizes = {x: getattr(arguments, x) for x in ("heads", "kv_heads", "head_dim", "batch", "dtype", "mode")}
-    if arguments.layers:
-        sizes |= {"vocab": 32_000, "optimizer": "adamw", "checkpoint": False} | of_model
-    kind = Model if arguments.layers else Case
+    sizes |= {"vocab": 32_000, "optimizer": "adamw", "checkpoint": False} | of_model if of_model else {}
     ways = fit.executions(arguments.pattern, arguments.backend, arguments.causal, card=card, kind=kind, **sizes)
     budget = None if arguments.budget_gib is None else int(arguments.budget_gib * 2**30)
     options = {"n": arguments.n, "budget_bytes": budget, "seconds": arguments.seconds}
@@ -242,7 +241,7 @@ def _scale(arguments) -> int:
 
     _to_records(arguments)
     sys.path.insert(0, os.getcwd())  # where module:function may be
-    _default_sizes(arguments)
+    _defaults(arguments)
     _at_least(arguments, nproc=1, heads=1, kv_heads=1, head_dim=1, batch=1, n=1, samples=1, seconds=1e-3)
     cards, processors = torch.cuda.device_count(), os.cpu_count() or 1
     most, which = cards or 4 * processors, "the cards of this machine"
@@ -286,15 +285,12 @@ def _groups(arguments, cards: int) -> dict:
     return {label: case for make in groups.values() for label, case in make().items()}
 
 
-def _default_sizes(arguments, width: int | None = None, mode: str = "fwd") -> None:
-    """Fill in heads, head_dim and mode where they are not given."""
-    heads, head_dim = arguments.heads, arguments.head_dim
-    if width is not None:
-        heads, head_dim = heads or width // (head_dim or 64), head_dim or width // (heads or max(1, width // 64))
-        if heads * head_dim != width:
-            raise ValueError(f"--width {width}: want heads x head_dim, here {heads} x {head_dim}")
-    arguments.heads = 12 if heads is None else heads
-    arguments.head_dim = 64 if head_dim is None else head_dim
+def _defaults(arguments, width: int | None = None, mode: str = "fwd") -> None:
+    """Fill in heads and mode where they are not given."""
+    if arguments.heads is None:
+        arguments.heads = 12 if width is None else width // arguments.head_dim
+    if width not in (None, arguments.heads * arguments.head_dim):
+        raise ValueError(f"--width {width}: want heads x head_dim, here {arguments.heads} x {arguments.head_dim}")
     arguments.mode = arguments.mode or mode
 
 

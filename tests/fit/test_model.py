@@ -88,10 +88,10 @@ def test_the_command_tells_of_a_model(capsys):
 
 
 REFUSED = {
-    "--width 256": "--width, --vocab, --optimizer, --checkpoint: want --layers, too",
+    "--width 256": "--width: want --layers, too",
     "--layers 0": "--layers 0: want at least 1",
-    "--layers 2 --width 250": "--width 250: want heads x head_dim, here 3 x 83",
-    "--layers 2 --width 256 --heads 3": "--width 256: want heads x head_dim, here 3 x 85",
+    "--layers 2 --width 250": "--width 250: want heads x head_dim, here 3 x 64",
+    "--layers 2 --width 256 --heads 3": "--width 256: want heads x head_dim, here 3 x 64",
 }
 
 

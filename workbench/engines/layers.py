@@ -70,9 +70,8 @@ class MultiheadAttention(nn.Module):
         key (B, N, embed_dim): what is attended to, by default the queries, which else are the last Nq of its N
         positions. value (B, N, embed_dim): by default the key.
         rotation: `rotary.table` of the key's positions, for layers that share one; by default 0, 1, 2, ...
-        options: lengths and documents, as of `attention`, and of nn.MultiheadAttention's need_weights=False,
-        is_causal=True for a causal pattern (with the attn_mask that goes with it), and a key_padding_mask that hides the
-        end of sequences, which is `lengths`.
+        options: lengths and documents, as of `attention`; of nn.MultiheadAttention's need_weights=False, is_causal=True
+        for a causal pattern (with its attn_mask), and a key_padding_mask that hides the end of sequences.
         """
         returned = (lambda out: out) if value is None else lambda out: (out, None)
         key = query if key is None else key
@@ -85,10 +84,9 @@ class MultiheadAttention(nn.Module):
             if tensor.dtype != to and len({t.dtype for t in autocast(tensor[:0], self.q.weight[:0])}) > 1:
                 words = f"{name}.to({to})" + f" or the layer's .to({tensor.dtype})" * tensor.is_floating_point()
                 raise ValueError(f"{name} is {describe(tensor)}, the layer's weights are {to}: want one dtype, {words}")
-        q, k, v = (
-            f(x).unflatten(-1, (-1, self.head_dim)) for f, x in ((self.q, query), (self.k, key), (self.v, value))
-        )  # (B, Nq, H, D), (B, N, Hkv, D) twice
-        q, k = self.q_norm(q), self.k_norm(k)
+        heads = (-1, self.head_dim)
+        q = self.q_norm(self.q(query).unflatten(-1, heads))  # (B, Nq, H, D)
+        k, v = self.k_norm(self.k(key).unflatten(-1, heads)), self.v(value).unflatten(-1, heads)  # (B, N, Hkv, D)
         if self.rope is not None:
             by = self.rotation(k.shape[1], k.device) if rotation is None else rotation
             q, k = rotary.turned(q, by[k.shape[1] - q.shape[1] :]), rotary.turned(k, by)
@@ -115,7 +113,7 @@ class MultiheadAttention(nn.Module):
             options["lengths"] = lengths_of(padding, *key.shape[:2])
         refuse("MultiheadAttention", {x: y for x, y in options.items() if x not in ("lengths", "documents")})
         if self.tokens != "natural" and options:
-            raise ValueError(f"tokens={self.tokens!r} with {', '.join(options)}: want 'natural', each has its own order")
+            raise ValueError(f"tokens={self.tokens!r} with {', '.join(options)}: want 'natural', each has its order")
         return options | ({"tokens": self.tokens} if self.tokens != "natural" else {})
 
     def _load_from_state_dict(self, state_dict, prefix, *rest):
@@ -126,7 +124,8 @@ class MultiheadAttention(nn.Module):
         for kind in ("weight", "bias"):
             if (projections := state_dict.pop(f"{prefix}in_proj_{kind}", None)) is not None:
                 parts = *projections.chunk(3), state_dict.pop(f"{prefix}out_proj.{kind}")
-                state_dict |= {f"{prefix}{name}.{kind}": x for name, x in zip(("q", "k", "v", "out"), parts, strict=True)}
+                names = (f"{prefix}{name}.{kind}" for name in ("q", "k", "v", "out"))
+                state_dict |= dict(zip(names, parts, strict=True))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
@@ -140,11 +139,8 @@ def lengths_of(padding: Tensor, batch: int, n: int) -> Tensor:
     """
     hidden = padding if padding.dtype == torch.bool else padding == -torch.inf
     lengths = (~hidden).sum(-1)
-    right = padding.shape == (batch, n) and torch.equal(
-        hidden, torch.arange(n, device=padding.device) >= lengths[:, None]
-    )
-    if not right or padding.dtype != torch.bool and bool((padding[~hidden] != 0).any()):
+    want = torch.arange(n, device=padding.device) >= lengths.view(-1, 1)
+    if padding.shape != (batch, n) or bool(((hidden != want) | (padding != 0) & ~hidden).any()):
         raise ValueError(f"key_padding_mask is {describe(padding)}: want (B, N) = {batch, n}, True (or -inf) where a "
-                         "sequence has ended and False (or 0) before; pad at the right, other pairs are the pattern's "
-                         "to say, biases are not added")  # fmt: skip
+                         "sequence has ended, False (or 0) before: pad at the right; biases are not added")  # fmt: skip
     return lengths
