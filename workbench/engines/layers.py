@@ -109,8 +109,8 @@ class MultiheadAttention(nn.Module):
         options = {name: x for name, x in options.items() if x is not None and x is not False}
         if options.get("is_causal") is True and self.pattern.causal:
             options.pop("is_causal"), options.pop("attn_mask", None)
-        if (padding := options.pop("key_padding_mask", None)) is not None:
-            options["lengths"] = lengths_of(padding, *key.shape[:2])
+        if "key_padding_mask" in options and "lengths" not in options:
+            options["lengths"] = lengths_of(options.pop("key_padding_mask"), *key.shape[:2])
         refuse("MultiheadAttention", {x: y for x, y in options.items() if x not in ("lengths", "documents")})
         if self.tokens != "natural" and options:
             raise ValueError(f"tokens={self.tokens!r} with {', '.join(options)}: want 'natural', each has its order")

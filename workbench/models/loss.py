@@ -29,8 +29,7 @@ class _CrossEntropy(torch.autograd.Function):
         for at in range(0, len(x), rows):
             part, keep = x[at : at + rows], kept[at : at + rows]
             logits = linear(part, weight)  # in 16 bits under autocast
-            low = logits.dtype
-            scores = torch.log_softmax(logits, -1, dtype=exact)
+            low, scores = logits.dtype, torch.log_softmax(logits.to(exact), -1)
             label = labels[at : at + rows].where(keep, 0)[:, None]
             total -= scores.gather(1, label)[:, 0].where(keep, 0).sum()
             if wanted:
