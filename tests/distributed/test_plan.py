@@ -16,7 +16,6 @@ from workbench.distributed.plans import Stage
 from workbench.patterns import orderings
 
 WORLDS = (2, 7)
-MINIMAL = [id for id, (case, _) in CASES.items() if not getattr(case.pattern(), "predicate", None)]
 
 
 def seen(case, pattern) -> torch.Tensor:
@@ -34,7 +33,7 @@ def test_a_halo_with_residues_of_a_long_period_is_exactly_what_is_seen(monkeypat
     test_a_halo_is_exactly_what_is_seen("rates-that-share-no-divisor")
 
 
-@pytest.mark.parametrize("id", MINIMAL)
+@pytest.mark.parametrize("id", CASES)
 def test_a_halo_is_exactly_what_is_seen(id):
     case = CASES[id][0]
     count = seen(case, case.pattern())

@@ -86,7 +86,7 @@ def test_a_layout_for_each_sequence_and_one_for_all_heads_of_each():
 def test_calls_are_as_many_as_lengths_and_nothing_is_copied_where_equal_ones_are_neighbours(monkeypatch):
     shapes, moved, one = [], [], dispatch._one
     monkeypatch.setattr(dispatch, "_one", lambda q, *x, **o: shapes.append(tuple(q.shape[:2])) or one(q, *x, **o))
-    monkeypatch.setattr(ragged, "_moved", lambda x, to, _: x if to is None else moved.append(1) or x[to])
+    monkeypatch.setattr(ragged, "_moved", lambda x, to: x if to is None else moved.append(1) or x[to])
     x = torch.randn(1, 1200, 2, 8)
     attention(x, x, x, Dense(), documents=torch.arange(0, 1201, 100))
     attention(x, x, x, Dense(), documents=torch.tensor([0, 300, 600, 1200]))

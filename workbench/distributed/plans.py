@@ -108,12 +108,11 @@ class Plan:
         return Layout(apart, merged, blocks, ahead, apart or dilated, sources)
 
     def _apart(self) -> bool:
-        """Blocks: for shards of whole ones, and where nothing but the layout hides a pair of two ranks. Neighborhoods:
-        where few queries see rows of other ranks."""
+        """Blocks: for shards of whole ones. Neighborhoods: where few queries see rows of other ranks."""
         pattern, longest = self.pattern, max(self.shards.lengths, default=0)
         if isinstance(pattern, Neighborhood):
             return int(self.units.sum(0).max()) * FEW <= longest * self.kv_heads
-        if not isinstance(pattern, BlockSparse) or pattern.predicate is not None:
+        if not isinstance(pattern, BlockSparse):
             return False
         return all(x % math.lcm(*pattern.block_size) == 0 for x in self.shards.starts)
 

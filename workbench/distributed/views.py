@@ -61,12 +61,9 @@ def some_heads(pattern: Pattern, first: int, heads: int, all_heads: int) -> Patt
         for branch in range(len(part.segment_lengths)):
             part.rule(branch, heads)
         return part
-    layout, predicate = whole, function = pattern.layout, pattern.predicate
-    if whole.per_head:
-        layout = Layout("heads", {}, lambda h, i, j, grid: whole.visible(h + first, i, j, grid), True)
-    if function is not None:
-        predicate = lambda h, i, j: function(h + first, i, j)  # noqa: E731
-    return BlockSparse(layout, pattern.block_size, pattern.causal, predicate)
+    visible = pattern.layout.visible
+    layout = Layout("heads", {}, lambda h, i, j, grid: visible(h + first, i, j, grid), True)
+    return BlockSparse(layout, pattern.block_size, pattern.causal)
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ def own_cells(pattern: Neighborhood, own: range) -> Neighborhood:
     return neighborhood(pattern, torch.arange(own.start, own.stop), len(own)).pattern
 
 
-def _renumbered(pattern: BlockSparse, moved: int, columns: Tensor, stop: int, n: int, causal, predicate=None):
+def _renumbered(pattern: BlockSparse, moved: int, columns: Tensor, stop: int, n: int, causal):
     """The block-sparse pattern whose row i of blocks is row i - moved of `pattern`, and its column j columns[j].
 
     columns: int64, -1 for blocks of padding, which no query sees; stop: queries from there on see nothing
@@ -114,7 +111,7 @@ def _renumbered(pattern: BlockSparse, moved: int, columns: Tensor, stop: int, n:
         seen = layout.visible(h, i - moved, column.clamp(min=0).to(j.dtype), grid)
         return seen & (column >= 0) & (i <= last)
 
-    return BlockSparse(Layout("gathered", {}, visible, layout.per_head), pattern.block_size, causal, predicate)
+    return BlockSparse(Layout("gathered", {}, visible, layout.per_head), pattern.block_size, causal)
 
 
 def _positions(columns: Tensor, bk: int) -> Tensor:
@@ -178,12 +175,6 @@ def block_sparse(pattern: BlockSparse, queries: range, own: range, needed: Tenso
     columns = torch.cat([gathered, torch.arange(low // bk, -(-high // bk)), ragged])
     position = torch.cat([_positions(gathered, bk), torch.arange(low, high), torch.arange(n - short, n)])
 
-    def predicate(h, i, j):
-        there = position.clamp(min=0).to(i.device)
-        return pattern.predicate(h, there[i], there[j])
-
-    view = _renumbered(
-        pattern, (room - low) // bq, columns, own.stop, n, pattern.causal, pattern.predicate and predicate
-    )
+    view = _renumbered(pattern, (room - low) // bq, columns, own.stop, n, pattern.causal)
     here = len(position) - (room + queries.start - low)
     return Gathered(view, position, here, here - len(queries))

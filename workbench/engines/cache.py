@@ -1,16 +1,15 @@
 """Decoding: the keys and values that queries to come can still see, and the attention of new tokens to them.
 
-A lane holds, for some heads, every r-th position of a segment, or the last so many of them, and its queries see all of
-them up to their own: dense attention over rows that lie side by side. Dense attention is one lane; a window is a lane
-for each residue of its dilation, and one for its sinks; each offset of a dilated branch is a lane that is emptied where
-a segment ends. What lanes give is merged by its log-sum-exp. Of any other pattern all keys are held, or, where the
-greatest length is said, those that a later query sees (`Rest`).
+A lane has, for some heads, every r-th position of a segment, or the last so many of them, and its queries see all of
+them up to their own: dense attention over rows that lie side by side. Dense attention is one lane; a window, a lane for
+each residue of its dilation and one for its sinks; a dilated branch, a lane for each offset, emptied where a segment
+ends. What lanes give is merged by its log-sum-exp. Any other pattern has `Rest`.
 
 Dimensions: B batch, C new tokens, H query heads, G key heads, D head_dim.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,35 +36,34 @@ class Rows:
 
     def hold(self, k: Tensor, v: Tensor) -> None:
         """Append rows. There is room for twice as many whenever it is full, up to the limit."""
+        gone = max(0, k.shape[1] - self.limit)  # before all are in
+        k, v, at = k[:, gone:], v[:, gone:], (self.seen + gone) % self.limit
+        self.seen += gone
+        if at + k.shape[1] > self.limit:
+            for some in (slice(self.limit - at), slice(self.limit - at, None)):
+                self.hold(k[:, some], v[:, some])
+            return
         self.seen += k.shape[1]
-        need, have = min(self.limit, self.seen), 0 if self.room is None else self.room.shape[2]
+        have, need = 0 if self.room is None else self.room.shape[2], min(self.limit, self.seen)
         if need > have:
-            grown = k.new_empty(2, k.shape[0], min(self.limit, max(need, 2 * have)), *k.shape[2:])
+            grown = k.new_empty(2, len(k), min(self.limit, max(need, 2 * have)), *k.shape[2:])
             if have:
                 grown[:, :, :have] = self.room
             self.room = grown
-        new = min(self.limit, k.shape[1])  # those before are gone already
-        first = (self.seen - new) % self.limit
-        upto = min(new, self.limit - first)
-        for room, x in zip(self.room, (k[:, -new:], v[:, -new:]), strict=True):
-            room[:, first : first + upto] = x[:, :upto]
-            if upto < new:
-                room[:, : new - upto] = x[:, upto:]
+        for room, x in zip(self.room, (k, v), strict=True):
+            room[:, at : at + x.shape[1]] = x
 
-    def held(self) -> Tensor:
-        """(2, B, rows, G, D): keys and values, the oldest first until the limit is reached."""
-        return self.room[:, :, : min(self.limit, self.seen)]
-
-    def in_order(self) -> Tensor:
-        turn = self.seen % self.limit if self.seen > self.limit else 0
-        return self.held() if not turn else torch.cat([self.room[:, :, turn:], self.room[:, :, :turn]], 2)
+    def held(self, ordered: bool = False) -> Tensor:
+        """(2, B, rows, G, D): keys and values; ordered: the oldest first."""
+        held, turn = self.room[:, :, : min(self.limit, self.seen)], self.seen % self.limit
+        return held.roll(-turn, 2) if ordered and turn and self.seen > self.limit else held
 
 
 @dataclass
 class Lane:
     """The positions p of [first, end) with p mod segment mod rate == offset, of the current segment, for some heads.
 
-    Queries are those positions too, and beyond the end all.
+    Queries are those positions too, and beyond the end all. limit: how many a query sees, itself and those before it.
     """
 
     heads: slice
@@ -76,7 +74,6 @@ class Lane:
     first: int = 0
     end: int = FAR
     limit: int = FAR
-    kept: Rows = field(init=False)
 
     def __post_init__(self):
         self.kept = Rows(min(self.limit, max(1, len(range(self.offset, self.segment, self.rate)))))
@@ -89,12 +86,11 @@ class Lane:
     def rows(self, n: int, key_heads: int) -> int:
         """How many (key head, position) queries after n positions can see; a ring has the oldest too."""
         begin = n // self.segment * self.segment
-        if self._next(n) >= begin + self.segment:
-            return 0
-        many = len(range(self._next(begin), min(n, self.end), self.rate))
+        many = len(range(self._next(begin), min(n, self.end), self.rate)) * (self._next(n) < begin + self.segment)
         return min(self.limit, many) * len(range(key_heads)[self.key_heads])
 
     def step(self, start: int, q: Tensor | None, k: Tensor, v: Tensor, scale: float | None) -> Iterator[Part]:
+        """Hold what is new from position start on, and where there are queries attend."""
         stop = start + k.shape[1]
         while start < stop:  # as far as a segment, or the keys
             begin = start // self.segment * self.segment
@@ -103,24 +99,24 @@ class Lane:
                 self.kept.seen = 0
             if (first := self._next(start)) < upto:
                 here = slice(first - stop, upto - stop or None, self.rate)
-                keys = [x[:, here, self.key_heads] for x in (k, v)] if start < self.end else []
+                new = [x[:, here, self.key_heads] for x in (k, v)] if start < self.end else []
                 if q is not None:
-                    yield here, self.heads, *self._attend(q[:, here, self.heads], keys, scale)
-                elif keys:
-                    self.kept.hold(*keys)
+                    yield here, self.heads, *self._attend(q[:, here, self.heads], new, scale)
+                elif new:
+                    self.kept.hold(*new)
             start = upto
 
     def _attend(self, q: Tensor, new: list[Tensor], scale: float | None) -> tuple[Tensor, Tensor]:
-        kept, many = self.kept, q.shape[1]
-        if new and many > 1 and kept.seen + many > kept.limit:  # the first of them see rows that the last replace
-            before = kept.in_order() if kept.seen else (x[:, :0] for x in new)
-            keys = [torch.cat(x, 1) for x in zip(before, new, strict=True)]
+        kept, options = self.kept, {"scale": scale, "return_lse": True}
+        if len(new) and q.shape[1] > 1 and kept.seen + q.shape[1] > kept.limit:  # the last replace what the first see
+            old = kept.held(ordered=True) if kept.seen else [x[:, :0] for x in new]
+            keys = [torch.cat(x, 1) for x in zip(old, new, strict=True)]
             kept.hold(*new)
-            return attention(q, *keys, Window(kept.limit, causal=True), scale=scale, return_lse=True)
+            return attention(q, *keys, Window(kept.limit, causal=True), **options)
         if new:
             kept.hold(*new)
-        if new and many > 1:
-            return attention(q, *kept.held(), Dense(causal=True), scale=scale, return_lse=True)
+        if new and q.shape[1] > 1:
+            return attention(q, *kept.held(), Dense(causal=True), **options)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         out, lse = fused.forward(*(x.transpose(1, 2) for x in (q, *kept.held())), False, scale)
         return out.transpose(1, 2), lse
@@ -133,7 +129,7 @@ class Held(Pattern):
 
     def __init__(self, pattern: Pattern, at: Tensor, n: int):
         self.pattern, self.at, self.n = pattern, at, n
-        self.same_heads, self.function = pattern.same_heads, pattern.function
+        self.same_heads, self.function, self.divisor = pattern.same_heads, pattern.function, pattern.divisor
 
     def count(self, h, i, j, n, heads):
         at = self.at.to(i.device)
@@ -147,9 +143,8 @@ class Rest:
     """The keys of any pattern: all, or where the greatest length n is said, those that a later query sees."""
 
     def __init__(self, pattern: Pattern, n: int | None, heads: int):
-        self.pattern, self.n, self.kept, self.at = pattern, n, Rows(FAR), torch.arange(0)
-        self.last = None  # for each key the end of the last block of queries that sees some of its block
-        if n is not None:
+        self.pattern, self.n, self.kept, self.at, self.last = pattern, n, Rows(FAR), torch.arange(0), None
+        if n is not None:  # of each key, the end of the last block of queries that sees some of its block
             blocks = pattern.blocks(n, heads)
             row = torch.arange(len(blocks.starts) - 1).repeat_interleave(blocks.starts.diff()) % blocks.rows
             last = torch.zeros(blocks.cols, dtype=torch.int64)
@@ -160,17 +155,18 @@ class Rest:
         return key_heads * (n if self.last is None else int((self.last[:n] > n).sum()))
 
     def step(self, start: int, q: Tensor | None, k: Tensor, v: Tensor, scale: float | None) -> Iterator[Part]:
-        stop = start + k.shape[1]
+        stop, pattern, backend = start + k.shape[1], self.pattern, "auto"
         self.kept.hold(k, v)
         self.at = torch.cat([self.at, torch.arange(start, stop)])
-        n = self.n or stop
         if q is not None:
-            pattern = self.pattern if len(self.at) == n else Held(self.pattern, self.at, n)
-            yield ALL, ALL, *attention(q, *self.kept.held(), pattern, scale=scale, return_lse=True)
-        seen = ALL if self.last is None else (self.last[self.at] > stop).nonzero().squeeze(1)
-        if self.last is not None and 2 * len(seen) <= len(self.at):  # a copy now and then
-            self.at = self.at[seen]
-            self.kept.room, self.kept.seen = self.kept.held().index_select(2, seen.to(k.device)), len(seen)
+            if len(self.at) < (n := self.n or stop):
+                pattern, backend = Held(pattern, self.at, n), "torch"  # which takes any pattern
+            found = attention(q, *self.kept.held(), pattern, scale=scale, backend=backend, return_lse=True)
+            yield ALL, ALL, *found
+        seen = self.at if self.last is None else (self.last[self.at] > stop).nonzero().squeeze(1)
+        if 2 * len(seen) <= len(self.at):  # a copy now and then
+            self.at, self.kept.seen = self.at[seen], len(seen)
+            self.kept.room = self.kept.room.index_select(2, seen.to(k.device))
 
 
 class Cache:
@@ -191,7 +187,7 @@ class Cache:
                 f"pattern={describe(pattern)}: want a causal one, the same for the batch, e.g. Dense(True)"
             )
         self.max_len = None if max_len is None else whole("max_len", max_len, 1)
-        self.by_length = _by_length(getattr(pattern, "layout", pattern))
+        self.by_length = _by_length(pattern)
         if max_len is None and self.by_length:
             raise ValueError(f"pattern={pattern!r}: it differs by length; want max_len, the greatest length")
         self.pattern, self.n, self.like, self.lanes = pattern, 0, None, []
@@ -201,17 +197,17 @@ class Cache:
         if isinstance(pattern, Dense):
             return [Lane(ALL, ALL, limit=self.max_len or FAR)]
         if isinstance(pattern, Window):
-            sinks = [Lane(ALL, ALL, end=pattern.sinks, limit=pattern.sinks)] if pattern.sinks else []
-            rate = pattern.dilation
-            return sinks + [Lane(ALL, ALL, FAR, rate, o, pattern.sinks, FAR, pattern.width) for o in range(rate)]
-        if isinstance(pattern, Dilated):
-            return [
-                Lane(*some, w, r, offset)
-                for branch, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True))
-                for offset, of_heads in offset_slices(pattern, branch, heads)
-                for some in share_heads(of_heads, heads // key_heads)
-            ]
-        return [Rest(pattern, self.max_len, heads)]
+            rate, sinks = pattern.dilation, pattern.sinks
+            first = [Lane(ALL, ALL, end=sinks, limit=sinks)] if sinks else []
+            return first + [Lane(ALL, ALL, FAR, rate, o, sinks, FAR, pattern.width) for o in range(rate)]
+        if not isinstance(pattern, Dilated):
+            return [Rest(pattern, self.max_len, heads)]
+        return [
+            Lane(*some, w, r, offset)
+            for branch, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True))
+            for offset, of_heads in offset_slices(pattern, branch, heads)
+            for some in share_heads(of_heads, heads // key_heads)
+        ]
 
     def rows(self, n: int, heads: int, key_heads: int | None = None) -> int:
         """How many (key head, position) are held after n positions, in each sequence of the batch."""
@@ -233,9 +229,7 @@ class Cache:
         q, k, v = check(q, k, v, Dense(True), scale)
         like, stop = (q.shape[0], *q.shape[2:], k.shape[2], q.dtype, q.device), self.n + k.shape[1]
         if self.like not in (None, like):
-            raise ValueError(
-                f"q {tuple(q.shape)}, k {tuple(k.shape)}, {q.dtype}: want all as in the first step, {self.like}"
-            )
+            raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, {q.dtype}: want the first step's, {self.like}")
         if self.max_len is not None and stop > self.max_len:
             raise ValueError(f"{stop} positions, where max_len={self.max_len}: want no more")
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
@@ -249,8 +243,7 @@ class Cache:
         else:
             before = k.shape[1] - q.shape[1]
             self._run(None, k[:, :before], v[:, :before], scale)
-            out, lse = _merged(q, self._run(q, k[:, before:], v[:, before:], scale))
-            out = out / self.pattern.divisor(q.shape[2])
+            out, lse = self._merged(q, self._run(q, k[:, before:], v[:, before:], scale))
         return (out, lse) if return_lse else out
 
     def _run(self, q: Tensor | None, k: Tensor, v: Tensor, scale: float | None) -> list[Part]:
@@ -258,26 +251,22 @@ class Cache:
         self.n += k.shape[1]
         return parts
 
-
-def _merged(q: Tensor, parts: list[Part]) -> tuple[Tensor, Tensor]:
-    wide = lse_dtype(q)
-    if parts and parts[0][2].shape == q.shape:  # the first is of all heads and tokens: the others are merged into it
-        _, _, out, lse = parts.pop(0)
-        if not parts:
-            return out, lse
-        out, lse = out.to(wide), lse.transpose(1, 2).to(wide)
-    else:
-        out, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
-    for tokens, heads, some, its_lse in parts:
-        merge_(out[:, tokens, heads], lse[:, tokens, heads], some, its_lse.transpose(1, 2).to(wide))
-    return out.to(q.dtype), lse.transpose(1, 2)
+    def _merged(self, q: Tensor, parts: list[Part]) -> tuple[Tensor, Tensor]:
+        wide = lse_dtype(q)
+        if parts and parts[0][2].shape == q.shape:  # of all heads and tokens: the others are merged into it
+            out, lse = parts.pop(0)[2:]
+            if not parts:
+                return out, lse
+            out, lse = out.to(wide), lse.transpose(1, 2).to(wide)
+        else:
+            out, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+        for tokens, heads, some, its_lse in parts:
+            merge_(out[:, tokens, heads], lse[:, tokens, heads], some, its_lse.transpose(1, 2).to(wide))
+        return (out / self.pattern.divisor(q.shape[2])).to(q.dtype), lse.transpose(1, 2)
 
 
 def _by_length(part) -> bool:
     """Whether a layout or a pattern is of one length, or another one for each."""
-    kind = getattr(part, "kind", None)
-    return (
-        isinstance(part, Neighborhood)
-        or kind in ("random", "explicit")
-        or any(map(_by_length, getattr(part, "of", ())))
-    )
+    part = getattr(part, "layout", part)
+    fixed = isinstance(part, Neighborhood) or getattr(part, "kind", None) in ("random", "explicit")
+    return fixed or any(map(_by_length, getattr(part, "of", ())))

@@ -1,6 +1,6 @@
 """Decoding: what a token takes, and what is held for it, against the number of tokens before it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import pandas as pd
 import torch
@@ -16,26 +16,24 @@ from workbench.probes.case import Case
 WARMUP = 3  # tokens that do not count
 
 
-def lineup(segments, rates) -> dict[str, Callable[[int], Pattern]]:
-    """Name -> the causal pattern at N: dense, dilated, and a window of the first segment's length."""
-    window, dilated = Window(segments[0], causal=True), Dilated(segments, rates, causal=True)
-    return {"dense": lambda n: Dense(True), "dilated": lambda n: dilated, "window": lambda n: window}
+def lineup(segments, rates) -> dict[str, Pattern]:
+    """Name -> a causal pattern: dense, dilated, and a window of the first segment's length."""
+    dilated, window = Dilated(segments, rates, causal=True), Window(segments[0], causal=True)
+    return {"dense": Dense(causal=True), "dilated": dilated, "window": window}
 
 
 def sweep(
-    patterns: Mapping[str, Callable[[int], Pattern]], lengths: Iterable[int], sizes: Mapping, samples=9,
-    profile="quick", folder=None,
-) -> pd.DataFrame:  # fmt: skip
-    """The last tokens before N, one by one, of every pattern at every length: a record of each.
+    patterns: Mapping[str, Pattern], lengths: Iterable[int], sizes: Mapping, samples=9, profile="quick", folder=None
+):
+    """The last tokens before N, one by one, of every pattern at every length: a record of each, as `table` gives them.
 
     sizes: what else a `Case` takes (heads, head_dim, dtype, device). median_ms is of a token; held_bytes, what is held
     for the last one, see `Cache.rows`.
     """
     recorder, rows = records.start("decode", profile, folder), []
     for n in checks.listed("lengths", lengths):
-        for label, make in checks.named("patterns", patterns, "a function of N that gives a pattern").items():
-            case = Case(make(checks.whole("length", n, samples + WARMUP + 2)), n, nq=1, **sizes)
-            rows.append(recorder.row(label=label, **time(case, samples)))
+        n = checks.whole("length", n, samples + WARMUP + 2)
+        rows += [recorder.row(label=x, **time(Case(p, n, nq=1, **sizes), samples)) for x, p in patterns.items()]
     return table(recorder.frame(rows))
 
 
@@ -44,26 +42,26 @@ def time(case: Case, samples: int = 9) -> dict:
     """A record's row, whatever becomes of it."""
 
     def work():
-        cache, new = Cache(case.pattern, case.n), samples + WARMUP
-        like = {"dtype": case.dtype, "device": case.device}
-        k = torch.zeros(case.batch, case.n - new - 1, case.kv_heads, case.head_dim, **like)
+        cache, before = Cache(case.pattern, case.n), case.n - samples - WARMUP
+        shape, like = (
+            (case.batch, before - 1, case.kv_heads, case.head_dim),
+            {"dtype": case.dtype, "device": case.device},
+        )
+        k = torch.zeros(shape, **like)
         token = k[:, :1].repeat_interleave(case.heads // case.kv_heads, 2), k[:, :1], k[:, :1]
         cache.step(*token)
         cache.step(token[0], k, k)  # held, and not attended to
         took = timing.measure(lambda: cache.step(*token), warmup=WARMUP, samples=samples)
-        return took, cache.rows(case.n - 1, case.heads, case.kv_heads)
+        held = cache.rows(case.n - 1, case.heads, case.kv_heads) * 2 * case.head_dim * case.dtype.itemsize
+        return {"samples_ms": took.samples_ms, "median_ms": took.median_ms, "held_bytes": held}
 
     outcome = attempt(work)
     row = {"probe": "decode"} | case.fields() | {"backend": "cache", "status": outcome.status, "error": outcome.error}
-    if outcome.status == "ok":
-        took, held = outcome.result
-        held *= 2 * case.head_dim * case.dtype.itemsize
-        row |= {"samples_ms": took.samples_ms, "median_ms": took.median_ms, "held_bytes": held}
-    return row
+    return row | (outcome.result or {})
 
 
 def table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of this probe with family, the pattern's class; of each pattern, device and N the newest."""
+    """The rows of this probe that ran, of each label, N and device the newest, with family, the pattern's class."""
     rows = rows[(rows["probe"] == "decode") & (rows["status"] == "ok")]
     rows = rows.drop_duplicates(["label", "n", "run_device"], keep="last") if len(rows) else rows
     return rows.assign(family=[spec["pattern"] for spec in rows["pattern_spec"]])
@@ -71,10 +69,9 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
 
 def gain(rows: pd.DataFrame) -> str:
     """What a token of each pattern takes and holds beside one of dense attention, at the longest N, in a sentence."""
-    last = rows[rows["n"] == rows["n"].max()].set_index("label")
+    last = rows[rows["n"] == rows["n"].max()].set_index("label")[["median_ms", "held_bytes"]]
     each = [
-        f"{name} **{number(last.at['dense', 'median_ms'] / x['median_ms'])} times** as fast and "
-        f"1 / {number(last.at['dense', 'held_bytes'] / max(1, x['held_bytes']))} of the bytes"
-        for name, x in last.drop("dense").iterrows()
+        f"{name} **{number(time)} times** as fast and 1 / {number(held)} of the bytes"
+        for name, time, held in (last.loc["dense"] / last.drop("dense")).itertuples()
     ]
     return f"A token after {int(rows['n'].max()):,}, beside dense attention: {', '.join(each)}."
