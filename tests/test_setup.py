@@ -254,12 +254,3 @@ def test_a_wheel_has_all_notebooks_and_committed_records():
     folders = {"notebooks": "ipynb"} | {line.rpartition("/")[0]: "jsonl" for line in listed.splitlines()}
     shared = {f"share/attention-workbench/{at}": [f"{at}/*.{ending}"] for at, ending in folders.items()}
     assert tool["data-files"] == shared
-
-
-def test_types_say_what_the_lazy_names_are():
-    import workbench
-
-    tree = ast.parse((ROOT / "workbench/__init__.py").read_text())
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    said = {alias.name: f"{node.module}.{alias.name}" for node in block.body for alias in node.names}
-    assert said == {name: home.replace(":", ".") for name, home in workbench._NAMES.items()}

@@ -6,22 +6,6 @@ Names are imported when they are first used, so that `import workbench` and the 
 import importlib
 import importlib.util
 import sys
-from typing import TYPE_CHECKING
-
-# ruff: noqa: F401, I001
-if TYPE_CHECKING:  # what the names below are, to editors and type checkers
-    from workbench.analysis.mass import captured_mass
-    from workbench.engines.cache import Cache
-    from workbench.engines.dispatch import attention, explain
-    from workbench.engines.layers import MultiheadAttention
-    from workbench.engines.reference import reference
-    from workbench.fit import cards
-    from workbench.fit.virtual_card import VirtualCard
-    from workbench.harness import machine, records
-    from workbench.models.transformer import LongNet, Transformer
-    from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Predicate, Window
-    from workbench.patterns import layouts, orderings, swin
-    from workbench.patterns.tile_order import tile_order
 
 __version__ = "0.1.0"
 
