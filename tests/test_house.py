@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "workbench"
 # From the ground up: a folder imports those before it, and files of its own.
 FOLDERS = (
-    "patterns", "harness", "engines", "probes", "distributed", "fit", "scaling", "analysis", "plots",
+    "patterns", "harness", "engines", "models", "probes", "distributed", "fit", "scaling", "analysis", "plots",
     "explorers", "report", "top",
 )  # fmt: skip
 SOURCES = sorted(PACKAGE.rglob("*.py"))
