@@ -1,10 +1,12 @@
 """The verdicts on made-up measurements: each one that a rule can give, and what a machine lacks."""
 
 import functools
+import re
 
 import pandas as pd
 import pytest
 
+import workbench as wb
 from workbench.analysis import claims
 from workbench.analysis.claims import FALSE, NOT, ONLY, TRUE, Seen
 from workbench.probes import catalog
@@ -133,3 +135,10 @@ def test_the_table_has_every_claim_and_leads_to_its_section():
         assert words["section"].replace("-", " ") in said.lower().replace(",", "").replace("`", "")
         assert claims.about(found, claim).startswith(f"**{claim}. {words['question']}**")
     assert claims.tally(found["here"]) == "**3** true under a condition, **3** false and **15** not measurable here"
+
+
+def test_the_names_of_ours_in_the_map_are_there():
+    nb = notebooks.read(notebooks.find(["06"])[0])
+    (text,) = (x for x in map(notebooks.source, nb["cells"]) if x.startswith("## From their names"))
+    names = set(re.findall(r"\bwb\.([\w.]+)", text))
+    assert len(names) > 10 and all(functools.reduce(getattr, name.split("."), wb) for name in names)
