@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, layouts, reference
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, Window, attention, layouts, reference, swin
 from workbench.distributed.views import some_heads
 from workbench.patterns import orderings
 
@@ -142,6 +142,8 @@ def _causal_or_not(c: bool):
         ("predicate", lambda: Predicate(every_third, c), {"n": 143, "kv_heads": 1}),
         ("predicate-by-head-empty-rows", lambda: Predicate(some_rows_only, c),
          {"n": 150, "nq": 30, "batch": 2}),
+        ("window-last-queries", lambda: Window(13, c), {"n": 150, "nq": 37, "heads": 4, "kv_heads": 2}),
+        ("window-dilated-sinks", lambda: Window(7, c, 3, 2), {"n": 131, "batch": 2}),
         ("head-dim-64", lambda: BlockSparse(layouts.global_(1), 16, c),
          {"n": 120, "head_dim": 64, "heads": 4, "kv_heads": 2}),
     ]  # fmt: skip
@@ -156,6 +158,10 @@ def _cases():
     yield Case("neighborhood-1d", lambda: Neighborhood((63,), 5), 63, heads=2, kv_heads=1)
     yield Case("neighborhood-2d", lambda: Neighborhood((7, 9), 2), 63, nq=20)
     yield Case("neighborhood-hilbert", lambda: Neighborhood((8, 8), 1, orderings.hilbert((8, 8))), 64, kv_heads=1)
+    options = {"causal": (False, True), "dilation": 2, "stride": (2, 1), "border": "shift"}
+    yield Case("neighborhood-options", lambda: Neighborhood((9, 11), (1, 2), orderings.hilbert((9, 11)), **options),
+               99, 50, heads=4, kv_heads=2)  # fmt: skip
+    yield Case("swin-shifted", lambda: swin((9, 11), (4, 3), 2, orderings.random((9, 11), 1)), 99)
     yield Case("neighborhood-3d", lambda: Neighborhood((4, 5, 3), (1, 0, 2)), 60, batch=2)
 
 

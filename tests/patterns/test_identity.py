@@ -94,7 +94,7 @@ PAPER = (2048, 4096, 8192, 16384, 32768)
     (~(local(1) & strided(2)), "~(local-1&strided-2)"), (BlockSparse(random(0.1)), "random-0.90"),
     (Dilated(PAPER, (1, 2, 4, 6, 12)), "longnet-paper"), (Dilated(PAPER, (1, 2, 4, 8, 16)), "longnet-pow2"),
     (Dilated(PAPER, (1, 2, 4, 6, 12), heads="partition"), "longnet-paper-partition"),
-    (Dilated([4, 8], [1, 2], offsets="blocked"), "dilated-4x1-8x2-blocked"), (Neighborhood(4096, 2048), "window-2048"),
+    (Dilated([4, 8], [1, 2], offsets="blocked"), "dilated-4x1-8x2-blocked"), (Neighborhood(4096, 1024), "window-2048"),
     (Neighborhood((8, 8), (1, 2), orderings.hilbert((8, 8))), "neighborhood-1x2-hilbert-of-8x8"),
     (Predicate(every_third), "predicate-every_third"), (Predicate(lambda h, i, j: i == j), "predicate"),
     (Dense(True), "dense-causal"),

@@ -60,7 +60,7 @@ REFUSED = [
     (predicate("no"), "predicate returned 'no': want a bool tensor"),
     (predicate(MASK[0, 0]), r"predicate returned shape \(4,\): want one that broadcasts with \(1, 9, 9\)"),
     (predicate(torch.ones(2, 1, 9, 9) > 0), r"predicate returned shape \(2, 1, 9, 9\)"),
-    (lambda: Neighborhood((8, 8), 1.5), "radius=1.5: want an int >= 0"),
+    (lambda: Neighborhood((8, 8), 1.2), "radius=1.2: want an int >= 0"),
     (lambda: Neighborhood((8, 8), (1, -2)), r"radius\[1\]=-2: want an int >= 0"),
     (lambda: Neighborhood((8, 8), (1, 2, 3)), r"radius=\(1, 2, 3\): want an int >= 0, or 2 of them"),
     (lambda: Neighborhood((8, 0), 1), r"shape\[1\]=0: want an int >= 1"),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from workbench.distributed.shards import Rows, Shards, as_tensor, clip
 from workbench.patterns import BlockSparse, Dilated, Neighborhood
-from workbench.patterns.neighborhood import box_sums
+from workbench.patterns.neighborhood import box_sums, clipped
 
 
 class HeadRows(NamedTuple):
@@ -259,7 +259,7 @@ def near(pattern: Neighborhood, tokens: Tensor) -> Tensor:
     high = [min(side, int(x.max()) + r + 1) for x, r, side in zip(cells, radius, shape, strict=True)]
     box = torch.zeros([h - x for x, h in zip(low, high, strict=True)], dtype=torch.int32)
     box[tuple(x - o for x, o in zip(cells, low, strict=True))] = 1
-    spot = box_sums(box, radius).nonzero(as_tuple=True)
+    spot = box_sums(box, clipped(box.shape, radius)).nonzero(as_tuple=True)
     cell = torch.zeros_like(spot[0])
     for x, o, side in zip(spot, low, shape, strict=True):
         cell = cell * side + x + o

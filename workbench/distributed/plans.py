@@ -86,6 +86,8 @@ class Plan:
     def __init__(self, pattern: Pattern, shards: Shards, heads: int, kv_heads: int, nq: int):
         if not isinstance(pattern, (Dense, Dilated, BlockSparse, Neighborhood)):
             raise ValueError(f"pattern={pattern}: want Dense, Dilated, BlockSparse or Neighborhood to shard a sequence")
+        if isinstance(pattern, Neighborhood) and not pattern.plain:
+            raise ValueError(f"pattern={pattern}: want a neighborhood without options to shard a sequence")
         if heads and (not kv_heads or heads % kv_heads):
             raise ValueError(f"kv_heads={kv_heads} on heads={heads}: want a divisor")
         _, heads, self.nq = pattern.for_batch(0).check(shards.n, heads, nq)

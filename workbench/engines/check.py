@@ -18,7 +18,7 @@ ELSEWHERE = {  # where the meaning of an option of other libraries goes
     "dropout": _DROPOUT, "dropout_p": _DROPOUT, "attention_dropout": _DROPOUT,
     "enable_gqa": "key heads are shared by groups of query heads wherever there are fewer of them",
     "softmax_scale": "it is called scale", "need_weights": "the weights are never made", "window_size":
-    "the pattern says it, e.g. Neighborhood((n,), radius)",
+    "the pattern says it, e.g. Window(512, causal=True)",
 }  # fmt: skip
 
 

@@ -78,7 +78,7 @@ def unfit(pattern, n: int, nq: int) -> str | None:
             return f"the kernels want blocks of a multiple of {TILE}, not {pattern.block_size}"
     elif not isinstance(pattern, Neighborhood):
         return f"the kernels know dense, dilated, block-sparse and window patterns, not {pattern.name}"
-    elif len(pattern.shape) > 1 or pattern.ordering is not None:
+    elif len(pattern.shape) > 1 or pattern.ordering is not None or not pattern.plain:
         return "the kernels know windows on a line: those on a grid hide pairs inside blocks"
     if (n - nq) % unit:
         return f"the queries have to begin at a multiple of {unit:,} positions, not at {n - nq:,}"

@@ -237,8 +237,12 @@ def mask_mod(visible, first: int):
 def visible_of(pattern, n: int, heads: int, end: int, device):
     """fn(h, i, j) -> bool, right for the pairs of visible blocks, and defined for all positions below `end`."""
     if isinstance(pattern, Neighborhood):
-        places = [padded(x, end, device) for x in pattern.coordinates(torch.arange(n))]
-        return near(places, pattern.radius)
+        places = pattern.coordinates(torch.arange(n))
+        if pattern.plain:
+            return near([padded(x, end, device) for x in places], pattern.radius)
+        axes = [(place[x], low[place[x]], high[place[x]])
+                for x, (place, low, high) in zip(places, pattern.windows, strict=True)]  # fmt: skip
+        return windowed([[padded(x, end, device) for x in tables] for tables in axes])
     if isinstance(pattern, BlockSparse):
         return refined(pattern.causal, pattern.predicate, n)
     if isinstance(pattern, Predicate):
@@ -256,6 +260,16 @@ def near(places: list[Tensor], radius: tuple[int, ...]):
         seen = i >= 0
         for place, r in zip(places, radius, strict=True):
             seen = seen & ((place[i] - place[j]).abs() <= r)
+        return seen
+
+    return visible
+
+
+def windowed(axes: list[list[Tensor]]):
+    def visible(h, i, j):
+        seen = i >= 0
+        for place, low, high in axes:
+            seen = seen & (place[j] >= low[i]) & (place[j] <= high[i])
         return seen
 
     return visible

@@ -45,6 +45,8 @@ def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
         return f"the kernels know dilated, block-sparse and neighborhood patterns, not {pattern.name}"
     if isinstance(pattern, BlockSparse) and pattern.predicate is not None:
         return "the kernels cannot call the pattern's predicate"
+    if isinstance(pattern, Neighborhood) and not pattern.plain:
+        return "the kernels know neighborhoods within a radius, clipped at the border"
     if isinstance(pattern, Neighborhood) and (bits := coordinate_bits(pattern)) > 62:
         return f"the kernels have 62 bits for the coordinates of a token, and these take {bits}"
     if any(size % 16 for size in block_size_of(pattern)):

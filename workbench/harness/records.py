@@ -230,7 +230,13 @@ def _parse(data: bytes):
         except ValueError:
             continue
         if isinstance(line, dict):
-            yield line | {x: RENAMED[line[x]] for x in ("backend", "asked") if str(line.get(x)) in RENAMED}
+            line |= {x: RENAMED[line[x]] for x in ("backend", "asked") if str(line.get(x)) in RENAMED}
+            match line:  # a window has been called by its radius
+                case {"pattern_spec": {"pattern": "Neighborhood", "radius": [r]}, "pattern": name} if (
+                    name == f"window-{r}"
+                ):
+                    line["pattern"] = f"window-{2 * r}"
+            yield line
 
 
 def _journals(paths) -> list[Path]:

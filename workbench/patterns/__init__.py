@@ -7,15 +7,19 @@ from workbench.patterns.base import Blocks, Pattern
 from workbench.patterns.block_sparse import BlockSparse
 from workbench.patterns.dense import Dense
 from workbench.patterns.dilated import Dilated
-from workbench.patterns.neighborhood import Neighborhood
+from workbench.patterns.neighborhood import Neighborhood, swin
 from workbench.patterns.predicate import Predicate
+from workbench.patterns.window import Window
 
-__all__ = ["BlockSparse", "Blocks", "Dense", "Dilated", "Neighborhood", "Pattern", "Predicate", "from_spec", "layouts"]
+__all__ = [
+    "BlockSparse", "Blocks", "Dense", "Dilated", "Neighborhood", "Pattern", "Predicate", "Window", "from_spec",
+    "layouts", "swin",
+]  # fmt: skip
 
 
 def from_spec(spec: dict) -> Pattern:
     """The pattern that `Pattern.spec` describes; ValueError where it holds a user's function or is not understood."""
-    kinds = {kind.__name__: kind for kind in (Dense, Dilated, BlockSparse, Neighborhood, Predicate)}
+    kinds = {kind.__name__: kind for kind in (Dense, Dilated, BlockSparse, Neighborhood, Predicate, Window)}
     arguments = dict(spec) if isinstance(spec, dict) else {"pattern": spec}
     name = arguments.pop("pattern", None)
     kind = kinds.get(str(name))

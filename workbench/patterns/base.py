@@ -289,3 +289,8 @@ def watched(steps, what: str, total: int):
             print(f"\r{line}", end="", file=sys.stderr, flush=True)
     if line:
         print(f"\r{' ' * len(line)}\r", end="", file=sys.stderr, flush=True)
+
+
+def ranges(begin: Tensor, many: Tensor) -> Tensor:
+    """begin[0], begin[0] + 1, ... (many[0] of them), begin[1], ..."""
+    return torch.arange(int(many.sum())) - (many.cumsum(0) - many - begin).repeat_interleave(many)

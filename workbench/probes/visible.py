@@ -65,6 +65,9 @@ def _(pattern: BlockSparse, h, i, n, heads):
 
 @parts.register
 def _(pattern: Neighborhood, h, i, n, heads):
+    if not pattern.plain:
+        yield from parts.dispatch(object)(pattern, h, i, n, heads)
+        return
     boxes = [slice(max(0, int(x.min()) - r), int(x.max()) + r + 1)
              for x, r in zip(pattern.coordinates(i), pattern.radius, strict=True)]  # fmt: skip
     tokens = pattern.rank.view(pattern.shape)[tuple(boxes)].flatten()
