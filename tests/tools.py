@@ -14,7 +14,19 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, Window, attention, layouts, reference, swin
+from workbench import (
+    BlockSparse,
+    Dense,
+    Dilated,
+    Neighborhood,
+    PerHead,
+    Predicate,
+    Window,
+    attention,
+    layouts,
+    reference,
+    swin,
+)
 from workbench.distributed.views import some_heads
 from workbench.patterns import orderings
 
@@ -92,6 +104,10 @@ def longnet(scale, causal=False):
                            [1, 2, 4, 6, 12], causal=causal)  # fmt: skip
 
 
+GLOBAL = BlockSparse(layouts.global_(1), 16)
+NEAR = BlockSparse(layouts.local(1), 8) & Predicate(some_rows_only)
+
+
 def _causal_or_not(c: bool):
     """(id, pattern, sizes) of the patterns that can be causal."""
     local = layouts.local(1)
@@ -137,13 +153,20 @@ def _causal_or_not(c: bool):
         ("blocks-64x128", lambda: BlockSparse(layouts.local(1) | layouts.global_(1), (64, 128), c),
          {"n": 300, "nq": 171}),
         ("blocks-with-a-predicate",
-         lambda: BlockSparse(layouts.local(1), 8, c, predicate=some_rows_only),
+         lambda: BlockSparse(layouts.local(1), 8, c) & Predicate(some_rows_only),
          {"n": 61, "heads": 4, "kv_heads": 2}),
         ("predicate", lambda: Predicate(every_third, c), {"n": 143, "kv_heads": 1}),
         ("predicate-by-head-empty-rows", lambda: Predicate(some_rows_only, c),
          {"n": 150, "nq": 30, "batch": 2}),
         ("window-last-queries", lambda: Window(13, c), {"n": 150, "nq": 37, "heads": 4, "kv_heads": 2}),
         ("window-dilated-sinks", lambda: Window(7, c, 3, 2), {"n": 131, "batch": 2}),
+        ("union-of-a-window-and-branches", lambda: Window(9, c) | Dilated([16, 40], [2, 3], c) | GLOBAL,
+         {"n": 131, "nq": 70, "heads": 4, "kv_heads": 2}),
+        ("difference-by-sequence", lambda: Dense(c) - BlockSparse(batch_layout(2, 4, 8, 8), 16, c),
+         {"n": 125, "heads": 4, "batch": 2}),
+        ("each-head-its-own", lambda: PerHead([Window(20, c), Dilated([16, 40], [1, 2], c), NEAR, NEAR]),
+         {"n": 77, "nq": 61, "heads": 4, "kv_heads": 2, "batch": 2}),
+        ("blocks-longer-than-the-sequence", lambda: BlockSparse(layouts.local(0), 1 << 40, c), {"n": 23}),
         ("head-dim-64", lambda: BlockSparse(layouts.global_(1), 16, c),
          {"n": 120, "head_dim": 64, "heads": 4, "kv_heads": 2}),
     ]  # fmt: skip

@@ -28,7 +28,9 @@ def files_of(folder: str, **homes: str):
 
 
 _HOMES = {
-    "patterns": ("Dense", "Dilated", "BlockSparse", "Neighborhood", "Predicate", "Window", "layouts", "swin"),
+    "patterns": (
+        "Dense", "Dilated", "BlockSparse", "Neighborhood", "PerHead", "Predicate", "Window", "layouts", "swin",
+    ),
     "patterns.tile_order": ("tile_order",), "engines.reference": ("reference",),
     "engines.dispatch": ("attention", "explain"), "engines.layers": ("MultiheadAttention",),
     "analysis.mass": ("captured_mass",), "fit.virtual_card": ("VirtualCard",),

@@ -81,7 +81,8 @@ def cases(draw):
         size = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
         density, seed, per_head = draw(st.floats(0.05, 1)), draw(st.integers(0, 99)), draw(st.booleans())
         fn = draw(st.sampled_from([None, tools.every_third, tools.some_rows_only]))
-        pattern = lambda: BlockSparse(layouts.random(density, seed, per_head), size, causal, predicate=fn)  # noqa: E731
+        blocks = BlockSparse(layouts.random(density, seed, per_head), size, causal)
+        pattern = lambda: blocks & Predicate(fn) if fn else blocks  # noqa: E731
     elif kind == "neighborhood":
         rows, radius = draw(st.integers(1, 6)), draw(st.tuples(st.integers(0, 6), st.integers(0, 6)))
         cols = draw(st.integers(1, 6))

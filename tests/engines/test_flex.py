@@ -60,7 +60,7 @@ CASES = {
         inputs(300, nq=100, batch=2, heads=4, key_heads=1),
     ),
     "128 x 64 with a predicate that looks up a tensor, bfloat16": (
-        BlockSparse(layouts.local(1), (128, 64), predicate=lambda h, i, j: EVERY_THIRD[j] | (i == j)),
+        BlockSparse(layouts.local(1), (128, 64)) & Predicate(lambda h, i, j: EVERY_THIRD[j] | (i == j)),
         inputs(200, dtype=torch.bfloat16),
     ),
     "one query, heads of their own, one of them sees nothing, float16": (

@@ -149,7 +149,6 @@ REFUSED = [
     (Dense(), dict(dtype=torch.bfloat16), "bfloat16"),
     (Dense(), dict(d=300), "head_dim"),
     (BlockSparse(layouts.local(1), 24), {}, "multiple of 16"),
-    (BlockSparse(layouts.local(1), 16, predicate=lambda h, i, j: i > j), {}, "predicate"),
     (Predicate(lambda h, i, j: i > j), {}, "predicate"),
 ]
 

@@ -44,7 +44,7 @@ CASES = [
     # more grouped heads than a tile has rows for
     (tools.Case("many-grouped-heads", lambda: Dense(True), 1000, 100, 16, 2, 64), torch.bfloat16),
     (tools.Case("one-query", lambda: Predicate(odd, True), 1000, 1, 64, 2, 16), torch.float32),
-    (tools.Case("random", lambda: BlockSparse(layouts.random(0.2, 1), causal=True, predicate=even_distances), 2048,
+    (tools.Case("random", lambda: BlockSparse(layouts.random(0.2, 1), causal=True) & Predicate(even_distances), 2048,
                 None, 4, head_dim=64, batch=2), torch.bfloat16),
 ]  # fmt: skip
 

@@ -237,7 +237,7 @@ def visible_blocks(pattern: Pattern, n: int, heads: int, key_heads: int, queries
 def listed(pattern: Pattern, n: int, heads: int, key_heads: int, own: range, queries: range) -> list[Rows]:
     """By key head, or once if all heads share the layout, the rows of the key blocks that one of the query blocks sees;
     if causal, up to the last query that does. What one entry of the batch needs is needed for all."""
-    bk, found = lists(pattern, n, heads)[0].block_size[1], []
+    bk, found = min(n, lists(pattern, n, heads)[0].block_size[1]), []
     for last in visible_blocks(pattern, n, heads, key_heads, queries)[0]:
         block = (last >= 0).nonzero().flatten()
         position = (block[:, None] * bk + torch.arange(bk)).flatten()

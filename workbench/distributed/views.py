@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from workbench.distributed import halo
-from workbench.distributed.halo import lists
 from workbench.distributed.shards import as_tensor, clip
 from workbench.patterns import Blocks, BlockSparse, Dense, Dilated, Neighborhood, Pattern, Window
 from workbench.patterns.layouts import Layout
@@ -88,28 +87,28 @@ class Gathered(Pattern):
             return self.whole.count(h + self.first, i, j, n, self.all_heads)
         position = self.position.to(i.device)
         i, j = position[i].clamp(min=0), position[j]
-        return self.whole.count(h + self.first, i, j.clamp(min=0), self.n, self.all_heads) & (j >= 0)
+        return self.whole.count(h + self.first, i, j.clamp(min=0), self.n, self.all_heads) * (j >= 0)
 
     def block_of(self, block_size=None):
         return self.block_size
 
     def _blocks(self, n, heads, nq, block_size):
         """Those of the whole, renumbered."""
-        (every,), (bq, bk) = lists(self.whole, self.n or n, self.all_heads), block_size
-        line, column = torch.arange(len(every.starts) - 1).repeat_interleave(every.starts.diff()), every.columns.long()
-        layouts, head, row = 1, torch.zeros_like(line), line % max(1, every.rows) + self.moved - (n - nq) // bq
+        (every,), (bq, bk) = halo.lists(self.whole, self.n or n, self.all_heads), block_size
+        first = (n - nq) // bq
+        layouts, rows, cols = 1, -(-n // bq) - first if nq else 0, max(1, -(-n // bk))
+        row, column = every.line % max(1, every.rows) + self.moved - first, every.columns.long()
+        head = torch.zeros_like(row)
         if every.layouts > 1:
-            layouts, head = heads, line // max(1, every.rows) - self.first
+            layouts, head = heads, every.line // max(1, every.rows) - self.first
         if self.position is not None:
             block = self.position[::bk].div(bk, rounding_mode="floor")
             where = torch.full((every.cols,), -1)
             where[block[block >= 0]] = (block >= 0).nonzero().flatten()
             column = where[column]
-        rows, cols = -(-n // bq) - (n - nq) // bq if nq else 0, max(1, -(-n // bk))
         keep = (head >= 0) & (head < layouts) & (row >= 0) & (row < rows) & (column >= 0)
         key, order = ((head * rows + row) * cols + column)[keep].sort()
-        many = (key // cols).bincount(minlength=layouts * rows)
-        return Blocks.joined(block_size, n, nq, layouts, [(many, (key % cols).int(), every.full[keep][order])])
+        return Blocks.of(block_size, n, nq, layouts, key, every.full[keep][order])
 
     def spec(self):
         return self.whole.spec()
@@ -205,7 +204,8 @@ def beside(pattern: Pattern, queries: range, own: range, needed: Tensor, n: int,
     Where a block is not all there, rows of zeros fill it up, which no query sees. A short last block of the sequence is
     the last one here, too.
     """
-    (bq, bk), both = pattern.block_of(), math.lcm(*pattern.block_of())
+    bq, bk = (min(n, x) for x in pattern.block_of())
+    both = math.lcm(bq, bk)
     low = own.start // both * both
     high = own.stop if pattern.causal else min(n, -(-own.stop // bk) * bk)
     outside = (needed // bk).unique()

@@ -72,8 +72,6 @@ def unfit(pattern, n: int, nq: int) -> str | None:
             return f"an entry of a list counts fewer than {TIMES} branches, not {len(pattern.segment_lengths)}"
         unit = tile_order.of(some, n).segment
     elif isinstance(pattern, BlockSparse):
-        if pattern.predicate is not None:
-            return "the kernels cannot call the pattern's predicate"
         if any(size % TILE for size in pattern.block_size):
             return f"the kernels want blocks of a multiple of {TILE}, not {pattern.block_size}"
     elif not isinstance(pattern, Neighborhood):

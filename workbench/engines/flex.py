@@ -25,8 +25,8 @@ from torch.nn.functional import pad
 from workbench.engines.torch.fused import GRID
 from workbench.patterns import BlockSparse, Neighborhood, Predicate
 from workbench.patterns.base import Blocks
+from workbench.patterns.listed import repeats
 
-BLOCK = 128  # the block size of patterns that have none of their own
 TILE = 128  # CUDA: the largest tile of torch's kernels, forward and backward; a block is a whole number of tiles
 COMPILATIONS = 1 << 20  # in effect no limit: past torch's own it would run unfused, with an N x N tensor
 
@@ -41,7 +41,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, pattern, return_lse: bool = False) 
         return "FlexAttention has no float64 kernel"
     if q.device.type not in ("cpu", "cuda"):
         return f"FlexAttention runs on a CPU or CUDA here, not on {q.device.type}"
-    if n and h and counts_repeats(pattern, n, h):
+    if repeats(pattern, n, h):
         return f"{pattern.name} counts how often a query sees a key, which a mask cannot say"
     if q.device.type == "cpu":
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
@@ -57,16 +57,10 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, pattern, return_lse: bool = False) 
         return f"FlexAttention's CUDA kernels want a head_dim of 16 to 256, not {d}"
     if max(b, h) > GRID:
         return f"FlexAttention's CUDA kernels want at most {GRID} sequences and heads, not {b} and {h}"
-    bq, bk = block_size = block_size_of(pattern)
+    bq, bk = block_size = pattern.block_of()
     if bq % TILE or bk % TILE:
         return f"FlexAttention's CUDA kernels walk tiles of up to {TILE}: blocks of {block_size} are no multiple of it"
     return None
-
-
-def counts_repeats(pattern, n: int, heads: int) -> bool:
-    """Whether a query may see a key more than once: then `count` is not bool."""
-    zero = torch.zeros(1, 1, 1, dtype=torch.int64)
-    return pattern.for_batch(0).count(zero, zero, zero, n, heads).dtype != torch.bool
 
 
 def no_cpu_kernel() -> str | None:
@@ -151,7 +145,7 @@ def plan_of(pattern, q: Tensor, k: Tensor) -> Plan:
 
 def make_plan(pattern, n: int, nq: int, heads: int, key_heads: int, device: str) -> Plan:
     cpu = torch.device(device).type == "cpu"
-    block_size = bq, bk = block_size_of(pattern)
+    block_size = bq, bk = pattern.block_of()
     blocks = [one.blocks(n, heads, nq, block_size) for one in pattern.each()]
     rows = blocks[0].rows
     first = n - nq if rows == 1 else blocks[0].first * bq  # the position of the kernel's query 0
@@ -173,10 +167,6 @@ def make_plan(pattern, n: int, nq: int, heads: int, key_heads: int, device: str)
         if n % bk or (nq + front) % bq:
             options["IS_DIVISIBLE"] = False
     return Plan(mask, front, options)
-
-
-def block_size_of(pattern) -> tuple[int, int]:
-    return getattr(pattern, "block_size", (BLOCK, BLOCK))
 
 
 def key_tables(blocks: list[Blocks], device, wide: bool = False) -> list[Tensor]:
@@ -244,7 +234,7 @@ def visible_of(pattern, n: int, heads: int, end: int, device):
                 for x, (place, low, high) in zip(places, pattern.windows, strict=True)]  # fmt: skip
         return windowed([[padded(x, end, device) for x in tables] for tables in axes])
     if isinstance(pattern, BlockSparse):
-        return refined(pattern.causal, pattern.predicate, n)
+        return refined(pattern.causal, None, n)
     if isinstance(pattern, Predicate):
         return refined(pattern.causal, pattern.fn, n)
     return refined(False, lambda h, i, j: pattern.count(h, i, j, n, heads), n)

@@ -3,6 +3,8 @@
 Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads, D head_dim.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -36,7 +38,12 @@ def run(direction: str, tensors: tuple[Tensor, ...], pattern, n: int, scale: flo
 def blocks_of(pattern, q: Tensor, n: int):
     """The pattern's blocks for these sizes, kept with the pattern: a predicate's take N^2 evaluations to find."""
     sizes = n, 1 if pattern.same_heads else q.shape[2], q.shape[1]
-    return pattern.kept("blocks", (*sizes, str(q.device)), lambda: pattern.blocks(*sizes).to(q.device))
+
+    def make():
+        found = pattern.blocks(*sizes)  # in blocks no longer than the sequence: what is gathered is whole blocks
+        return replace(found, block_size=tuple(min(x, max(1, n)) for x in found.block_size)).to(q.device)
+
+    return pattern.kept("blocks", (*sizes, str(q.device)), make)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Tensor, Tensor]:

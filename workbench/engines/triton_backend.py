@@ -43,8 +43,6 @@ def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
         return None
     if not isinstance(pattern, (BlockSparse, Neighborhood)):
         return f"the kernels know dilated, block-sparse and neighborhood patterns, not {pattern.name}"
-    if isinstance(pattern, BlockSparse) and pattern.predicate is not None:
-        return "the kernels cannot call the pattern's predicate"
     if isinstance(pattern, Neighborhood) and not pattern.plain:
         return "the kernels know neighborhoods within a radius, clipped at the border"
     if isinstance(pattern, Neighborhood) and (bits := coordinate_bits(pattern)) > 62:

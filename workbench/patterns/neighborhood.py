@@ -123,10 +123,10 @@ class Neighborhood(Pattern):
     def _pairs(self, n, heads, nq):
         if self.ordering is None and nq == n:  # windows are boxes: one axis times the other
             if not self.plain:
-                return heads * math.prod(int((high - low + 1).sum()) for _, low, high in self.windows)
+                return [math.prod(int((high - low + 1).sum()) for _, low, high in self.windows)] * heads
             reaches = [(side, min(r, side - 1)) for side, r in zip(self.shape, self.radius, strict=True)]
-            return heads * math.prod(side * (2 * r + 1) - r * (r + 1) for side, r in reaches)
-        return heads * int(self.keys()[n - nq :].sum())
+            return [math.prod(side * (2 * r + 1) - r * (r + 1) for side, r in reaches)] * heads
+        return [int(self.keys()[n - nq :].sum())] * heads
 
     def pairs_before(self, x, n: int, heads: int):
         """How many (head, query, key) have a query before each of the positions x, an array of Python ints."""

@@ -53,7 +53,7 @@ class Window(Pattern):
         return inside(n) + to_sinks - inside(s)
 
     def _pairs(self, n, heads, nq):
-        return heads * (self._before(n, n) - self._before(n - nq, n))
+        return [self._before(n, n) - self._before(n - nq, n)] * heads
 
     _distinct = _pairs
 

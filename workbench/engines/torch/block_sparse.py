@@ -116,7 +116,7 @@ class Grid:
         return ((s.layout // self.group * self.blocks.cols)[:, None] + s.columns).flatten()  # (R x C,)
 
     def mask(self, s: Strips, dtype) -> Tensor | None:
-        """Additive (R, 1, a, C x c): -inf where the pattern hides the pair; None where all of it is visible."""
+        """Additive (R, 1, a, C x c): log(count), -inf where the pattern hides a pair; None where all count once."""
         if s.full:
             return None
         device, n = s.rows.device, self.blocks.n
@@ -124,11 +124,14 @@ class Grid:
         j = (s.columns[..., None] * self.c + torch.arange(self.c, device=device)).flatten(1)  # (R, C x c)
         h = s.layout[:, None, None]
         inside = i.clamp(0, n - 1)[:, :, None], j.clamp(max=n - 1)[:, None, :]
-        visible = self.pattern.count(h, *inside, n, self.heads).bool()
+        count = self.pattern.count(h, *inside, n, self.heads)
         if self.missing:
-            visible = visible & (j < n)[:, None, :]
+            count = count * (j < n)[:, None, :]
+        if count.dtype != torch.bool:
+            wide = torch.promote_types(dtype, torch.float32)  # the logarithm of 2 is no 16-bit number
+            return count.to(wide).log()[:, None]
         shown, hidden = torch.tensor([0, -torch.inf], dtype=dtype, device=device)
-        return torch.where(visible, shown, hidden)[:, None]
+        return torch.where(count, shown, hidden)[:, None]
 
 
 def take(units: Tensor, index: Tensor, room: Tensor | None = None) -> Tensor:
