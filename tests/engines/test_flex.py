@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests import tools
-from workbench import BlockSparse, Dense, Neighborhood, Predicate, Window, layouts, reference
+from workbench import BlockSparse, Dense, Neighborhood, Predicate, layouts, reference
 from workbench.engines import flex
 from workbench.patterns import orderings
 
@@ -66,10 +66,6 @@ CASES = {
     "one query, heads of their own, one of them sees nothing, float16": (
         Predicate(lambda h, i, j: (i - j) % 3 < h, causal=True),
         inputs(600, nq=1, heads=3, dtype=torch.float16),
-    ),
-    "a union of windows, blocks and a grid's": (
-        Window(20, True, 2, 3) | BlockSparse(layouts.global_(1)) | Neighborhood((20, 10), 1, dilation=2),
-        inputs(200, nq=150),
     ),
     "only key block 0": (BlockSparse(layouts.explicit(torch.tensor([[1, 0], [1, 0]]) > 0)), inputs(200)),
 }

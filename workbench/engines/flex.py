@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import pad
 
 from workbench.engines.torch.fused import GRID
-from workbench.patterns import BlockSparse, Combined, Neighborhood, Predicate
+from workbench.patterns import BlockSparse, Neighborhood, Predicate
 from workbench.patterns.base import Blocks
 from workbench.patterns.listed import repeats
 
@@ -233,11 +233,6 @@ def visible_of(pattern, n: int, heads: int, end: int, device):
         axes = [(place[x], low[place[x]], high[place[x]])
                 for x, (place, low, high) in zip(places, pattern.windows, strict=True)]  # fmt: skip
         return windowed([[padded(x, end, device) for x in tables] for tables in axes])
-    if isinstance(pattern, Combined):
-        tables = (Combined, Neighborhood)  # which do not compile as they count
-        each = [visible_of(part, n, heads, end, device) if isinstance(part, tables)
-                else lambda h, i, j, part=part: part.count(h, i, j, n, heads) for part in pattern.of]  # fmt: skip
-        return refined(False, lambda h, i, j: pattern.together(fn(h, i, j) for fn in each), n)
     if isinstance(pattern, BlockSparse):
         return refined(pattern.causal, None, n)
     if isinstance(pattern, Predicate):

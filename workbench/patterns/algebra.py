@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from workbench.patterns.base import Blocks, Pattern
 from workbench.patterns.checks import listed
@@ -84,11 +83,8 @@ class Combined(_Made):
         return all(part.same_heads for part in self.of)
 
     def count(self, h, i, j, n, heads):
-        return self.together(part.count(h, i, j, n, heads) for part in self.of)
-
-    def together(self, counts) -> Tensor:
-        """Which pairs are visible, bool, by what the parts count."""
-        first, *rest = (seen if seen.dtype == torch.bool else seen > 0 for seen in counts)
+        first, *rest = ((seen if seen.dtype == torch.bool else seen > 0)
+                        for seen in (part.count(h, i, j, n, heads) for part in self.of))  # fmt: skip
         for seen in rest:
             first = first | seen if self.kind == "|" else first & (seen if self.kind == "&" else ~seen)
         return first

@@ -67,7 +67,7 @@ class BlockSparse(Listed):
 
     def count(self, h, i, j, n, heads):
         seen = self._layout(h, i // self.block_size[0], j // self.block_size[1], n)
-        return seen & (j <= i if self.causal else torch.ones_like(i + j, dtype=torch.bool))
+        return seen & (j <= i) if self.causal else seen.expand(torch.broadcast_shapes(seen.shape, i.shape, j.shape))
 
     def _layout(self, h, a, b, n):
         if self.batch is not None and self.batch != 1:

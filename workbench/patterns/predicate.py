@@ -64,7 +64,7 @@ def evaluate(fn, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         fits = False
     if not fits:
         raise ValueError(f"predicate returned shape {tuple(seen.shape)}: want one that broadcasts with {tuple(want)}")
-    return seen if seen.shape == shape else seen.expand(shape)
+    return seen.expand(shape)
 
 
 def named(fn) -> str:
