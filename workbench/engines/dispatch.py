@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from workbench.engines import scores
+from workbench.engines import ragged, scores
 from workbench.engines.check import check, refuse
 from workbench.engines.operators import call, handle_of, refuse_transforms
 from workbench.engines.reference import reference
@@ -28,8 +28,8 @@ TOKENS = ("natural", "tile order")
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None = None, backend="auto", return_lse=False,
-    tokens="natural", **options,
-):  # fmt: skip
+    tokens="natural", lengths: Tensor | None = None, documents: Tensor | None = None, **options,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over the pairs of `pattern`: out (B, Nq, H, D) like q, or (out, lse (B, H, Nq)) with return_lse.
 
     q (B, Nq, H, D), k and v (B, N, G, D) of one dtype (float64, float32, bfloat16, float16) and device; scale (above 0)
@@ -43,6 +43,10 @@ def attention(
     ValueError with the reason, as does any input that the pattern or the shapes do not allow.
     tokens: "natural", or "tile order" where q, k and v lie in the pattern's `tile_order`, as out and lse then do; every
     query (Nq == N).
+    lengths: int (B,), of sequences that are padded on the right: padding is no key, and as a query has out 0, lse -inf.
+    documents: packed sequences, each of which attends within itself: int ids (B, N), or cumulative lengths (documents +
+    1,) from 0 to N of a batch of 1, flash-attn's cu_seqlens. In both, positions and segments count from each
+    document's first token: results are those of a call for each. They are data: torch.compile breaks its graph there.
     Under torch.autocast the inputs are cast first, as by torch's attention.
     options: what changes scores before the softmax (`engines.scores`), with gradients; others are refused by name.
         softcap: a number above 0, cap tanh(scale q.k / cap) instead of scale q.k
@@ -51,8 +55,10 @@ def attention(
             its place seen from the query, which has the place in the middle
     """
     refuse("attention", scores.others(options))
-    q, k, v = check(q, k, v, pattern, scale)
+    whole = lengths is None and documents is None
+    q, k, v = check(q, k, v, pattern, scale, whole)
     changes = scores.of(options, q, pattern)
+    line = None if whole else ragged.cut(q, k, pattern, lengths, documents)
     return_lse = flag("return_lse", return_lse)
     if q.shape[2] >= 64 and q.shape[2] > 2 * k.shape[1] > 2 and not torch.compiler.is_compiling():
         said = f"{k.shape[1]} positions of {q.shape[2]} heads: tensors are (batch, positions, heads, head_dim) here"
@@ -62,13 +68,19 @@ def attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     width = v.shape[-1]
     q, k, v = even(q, k, v)
+    one = functools.partial(_one, scale=scale, backend=backend, return_lse=return_lse, tokens=tokens, changes=changes)
+    out, lse = one(q, k, v, pattern) if whole else ragged.attend(one, q, k, v, pattern, line)
+    out = out if width == v.shape[-1] else out[..., :width]
+    return (out, lse) if return_lse else out
+
+
+def _one(q, k, v, pattern, *, scale, backend, return_lse, tokens, changes):
+    """(out, lse or None) of sequences of one length."""
     chosen = choose(backend, q, k, v, pattern, changes)[0]
     run = _RUN[chosen] if changes is None else functools.partial(_run_scored, chosen, changes)
     if choice("tokens", tokens, *TOKENS) == "tile order":
         run = functools.partial(_run_tiled, run, chosen)
-    out, lse = run(q, k, v, pattern, scale, return_lse)
-    out = out if width == v.shape[-1] else out[..., :width]
-    return (out, lse) if return_lse else out
+    return run(q, k, v, pattern, scale, return_lse)
 
 
 def even(*tensors: Tensor) -> list[Tensor]:

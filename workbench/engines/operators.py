@@ -23,9 +23,18 @@ SECOND = "second derivatives of attention are those of backend='reference' only"
 
 def handle_of(pattern: Pattern) -> str:
     """The string that names the pattern to an operator."""
-    if torch.compiler.is_exporting():
+    if _exporting():
         raise ValueError("torch.export saves no Python object, as a pattern is: use torch.compile, in each process")
     return pattern.key
+
+
+def _exporting() -> bool:
+    return torch.compiler.is_exporting()
+
+
+# What torch.compiler.assume_constant_result sets: so it is asked in Python. Traced by torch.compile of torch 2.11,
+# is_exporting() is always true.
+_exporting._dynamo_marked_constant = True
 
 
 def refuse_transforms(*tensors: Tensor) -> None:

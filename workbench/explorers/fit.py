@@ -37,9 +37,12 @@ NOTE = (
 )
 
 
+CLASSES = ("gtx1080", "t4", "rtx3090", "v100-32gb", "l40s", "rtx5090", "a100-80gb", "h200", "b200")
+
+
 def classes() -> list[cards.Card]:
     """A card of each compute capability: calls are alike on those of one."""
-    return list({card.capability: card for card in cards.CARDS.values()}.values())
+    return [cards.CARDS[key] for key in CLASSES]
 
 
 def grain(way: str) -> int:

@@ -210,3 +210,36 @@ def several_cards(dtype: str = "bfloat16") -> dict[str, Callable[[], dict[str, C
         "neighborhood 1048576": partial(cases, 1 << 20, orders),
         **{f"longnet {n}": partial(cases, n, billions, ("fwd",), 2, 32, "float16") for n in (BILLION // 4, BILLION)},
     }
+
+
+# The configurations of the five reports whose claims notebook 06 settles. Where one says no sizes, they are those that
+# give its megabytes. NEAR is their "dilated_sparse": blocks i, i ± 1, i ± 2 and i ± 4.
+NEAR = layouts.local(2) | (layouts.local(4) - layouts.local(3))
+_SMALL, _WIDE, _SINGLE = (2, 32, "float16"), (8, 64, "float16"), (8, 64, "float32")
+
+
+def _branches(*rates: int) -> Callable[[int], Pattern]:
+    """Segments of 4096, 8192, ... for several rates, of all N for one; each branch has heads of its own."""
+    lengths = [4096 << x for x in range(len(rates))]
+    return lambda n: Dilated(lengths if len(rates) > 1 else [n], rates, heads="partition")
+
+
+REPORTS = {  # name: (the pattern of N tokens, N, batch, (heads, head_dim, dtype))
+    **{f"report-000-{n >> 10}k": (lambda n: BlockSparse(NEAR), n, 16_384 // n, _WIDE) for n in (2048, 8192, 16_384)},
+    "report-000-65k": (lambda n: Dense(), 65_536, 1, _WIDE),
+    "report-001-8k": (lambda n: BlockSparse(layouts.random(0.05)), 8192, 1, _WIDE),
+    "report-002-8k": (_branches(1, 2), 8192, 1, _SINGLE),
+    "report-003-65k-ring": (lambda n: BlockSparse(NEAR, 256), 65_536, 1, _SMALL),
+    "report-003-131k": (lambda n: BlockSparse(NEAR, 256), 131_072, 1, _SMALL),
+    "report-004-8k": (_branches(1), 8192, 1, _SINGLE),
+    "report-004-8k-dilated": (_branches(2), 8192, 1, _SINGLE),
+    "report-004-213k": (_branches(1, 2, 4), 212_992, 1, _SINGLE),
+    "report-004-237k": (_branches(1), 237_568, 1, _SINGLE),
+}  # fmt: skip
+
+
+def report(name: str, most: int = BILLION, **changes) -> Case:
+    """A configuration of REPORTS, of at most so many tokens; changes: other arguments of `Case`."""
+    make, n, batch, (heads, head_dim, dtype) = REPORTS[checks.choice("name", name, *REPORTS)]
+    sizes = {"n": min(n, most), "batch": batch, "heads": heads, "head_dim": head_dim, "dtype": dtype}
+    return Case(make(min(n, most)), **sizes | changes)
