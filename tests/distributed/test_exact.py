@@ -39,7 +39,10 @@ BY_HEADS = [  # 4 heads or 8 on 2 or 4 key heads, and so on: what two ranks can 
 ]
 
 
-@pytest.mark.parametrize("id", tools.tiers(BY_HEADS, ["geometric", "dense-causal", "blocks-whole", "each-head-its-own"]))
+DAILY_BY_HEADS = ["geometric", "dense-causal", "blocks-whole", "each-head-its-own"]
+
+
+@pytest.mark.parametrize("id", tools.tiers(BY_HEADS, DAILY_BY_HEADS))
 def test_by_heads(ranks, id):
     check(ranks(2).run(work.exact, id, "heads"))
 
