@@ -230,6 +230,14 @@ TILED = [
     Case("neighborhood-hilbert", lambda: Neighborhood((16, 8), 1, orderings.hilbert((16, 8))), 128, kv_heads=1),
     Case("shuffled-line", lambda: Neighborhood((60,), 4, orderings.random((60,), 3)), 60),
     Case("neighborhood-3d", lambda: Neighborhood((4, 5, 3), (1, 0, 2)), 60, batch=2),
+    Case("window-causal", lambda: Window(21, True), 70, 37, kv_heads=1),
+    Case("dilated-window-sinks", lambda: Window(5, dilation=3, sinks=2), 70, 37),
+    Case("function-of-heads-causal", lambda: Predicate(some_rows_only, True), 45, 29, heads=4, kv_heads=2, batch=2),
+    Case("union-last-queries", lambda: BlockSparse(layouts.global_(1), 16) | Window(9), 50, 29, kv_heads=1),
+    Case("another-pattern-a-head", lambda: PerHead([Window(9, True), Dense(), Window(5, dilation=3)]), 45, heads=3),
+    Case("layouts-and-a-function", lambda: BlockSparse(batch_layout(2, 2, 3, 3), 16) & Predicate(some_rows_only), 45,
+         batch=2),
+    Case("several-axes", lambda: Neighborhood((2,) * 5 + (1,) * 28, (1, 0, 1, 1, 0) + (1,) * 28), 32),
 ]
 
 

@@ -33,6 +33,7 @@ _HOMES = {
     ),
     "patterns.tile_order": ("tile_order",), "engines.reference": ("reference",),
     "engines.dispatch": ("attention", "explain"), "engines.layers": ("MultiheadAttention",),
+    "models.transformer": ("LongNet", "Transformer"), "engines.cache": ("Cache",),
     "analysis.mass": ("captured_mass",), "fit.virtual_card": ("VirtualCard",),
 }  # fmt: skip
 _NAMES = {name: f"workbench.{home}:{name}" for home, names in _HOMES.items() for name in names} | {
