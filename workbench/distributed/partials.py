@@ -89,7 +89,10 @@ def own_partials(plan: Plan, rank: int) -> Own:
     """A rank's attention to its own keys; none where these come together with received ones (`stage_partials`)."""
     if not any(plan.work(rank)) or not plan.heads:
         return Own([], [], {})
-    return _own_dense(plan, rank) if isinstance(plan.pattern, Dense) else Own(_rules(plan)[0](plan, rank), [], {})
+    if isinstance(plan.pattern, Dense):
+        return _own_dense(plan, rank)
+    apart = _own if plan.layout.apart else lambda *_: []
+    return Own((_whole_segments if isinstance(plan.pattern, Dilated) else apart)(plan, rank), [], {})
 
 
 def stage_partials(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
@@ -99,16 +102,9 @@ def stage_partials(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
     if isinstance(plan.pattern, Dense):
         others = [stage.of(plan.shards[x]) for x in range(plan.world) if x != rank]
         return _dense(plan, stage.heads, others, plan.work(rank))
-    return _rules(plan)[1](plan, rank, stage)
-
-
-def _rules(plan: Plan):
-    """The functions of all patterns but dense: (plan, rank) -> own partials, (plan, rank, stage) -> its partials."""
-    if isinstance(plan.pattern, Dilated):
-        return _whole_segments, _dilated
-    if not plan.layout.apart:
-        return lambda *_: [], _gathered
-    return _own, _other_blocks if isinstance(plan.pattern, BlockSparse) else _border_calls
+    apart = _other_blocks if isinstance(plan.pattern, BlockSparse) else _border_calls
+    rule = _dilated if isinstance(plan.pattern, Dilated) else apart if plan.layout.apart else _gathered
+    return rule(plan, rank, stage)
 
 
 def _heads_of(plan: Plan, key_heads: range) -> range:
@@ -255,7 +251,7 @@ def _dilated(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
 def _needed(plan: Plan, rank: int, stage: Stage) -> Tensor:
     """The positions of other ranks that some key head of the stage needs, int64, ascending."""
     rows = [need.rows.positions for need in plan.halo(rank) if set(need.heads) & set(stage.heads)]
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *rows]).unique()
+    return torch.cat([as_tensor(range(0)), *rows]).unique()
 
 
 def _by_batch(pattern: Pattern) -> list[tuple[int | None, Pattern]]:
@@ -300,9 +296,7 @@ def _other_blocks(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
     needed, queries, heads = _needed(plan, rank, stage), plan.queries(rank), len(_heads_of(plan, stage.heads))
 
     def make(pattern: Pattern) -> list[tuple[range, views.View]]:
-        def on(run: range) -> views.View:
-            return views.beside(pattern, run, range(run.stop, run.stop), needed, plan.n, heads)
-
+        on = lambda run: views.beside(pattern, run, range(run.stop, run.stop), needed, plan.n, heads)  # noqa: E731
         return [(run, on(run)) for run in views.seeing(on(queries), queries, heads)]
 
     return _on_views(plan, rank, stage, make) if len(needed) else []
@@ -325,8 +319,7 @@ def _border(plan: Plan, rank: int) -> list[tuple[Tensor, views.View]]:
             needed = _needed(plan, rank, plan.stages[0])
             border = Rows.of([near(pattern, needed)]).within(queries.start, queries.stop).positions
             around = Rows.of([near(pattern, border)]).within(own.start, own.stop).positions
-            around = around[~torch.isin(around, border)]
-            every = torch.cat([needed, around, border])
+            every = torch.cat([needed, around[~torch.isin(around, border)], border])
             found = [(border, views.neighborhood(pattern, every, len(border)))] if len(border) else []
         plan.views[rank, "border"] = found
     return plan.views[rank, "border"]
