@@ -156,6 +156,7 @@ def _causal_or_not(c: bool):
          lambda: BlockSparse(layouts.local(1), 8, c) & Predicate(some_rows_only),
          {"n": 61, "heads": 4, "kv_heads": 2}),
         ("predicate", lambda: Predicate(every_third, c), {"n": 143, "kv_heads": 1}),
+        ("predicate-by-head-nothing", lambda: Predicate(lambda h, i, j: h + i + j < 0, c), {"n": 20}),
         ("predicate-by-head-empty-rows", lambda: Predicate(some_rows_only, c),
          {"n": 150, "nq": 30, "batch": 2}),
         ("window-last-queries", lambda: Window(13, c), {"n": 150, "nq": 37, "heads": 4, "kv_heads": 2}),

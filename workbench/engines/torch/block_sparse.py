@@ -118,6 +118,8 @@ class Grid:
 
     def keys(self, units: Tensor) -> Tensor:
         """The inverse of `key_units`: (N, G, D), zeros where no key is needed."""
+        if not self.cols:
+            return units.new_zeros(self.blocks.n, self.heads // self.group, units.shape[-1])
         x = self._positions(units, self.cols)
         if self.taken is None:
             return x[: self.blocks.n]
