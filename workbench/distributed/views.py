@@ -119,27 +119,25 @@ class View:
     """A call on gathered keys: the pattern in the call's own numbering, where the queries are the last rows.
 
     position: of each of the call's keys, int64 (M,) or a range; -1 for padding, which no query sees
-    queries: how many queries the call has; the last `spare` of them are padding, which the numbering needs
+    spare: how many of the call's queries, its last ones, are padding, which the numbering needs
     """
 
     pattern: Pattern
     position: range | Tensor
-    queries: int
     spare: int = 0
 
 
-def neighborhood(pattern: Neighborhood, position: Tensor, queries: int) -> View:
+def neighborhood(pattern: Neighborhood, position: Tensor) -> View:
     """A neighborhood of the cells of these tokens, the last of which are the queries."""
     curve = Ordering("gathered", pattern.shape, pattern.curve[position])
-    return View(Neighborhood(pattern.shape, pattern.radius, curve), position, queries)
+    return View(Neighborhood(pattern.shape, pattern.radius, curve), position)
 
 
 def window(pattern: Window, queries: range, n: int) -> View:
     """A window of what these queries see, which lies as in the sequence but for what is between sinks and window."""
     sinks, near = halo.window(pattern, n, queries)
     position = torch.cat([as_tensor(sinks), as_tensor(near)]) if sinks else near
-    spare = max(sinks.stop, near.stop) - queries.stop
-    return View(pattern, position, len(queries) + spare, spare)
+    return View(pattern, position, max(sinks.stop, near.stop) - queries.stop)
 
 
 def _positions(columns: Tensor, bk: int) -> Tensor:
@@ -184,9 +182,9 @@ def beside(pattern: Pattern, queries: range, own: range, needed: Tensor, n: int,
     gathered = torch.full((room // bk,), -1)
     gathered[: len(outside)] = outside
     position = torch.cat([_positions(gathered, bk), torch.arange(low, high), torch.arange(n - short, n)])
-    here, moved = len(position) - (room + queries.start - low), (room - low) // bq
+    spare, moved = len(position) - (room + queries.stop - low), (room - low) // bq
     if not isinstance(pattern, BlockSparse):
-        return View(Gathered(pattern, 0, heads, n, position, moved), position, here, here - len(queries))
+        return View(Gathered(pattern, 0, heads, n, position, moved), position, spare)
     columns = torch.cat([gathered, torch.arange(low // bk, -(-high // bk)), ragged])
     grid, last = (-(-n // bq), -(-n // bk)), (own.stop - 1) // bq + moved
 
@@ -197,4 +195,4 @@ def beside(pattern: Pattern, queries: range, own: range, needed: Tensor, n: int,
 
     layout = Layout("gathered", {}, visible, pattern.layout.per_head)
     view = BlockSparse(layout, pattern.block_size, pattern.causal and bool(own))
-    return View(view, position, here, here - len(queries))
+    return View(view, position, spare)
