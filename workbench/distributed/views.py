@@ -12,6 +12,7 @@ from torch import Tensor
 from workbench.distributed import halo
 from workbench.distributed.shards import as_tensor, clip
 from workbench.patterns import Blocks, BlockSparse, Dense, Dilated, Neighborhood, Pattern, Window
+from workbench.patterns.base import ranges
 from workbench.patterns.layouts import Layout
 from workbench.patterns.orderings import Ordering
 
@@ -95,20 +96,22 @@ class Gathered(Pattern):
     def _blocks(self, n, heads, nq, block_size):
         """Those of the whole, renumbered."""
         (every,), (bq, bk) = halo.lists(self.whole, self.n or n, self.all_heads), block_size
-        first = (n - nq) // bq
-        layouts, rows, cols = 1, -(-n // bq) - first if nq else 0, max(1, -(-n // bk))
-        row, column = every.line % max(1, every.rows) + self.moved - first, every.columns.long()
-        head = torch.zeros_like(row)
-        if every.layouts > 1:
-            layouts, head = heads, every.line // max(1, every.rows) - self.first
+        first, cols, apart = (n - nq) // bq, max(1, -(-n // bk)), every.layouts > 1
+        start, rows, head = max(0, first - self.moved), -(-n // bq) - first if nq else 0, torch.arange(heads)[:, None]
+        row = torch.arange(start, max(start, min(every.rows, first - self.moved + rows)))  # of the whole
+        head = head if apart else head[:1]
+        line = ((head + self.first * apart) * every.rows + row).flatten()
+        many = every.starts.diff()[line]
+        some = ranges(every.starts[line], many)
+        column = every.columns[some].long()
         if self.position is not None:
             block = self.position[::bk].div(bk, rounding_mode="floor")
             where = torch.full((every.cols,), -1)
             where[block[block >= 0]] = (block >= 0).nonzero().flatten()
             column = where[column]
-        keep = (head >= 0) & (head < layouts) & (row >= 0) & (row < rows) & (column >= 0)
-        key, order = ((head * rows + row) * cols + column)[keep].sort()
-        return Blocks.of(block_size, n, nq, layouts, key, every.full[keep][order])
+        line = (head * rows + row + self.moved - first).flatten().repeat_interleave(many)
+        key, order = (line * cols + column)[column >= 0].sort()
+        return Blocks.of(block_size, n, nq, heads if apart else 1, key, every.full[some][column >= 0][order])
 
     def spec(self):
         return self.whole.spec()
