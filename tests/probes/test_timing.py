@@ -75,7 +75,7 @@ def test_row_is_a_whole_record(backend, mode, tmp_path):
     recorder = records.start("timing", "tiny", tmp_path)
     written = recorder.row(**row)
     assert set(records.FIELDS) - {"peak_bytes", "extra_bytes"} <= set(written)
-    assert recorder.done(pattern="dense", n=40, backend=backend)
+    assert recorder.settled(pattern="dense", n=40, backend=backend)
 
 
 def test_auto_is_recorded_as_what_it_took():

@@ -202,9 +202,9 @@ def test_a_rank_that_fails_is_a_row_and_the_sweep_goes_on(own):
 def test_what_is_settled_is_not_measured_again(rows, folder, monkeypatch):
     asked, real = [], sweeps.ask
 
-    def ask(pool, name, arguments):
-        asked.append((name, arguments[1]))
-        return real(pool, name, arguments)
+    def ask(pool, name, case, strategy, *more):
+        asked.append((name, strategy))
+        return real(pool, name, case, strategy, *more)
 
     monkeypatch.setattr(sweeps, "ask", ask)
     case = {"dilated": Case(DILATED, dtype="float64", **SIZES)}

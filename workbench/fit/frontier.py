@@ -128,7 +128,7 @@ def search(
     row = shown | asked | space | {"stage": "search", "step": how.step, "check": True} | row
     if say:
         say(words(row))
-    if recorder is not None and not recorder.done(**row):
+    if recorder is not None and not recorder.settled(**row):
         recorder.row(**row)
     return {"probe": "frontier"} | row
 

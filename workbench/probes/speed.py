@@ -70,8 +70,8 @@ def sweep(
             say(f"{lengths.index(n) + 1}/{len(lengths)}: N = {n:,}")
         before, fields = n, case.fields()
         asked = {"asked": fields.pop("backend"), "label": label} | rounds
-        known = [x for x in recorder.rows(**fields, **asked) if x["status"] in records.SETTLED] if resume else []
-        rows.append(known[-1] if known else recorder.row(**timing.time(case, warmup=1, **rounds) | asked))
+        known = recorder.settled(**fields, **asked) if resume else None
+        rows.append(known or recorder.row(**timing.time(case, warmup=1, **rounds) | asked))
     return table(recorder.frame(rows))
 
 

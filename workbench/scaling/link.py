@@ -1,7 +1,5 @@
 """The link between ranks: how fast it moves data and what a call costs, measured; and what many ranks would do with
 them, predicted.
-
-Dimensions: N positions, B batch.
 """
 
 from collections.abc import Iterable
@@ -15,7 +13,7 @@ from workbench.fit.frontier import Lengths
 from workbench.harness import records
 from workbench.harness.ranks import Pool
 from workbench.patterns import Dense, checks
-from workbench.probes.case import Case
+from workbench.probes.case import Case, case_of
 from workbench.scaling import strategies as ways
 
 CALL_S = 5.0  # seconds after which no further round of the small call is begun
@@ -122,11 +120,9 @@ def modelled(
     ValueError for another scaling.
     """
     checks.choice("scaling", scaling, "strong", "weak")
-    if not isinstance(case, Case):
-        raise ValueError(f"case={case!r}: want a Case")
     checks.number("pairs_per_second", pairs_per_second)
     worlds = checks.wholes("worlds", checks.listed("worlds", worlds), 1)
-    at, rows = at or case.at, []
+    at, rows = at or case_of(case).at, []
     for world in worlds:
         one = at(case.n * world) if scaling == "weak" else case
         plan = ways.plan("sequence", one, world)
