@@ -96,7 +96,7 @@ def test_python_inside_operators_counts():
     with VirtualCard(1) as card:
         wb.attention(q, k, v, PATTERN, backend="torch")
     q, k, v = inputs(n, grad=False)
-    visible = memory.measure(lambda: wb.attention(q, k, v, PATTERN, backend="torch")).peak_allocated_bytes
+    visible = memory.measure(lambda: wb.attention(q, k, v, PATTERN, backend="torch"))
     inside = card.peak_requested_bytes - 3 * n * 64 * 4
     out_and_lse = n * 2 * 33 * 4
     assert out_and_lse + n * 2 * 32 * 4 // 4 < inside <= visible  # the parts to be merged, but no kernel's scratch
