@@ -6,10 +6,12 @@ wrote poisoned with NaN.
 
 import contextlib
 import functools
+import os
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +41,28 @@ def slowness(clock=time.perf_counter) -> float:
     begin = clock()
     sum(x * x for x in range(1_000_000))
     return max(1.0, (clock() - begin) / 0.06)
+
+
+def alive(pid: int) -> bool:
+    """Whether this process, or a thread of it, runs."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
+    except OSError:
+        return False
+
+
+def until(holds, seconds=3600.0) -> bool:
+    """Wait for holds(); whether it came to hold."""
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.02)
+    return bool(holds())
+
+
+def gone(*pids: int) -> bool:
+    """Whether these processes end."""
+    return until(lambda: not any(map(alive, pids)))
 
 
 def name_of(dtype: torch.dtype) -> str:

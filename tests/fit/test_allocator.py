@@ -17,7 +17,7 @@ def numbers(allocator):
 def segments(allocator):
     """The segments by address, each a list of its blocks: (address, size, requested bytes; None where free)."""
     blocks = [block for block in allocator._used.values() if block is not None]
-    blocks += [block for pool in allocator._pools.values() for _, _, block in pool.free]
+    blocks += [block for pool in allocator._pools.values() for _, _, block in pool]
     found = []
     for block in sorted(blocks, key=lambda block: block.address):
         if block.before is None:

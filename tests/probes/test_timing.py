@@ -98,14 +98,6 @@ def test_any_callable_is_timed_with_gradients_where_asked():
     assert timed(wb.Dense(), backend="operator:matmul")["status"] == "killed"  # three inputs
 
 
-def test_sdpa_is_the_dense_attention():
-    case = Case(wb.Dense(causal=True), 24, 4, 8, torch.float64, "sdpa", kv_heads=2)
-    q, k, v = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 8)
-    q, k, v = (x[None].double() for x in (q, k, v))
-    got = case.function(q, k, v)[0](q, k, v)
-    torch.testing.assert_close(got, wb.reference(q, k, v, wb.Dense(causal=True))[0])
-
-
 @pytest.mark.parametrize("pattern, options, status, error", [
     (wb.Dilated([8], [1]), {"backend": "sdpa"}, "refused", "Dense only"),
     (wb.Dense(causal=True), {"backend": "sdpa", "nq": 8}, "refused", "nq=8"),

@@ -9,11 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests import browser, tools
 from tests.notebooks.build import code, write
+from tests.tools import gone
 from workbench import report
 from workbench.report import index
 
@@ -40,15 +40,6 @@ def run(tmp_path, monkeypatch):
         return report.run(paths, **options), "".join(said), tmp_path / "out"
 
     return go
-
-
-def gone(pid: int) -> bool:
-    """Whether the process ends."""
-    for _ in range(36_000):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.1)
-    return False
 
 
 def test_a_notebook_becomes_a_page_and_an_entry_of_the_index(run):

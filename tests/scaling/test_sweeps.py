@@ -396,14 +396,8 @@ def test_shards_are_rows_of_one_tensor_whoever_makes_them(monkeypatch):
 def test_shares_are_everything_once():
     case = Case(Dense(True), 24, 4, 8, batch=3)
     for strategy in sweeps.STRATEGIES:
-        held = [
-            (b, j)
-            for rank in range(2)
-            for share in [strategies.share(strategy, case, rank, 2)]
-            for b in share.batch
-            for part in share.keys
-            for j in part
-        ]
+        shares = [strategies.share(strategy, case, rank, 2) for rank in range(2)]
+        held = [(b, j) for share in shares for b in share.batch for part in share.keys for j in part]
         assert sorted(held) == [(b, j) for b in range(3) for j in range(24)]
 
 
