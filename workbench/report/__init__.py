@@ -83,7 +83,7 @@ def run(
             size = report.path.stat().st_size if report.path.exists() else 0
             note = f"  ({size / 1e6:.1f} MB: more than {MOST_BYTES / 1e6:g} MB)" if size > MOST_BYTES else ""
             why = f"  {report.failure}" if report.failure else ""
-            say(f"{report.status} {_duration(report.seconds)}  {_shown(report.path)}{note}{why}\n")
+            say(f"{report.status} {_duration(report.seconds)}  {os.path.relpath(report.path)}{note}{why}\n")
     return reports
 
 
@@ -146,10 +146,6 @@ def _sentence(state) -> str:
 def _duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
-
-
-def _shown(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def describe() -> dict:

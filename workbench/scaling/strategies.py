@@ -192,7 +192,9 @@ def prepare(strategy: str, case: Case, rank: int, world: int, made: dict | None 
                       for x, name in zip(tensors, names, strict=True)]  # fmt: skip
     work = Work(case, mine, functools.partial(_single, case=case), made[mine], idle=not mine.batch)
     if strategy == "data parallel":
-        work.function = torch.nn.DataParallel(_Single(case), device_ids=list(range(world)))
+        module = torch.nn.Module()
+        module.forward = work.function
+        work.function = torch.nn.DataParallel(module, device_ids=list(range(world)))
     elif strategy in OURS:
         work.function = functools.partial(api.attention, pattern=case.pattern, strategy=strategy, backend=case.backend)
     elif strategy == "context parallel":
@@ -205,15 +207,6 @@ def prepare(strategy: str, case: Case, rank: int, world: int, made: dict | None 
 
 def _single(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
     return dispatch.attention(q, k, v, case.pattern, backend=case.backend)
-
-
-class _Single(torch.nn.Module):
-    def __init__(self, case: Case):
-        super().__init__()
-        self.case = case
-
-    def forward(self, q, k, v):
-        return _single(q, k, v, self.case)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
