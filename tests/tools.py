@@ -19,6 +19,7 @@ import torch
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, layouts, reference
 from workbench.distributed.views import some_heads
 from workbench.patterns import orderings
+from workbench.probes import error
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 RELATIVE = {torch.float64: 1e-10, torch.float32: 2e-6}
@@ -293,21 +294,8 @@ def budgets(pattern, inputs, want) -> dict[str, float]:
 
 
 def torch_own(q, k, v, pattern):
-    """(out, zeros for lse) by torch's attention of the inputs' dtype; a key that counts twice is there twice."""
-    n, heads = k.shape[1], q.shape[2]
-    if getattr(pattern, "batch", None):
-        count = torch.stack([pattern.for_batch(x).multiplicity(n, heads, q.shape[1]) for x in range(len(q))])
-    else:
-        count = pattern.multiplicity(n, heads, q.shape[1])[None]
-    count = count.to(q.device)
-    copies = max(1, int(count.max()))
-    mask = torch.cat([count > x for x in range(copies)], -1).expand(len(q), -1, -1, -1)
-    seen = mask.any(-1, keepdim=True)
-    k, v = (x.repeat(1, copies, 1, 1).repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in (k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask | ~seen)
-    out = out.masked_fill(~seen, 0).transpose(1, 2)
-    if hasattr(pattern, "divisor"):
-        out = out / pattern.divisor(heads)
+    """(out, zeros for lse) by torch's attention of the inputs' dtype."""
+    out = error._torch_own(q, k, v, pattern)
     return out, out.sum(-1).transpose(1, 2) * 0
 
 

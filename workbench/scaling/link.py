@@ -94,8 +94,7 @@ def fit(rows: pd.DataFrame) -> Rates | None:
     seconds = seconds / 1000
     if len(set(size)) < 2:
         return None
-    terms = np.stack([1 / seconds, size / seconds], 1)  # each message's time is 1 in units of itself
-    latency, per_byte = np.linalg.lstsq(terms, np.ones(len(size)), rcond=None)[0]
+    per_byte, latency = np.polyfit(size, seconds, 1, w=1 / seconds)  # each message's time is 1 in units of itself
     if latency <= 0 or per_byte <= 0:  # noise, or a link whose small messages are free: the largest one tells
         latency, most = float(seconds.min()), seconds[size.argmax()]
         latency = latency if latency < most else 0.0
