@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests import tools
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, attention, explain, layouts
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, Window, attention, explain, layouts
 from workbench.patterns import orderings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
@@ -33,12 +33,16 @@ LARGE = [
     tools.Case("random-by-head", lambda: BlockSparse(layouts.random(0.3, 1, per_head=True), (64, 128)), 1024, None, 4,
                None, 128),
     tools.Case("window", lambda: Neighborhood((1500,), 300), 1500, None, 2, None, 128),
+    tools.Case("window-causal", lambda: Window(300, True), 1500, 1111, 4, 2, 64),
+    tools.Case("dilated-window-sinks", lambda: Window(100, dilation=3, sinks=7), 1111, 777, 4, 2, 64, 2),
+    tools.Case("dilated-window-128", lambda: Window(100, True, 3), 1500, None, 2, None, 128),
+    tools.Case("predicate-by-head", lambda: Predicate(tools.some_rows_only, True), 700, 500, 4, 2, 128),
     tools.Case("neighborhood", lambda: Neighborhood((40, 40), (5, 3), orderings.hilbert((40, 40))), 1600, 1000, 2, 1,
                64),
 ]  # fmt: skip
 FROM_TABLE = {
     id: case for id, case in tools.TABLE.items()
-    if id.startswith(("dilated", "dense")) and case.head_dim <= 256
+    if id.startswith(("dilated", "dense", "predicate", "window", "neighborhood", "swin")) and case.head_dim <= 256
 }  # fmt: skip
 CASES = FROM_TABLE | {case.id: case for case in (*tools.TILED, *LARGE)}
 

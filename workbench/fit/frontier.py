@@ -38,7 +38,7 @@ Lengths = Callable[[int], Case]
 class Options:
     """How a search goes.
 
-    limit_n, grain: lengths are multiples of grain, up to limit_n.
+    limit_n, grain: lengths are multiples of grain, up to limit_n. first: where a prediction begins.
     step: a measurement ends when what works and what does not are this share of N apart, or a tenth where that is time;
         a prediction is ten times as close.
     server: in whose processes calls are measured; by default this process's shared one.
@@ -46,6 +46,7 @@ class Options:
 
     limit_n: int = 1 << 30
     grain: int = GRAIN
+    first: int | None = None
     step: float = STEP
     server: Server | None = None
 
@@ -84,7 +85,8 @@ def search(
     asked = _asked(example, card, budget_bytes, seconds)
     space = {"limit_n": how.limit_n // how.grain * how.grain, "grain": how.grain}
     first = FIRST if example.nq == example.n else max(FIRST, example.nq + space["grain"])
-    predicted = _predicted(at, card, asked, space | {"first": max(first, FIRST_TRACED), "step": how.step / 10})
+    begin = how.first or max(first, FIRST_TRACED)
+    predicted = _predicted(at, card, asked, space | {"first": begin, "step": how.step / 10})
     row = dict.fromkeys(FOUND) | {"measured": measure, "measured_n": None, "probes": 0}
     row |= {f"predicted_{x}": predicted.get(y) for x, y in PREDICTED.items()}
     if measure:

@@ -62,7 +62,8 @@ def run(
     machine = describe()
     chosen = profile or ("quick" if machine["kind"] == "cpu" else "gpu")
     settled = settle(read, chosen, parameters or {})
-    folder = Path(out) if out else nbs.root() / "outputs" / "reports" / chosen
+    home = Path.cwd() if nbs.root() == nbs.SHARED else nbs.root()
+    folder = Path(out) if out else home / "outputs" / "reports" / chosen
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()  # OSError, before anything runs, where nothing can be written
     origin = "" if profile else f" (by default: {'no CUDA here' if chosen == 'quick' else 'CUDA is present'})"
