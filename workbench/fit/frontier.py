@@ -78,10 +78,7 @@ def search(
     how = Options(**options)
     at = lengths_of(case, how.grain, how.limit_n, how.step, seconds)
     example = at(FIRST) if callable(case) else case
-    if card is not None:
-        card = cards.find(card)
-    elif example.device.startswith("cuda"):
-        card = cards.from_device(example.device)
+    card = _card(card, example.device)
     asked = _asked(example, card, budget_bytes, seconds)
     space = {"limit_n": how.limit_n // how.grain * how.grain, "grain": how.grain}
     first = FIRST if example.nq == example.n else max(FIRST, example.nq + space["grain"])
@@ -183,6 +180,12 @@ def words(row: dict) -> str:
     because = f"{row['limiter']} ({limit})" if row["limiter"] in ("memory", "time") else row["limiter"]
     said = f": {row['error']}" if row["limiter"] in ("validity", "launch") else ""
     return f"  N = {row['n']:,}, {how}; limited by {because}{said}"
+
+
+def _card(card, device: str):
+    if card is not None:
+        return cards.find(card)
+    return cards.from_device(device) if device.startswith("cuda") else None
 
 
 HIDDEN = ("scratch of", "cuBLAS workspace")  # how `probes.trace` names them

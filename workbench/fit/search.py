@@ -75,11 +75,12 @@ def largest(
         if low == limit_n or high is not None and high - low <= apart:
             return Found(low, high, tried, None)
         if high is None:
-            n = _above(tried, low, apart, near)
+            n = min(_above(tried, low, apart, near), limit_n)
         else:
-            stalled = stalled + 1 if low and high - low > width / 2 else 0
-            n = (low + high) / 2 if stalled > 1 else _below(tried, low, high, max(apart, (not low) * high * step))
-        n = min(max(int(n) // grain, 1) * grain, limit_n if high is None else high - grain)
+            stalled = low and (stalled + 1) * (high - low > width / 2)
+            apart = max(apart, (not low) * high * step)
+            n = min((low + high) / 2 if stalled > 1 else _below(tried, low, high, apart), high - grain)
+        n = max(int(n) // grain, 1) * grain
 
 
 def _above(tried: dict[int, Tried], low: int, apart: float, near: bool) -> float:

@@ -87,22 +87,13 @@ def check(
     dispatch.check(q, k, v, pattern)
     given = _given(returned, q, k, upstream)
     exact, shift = Exact(pattern, q, k, v, *(upstream if "dq" in given else ())), k.shape[1] - q.shape[1]
-    allowed = dict.fromkeys(given, RELATIVE.get(q.dtype, 2 * torch.finfo(q.dtype).eps)) | {"lse": LSE[q.dtype]}
-    errors, wrong = {}, []
-
-    def compare(name: str, at: tuple[int, int, int], want: Tensor, size: Tensor) -> None:
-        """A row (D) or an lse () with what it should be; size () is what the error is relative to."""
-        error = _error(given[name][at].double(), want, size, q.dtype)
-        errors[name] = max(errors.get(name, 0.0), error)
-        if error > allowed[name]:
-            wrong.append((error, f"{_where(name, at, given[name])} is off by {error:.3g} of its size, more than "
-                                 f"{allowed[name]:.3g}"))  # fmt: skip
-
+    measured = []  # (name, place, error)
     rows = list(sample(q.shape, pattern, shift) if rows is None else rows)
     for b, i, h in rows:
         found = exact.rows(b, h, torch.tensor([i + shift]))
         for name in given.keys() & found.keys():
-            compare(name, (b, h, i) if name == "lse" else (b, i, h), *(x[0] for x in found[name]))
+            at = (b, h, i) if name == "lse" else (b, i, h)
+            measured.append((name, at, _error(given[name][at], *(x[0] for x in found[name]))))
     keys = [] if "dq" not in given else list(sample(k.shape, pattern, 0, seed=1) if keys is None else keys)
     left, done = PAIRS.get(k.device.type, PAIRS["cpu"]) if pairs is None else pairs, 0
     for b, j, g in keys:
@@ -110,17 +101,25 @@ def check(
         if spent <= left:
             done, left = done + 1, left - spent
             for name, found in exact.key(b, g, j).items():
-                compare(name, (b, j, g), *found)
+                measured.append((name, (b, j, g), _error(given[name][b, j, g], *found)))
     more = f"{len(keys) - done} keys left out: the softmaxes of their queries are too many pairs"
-    worst = tuple(text for _, text in sorted(wrong, key=lambda found: -found[0]))
+    return _report(given, q.dtype, measured, len(rows), done, more if done < len(keys) else None)
+
+
+def _report(given: Mapping[str, Tensor], dtype: torch.dtype, measured: list, *counts) -> Validity:
+    allowed = dict.fromkeys(given, RELATIVE.get(dtype, 2 * torch.finfo(dtype).eps)) | {"lse": LSE[dtype]}
+    errors = {x: max(error for name, _, error in measured if name == x) for x in dict.fromkeys(x[0] for x in measured)}
+    over = sorted((x for x in measured if x[2] > allowed[x[0]]), key=lambda x: -x[2])
+    wrong = tuple(f"{_where(name, at, given[name])} is off by {error:.3g} of its size, more than {allowed[name]:.3g}"
+                  for name, at, error in over)  # fmt: skip
     unchecked = tuple(name for name, x in given.items() if x.numel() and name not in errors)
-    kept = {name: allowed[name] for name in errors}
-    return Validity(errors, kept, worst, len(rows), done, more if done < len(keys) else None, unchecked)
+    return Validity(errors, {name: allowed[name] for name in errors}, wrong, *counts, unchecked)
 
 
-def _error(got: Tensor, want: Tensor, size: Tensor, dtype: torch.dtype) -> float:
-    least = torch.finfo(dtype).smallest_normal * math.sqrt(max(1, want.numel()))
-    difference = torch.where(got == want, 0.0, got - want).norm()  # -inf is -inf
+def _error(got: Tensor, want: Tensor, size: Tensor) -> float:
+    """Of a row (D) or an lse () beside what it should be, relative to size ()."""
+    least = torch.finfo(got.dtype).smallest_normal * math.sqrt(max(1, want.numel()))
+    difference = torch.where(got == want, 0.0, got.double() - want).norm()  # -inf is -inf
     return float(difference / size.clamp(min=least)) if bool(difference.isfinite()) else math.inf
 
 

@@ -58,12 +58,7 @@ def sweep(
         compared_with: one device or, for a forward that it cannot do, float64; unchecked: why nothing was compared
     On cards times are taken in a pool of their own, in which no profiler ever ran.
     """
-    wanted = {label: [ONE] for label in checks.named("cases", cases, "Case")}
-    for label, case in cases.items():
-        asked = checks.listed("strategies", strategies(case) if callable(strategies) else strategies)
-        wanted[label] += dict.fromkeys(x for x in asked if x != ONE)
-        for name in asked:
-            ways.check_name(name)
+    wanted = _wanted(strategies, checks.named("cases", cases, "Case"))
     end = math.inf if within_s is None else time.monotonic() + checks.number("within_s", within_s, above=-1)
     samples, seconds = checks.whole("samples", samples, 1), checks.number("seconds", seconds)
     backend = backend_of(cases.values())
@@ -101,6 +96,17 @@ def _recorded(known: dict, fresh: dict, fields: Callable[[str], dict], recorder,
         if row is not None:
             rows.append(row | {"label": fields(name)["label"], "from_records": known[name] is not None})
     return rows
+
+
+def _wanted(strategies: Iterable[str] | Callable, cases: Mapping[str, Case]) -> dict[str, list[str]]:
+    """By label, the strategies to measure, one device first."""
+    found = {}
+    for label, case in cases.items():
+        names = checks.listed("strategies", strategies(case) if callable(strategies) else strategies)
+        found[label] = [*dict.fromkeys([ONE, *names])]
+    for name in {x for names in found.values() for x in names}:
+        ways.check_name(name)
+    return found
 
 
 def backend_of(cases: Iterable[Case]) -> str:
