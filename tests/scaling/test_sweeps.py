@@ -98,13 +98,8 @@ def test_inputs_are_counted_once_for_who_holds_them(rows):
 
 
 def test_bytes_on_the_wire_are_the_plans(rows):
-    for label, strategy in (
-        ("dilated", "sequence"),
-        ("dilated", "heads"),
-        ("pair", "sequence"),
-        ("blocks", "sequence"),
-    ):
-        row = rows[label, strategy]
+    for key in (("dilated", "sequence"), ("dilated", "heads"), ("pair", "sequence"), ("blocks", "sequence")):
+        row = rows[key]
         assert row["sent_bytes"] == row["planned_bytes"] and sum(row["sent_bytes"]) > 0
         assert all(0 < x < 1000 for x in row["control_bytes"])
     assert rows["pair", "distributed data parallel"]["sent_bytes"] == [0, 0]
@@ -113,9 +108,8 @@ def test_bytes_on_the_wire_are_the_plans(rows):
 def test_results_are_compared_row_by_row(rows):
     for key, row in rows.items():
         if row["status"] == "ok" and key[1] not in (ONE, AA):
-            assert row["valid"] is True and row["compared"] == row["nq"] * (
-                2 if key[0] == "pair" and "data" in key[1] else 1
-            )
+            twice = key[0] == "pair" and "data" in key[1]
+            assert row["valid"] is True and row["compared"] == row["nq"] * (1 + twice)
             assert set(row["errors"]) == ({"out"} if key[0] == "blocks" else {"out", "dq", "dk", "dv"})
     assert rows["dilated", "sequence"]["max_abs_error"] < 1e-12
 
@@ -192,9 +186,8 @@ def test_a_wrong_strategy_is_caught_and_has_no_speed(own):
 
 
 def test_a_rank_that_fails_is_a_row_and_the_sweep_goes_on(own):
-    assert own["fails"]["status"] == "oom" and own["fails"]["error"].startswith(
-        "rank 1 of 2: MemoryError: no room here"
-    )
+    assert own["fails"]["status"] == "oom"
+    assert own["fails"]["error"].startswith("rank 1 of 2: MemoryError: no room here")
     assert own["mine"]["status"] == own[AA]["status"] == "ok"
     assert sweeps.failed(pd.DataFrame([own["fails"]]))
 
@@ -275,11 +268,8 @@ def test_the_link_is_measured_by_message_and_a_call_beside_it(folder):
     rates = link.fit(found)
     moving = cost["message_bytes"] / rates.bytes_per_second + rates.latency_s * (cost["exchanges"] - 1)
     assert rates.call_s == pytest.approx(max(0, cost["median_ms"] / 1000 - moving))
-    for options, message in (
-        ({"nproc": 1}, "nproc=1: want an int >= 2"),
-        ({"nproc": 3, "sizes": [1]}, r"sizes.*want .*>= 2"),
-        ({"device": "cuda:1"}, "device='cuda:1': want 'cpu' or 'cuda'"),
-    ):
+    for options, message in (({"nproc": 1}, "nproc=1: want an int >= 2"), ({"nproc": 3, "sizes": [1]}, "sizes.*>= 2"),
+                             ({"device": "cuda:1"}, "device='cuda:1': want 'cpu' or 'cuda'")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             link.measure(**options, folder=folder / "link")
 
