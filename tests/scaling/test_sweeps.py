@@ -284,6 +284,8 @@ def measured(*ms, sizes=(1 << 16, 1 << 20, 1 << 24), call=4.0):
 def test_latency_and_bandwidth_are_those_of_the_messages():
     exact = link.fit(measured(*(1000 * (2e-4 + x / 5e9) for x in (1 << 16, 1 << 20, 1 << 24))))
     assert exact == pytest.approx((2e-4, 5e9, 4e-3)) and exact.message_s(5e9) == pytest.approx(1.0002)
+    near = link.fit(measured(0.3, 0.8, 9))  # on no line: a short message counts as much as a long one
+    assert [1000 * near.message_s(x) for x in (1 << 16, 1 << 20, 1 << 24)] == pytest.approx([0.3, 0.8, 9], rel=0.01)
     free = link.fit(measured(0.01, 1, 20))  # short messages that cost less than their share of a long one
     assert free.latency_s == 1e-5 and free.message_s(1 << 24) == pytest.approx(0.02)
     assert link.fit(measured(3, 2, 1)).message_s(1 << 24) == pytest.approx(0.001)  # noise alone
