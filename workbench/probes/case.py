@@ -109,20 +109,14 @@ class Case:
             for n, heads in ((self.nq, self.heads), (self.n, self.kv_heads), (self.n, self.kv_heads))
         )
         function, name = self.function(q, k, v)
-        if not backward:
+        upstream = make(q.shape) if backward else None
 
-            def forward():
-                with torch.no_grad():
-                    return function(q, k, v)
+        def call():
+            with torch.set_grad_enabled(backward):
+                out = function(q, k, v)
+                return torch.autograd.grad(out, (q, k, v), upstream) if backward else out
 
-            return forward, name
-        upstream = make(q.shape)
-
-        def forward_and_backward():
-            with torch.enable_grad():
-                return torch.autograd.grad(function(q, k, v), (q, k, v), upstream)
-
-        return forward_and_backward, name
+        return call, name
 
     def function(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable, str]:
         """(the function of q, k and v that `backend` names, its name)."""

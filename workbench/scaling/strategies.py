@@ -190,7 +190,8 @@ def prepare(strategy: str, case: Case, rank: int, world: int, made: dict | None 
         tensors = [make(case, name, mine.batch, mine.rows(name, case)) for name in names]
         made[mine] = [x.requires_grad_(case.mode == "fwdbwd" and name != "upstream")
                       for x, name in zip(tensors, names, strict=True)]  # fmt: skip
-    work = Work(case, mine, functools.partial(_single, case=case), made[mine], idle=not mine.batch)
+    single = functools.partial(dispatch.attention, pattern=case.pattern, backend=case.backend)
+    work = Work(case, mine, single, made[mine], idle=not mine.batch)
     if strategy == "data parallel":
         module = torch.nn.Module()
         module.forward = work.function
@@ -203,10 +204,6 @@ def prepare(strategy: str, case: Case, rank: int, world: int, made: dict | None 
     elif ":" in strategy:
         work.function = functools.partial(imported(strategy), pattern=case.pattern)
     return work
-
-
-def _single(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
-    return dispatch.attention(q, k, v, case.pattern, backend=case.backend)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
