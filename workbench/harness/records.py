@@ -40,15 +40,13 @@ def start(probe: str, profile: str, folder: str | Path | None = None) -> Recorde
     """Begin a run: append its line to the journal of this probe and commit, and return what appends the rows.
 
     folder: where the journal is; by default <machine kind>/ in the folder that WORKBENCH_RECORDS names, or in
-    outputs/records. A journal that this commit already has for the probe is continued, so that `Recorder.done` finds
+    outputs/records. A journal that this commit already has for the probe is continued, so that `Recorder.settled` finds
     what an interrupted run measured. ValueError for a folder that cannot be written.
     """
     from workbench.harness import machine
 
     if not isinstance(probe, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", probe):
         raise ValueError(f"probe={probe!r}: want a lower-case word, e.g. 'timing': it names the file")
-    if folder is not None and not isinstance(folder, (str, os.PathLike)):
-        raise ValueError(f"folder={folder!r}: want a path")
     commit, dirty = revision()
     described = machine.describe()
     machine_kind = described.pop("kind")  # in a line, `kind` is what the line is
@@ -92,9 +90,9 @@ class Recorder:
         DRAWN[_name(self.path)] = DRAWN.get(_name(self.path), 0) + 1
         return row
 
-    def done(self, **key) -> bool:
-        """Whether `rows` has one with a settled status (killed and timeout are tried again)."""
-        return any(row.get("status") in SETTLED for row in self.rows(**key))
+    def settled(self, **key) -> dict | None:
+        """The last of `rows` with a settled status, None if there is none (killed and timeout are tried again)."""
+        return next((row for row in reversed(self.rows(**key)) if row.get("status") in SETTLED), None)
 
     def rows(self, **key) -> list[dict]:
         """The journal's rows with these fields, in order, of the same code, card or processor, versions and threads
@@ -244,9 +242,6 @@ def _parse(data: bytes):
 
 def _journals(paths) -> list[Path]:
     found = {}
-    for path in paths:
-        if not isinstance(path, (str, os.PathLike)):
-            raise ValueError(f"path={path!r}: want a journal or a folder of them")
     for path in map(Path, paths or [default_folder(), *filter(None, [os.environ.get(FOLDER)])]):
         if not path.exists() and paths:
             raise FileNotFoundError(f"{path}: no such journal or folder")
