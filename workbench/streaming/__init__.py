@@ -1,0 +1,9 @@
+"""Attention over sequences that no card holds: segments stream from the host's memory, or a file, through the card."""
+
+from workbench import files_of
+
+__getattr__ = files_of(
+    __name__, attention=f"{__name__}.api:attention", explain=f"{__name__}.api:explain",
+    gradients=f"{__name__}.api:gradients", layer=f"{__name__}.api:layer", memory_map=f"{__name__}.files:memory_map",
+    Projected=f"{__name__}.host:Projected",
+)  # fmt: skip

@@ -1,0 +1,254 @@
+"""Running the calls of a stream: rows come, are computed with and go, three things at once on a card.
+
+While a call runs, the rows of the next one travel to the card, and the results of the chunk before to the host. Two
+slots of memory hold what has come; results are held until their copy has ended. The order of operations is the same on
+a card, on a CPU, where they follow each other, and in a rehearsal without data, which tells what memory they take.
+
+Dimensions: R rows (positions), H query heads, G key heads, D head_dim. All on the card is (1, R, heads, ...).
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from workbench.engines import partial
+from workbench.engines.merge import merge_
+from workbench.engines.operators import lse_dtype
+from workbench.streaming import host
+from workbench.streaming.calls import Call, Calls, Kept
+
+MERGED = 1 << 18  # rows whose results are merged at once: they are float32 then
+
+
+@dataclass
+class Forward:
+    """Attention. sink: out and lse on the host, or None; finish: of rows of out on the card before they go, or None."""
+
+    source: object
+    sink: tuple[Tensor | None, Tensor | None]
+    finish: Callable[[Tensor], Tensor] | None = None
+
+    def __post_init__(self):
+        self.tensors = host.tensors(self.source)
+
+    def wanted(self, call: Call):
+        return host.wanted(self.source, call)
+
+    def inputs(self, loaded: dict[str, Tensor]) -> list[Tensor]:
+        return host.inputs(self.source, loaded)
+
+    def empty(self, calls: Calls, rows: int, like: Tensor) -> list[Tensor]:
+        """What nothing has been merged into: out (1, R, H, D) in at least float32, lse (1, R, H)."""
+        lse = like.new_full((1, rows, calls.heads), -torch.inf, dtype=lse_dtype(like))
+        return [like.new_zeros((*lse.shape, like.shape[-1]), dtype=lse.dtype), lse]
+
+    def compute(self, inputs, pattern, options) -> list[Tensor]:
+        out, lse = partial.forward(*inputs, pattern, options)
+        return [out, lse.transpose(1, 2)]
+
+    def merge(self, total: list[Tensor], part: list[Tensor], where, heads: slice, group: int) -> None:
+        """Merge a part into some rows of some heads of the total, in float32 also where these are 16-bit."""
+        out, lse = (x[:, where, heads] for x in total)
+        wide, its_lse = out.to(lse.dtype), lse.clone()
+        merge_(wide, its_lse, *part)
+        total[0][:, where, heads], total[1][:, where, heads] = wide.to(out.dtype), its_lse
+
+    def results(self, total: list[Tensor], calls: Calls, dtype) -> list[tuple[Tensor, Tensor | None]]:
+        """[(rows, the tensor on the host that they go to)]."""
+        (out, lse), divisor = total, calls.pattern.divisor(calls.heads)
+        out = (out / divisor if divisor > 1 else out)[0].to(dtype)
+        rows = [out if self.finish is None else self.finish(out), lse[0].contiguous()]
+        return [x for x in zip(rows, self.sink, strict=True) if x[1] is not None]
+
+
+@dataclass
+class Backward:
+    """Gradients of q, k and v. source: (q, k, v); others: grad, out and lse on the host; sink: dq, dk, dv there.
+
+    divisor: what out is the softmax's divided by, as of `Pattern.divisor`.
+    """
+
+    source: tuple[Tensor, Tensor, Tensor]
+    others: dict[str, Tensor]
+    sink: tuple[Tensor, Tensor, Tensor]
+    divisor: int
+
+    def __post_init__(self):
+        self.tensors = host.tensors(self.source) | self.others
+
+    def wanted(self, call: Call):
+        return {x: (x, call.keys if x in ("k", "v") else call.queries) for x in self.tensors}
+
+    def inputs(self, loaded: dict[str, Tensor]) -> list[Tensor]:
+        return [loaded[x][None] for x in ("q", "k", "v", "grad", "out", "lse")]
+
+    def empty(self, calls: Calls, rows: int, like: Tensor) -> list[Tensor]:
+        return [like.new_zeros(1, rows, h, like.shape[-1]) for h in (calls.heads, calls.kv_heads, calls.kv_heads)]
+
+    def compute(self, inputs, pattern, options) -> list[Tensor]:
+        q, k, v, grad, out, lse = inputs
+        grad, out = (grad / self.divisor, out * self.divisor) if self.divisor > 1 else (grad, out)
+        return [*partial.backward(grad, None, q, k, v, out, lse.transpose(1, 2).contiguous(), pattern, options)]
+
+    def merge(self, total: list[Tensor], part: list[Tensor], where, heads: slice, group: int) -> None:
+        """Add a part to some rows; its dk and dv have a head for each query head, as `Stream.of_heads` makes them."""
+        for to, some in zip(total, part, strict=True):
+            some, of = some.to(torch.promote_types(to.dtype, torch.float32)), heads
+            if group > 1 and to is not total[0]:
+                index = torch.arange(to.shape[2] * group, device=to.device)[heads] // group
+                some, of = some.new_zeros(*some.shape[:2], *to.shape[2:]).index_add_(2, index, some), slice(None)
+            to[:, where, of] = (to[:, where, of] + some).to(to.dtype)
+
+    def results(self, total: list[Tensor], calls: Calls, dtype) -> list[tuple[Tensor, Tensor | None]]:
+        return [(x[0].to(dtype), to) for x, to in zip(total, self.sink, strict=True)]
+
+
+@dataclass
+class Stream:
+    """One run of a job's calls. options: the scale and backend of each. device: as of `host.Lane`.
+
+    chunks: those to run. finished(chunk): called when its rows are on the host.
+    """
+
+    calls: Calls
+    job: Forward | Backward
+    dtype: torch.dtype
+    head_dim: int
+    device: str
+    options: SimpleNamespace
+    chunks: list[range]
+    finished: Callable[[range], None] = lambda chunk: None
+    bytes_in: int = 0
+    bytes_out: int = 0
+    turn: int = 0
+    leaving: deque = field(default_factory=deque)  # (rows on their way to the host, an event, what ends it, chunk)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        self.into, self.back = host.Lane(self.device), host.Lane(self.device)
+        self.where = "cpu" if self.device == "cpu" else "cuda"
+        self.slots = [SimpleNamespace(rows={}, pattern=None, used=None, there=None) for _ in range(2)]
+        # The rows that are kept come first: they are read before anything is written, perhaps over them.
+        self.held = [(kept, self.of_kept(kept)) for kept in self.calls.kept] if self.chunks else []
+        steps = ((chunk, *step) for chunk in self.chunks for step in _last([*self.calls.of_chunk(chunk)] or [None]))
+        step, total = next(steps, None), None
+        slot = self.fetch(step and step[1])
+        while step:
+            chunk, call, last = step
+            if call is not None:
+                total = self.added(total, self.compute(slot, call.pattern), chunk, call, last)
+            if last:
+                self.finish(chunk, total)
+                total = None
+            step = next(steps, None)
+            slot = self.fetch(step and step[1])
+            self.settle(1)
+        self.settle(0)
+
+    def of_kept(self, kept: Kept) -> list[Tensor]:
+        """The results of attention among the rows that are kept."""
+        rows, group, every = len(kept), self.calls.heads // self.calls.kv_heads, []
+        for start in range(0, rows, self.calls.chunk):
+            where = kept.at(start, min(rows, start + self.calls.chunk))
+            slot = self.fetch(Call(where, where, kept.pattern, slice(None)))
+            some = self.arrived(slot)
+            for x in (1, 2):
+                some[x] = some[x].repeat_interleave(group, 2) if group > 1 else some[x]
+            some = [x[:, :, kept.heads] for x in some]
+            every = every or [x.new_empty((1, rows, *x.shape[2:])) for x in some]
+            for to, x in zip(every, some, strict=True):
+                to[:, start : start + len(where)] = x
+            slot.used = host.mark(self.device)
+        del some, x, to
+        # A branch at a time: the lists of the tiles of several that see each other would take long to make.
+        total = None
+        for branch in range(len(kept.pattern.segment_lengths)):
+            part = self.job.compute(every, kept.pattern.of_branches([branch]), self.options)
+            for start in range(0, rows if total else 0, MERGED):
+                some = slice(start, start + MERGED)
+                self.job.merge(total, [x[:, some] for x in part], some, slice(None), 1)
+            total = total or part
+        return total
+
+    def fetch(self, call: Call | None):
+        """Have the rows of a call on their way to the card; returns the slot where they arrive."""
+        if call is None:
+            return None
+        self.turn += 1
+        slot = self.slots[self.turn % 2]
+        slot.loaded = {}
+        for name, (which, where) in self.job.wanted(call).items():
+            tensor = self.job.tensors[which]
+            if name not in slot.rows:
+                most = self.calls.most[name in ("k", "v", "context")]
+                slot.rows[name] = torch.empty((most, *tensor.shape[1:]), dtype=tensor.dtype, device=self.where)
+            slot.loaded[name] = which, where, slot.rows[name][: len(where)]
+        if self.device == "cuda":
+            if slot.there:
+                slot.there.synchronize()  # what is pinned for this slot has been copied
+            self.into.stream.wait_event(slot.used or host.mark(self.device))
+        with self.into.within():
+            for name, (which, where, to) in slot.loaded.items():
+                self.into.bring(self.job.tensors[which], where, to, (self.turn % 2, name))
+                self.bytes_in += to.nbytes
+            slot.there = host.mark(self.device)
+        return slot
+
+    def arrived(self, slot) -> list[Tensor]:
+        if slot.there:
+            torch.cuda.current_stream().wait_event(slot.there)
+        return self.job.inputs({name: to for name, (*_, to) in slot.loaded.items()})
+
+    def compute(self, slot, pattern) -> list[Tensor]:
+        found = self.job.compute(self.arrived(slot), pattern, self.options)
+        slot.used = host.mark(self.device)
+        return found
+
+    def added(self, total, part: list[Tensor], chunk: range, call: Call, last: bool) -> list[Tensor]:
+        part = [x[:, call.rows] for x in part]
+        if total is None and last:
+            return part
+        total = total or self.job.empty(self.calls, len(chunk), self.like())
+        self.job.merge(total, part, slice(None), slice(None), 1)
+        return total
+
+    def like(self) -> Tensor:
+        return torch.empty((0, self.head_dim), dtype=self.dtype, device=self.where)
+
+    def finish(self, chunk: range, total: list[Tensor] | None) -> None:
+        """Merge what was computed of kept rows, and send the chunk's results to the host."""
+        total = total or self.job.empty(self.calls, len(chunk), self.like())
+        for kept, part in self.held:
+            rows, where = kept.inside(chunk)
+            where = slice(where.start, where.stop, where.step) if isinstance(where, range) else where.to(self.where)
+            if rows.stop > rows.start:
+                group = self.calls.heads // self.calls.kv_heads
+                self.job.merge(total, [x[:, rows] for x in part], where, kept.heads, group)
+        found = self.job.results(total, self.calls, self.dtype)
+        if self.device == "cuda":
+            self.back.stream.wait_event(host.mark(self.device))
+        with self.back.within():
+            key = chunk.start // max(1, self.calls.chunk) % 2
+            ends = [self.back.put(rows, to, chunk, (key, x)) for x, (rows, to) in enumerate(found)]
+            self.leaving.append(([rows for rows, _ in found], host.mark(self.device), ends, chunk))
+        self.bytes_out += sum(rows.nbytes for rows, _ in found)
+
+    def settle(self, most: int) -> None:
+        """Wait until the results of at most so many chunks are on their way."""
+        while len(self.leaving) > most:
+            _, event, ends, chunk = self.leaving[0]
+            if event:
+                event.synchronize()
+            for end in ends:
+                end()
+            self.leaving.popleft()
+            self.finished(chunk)
+
+
+def _last(calls: list) -> list[tuple]:
+    """[(a call, whether it is the last one)]."""
+    return [(call, x == len(calls) - 1) for x, call in enumerate(calls)]
