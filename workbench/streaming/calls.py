@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from workbench.distributed import halo, views
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
@@ -76,20 +77,19 @@ class Kept:
         segment, inside = divmod(position, self.length)
         return segment * self.each + max(0, min(self.each, -(-(inside - self.offset) // self.rate)))
 
-    def at(self, start: int, stop: int) -> Positions:
-        """The positions of rows start ... stop - 1."""
+    def at(self, start: int, stop: int, origin: int = 0) -> Positions:
+        """The positions of rows start ... stop - 1, counted from `origin`."""
         if self.length % self.rate == 0 or stop <= self.each:
-            return range(self.offset + start * self.rate, self.offset + stop * self.rate, self.rate)
-        row = torch.arange(start, stop)
-        return row // self.each * self.length + self.offset + row % self.each * self.rate
+            first = self.offset - origin
+            return range(first + start * self.rate, first + stop * self.rate, self.rate)
+        with _disable_current_modes():  # a card in software has no part in this
+            row = torch.arange(start, stop)
+            return row // self.each * self.length + row % self.each * self.rate + (self.offset - origin)
 
     def inside(self, chunk: range) -> tuple[slice, Positions]:
         """Of the rows in a chunk: which ones they are, and their places in the chunk."""
         start, stop = self.before(chunk.start), self.before(chunk.stop)
-        where = self.at(start, stop)
-        if isinstance(where, range):
-            return slice(start, stop), range(where.start - chunk.start, where.stop - chunk.start, where.step)
-        return slice(start, stop), where - chunk.start
+        return slice(start, stop), self.at(start, stop, chunk.start)
 
     def __len__(self):
         return self.before(self.n)
@@ -125,9 +125,9 @@ class Calls:
         """The most queries and keys of a call."""
         if isinstance(self.pattern, (Dense, Dilated)):
             return (min(self.n, self.chunk),) * 2
-        few = isinstance(self.pattern, Neighborhood) and _line(self.pattern)
-        some = self.chunks[:2] + self.chunks[-2:] if few else self.chunks
-        sizes = [(len(call.queries), len(call.keys)) for chunk in some for call in self.of_chunk(chunk)]
+        if isinstance(self.pattern, Neighborhood) and _line(self.pattern):
+            return (min(self.n, self.chunk + 2 * self.pattern.radius[0]),) * 2
+        sizes = [(len(call.queries), len(call.keys)) for chunk in self.chunks for call in self.of_chunk(chunk)]
         return tuple(map(max, zip(*sizes, strict=True))) if sizes else (0, 0)
 
     @cached_property

@@ -120,9 +120,11 @@ def _pinned(x) -> bool:
 
 
 def _telling(calls: Calls) -> list[range]:
-    """The chunks after which memory holds nothing new: all where they differ, else the first ones and the last."""
+    """The chunks after which memory holds nothing new: all where they differ, else a few."""
     alike = isinstance(calls.pattern, (Dense, Dilated, Neighborhood))
-    return calls.chunks[:3] + calls.chunks[3:][-2:] if alike else calls.chunks
+    middle, every = len(calls.chunks) // 2, range(len(calls.chunks))
+    few = sorted({*every[:3], *every[middle : middle + 2], *every[-2:]} if alike else every)
+    return [calls.chunks[x] for x in few]
 
 
 class _Rehearsal(SimpleNamespace):
