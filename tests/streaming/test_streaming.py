@@ -90,11 +90,12 @@ def test_memory_is_the_plan_s_to_the_byte(name):
     pattern, options, (q, k, v) = made(name, torch.float32)
     out, lse = results(q)
     with wb.VirtualCard(1) as card:
-        row = streaming.attention((q, k, v), pattern, (out, lse), **options)
-    plan = streaming.explain((q, k, v), pattern, (out, lse), **options)
+        row = streaming.attention((q, k, v), pattern, out, **options)
+    plan = streaming.explain((q, k, v), pattern, **options)  # of out alone
     assert card.peak_requested_bytes == plan.peak == row["planned_bytes"]
     assert (row["bytes_in"], row["bytes_out"]) == (plan.bytes_in, plan.bytes_out)
     if name in BACKWARD:
+        lse.zero_()
         grad, got = torch.randn_like(q), tuple(torch.empty_like(x) for x in (q, k, v))
         with wb.VirtualCard(1) as card:
             row = streaming.gradients((q, k, v), pattern, grad, (out, lse), got, **options)
@@ -205,11 +206,11 @@ def test_what_cannot_be_run_is_refused_by_name(monkeypatch):
     refused = {
         "want other memory": lambda: streaming.attention((q, k, v), pattern, q, **options),
         "has no such option": lambda: streaming.attention((q, k, v), pattern, out, **options, mask=1),
-        "want dense, dilated": lambda: streaming.attention((q, k, v), other, out, **options),
+        "want a dense, dilated": lambda: streaming.attention((q, k, v), other, out, **options),
         "want a dilated pattern or a window": lambda: streaming.gradients(
             (q, k, v), pattern, q, results(q), (q, k, v), **options),
-        "k has 332 positions": lambda: streaming.attention((q, k[:-1], v), pattern, out, **options),
-        "sink's out=torch.float64": lambda: streaming.attention((q, k, v), pattern, out[:-1], **options),
+        "source: k is torch.float64": lambda: streaming.attention((q, k[:-1], v), pattern, out, **options),
+        "sink: out is torch.float64": lambda: streaming.attention((q, k, v), pattern, out[:-1], **options),
         "want \\(q, k, v\\), or Projected": lambda: streaming.attention(q, pattern, out, **options),
         "want a sink of `memory_map`": lambda: streaming.attention((q, k, v), long, out, **options, journal="j"),
     }  # fmt: skip

@@ -3,7 +3,6 @@
 from workbench import files_of
 
 __getattr__ = files_of(
-    __name__, attention=f"{__name__}.api:attention", explain=f"{__name__}.api:explain",
-    gradients=f"{__name__}.api:gradients", layer=f"{__name__}.api:layer", memory_map=f"{__name__}.files:memory_map",
-    Projected=f"{__name__}.host:Projected",
+    __name__, **{name: f"{__name__}.api:{name}" for name in ("attention", "explain", "gradients", "layer")},
+    memory_map=f"{__name__}.files:memory_map", Projected=f"{__name__}.host:Projected",
 )  # fmt: skip

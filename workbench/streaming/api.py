@@ -1,8 +1,8 @@
-"""Attention, its gradients and a layer over a sequence in the host's memory or in files, chunk by chunk on a card."""
+"""Attention, its gradients and a layer over a sequence on the host or in files, chunk by chunk on a card."""
 
+import dataclasses
 import math
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -16,168 +16,178 @@ from workbench.fit import cards
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
 from workbench.patterns.checks import describe, whole
 from workbench.streaming import files, host
+from workbench.streaming.calls import Calls, on_a_line
 from workbench.streaming.plan import Plan, plan
 from workbench.streaming.run import Backward, Forward, Stream
 
+MORE = {"scale": None, "backend": "auto", "chunk": None, "journal": None, "watch": None}
+
 
 def attention(
-    source, pattern: Pattern, sink, *, heads: int, head_dim: int, dtype: torch.dtype, budget_bytes: int | None = None,
-    scale: float | None = None, backend="auto", chunk: int | None = None, journal=None, watch=None, **unknown,
-):  # fmt: skip
+    source, pattern: Pattern, sink, *, heads: int, head_dim: int, dtype: torch.dtype, budget_bytes=None, **more
+) -> dict:
     """Attention of N positions whose rows come from the host and go there, with at most budget_bytes on the card.
 
-    source: (q, k, v), tensors (N, H, D) and (N, G, D) in the host's memory or files (`memory_map`), best pinned; or
-        `Projected(x, q, k, v)`. sink: out (N, H, D) or (out, lse (N, H), float32, or float64 for float64), which may be
-        the source's own memory where the pattern is dilated, so that no later chunk reads these rows.
-    chunk: positions on the card together, by default as the budget allows. journal: a file of finished ranges, for a
-        sink in files: the same call goes on where a killed one ended. watch(positions done, seconds): called as
-        it runs.
-    Returns the run as a record's fields. `explain` says beforehand what it will take. ValueError, before any work, for
-    what cannot run, too little memory among it. On the current CUDA device, or on the CPU where there is none.
+    source: (q, k, v), tensors (N, H, D) and (N, G, D) in the host's memory, best pinned, or in files (`memory_map`); or
+        `Projected(x, q, k, v)`.
+    sink: out (N, H, D), or (out, lse (N, H), float32, or float64 for float64). It may be the source's own memory where
+        the pattern is dilated, since then no later chunk reads the rows of an earlier one.
+    more: scale and backend, as of `wb.attention`. chunk: positions on the card together, by default as the budget
+        allows. journal: the path of a record of finished ranges, for a sink in files: the same call goes on where one
+        that was killed has ended. watch(positions done, seconds): called as it runs.
+
+    Runs on the current CUDA device, or on the CPU where there is none; returns a record's fields. `explain` says
+    beforehand what it will take. ValueError, before any work, for what cannot run, too little memory among it.
     """
-    refuse("streaming.attention", unknown)
-    out, lse = sink if isinstance(sink, (tuple, list)) else (sink, None)
-    job = Forward(source, (out, lse))
-    return _run(job, pattern, heads, head_dim, dtype, budget_bytes, scale, backend, chunk, journal, watch)
+    return _run(Forward(source, _pair(sink)), pattern, _options(heads, head_dim, dtype, budget_bytes, more))
 
 
 def explain(
-    source, pattern: Pattern, sink=None, *, heads: int, head_dim: int, dtype: torch.dtype, budget_bytes=None, card=None,
-    scale: float | None = None, backend="auto", chunk: int | None = None, **unknown,
-) -> Plan:  # fmt: skip
-    """The plan of `attention`, without running it: print it. On `card`, by default this machine's, or on the CPU.
+    source, pattern: Pattern, *, heads: int, head_dim: int, dtype: torch.dtype, budget_bytes=None, card=None, **more
+) -> Plan:
+    """The plan of `attention` to out alone, without running it: print it.
 
-    Tensors of the source may be without contents, torch.empty(n, heads, head_dim, dtype=dtype, device="meta"): of any
-    length. sink: by default out alone, (N, H, D).
+    card: by default this machine's, or the processor. Tensors of the source may be without contents, of any length:
+    torch.empty(n, heads, head_dim, dtype=dtype, device="meta").
     """
-    refuse("streaming.explain", unknown)
     n = len(next(iter(host.tensors(source).values())))
-    sink = torch.empty(n, heads, head_dim, dtype=dtype, device="meta") if sink is None else sink
-    job = Forward(source, sink if isinstance(sink, (tuple, list)) else (sink, None))
-    return _planned(job, pattern, heads, head_dim, dtype, budget_bytes, scale, backend, chunk, card)[0]
+    job = Forward(source, (torch.empty(n, heads, head_dim, dtype=dtype, device="meta"), None))
+    return _planned(job, pattern, _options(heads, head_dim, dtype, budget_bytes, more), card)
 
 
 def gradients(
-    source: tuple[Tensor, Tensor, Tensor], pattern: Pattern, grad: Tensor, result: tuple[Tensor, Tensor],
-    sink: tuple[Tensor, Tensor, Tensor], *, heads: int, head_dim: int, dtype: torch.dtype,
-    budget_bytes: int | None = None, scale=None, backend="auto", chunk=None, journal=None, watch=None, **unknown,
-):  # fmt: skip
-    """dq, dk and dv, written to `sink`, of tensors on the host as in `attention`, which gave result = (out, lse).
+    source, pattern: Pattern, grad: Tensor, result, sink, *, heads: int, head_dim: int, dtype: torch.dtype, **more
+) -> dict:
+    """dq, dk and dv, written to `sink`, tensors like the three of the source (q, k, v), from out's gradient, `grad`.
 
-    grad (N, H, D): the gradient of out. For dilated patterns and windows on a line: of others the gradient of a key
-    comes from many chunks. The rest as in `attention`.
+    result: (out, lse) as `attention` gave them. For dilated patterns and windows on a line: the gradient of a key comes
+    from many chunks in others. The rest as in `attention`, budget_bytes too.
     """
-    refuse("streaming.gradients", unknown)
-    line = isinstance(pattern, Neighborhood) and len(pattern.shape) == 1 and pattern.ordering is None
-    if not line and not isinstance(pattern, Dilated):
+    if not isinstance(pattern, Dilated) and not on_a_line(pattern):
         raise ValueError(f"pattern={pattern!r}: want a dilated pattern or a window on a line for gradients")
-    others = {"grad": grad, "out": result[0], "lse": result[1]}
+    others = dict(zip(("grad", "out", "lse"), (grad, *result), strict=True))
     job = Backward(tuple(source), others, tuple(sink), pattern.divisor(whole("heads", heads, 1)))
-    return _run(job, pattern, heads, head_dim, dtype, budget_bytes, scale, backend, chunk, journal, watch)
+    return _run(job, pattern, _options(heads, head_dim, dtype, more.pop("budget_bytes", None), more))
 
 
 @torch.no_grad()
-def layer(module: MultiheadAttention, x: Tensor, out: Tensor | None = None, **options):
-    """A layer on x (N, embed_dim) in the host's memory, its weights on the card; written over x, or to `out` like it.
+def layer(module: MultiheadAttention, x: Tensor, out: Tensor | None = None, budget_bytes=None, **more) -> dict:
+    """A layer on x (N, embed_dim) on the host, its weights on the card; written over x, or to `out` like it.
 
     q, k and v are projected on the card as x streams, and out's projection is done before its rows leave: beside x
-    nothing of its length is on the host. options: of `attention`. Dropout in training is refused.
+    nothing of its length is on the host. The rest as in `attention`. Dropout in training is refused.
     """
     if module.training and module.dropout.p:
         raise ValueError(f"dropout={module.dropout.p}: want module.eval(), a stream computes no gradients of a layer")
     if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != module.q.in_features:
         raise ValueError(f"x={describe(x)}: want (N, {module.q.in_features})")
-    by_head = {"q": module.num_heads, "k": module.num_kv_heads, "v": module.num_kv_heads}
-    parts = (
-        nn.Sequential(getattr(module, name), nn.Unflatten(-1, (heads, module.head_dim)))
-        for name, heads in by_head.items()
-    )
-    source = host.Projected(x, *parts, module.num_kv_heads)
-    job = Forward(source, (x if out is None else out, None), nn.Sequential(nn.Flatten(1), module.out))
-    given = {"budget_bytes": None, "scale": None, "backend": module.backend, "chunk": None, "journal": None,
-             "watch": None}  # fmt: skip
-    refuse("streaming.layer", {key: value for key, value in options.items() if key not in given})
-    return _run(job, module.pattern, module.num_heads, module.head_dim, x.dtype, *(given | options).values())
+    heads, kv_heads = module.num_heads, module.num_kv_heads
+    parts = ((module.q, heads), (module.k, kv_heads), (module.v, kv_heads))
+    parts = (nn.Sequential(linear, nn.Unflatten(-1, (h, module.head_dim))) for linear, h in parts)
+    source, finish = host.Projected(x, *parts, kv_heads), nn.Sequential(nn.Flatten(1), module.out)
+    options = _options(heads, module.head_dim, x.dtype, budget_bytes, {"backend": module.backend} | more)
+    return _run(Forward(source, (x if out is None else out, None), finish), module.pattern, options)
 
 
-def _planned(job, pattern, heads, head_dim, dtype, budget, scale, backend, chunk, card=None) -> tuple[Plan, object]:
-    """(the plan, the options of each call) after all checks that need no memory."""
-    if not isinstance(pattern, (Dense, Dilated, Neighborhood, BlockSparse)) or pattern.batch not in (None, 1):
-        raise ValueError(f"pattern={pattern!r}: want dense, dilated, a neighborhood or blocks, for one sequence")
-    heads, head_dim = whole("heads", heads, 1), whole("head_dim", head_dim, 1)
+def _pair(sink) -> tuple:
+    return tuple(sink) if isinstance(sink, (tuple, list)) else (sink, None)
+
+
+def _options(heads, head_dim, dtype, budget_bytes, more: dict) -> SimpleNamespace:
+    refuse("a stream", {key: value for key, value in more.items() if key not in MORE})
+    found = SimpleNamespace(dtype=dtype, budget_bytes=budget_bytes, **MORE | more)
+    found.heads, found.head_dim = whole("heads", heads, 1), whole("head_dim", head_dim, 1)
     if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}: want float64, float32, bfloat16 or float16")
-    n, kv_heads = len(next(iter(job.tensors.values()))), host.key_heads(job.source, heads)
-    if n == 0 or heads % kv_heads:
-        raise ValueError(f"{n} positions, {heads} heads, {kv_heads} key heads: want a position, key heads that divide")
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    shapes = {"q": (n, heads, head_dim), "k": (n, kv_heads, head_dim), "v": (n, kv_heads, head_dim)}
-    shapes |= dict.fromkeys(("grad", "out"), shapes["q"]) | {"lse": (n, heads)}
-    sinks = zip(("out", "lse") if isinstance(job, Forward) else ("q", "k", "v"), job.sink, strict=True)
-    named = [*job.tensors.items(), *((f"sink's {name}", x) for name, x in sinks if x is not None)]
-    for name, x in named:
-        what = name.removeprefix("sink's ")
-        want = shapes.get(what, (n, *x.shape[1:])) if getattr(job, "finish", None) is None else (n, *x.shape[1:])
-        to = wide if what == "lse" else dtype
-        if tuple(x.shape) != want or x.dtype != to or x.device.type == "cuda" or not x.is_contiguous():
-            raise ValueError(f"{name}={describe(x)}: want a contiguous {to} {want} in the host's memory")
+        raise ValueError(f"dtype={dtype!r}: want torch.float64, float32, bfloat16 or float16")
+    for name in ("budget_bytes", "chunk"):
+        setattr(found, name, (value := getattr(found, name)) and whole(name, value, 1))
+    found.scale = 1 / math.sqrt(head_dim) if found.scale is None else float(found.scale)
+    return found
+
+
+def _planned(job, pattern, options, card=None) -> Plan:
+    """The plan, after all checks that need no memory."""
+    if not isinstance(pattern, (Dense, Dilated, Neighborhood, BlockSparse)) or pattern.batch not in (None, 1):
+        raise ValueError(f"pattern={pattern!r}: want a dense, dilated, neighborhood or block-sparse one for a sequence")
+    n, heads, there = len(next(iter(job.tensors.values()))), options.heads, torch.cuda.is_available()
+    kv_heads = getattr(job.source, "kv_heads", None) or (
+        heads if isinstance(job.source, host.Projected) else job.source[1].shape[1]
+    )
+    if heads % kv_heads:
+        raise ValueError(f"{kv_heads} key heads do not divide {heads} heads: want a divisor")
+    _check_tensors(job, n, kv_heads, options)
     pattern.for_batch(0).check(n, heads)
-    options = SimpleNamespace(scale=1 / math.sqrt(head_dim) if scale is None else scale, backend=backend)
-    like = torch.empty(1, 1, heads, head_dim, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
-    if reason := partial.why_not(backend, like, like, pattern):
+    like = torch.empty(1, 1, heads, options.head_dim, dtype=options.dtype, device="cuda" if there else "cpu")
+    if reason := partial.why_not(options.backend, like, like, pattern):
         raise ValueError(reason)
-    if card is None:
-        here = replace(cards.find("h100"), key=cards.VIRTUAL, workspace_bytes=0)  # whose kernels are the processor's
-        card = cards.from_device() if torch.cuda.is_available() else here
-    sizes = n, heads, kv_heads, head_dim
-    chunk = None if chunk is None else whole("chunk", chunk, 1)
-    return plan(job, pattern, sizes, dtype, options, cards.find(card), budget, chunk), options
+    if card is None and not there:  # whose kernels are the processor's
+        card = dataclasses.replace(cards.find("h100"), key=cards.VIRTUAL, workspace_bytes=0)
+    card = cards.from_device() if card is None else cards.find(card)
+    return plan(job, Calls(pattern, n, heads, kv_heads, n), options, card)
 
 
-def _run(job, pattern, heads, head_dim, dtype, budget, scale, backend, chunk, journal, watch) -> dict:
-    found, options = _planned(job, pattern, heads, head_dim, dtype, budget, scale, backend, chunk)
-    mapped = {x.path: x for x in (*job.tensors.values(), *job.sink) if x is not None and hasattr(x, "path")}
-    for path, x in mapped.items():
-        files.check_length(path, x.nbytes)
+def _check_tensors(job, n: int, kv_heads: int, options) -> None:
+    wide = torch.float64 if options.dtype == torch.float64 else torch.float32
+    query, key = ((n, h, options.head_dim) for h in (options.heads, kv_heads))
+    shapes = {"q": query, "k": key, "v": key, "grad": query, "out": query, "lse": (n, options.heads)}
+    if isinstance(job.source, host.Projected):
+        shapes = {name: (n, *x.shape[1:]) for name, x in (("x", job.tensors["x"]), ("out", job.sink[0]))}
+    names = ("out", "lse") if isinstance(job, Forward) else ("q", "k", "v")
+    sinks = [("sink", name, x) for name, x in zip(names, job.sink, strict=True) if x is not None]
+    for where, name, x in (*(("source", *item) for item in job.tensors.items()), *sinks):
+        to = wide if name == "lse" else options.dtype
+        if not isinstance(x, Tensor) or x.is_cuda or (tuple(x.shape), x.dtype) != (shapes.get(name, query), to):
+            raise ValueError(f"{where}: {name} is {describe(x)}, want a tensor of {to} {shapes.get(name)} on the host")
+        if not x.is_contiguous():
+            raise ValueError(f"{where}: {name} has strides {x.stride()}: want it contiguous")
+
+
+def _journal(job, pattern, options, found: Plan) -> files.Journal | None:
+    """The journal, if one is asked for, after the checks of what is there: files, memory."""
     sinks = [x for x in job.sink if x is not None]
-    read = {_memory(x) for x in job.tensors.values()}
-    over = any(_memory(x) in read for x in sinks)
+    for x in (*job.tensors.values(), *sinks):
+        if hasattr(x, "path"):
+            files.check_length(x.path, x.nbytes)
+    over = {_memory(x) for x in job.tensors.values()} & {_memory(x) for x in sinks}
     if over and not isinstance(pattern, Dilated):
         raise ValueError(f"sink is the source's memory, which later chunks of {pattern.name} read: want other memory")
-    if (free := psutil.virtual_memory().available) < found.host:
-        raise ValueError(f"{found.host:,} bytes to be pinned and {free:,} free: want a smaller chunk")
-    record, done = None, set()
-    if journal is not None:
-        if over or not all(hasattr(x, "path") for x in sinks):
-            raise ValueError(f"journal={str(journal)!r}: want a sink of `memory_map`, not over the source")
-        what = pattern.spec(), found.calls.chunk, heads, head_dim, options.scale, type(job).__name__
-        record = files.Journal(journal, files.identity(job.tensors, *what), [x.path for x in sinks])
-        done = record.done
-    chunks = [x for x in found.calls.chunks if (x.start, x.stop) not in done]
-    begin, state = time.perf_counter(), {"done": found.calls.n - sum(map(len, chunks))}
+    if (free := psutil.virtual_memory().available) < found.pinned:
+        raise ValueError(f"{found.pinned:,} bytes to be pinned and {free:,} free: want a smaller chunk")
+    if options.journal is None:
+        return None
+    if over or not all(hasattr(x, "path") for x in sinks):
+        raise ValueError(f"journal={str(options.journal)!r}: want a sink of `memory_map`, not over the source")
+    what = type(job).__name__, pattern.spec(), found.calls.chunk, options.scale
+    return files.Journal(options.journal, job.tensors, what, [x.path for x in sinks])
 
-    def finished(piece: range) -> None:
+
+def _run(job, pattern, options) -> dict:
+    found, cuda = _planned(job, pattern, options), torch.cuda.is_available()
+    record = _journal(job, pattern, options, found)
+    chunks = [x for x in found.calls.chunks if not record or (x.start, x.stop) not in record.done]
+    done, begin = [found.calls.n - sum(map(len, chunks))], time.perf_counter()
+
+    def finished(chunk: range) -> None:
+        done.append(done[-1] + len(chunk))
         if record:
-            record.finished(piece)
-        state["done"] += len(piece)
-        if watch:
-            watch(state["done"], time.perf_counter() - begin)
+            record.finished(chunk)
+        if options.watch:
+            options.watch(done[-1], time.perf_counter() - begin)
 
-    cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"] if cuda else 0
-    stream = Stream(found.calls, job, dtype, head_dim, "cuda" if cuda else "cpu", options, chunks, finished)
+    stream = Stream(found.calls, job, "cuda" if cuda else "cpu", options, chunks, finished)
     stream.run()
     seconds = time.perf_counter() - begin
-    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before if cuda else None
     return {
         "probe": "streaming", "pattern": pattern.short_name, "pattern_spec": pattern.spec(), "causal": pattern.causal,
-        "n": found.calls.n, "heads": heads, "kv_heads": found.calls.kv_heads, "head_dim": head_dim,
-        "dtype": str(dtype).removeprefix("torch."), "mode": "fwd" if isinstance(job, Forward) else "bwd",
+        "n": found.calls.n, "heads": options.heads, "kv_heads": found.calls.kv_heads, "head_dim": options.head_dim,
+        "dtype": options.dtype, "mode": "fwd" if isinstance(job, Forward) else "bwd", "status": "ok",
         "chunk": found.calls.chunk, "kept": found.kept, "bytes_in": stream.bytes_in, "bytes_out": stream.bytes_out,
-        "budget_bytes": budget, "peak_bytes": peak, "planned_bytes": found.peak, "median_ms": 1000 * seconds,
-        "planned_ms": found.milliseconds, "traffic_ms": found.floors[0], "status": "ok",
+        "budget_bytes": options.budget_bytes, "planned_bytes": found.peak, "median_ms": 1000 * seconds,
+        "peak_bytes": torch.cuda.memory_stats()["requested_bytes.all.peak"] - before if cuda else None,
+        "traffic_ms": found.traffic_ms, "planned_ms": found.milliseconds,
     }  # fmt: skip
 
 

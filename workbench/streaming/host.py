@@ -1,7 +1,4 @@
-"""What a stream reads and writes in the host's memory, and how rows travel: through pinned memory, beside computation.
-
-Dimensions: N positions, M rows that travel together, C channels of x, H query heads, G key heads, D head_dim.
-"""
+"""What a stream reads and writes on the host, and how rows travel: through pinned memory, beside computation."""
 
 import contextlib
 from collections.abc import Callable
@@ -16,8 +13,8 @@ from workbench.streaming.calls import Call, Positions
 
 
 class Projected(NamedTuple):
-    """q, k and v as functions of rows of x (N, C) in the host's memory: each takes rows (M, C) on the card and gives
-    (M, H, D), or (M, G, D) of k and v with G = kv_heads (default H). They have to treat each row alone."""
+    """q, k and v as functions, each row's its own, of rows of x (N, C) on the host: each takes rows (M, C) on the card
+    and gives (M, heads, head_dim), those of k and v with kv_heads (default: heads)."""
 
     x: Tensor
     q: Callable[[Tensor], Tensor]
@@ -27,7 +24,7 @@ class Projected(NamedTuple):
 
 
 def tensors(source) -> dict[str, Tensor]:
-    """The tensors of a source by name. ValueError where it is none."""
+    """The tensors of a source by name; ValueError where it is none."""
     if isinstance(source, Projected):
         found = {"x": source.x}
     elif isinstance(source, (tuple, list)) and len(source) == 3:
@@ -35,31 +32,30 @@ def tensors(source) -> dict[str, Tensor]:
     else:
         raise ValueError(f"source={describe(source)}: want (q, k, v), or Projected(x, q, k, v)")
     for name, x in found.items():
-        if not isinstance(x, Tensor) or x.device.type not in ("cpu", "meta") or x.dim() < 2:
-            raise ValueError(f"{name}={describe(x)}: want a tensor in the host's memory, positions first")
-        if len(x) != len(next(iter(found.values()))):
-            raise ValueError(f"{name} has {len(x):,} positions: want as many as the other tensors of the source have")
+        if not isinstance(x, Tensor) or x.dim() < 2 or not len(x):
+            raise ValueError(f"{name}={describe(x)}: want a tensor on the host, positions first, with at least one")
     return found
-
-
-def key_heads(source, heads: int) -> int:
-    return (source.kv_heads or heads) if isinstance(source, Projected) else source[1].shape[1]
 
 
 def wanted(source, call: Call) -> dict[str, tuple[str, Positions]]:
     """{what a call needs: (the tensor, its rows)}."""
     if not isinstance(source, Projected):
         return {"q": ("q", call.queries), "k": ("k", call.keys), "v": ("v", call.keys)}
-    same = call.queries is call.keys or isinstance(call.queries, range) and call.queries == call.keys
-    return {"x": ("x", call.queries)} | ({} if same else {"context": ("x", call.keys)})
+    same = call.queries is call.keys
+    return {"x": ("x", call.queries)} | ({} if same else {"k": ("x", call.keys)})
 
 
 def inputs(source, loaded: dict[str, Tensor]) -> list[Tensor]:
     """q (1, L, H, D), k and v (1, M, G, D) from what `wanted` names."""
     if isinstance(source, Projected):
-        keys = loaded.get("context", loaded["x"])
-        return [f(x)[None] for f, x in ((source.q, loaded["x"]), (source.k, keys), (source.v, keys))]
+        keys = loaded.get("k", loaded["x"])
+        return [source.q(loaded["x"])[None], source.k(keys)[None], source.v(keys)[None]]
     return [loaded[name][None] for name in ("q", "k", "v")]
+
+
+def pinned(x: Tensor) -> bool:
+    with _disable_current_modes():  # of a card in software: to ask is no use of the tensor
+        return x.is_pinned()
 
 
 class Lane:
@@ -74,55 +70,42 @@ class Lane:
         self.pinned: dict[object, Tensor] = {}
 
     def within(self):
-        return torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext()
+        """The stream, current; and no card in software, which has no part in what the host does."""
+        found = contextlib.ExitStack()
+        if self.device != "rehearsal":
+            found.enter_context(_disable_current_modes())
+        if self.stream:
+            found.enter_context(torch.cuda.stream(self.stream))
+        return found
 
     def staged(self, key, rows: Tensor) -> Tensor:
         """Pinned memory for such rows, kept under a key. Whoever asks knows that the last copy from there is done."""
-        found = self.pinned.get(key)
-        if found is None or found.shape[1:] != rows.shape[1:] or len(found) < len(rows):
-            found = self.pinned[key] = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-        return found[: len(rows)]
+        if key not in self.pinned or len(self.pinned[key]) < len(rows):
+            self.pinned[key] = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        return self.pinned[key][: len(rows)]
 
     def bring(self, host: Tensor, where: Positions, to: Tensor, key) -> None:
         """Copy the rows `where` of a tensor on the host to `to` on the card; rows of padding become 0."""
-        if self.device == "rehearsal":
-            return
-        with _disable_current_modes():  # of a card in software: it has no part in what the host does
-            if self.device == "cpu":
-                _take(host, where, to)
-            elif isinstance(where, range) and where.step == 1 and host.is_pinned():
-                to.copy_(host[where.start : where.stop], non_blocking=True)
-            else:
-                rows = self.staged(key, to)
-                _take(host, where, rows)
-                to.copy_(rows, non_blocking=True)
-
-    def put(self, rows: Tensor, host: Tensor, where: range, key) -> Callable[[], None]:
-        """Copy rows on the card to the rows `where` on the host; what is returned ends it, once the card has copied."""
-        if self.device == "rehearsal":
-            return lambda: None
-        with _disable_current_modes():
-            to = host[where.start : where.stop]
-            if self.device == "cuda" and not host.is_pinned():
-                pinned = self.staged(key, rows)
-                pinned.copy_(rows, non_blocking=True)
-                return lambda: to.copy_(pinned)
+        direct = isinstance(where, range) and where.step == 1 and host.is_pinned()
+        rows = self.staged(key, to) if self.device == "cuda" and not direct else to
+        if isinstance(where, range):
+            rows.copy_(host[where.start : where.stop : where.step], non_blocking=True)
+        else:
+            torch.index_select(host, 0, where.clamp(min=0), out=rows)
+            rows[where < 0] = 0
+        if rows is not to:
             to.copy_(rows, non_blocking=True)
-        return lambda: None
 
+    def put(self, rows: Tensor, host: Tensor, where: range, key) -> Callable[[], object]:
+        """Copy rows on the card to the rows `where` on the host; what is returned ends it, once the card has copied."""
+        to = host[where.start : where.stop]
+        pinned = self.staged(key, rows) if self.device == "cuda" and not host.is_pinned() else to
+        pinned.copy_(rows, non_blocking=True)
+        return lambda: pinned is to or to.copy_(pinned)
 
-def mark(device: str):
-    """An event at the end of what the current stream of a card has to do; None elsewhere."""
-    if device != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
-
-
-def _take(host: Tensor, where: Positions, to: Tensor) -> None:
-    if isinstance(where, range):
-        to.copy_(host[where.start : where.stop : where.step])
-        return
-    torch.index_select(host, 0, where.clamp(min=0), out=to)
-    to[where < 0] = 0
+    def mark(self):
+        """An event at the end of what the current stream has to do; None where there is none."""
+        event = torch.cuda.Event() if self.stream else None
+        if event:
+            event.record()
+        return event

@@ -18,8 +18,9 @@ from torch import Tensor
 from workbench.engines import partial
 from workbench.engines.merge import merge_
 from workbench.engines.operators import lse_dtype
+from workbench.patterns import Dense
 from workbench.streaming import host
-from workbench.streaming.calls import Call, Calls, Kept
+from workbench.streaming.calls import EVERY, Call, Calls, Kept
 
 MERGED = 1 << 18  # rows whose results are merged at once: they are float32 then
 
@@ -46,7 +47,7 @@ class Forward:
         lse = like.new_full((1, rows, calls.heads), -torch.inf, dtype=lse_dtype(like))
         return [like.new_zeros((*lse.shape, like.shape[-1]), dtype=lse.dtype), lse]
 
-    def compute(self, inputs, pattern, options) -> list[Tensor]:
+    def compute(self, inputs: list[Tensor], pattern, options) -> list[Tensor]:
         out, lse = partial.forward(*inputs, pattern, options)
         return [out, lse.transpose(1, 2)]
 
@@ -57,7 +58,7 @@ class Forward:
         merge_(wide, its_lse, *part)
         total[0][:, where, heads], total[1][:, where, heads] = wide.to(out.dtype), its_lse
 
-    def results(self, total: list[Tensor], calls: Calls, dtype) -> list[tuple[Tensor, Tensor | None]]:
+    def results(self, total: list[Tensor], calls: Calls, dtype) -> list[tuple[Tensor, Tensor]]:
         """[(rows, the tensor on the host that they go to)]."""
         (out, lse), divisor = total, calls.pattern.divisor(calls.heads)
         out = (out / divisor if divisor > 1 else out)[0].to(dtype)
@@ -67,10 +68,8 @@ class Forward:
 
 @dataclass
 class Backward:
-    """Gradients of q, k and v. source: (q, k, v); others: grad, out and lse on the host; sink: dq, dk, dv there.
-
-    divisor: what out is the softmax's divided by, as of `Pattern.divisor`.
-    """
+    """Gradients. source: (q, k, v); others: grad, out and lse on the host; sink: dq, dk and dv there; divisor: what out
+    is the softmax's divided by."""
 
     source: tuple[Tensor, Tensor, Tensor]
     others: dict[str, Tensor]
@@ -84,40 +83,38 @@ class Backward:
         return {x: (x, call.keys if x in ("k", "v") else call.queries) for x in self.tensors}
 
     def inputs(self, loaded: dict[str, Tensor]) -> list[Tensor]:
-        return [loaded[x][None] for x in ("q", "k", "v", "grad", "out", "lse")]
+        return [loaded[x][None] for x in self.tensors]
 
     def empty(self, calls: Calls, rows: int, like: Tensor) -> list[Tensor]:
         return [like.new_zeros(1, rows, h, like.shape[-1]) for h in (calls.heads, calls.kv_heads, calls.kv_heads)]
 
-    def compute(self, inputs, pattern, options) -> list[Tensor]:
+    def compute(self, inputs: list[Tensor], pattern, options) -> list[Tensor]:
         q, k, v, grad, out, lse = inputs
         grad, out = (grad / self.divisor, out * self.divisor) if self.divisor > 1 else (grad, out)
         return [*partial.backward(grad, None, q, k, v, out, lse.transpose(1, 2).contiguous(), pattern, options)]
 
     def merge(self, total: list[Tensor], part: list[Tensor], where, heads: slice, group: int) -> None:
-        """Add a part to some rows; its dk and dv have a head for each query head, as `Stream.of_heads` makes them."""
+        """Add a part to some rows. group: of query heads, each of which has a dk and a dv of its own in the part."""
         for to, some in zip(total, part, strict=True):
             some, of = some.to(torch.promote_types(to.dtype, torch.float32)), heads
             if group > 1 and to is not total[0]:
                 index = torch.arange(to.shape[2] * group, device=to.device)[heads] // group
-                some, of = some.new_zeros(*some.shape[:2], *to.shape[2:]).index_add_(2, index, some), slice(None)
+                some, of = some.new_zeros(*some.shape[:2], *to.shape[2:]).index_add_(2, index, some), EVERY
             to[:, where, of] = (to[:, where, of] + some).to(to.dtype)
 
-    def results(self, total: list[Tensor], calls: Calls, dtype) -> list[tuple[Tensor, Tensor | None]]:
+    def results(self, total: list[Tensor], calls: Calls, dtype) -> list[tuple[Tensor, Tensor]]:
         return [(x[0].to(dtype), to) for x, to in zip(total, self.sink, strict=True)]
 
 
 @dataclass
 class Stream:
-    """One run of a job's calls. options: the scale and backend of each. device: as of `host.Lane`.
+    """One run of a job's calls. device: as of `host.Lane`. options: head_dim, dtype; and scale and backend, of calls.
 
     chunks: those to run. finished(chunk): called when its rows are on the host.
     """
 
     calls: Calls
     job: Forward | Backward
-    dtype: torch.dtype
-    head_dim: int
     device: str
     options: SimpleNamespace
     chunks: list[range]
@@ -130,8 +127,10 @@ class Stream:
     @torch.no_grad()
     def run(self) -> None:
         self.into, self.back = host.Lane(self.device), host.Lane(self.device)
-        self.where = "cpu" if self.device == "cpu" else "cuda"
-        self.slots = [SimpleNamespace(rows={}, pattern=None, used=None, there=None) for _ in range(2)]
+        self.group = self.calls.heads // self.calls.kv_heads
+        where = {"device": "cpu" if self.device == "cpu" else "cuda", "dtype": self.options.dtype}
+        self.like = torch.empty((0, self.options.head_dim), **where)
+        self.slots = [SimpleNamespace(rows={}, used=None, there=None) for _ in range(2)]
         # The rows that are kept come first: they are read before anything is written, perhaps over them.
         self.held = [(kept, self.of_kept(kept)) for kept in self.calls.kept] if self.chunks else []
         steps = ((chunk, *step) for chunk in self.chunks for step in _last([*self.calls.of_chunk(chunk)] or [None]))
@@ -150,92 +149,104 @@ class Stream:
         self.settle(0)
 
     def of_kept(self, kept: Kept) -> list[Tensor]:
-        """The results of attention among the rows that are kept."""
-        rows, group, every = len(kept), self.calls.heads // self.calls.kv_heads, []
+        """The results of attention among the rows that are kept, of the heads that keep them."""
+        rows, every, total = len(kept), [], None
         for start in range(0, rows, self.calls.chunk):
             where = kept.at(start, min(rows, start + self.calls.chunk))
-            slot = self.fetch(Call(where, where, kept.pattern, slice(None)))
+            slot = self.fetch(Call(where, where, self.calls.pattern))
             some = self.arrived(slot)
-            for x in (1, 2):
-                some[x] = some[x].repeat_interleave(group, 2) if group > 1 else some[x]
+            if self.group > 1:  # a key head that is shared is kept under each query head's own offset
+                some[1:3] = [x.repeat_interleave(self.group, 2) for x in some[1:3]]
             some = [x[:, :, kept.heads] for x in some]
             every = every or [x.new_empty((1, rows, *x.shape[2:])) for x in some]
             for to, x in zip(every, some, strict=True):
                 to[:, start : start + len(where)] = x
-            slot.used = host.mark(self.device)
+            slot.used = self.into.mark()
         del some, x, to
-        # A branch at a time: the lists of the tiles of several that see each other would take long to make.
-        total = None
-        for branch in range(len(kept.pattern.segment_lengths)):
-            part = self.job.compute(every, kept.pattern.of_branches([branch]), self.options)
-            for start in range(0, rows if total else 0, MERGED):
-                some = slice(start, start + MERGED)
-                self.job.merge(total, [x[:, some] for x in part], some, slice(None), 1)
-            total = total or part
+        for branch in kept.branches:
+            parts = [*self.of_branch(branch, every, rows, total)]
+            total = total or [torch.cat(x, 1) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True)]
         return total
+
+    def of_branch(self, branch: tuple[int, int, int], every: list[Tensor], rows: int, total: list[Tensor] | None):
+        """Merge a branch of the rows into the total; yield its results where there is none: dense in each segment."""
+        (length, rate, offset), last = branch, rows % branch[0]
+        for start, stop, long in ((0, rows - last, length), (rows - last, rows, last)):
+            if start == stop or offset >= long:
+                continue
+            inputs, to = ([x[0, start:stop].unflatten(0, (-1, long))[:, offset::rate] for x in y or ()]
+                          for y in (every, total))  # (segments, rows, heads, ...)  # fmt: skip
+            part = self.job.compute(inputs, Dense(self.calls.pattern.causal), self.options)
+            if not to:
+                yield [x.reshape(1, stop - start, *x.shape[2:]) for x in part]
+                continue
+            step = max(1, MERGED // len(part[0]))
+            for first in range(0, part[0].shape[1], step):
+                some = slice(first, first + step)
+                self.job.merge(to, [x[:, some] for x in part], some, EVERY, 1)
 
     def fetch(self, call: Call | None):
         """Have the rows of a call on their way to the card; returns the slot where they arrive."""
         if call is None:
             return None
         self.turn += 1
-        slot = self.slots[self.turn % 2]
-        slot.loaded = {}
-        for name, (which, where) in self.job.wanted(call).items():
-            tensor = self.job.tensors[which]
+        slot, wanted = self.slots[self.turn % 2], self.job.wanted(call)
+        for name, (which, _) in wanted.items():
             if name not in slot.rows:
-                most = self.calls.most[name in ("k", "v", "context")]
-                slot.rows[name] = torch.empty((most, *tensor.shape[1:]), dtype=tensor.dtype, device=self.where)
-            slot.loaded[name] = which, where, slot.rows[name][: len(where)]
+                shape = self.calls.most[name in ("k", "v")], *self.job.tensors[which].shape[1:]
+                slot.rows[name] = self.like.new_empty(shape, dtype=self.job.tensors[which].dtype)
+        slot.loaded = {name: slot.rows[name][: len(where)] for name, (_, where) in wanted.items()}
+        self.bytes_in += sum(x.nbytes for x in slot.loaded.values())
+        if self.device == "rehearsal":
+            return slot
+        if slot.there:
+            slot.there.synchronize()  # what is pinned for this slot has been copied
         if self.device == "cuda":
-            if slot.there:
-                slot.there.synchronize()  # what is pinned for this slot has been copied
-            self.into.stream.wait_event(slot.used or host.mark(self.device))
+            self.into.stream.wait_event(slot.used or self.into.mark())
         with self.into.within():
-            for name, (which, where, to) in slot.loaded.items():
-                self.into.bring(self.job.tensors[which], where, to, (self.turn % 2, name))
-                self.bytes_in += to.nbytes
-            slot.there = host.mark(self.device)
+            for name, (which, where) in wanted.items():
+                self.into.bring(self.job.tensors[which], where, slot.loaded[name], (self.turn % 2, name))
+            slot.there = self.into.mark()
         return slot
 
     def arrived(self, slot) -> list[Tensor]:
         if slot.there:
             torch.cuda.current_stream().wait_event(slot.there)
-        return self.job.inputs({name: to for name, (*_, to) in slot.loaded.items()})
+        return self.job.inputs(slot.loaded)
 
     def compute(self, slot, pattern) -> list[Tensor]:
         found = self.job.compute(self.arrived(slot), pattern, self.options)
-        slot.used = host.mark(self.device)
+        slot.used = self.into.mark()
         return found
 
     def added(self, total, part: list[Tensor], chunk: range, call: Call, last: bool) -> list[Tensor]:
         part = [x[:, call.rows] for x in part]
         if total is None and last:
             return part
-        total = total or self.job.empty(self.calls, len(chunk), self.like())
-        self.job.merge(total, part, slice(None), slice(None), 1)
+        total = total or self.job.empty(self.calls, len(chunk), self.like)
+        self.job.merge(total, part, EVERY, EVERY, 1)
         return total
-
-    def like(self) -> Tensor:
-        return torch.empty((0, self.head_dim), dtype=self.dtype, device=self.where)
 
     def finish(self, chunk: range, total: list[Tensor] | None) -> None:
         """Merge what was computed of kept rows, and send the chunk's results to the host."""
-        total = total or self.job.empty(self.calls, len(chunk), self.like())
+        total = total or self.job.empty(self.calls, len(chunk), self.like)
         for kept, part in self.held:
-            rows, where = kept.inside(chunk)
-            where = slice(where.start, where.stop, where.step) if isinstance(where, range) else where.to(self.where)
-            if rows.stop > rows.start:
-                group = self.calls.heads // self.calls.kv_heads
-                self.job.merge(total, [x[:, rows] for x in part], where, kept.heads, group)
-        found = self.job.results(total, self.calls, self.dtype)
-        if self.device == "cuda":
-            self.back.stream.wait_event(host.mark(self.device))
-        with self.back.within():
-            key = chunk.start // max(1, self.calls.chunk) % 2
-            ends = [self.back.put(rows, to, chunk, (key, x)) for x, (rows, to) in enumerate(found)]
-            self.leaving.append(([rows for rows, _ in found], host.mark(self.device), ends, chunk))
+            start, stop = kept.before(chunk.start), kept.before(chunk.stop)
+            where = kept.at(start, stop, chunk.start)
+            where = (
+                slice(where.start, where.stop, where.step) if isinstance(where, range) else where.to(self.like.device)
+            )
+            if start < stop:
+                self.job.merge(total, [x[:, start:stop] for x in part], where, kept.heads, self.group)
+        found = self.job.results(total, self.calls, self.options.dtype)
         self.bytes_out += sum(rows.nbytes for rows, _ in found)
+        if self.device == "cuda":
+            self.back.stream.wait_event(self.back.mark())
+        with self.back.within():
+            key, ends = chunk.start // self.calls.chunk % 2, []
+            if self.device != "rehearsal":
+                ends = [self.back.put(rows, to, chunk, (key, x)) for x, (rows, to) in enumerate(found)]
+            self.leaving.append(([rows for rows, _ in found], self.back.mark(), ends, chunk))
 
     def settle(self, most: int) -> None:
         """Wait until the results of at most so many chunks are on their way."""
@@ -243,8 +254,9 @@ class Stream:
             _, event, ends, chunk = self.leaving[0]
             if event:
                 event.synchronize()
-            for end in ends:
-                end()
+            with self.back.within():
+                for end in ends:
+                    end()
             self.leaving.popleft()
             self.finished(chunk)
 
