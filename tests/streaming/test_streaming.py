@@ -37,7 +37,7 @@ def made(name, dtype=torch.float64):
     pattern, n, heads, kv_heads, chunk = CASES[name]
     torch.manual_seed(n)
     tensors = [torch.randn(n, h, D, dtype=dtype) for h in (heads, kv_heads, kv_heads)]
-    return pattern, {"heads": heads, "head_dim": D, "dtype": dtype, "chunk": chunk}, tensors
+    return pattern, {"heads": heads, "head_dim": D, "dtype": dtype, "chunk": chunk, "device": "cpu"}, tensors
 
 
 def results(q, dtype=None):
@@ -105,7 +105,10 @@ def test_memory_is_the_plan_s_to_the_byte(name):
 def test_a_budget_decides_the_chunk_and_what_no_budget_holds_is_refused():
     n, pattern = 1 << 12, wb.Dilated([16, 64, 256, 1024, 4096], [1, 2, 4, 8, 16])
     torch.manual_seed(0)
-    source, options = [torch.randn(n, 1, D) for _ in range(3)], {"heads": 1, "head_dim": D, "dtype": torch.float32}
+    source, options = (
+        [torch.randn(n, 1, D) for _ in range(3)],
+        {"heads": 1, "head_dim": D, "dtype": torch.float32, "device": "cpu"},
+    )
     out = torch.empty(n, 1, D)
     plan = streaming.explain(source, pattern, **options, budget_bytes=24 << 20)
     assert plan.reserved <= 24 << 20 and str(plan).startswith("1 chunks of at most 4,096 positions")
@@ -132,7 +135,7 @@ def test_a_layer_is_that_of_memory_and_may_write_over_x(over):
     x = torch.randn(777, 32)
     want, to = module(x[None])[0].detach(), None if over else torch.empty_like(x)
     with wb.VirtualCard(1) as card:
-        row = streaming.layer(module, x, to, chunk=64)
+        row = streaming.layer(module, x, to, chunk=64, device="cpu")
     close(x if over else to, want, 1e-6)
     assert row["bytes_out"] == x.nbytes and card.peak_requested_bytes == row["planned_bytes"]
 

@@ -3,9 +3,9 @@
 import pandas as pd
 import torch
 
-import workbench as wb
 from workbench import streaming
 from workbench.fit import cards
+from workbench.fit.virtual_card import VirtualCard
 from workbench.harness import records
 from workbench.patterns import Dense, Pattern
 from workbench.patterns.dilated import geometric
@@ -50,7 +50,7 @@ def live(n: int, first: int, gib: float, heads: int = 1, head_dim: int = 32) -> 
     def watch(done: int, seconds: float) -> None:
         rows.append({"positions": done, "seconds": seconds, "tokens_a_second": done / seconds})
 
-    with wb.VirtualCard(gib) as card:
+    with VirtualCard(gib) as card:
         took = streaming.attention((q, k, v), pattern, out, **options, watch=watch)
     found = validity.check(pattern, {"out": out[None]}, [x[None] for x in (q, k, v)])
     if took["peak_bytes"] is None:

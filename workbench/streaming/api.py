@@ -14,13 +14,13 @@ from workbench.engines.check import DTYPES, refuse
 from workbench.engines.layers import MultiheadAttention
 from workbench.fit import cards
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
-from workbench.patterns.checks import describe, whole
+from workbench.patterns.checks import choice, describe, device, whole
 from workbench.streaming import files, host
 from workbench.streaming.calls import Calls, on_a_line
 from workbench.streaming.plan import Plan, plan
 from workbench.streaming.run import Backward, Forward, Stream
 
-MORE = {"scale": None, "backend": "auto", "chunk": None, "journal": None, "watch": None}
+MORE = {"scale": None, "backend": "auto", "device": None, "chunk": None, "journal": None, "watch": None}
 
 
 def attention(
@@ -32,14 +32,16 @@ def attention(
         `Projected(x, q, k, v)`.
     sink: out (N, H, D), or (out, lse (N, H), float32, or float64 for float64). It may be the source's own memory where
         the pattern is dilated, since then no later chunk reads the rows of an earlier one.
-    more: scale and backend, as of `wb.attention`. chunk: positions on the card together, by default as the budget
-        allows. journal: the path of a record of finished ranges, for a sink in files: the same call goes on where one
-        that was killed has ended. watch(positions done, seconds): called as it runs.
+    more: scale and backend, as of `wb.attention`. device: "cuda", or "cpu", the default where there is no card.
+        chunk: positions on the card together, by default as the budget allows. journal: the path of a record of
+        finished ranges, for a sink in files: the same call goes on where one that was killed has ended.
+        watch(positions done, seconds): called as it runs.
 
-    Runs on the current CUDA device, or on the CPU where there is none; returns a record's fields. `explain` says
-    beforehand what it will take. ValueError, before any work, for what cannot run, too little memory among it.
+    Returns a record's fields. `explain` says beforehand what it will take. ValueError, before any work, for what cannot
+    run, too little memory among it.
     """
-    return _run(Forward(source, _pair(sink)), pattern, _options(heads, head_dim, dtype, budget_bytes, more))
+    sink = tuple(sink) if isinstance(sink, (tuple, list)) else (sink, None)
+    return _run(Forward(source, sink), pattern, _options(heads, head_dim, dtype, budget_bytes, more))
 
 
 def explain(
@@ -89,10 +91,6 @@ def layer(module: MultiheadAttention, x: Tensor, out: Tensor | None = None, budg
     return _run(Forward(source, (x if out is None else out, None), finish), module.pattern, options)
 
 
-def _pair(sink) -> tuple:
-    return tuple(sink) if isinstance(sink, (tuple, list)) else (sink, None)
-
-
 def _options(heads, head_dim, dtype, budget_bytes, more: dict) -> SimpleNamespace:
     refuse("a stream", {key: value for key, value in more.items() if key not in MORE})
     found = SimpleNamespace(dtype=dtype, budget_bytes=budget_bytes, **MORE | more)
@@ -101,6 +99,8 @@ def _options(heads, head_dim, dtype, budget_bytes, more: dict) -> SimpleNamespac
         raise ValueError(f"dtype={dtype!r}: want torch.float64, float32, bfloat16 or float16")
     for name in ("budget_bytes", "chunk"):
         setattr(found, name, (value := getattr(found, name)) and whole(name, value, 1))
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    found.device = device(choice("device", found.device or default, "cuda", "cpu"), here=True)
     found.scale = 1 / math.sqrt(head_dim) if found.scale is None else float(found.scale)
     return found
 
@@ -109,7 +109,7 @@ def _planned(job, pattern, options, card=None) -> Plan:
     """The plan, after all checks that need no memory."""
     if not isinstance(pattern, (Dense, Dilated, Neighborhood, BlockSparse)) or pattern.batch not in (None, 1):
         raise ValueError(f"pattern={pattern!r}: want a dense, dilated, neighborhood or block-sparse one for a sequence")
-    n, heads, there = len(next(iter(job.tensors.values()))), options.heads, torch.cuda.is_available()
+    n, heads = len(next(iter(job.tensors.values()))), options.heads
     kv_heads = getattr(job.source, "kv_heads", None) or (
         heads if isinstance(job.source, host.Projected) else job.source[1].shape[1]
     )
@@ -117,10 +117,10 @@ def _planned(job, pattern, options, card=None) -> Plan:
         raise ValueError(f"{kv_heads} key heads do not divide {heads} heads: want a divisor")
     _check_tensors(job, n, kv_heads, options)
     pattern.for_batch(0).check(n, heads)
-    like = torch.empty(1, 1, heads, options.head_dim, dtype=options.dtype, device="cuda" if there else "cpu")
+    like = torch.empty(1, 1, heads, options.head_dim, dtype=options.dtype, device=options.device)
     if reason := partial.why_not(options.backend, like, like, pattern):
         raise ValueError(reason)
-    if card is None and not there:  # whose kernels are the processor's
+    if card is None and options.device == "cpu":  # whose kernels are the processor's
         card = dataclasses.replace(cards.find("h100"), key=cards.VIRTUAL, workspace_bytes=0)
     card = cards.from_device() if card is None else cards.find(card)
     return plan(job, Calls(pattern, n, heads, kv_heads, n), options, card)
@@ -162,7 +162,7 @@ def _journal(job, pattern, options, found: Plan) -> files.Journal | None:
 
 
 def _run(job, pattern, options) -> dict:
-    found, cuda = _planned(job, pattern, options), torch.cuda.is_available()
+    found, cuda = _planned(job, pattern, options), options.device == "cuda"
     record = _journal(job, pattern, options, found)
     chunks = [x for x in found.calls.chunks if not record or (x.start, x.stop) not in record.done]
     done, begin = [found.calls.n - sum(map(len, chunks))], time.perf_counter()
@@ -177,7 +177,7 @@ def _run(job, pattern, options) -> dict:
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"] if cuda else 0
-    stream = Stream(found.calls, job, "cuda" if cuda else "cpu", options, chunks, finished)
+    stream = Stream(found.calls, job, options.device, options, chunks, finished)
     stream.run()
     seconds = time.perf_counter() - begin
     return {

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from workbench.patterns.checks import describe
-from workbench.streaming.calls import Call, Positions
+from workbench.streaming.calls import Positions
 
 
 class Projected(NamedTuple):
@@ -35,22 +35,6 @@ def tensors(source) -> dict[str, Tensor]:
         if not isinstance(x, Tensor) or x.dim() < 2 or not len(x):
             raise ValueError(f"{name}={describe(x)}: want a tensor on the host, positions first, with at least one")
     return found
-
-
-def wanted(source, call: Call) -> dict[str, tuple[str, Positions]]:
-    """{what a call needs: (the tensor, its rows)}."""
-    if not isinstance(source, Projected):
-        return {"q": ("q", call.queries), "k": ("k", call.keys), "v": ("v", call.keys)}
-    same = call.queries is call.keys
-    return {"x": ("x", call.queries)} | ({} if same else {"k": ("x", call.keys)})
-
-
-def inputs(source, loaded: dict[str, Tensor]) -> list[Tensor]:
-    """q (1, L, H, D), k and v (1, M, G, D) from what `wanted` names."""
-    if isinstance(source, Projected):
-        keys = loaded.get("k", loaded["x"])
-        return [source.q(loaded["x"])[None], source.k(keys)[None], source.v(keys)[None]]
-    return [loaded[name][None] for name in ("q", "k", "v")]
 
 
 def pinned(x: Tensor) -> bool:

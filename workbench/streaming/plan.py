@@ -85,8 +85,9 @@ def _rehearsed(job, calls: Calls, options, card: cards.Card) -> Plan:
     # Patterns keep what they find on the card, which is not there: a copy rehearses. Dense chunks are all alike.
     n = min(calls.n, 2 * calls.chunk + calls.n % calls.chunk) if isinstance(calls.pattern, Dense) else calls.n
     copied = replace(calls, pattern=copy.copy(calls.pattern), n=n, windows={})
-    life = tracer.run(_Rehearsal(Stream(copied, job, "rehearsal", options, _telling(copied))), card)
-    used = allocator.replay(life.events)
+    stream = Stream(copied, job, "rehearsal", options, _telling(copied))
+    program = SimpleNamespace(prepare_from=lambda make: (replace(stream, job=_on_card(job)).run, "streaming"))
+    used = allocator.replay(tracer.run(program, card).events)
     each = {name: _row_bytes(x) for name, x in job.tensors.items()}
     sink = [x for x in job.sink if x is not None]
     kept = sum(map(len, calls.kept))
@@ -116,19 +117,10 @@ def _telling(calls: Calls) -> list[range]:
     return [calls.chunks[x] for x in (every if isinstance(calls.pattern, BlockSparse) else sorted(few))]
 
 
-class _Rehearsal(SimpleNamespace):
-    """A stream as `tracer.run` takes a case: what it runs is to have no data."""
-
-    def __init__(self, stream: Stream):
-        self.stream = stream
-
-    def prepare_from(self, make):
-        job = copy.copy(self.stream.job)
-        if isinstance(job.source, host.Projected):
-            job.source = job.source._replace(**{x: _on_card(getattr(job.source, x)) for x in ("q", "k", "v")})
-            job.finish = _on_card(job.finish)
-        return replace(self.stream, job=job).run, "streaming"
-
-
-def _on_card(function):
-    return copy.deepcopy(function).to("cuda") if isinstance(function, nn.Module) else function
+def _on_card(job):
+    """The job with weights of its own, on the card."""
+    job = copy.copy(job)
+    if isinstance(job.source, host.Projected):
+        moved = [copy.deepcopy(x).to("cuda") if isinstance(x, nn.Module) else x for x in (*job.source[1:4], job.finish)]
+        job.source, job.finish = job.source._replace(**dict(zip("qkv", moved[:3], strict=True))), moved[3]
+    return job

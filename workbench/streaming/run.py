@@ -20,7 +20,7 @@ from workbench.engines.merge import merge_
 from workbench.engines.operators import lse_dtype
 from workbench.patterns import Dense
 from workbench.streaming import host
-from workbench.streaming.calls import EVERY, Call, Calls, Kept
+from workbench.streaming.calls import EVERY, Call, Calls, Kept, Positions
 
 MERGED = 1 << 18  # rows whose results are merged at once: they are float32 then
 
@@ -36,11 +36,18 @@ class Forward:
     def __post_init__(self):
         self.tensors = host.tensors(self.source)
 
-    def wanted(self, call: Call):
-        return host.wanted(self.source, call)
+    def wanted(self, call: Call) -> dict[str, tuple[str, Positions]]:
+        """{what a call needs: (the tensor that has it, its rows there)}."""
+        if not isinstance(self.source, host.Projected):
+            return {"q": ("q", call.queries), "k": ("k", call.keys), "v": ("v", call.keys)}
+        return {"x": ("x", call.queries)} | ({} if call.queries is call.keys else {"k": ("x", call.keys)})
 
     def inputs(self, loaded: dict[str, Tensor]) -> list[Tensor]:
-        return host.inputs(self.source, loaded)
+        """q (1, L, H, D), k and v (1, M, G, D) from what was `wanted`."""
+        if not isinstance(self.source, host.Projected):
+            return [x[None] for x in loaded.values()]
+        x, keys = loaded["x"], loaded.get("k", loaded["x"])
+        return [self.source.q(x)[None], self.source.k(keys)[None], self.source.v(keys)[None]]
 
     def empty(self, calls: Calls, rows: int, like: Tensor) -> list[Tensor]:
         """What nothing has been merged into: out (1, R, H, D) in at least float32, lse (1, R, H)."""
@@ -83,7 +90,7 @@ class Backward:
         return {x: (x, call.keys if x in ("k", "v") else call.queries) for x in self.tensors}
 
     def inputs(self, loaded: dict[str, Tensor]) -> list[Tensor]:
-        return [loaded[x][None] for x in self.tensors]
+        return [x[None] for x in loaded.values()]
 
     def empty(self, calls: Calls, rows: int, like: Tensor) -> list[Tensor]:
         return [like.new_zeros(1, rows, h, like.shape[-1]) for h in (calls.heads, calls.kv_heads, calls.kv_heads)]
@@ -133,18 +140,18 @@ class Stream:
         self.slots = [SimpleNamespace(rows={}, used=None, there=None) for _ in range(2)]
         # The rows that are kept come first: they are read before anything is written, perhaps over them.
         self.held = [(kept, self.of_kept(kept)) for kept in self.calls.kept] if self.chunks else []
-        steps = ((chunk, *step) for chunk in self.chunks for step in _last([*self.calls.of_chunk(chunk)] or [None]))
+        steps = ((chunk, call) for chunk in self.chunks for call in [*self.calls.of_chunk(chunk)] or [None])
         step, total = next(steps, None), None
-        slot = self.fetch(step and step[1])
+        slot = self.fetch(step)
         while step:
-            chunk, call, last = step
+            (chunk, call), step = step, next(steps, None)
+            last = not step or step[0] is not chunk
             if call is not None:
                 total = self.added(total, self.compute(slot, call.pattern), chunk, call, last)
             if last:
                 self.finish(chunk, total)
                 total = None
-            step = next(steps, None)
-            slot = self.fetch(step and step[1])
+            slot = self.fetch(step)
             self.settle(1)
         self.settle(0)
 
@@ -153,7 +160,7 @@ class Stream:
         rows, every, total = len(kept), [], None
         for start in range(0, rows, self.calls.chunk):
             where = kept.at(start, min(rows, start + self.calls.chunk))
-            slot = self.fetch(Call(where, where, self.calls.pattern))
+            slot = self.fetch((None, Call(where, where, self.calls.pattern)))
             some = self.arrived(slot)
             if self.group > 1:  # a key head that is shared is kept under each query head's own offset
                 some[1:3] = [x.repeat_interleave(self.group, 2) for x in some[1:3]]
@@ -185,8 +192,9 @@ class Stream:
                 some = slice(first, first + step)
                 self.job.merge(to, [x[:, some] for x in part], some, EVERY, 1)
 
-    def fetch(self, call: Call | None):
-        """Have the rows of a call on their way to the card; returns the slot where they arrive."""
+    def fetch(self, step: tuple[range | None, Call | None] | None):
+        """Have the rows of a step's call on their way to the card; returns the slot where they arrive."""
+        _, call = step or (None, None)
         if call is None:
             return None
         self.turn += 1
@@ -259,8 +267,3 @@ class Stream:
                     end()
             self.leaving.popleft()
             self.finished(chunk)
-
-
-def _last(calls: list) -> list[tuple]:
-    """[(a call, whether it is the last one)]."""
-    return [(call, x == len(calls) - 1) for x, call in enumerate(calls)]
