@@ -120,10 +120,17 @@ def _planned(job, pattern, options, card=None) -> Plan:
     like = torch.empty(1, 1, heads, options.head_dim, dtype=options.dtype, device=options.device)
     if reason := partial.why_not(options.backend, like, like, pattern):
         raise ValueError(reason)
-    if card is None and options.device == "cpu":  # whose kernels are the processor's
+    room = options.budget_bytes
+    if card is not None:
+        card = cards.find(card)
+        room = room or card.total_bytes - card.context_bytes
+    elif options.device == "cuda":
+        card = cards.from_device()
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        room = room or free
+    else:  # whose kernels are the processor's
         card = dataclasses.replace(cards.find("h100"), key=cards.VIRTUAL, workspace_bytes=0)
-    card = cards.from_device() if card is None else cards.find(card)
-    return plan(job, Calls(pattern, n, heads, kv_heads, n), options, card)
+    return plan(job, Calls(pattern, n, heads, kv_heads, n), options, card, room)
 
 
 def _check_tensors(job, n: int, kv_heads: int, options) -> None:

@@ -117,7 +117,10 @@ class Calls:
         """The pattern of a dilated chunk; None where all segments are longer."""
         if len(self.inside) == len(self.pattern.segment_lengths):
             return self.pattern
-        local = views.Branches(self.pattern, tuple(self.inside), 0, self.heads) if self.inside else None
+        key, branches = (self.chunk, self.n, self.heads), tuple(self.inside)
+        local = self.inside and self.pattern.kept(
+            "local", key, lambda: views.Branches(self.pattern, branches, 0, self.heads)
+        )  # whose lists of blocks another run finds again
         return local if local and local.any(self.heads) else None
 
     @cached_property

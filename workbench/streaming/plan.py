@@ -56,9 +56,9 @@ class Plan:
         )
 
 
-def plan(job, calls: Calls, options, card: cards.Card) -> Plan:
+def plan(job, calls: Calls, options, card: cards.Card, budget: int | None) -> Plan:
     """The first chunk length that the budget holds, of calls.n positions. ValueError where none is."""
-    tried, least, budget = set(), [], options.budget_bytes
+    tried, least = set(), []
     for chunk in [options.chunk] if options.chunk else _lengths(calls.n):
         calls = replace(calls, chunk=chunk, windows={})
         if calls.chunk in tried:

@@ -157,9 +157,10 @@ class Stream:
 
     def of_kept(self, kept: Kept) -> list[Tensor]:
         """The results of attention among the rows that are kept, of the heads that keep them."""
-        rows, every, total = len(kept), [], None
+        rows, first, every, parts, done = len(kept), kept.branches[0][0], [], [], 0
         for start in range(0, rows, self.calls.chunk):
-            where = kept.at(start, min(rows, start + self.calls.chunk))
+            stop = min(rows, start + self.calls.chunk)
+            where = kept.at(start, stop)
             slot = self.fetch((None, Call(where, where, self.calls.pattern)))
             some = self.arrived(slot)
             if self.group > 1:  # a key head that is shared is kept under each query head's own offset
@@ -167,24 +168,29 @@ class Stream:
             some = [x[:, :, kept.heads] for x in some]
             every = every or [x.new_empty((1, rows, *x.shape[2:])) for x in some]
             for to, x in zip(every, some, strict=True):
-                to[:, start : start + len(where)] = x
+                to[:, start:stop] = x
             slot.used = self.into.mark()
-        del some, x, to
-        for branch in kept.branches:
-            parts = [*self.of_branch(branch, every, rows, total)]
-            total = total or [torch.cat(x, 1) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True)]
+            del some, x, to
+            whole = stop if stop == rows else stop // first * first  # segments, computed while the next rows come
+            parts += self.of_branch(kept.branches[0], every, done, whole, None)
+            done = whole
+        total = [torch.cat(x, 1) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True)]
+        del parts
+        for branch in kept.branches[1:]:
+            [*self.of_branch(branch, every, 0, rows, total)]
         return total
 
-    def of_branch(self, branch: tuple[int, int, int], every: list[Tensor], rows: int, total: list[Tensor] | None):
-        """Merge a branch of the rows into the total; yield its results where there is none: dense in each segment."""
-        (length, rate, offset), last = branch, rows % branch[0]
-        for start, stop, long in ((0, rows - last, length), (rows - last, rows, last)):
+    def of_branch(self, branch: tuple[int, int, int], every: list[Tensor], begin: int, end: int, total):
+        """Attention in the segments of a branch between two rows: merged into the total, or yielded if that is None."""
+        length, rate, offset = branch
+        whole = begin + (end - begin) // length * length
+        for start, stop, long in ((begin, whole, length), (whole, end, end - whole)):
             if start == stop or offset >= long:
                 continue
             inputs, to = ([x[0, start:stop].unflatten(0, (-1, long))[:, offset::rate] for x in y or ()]
                           for y in (every, total))  # (segments, rows, heads, ...)  # fmt: skip
             part = self.job.compute(inputs, Dense(self.calls.pattern.causal), self.options)
-            if not to:
+            if total is None:
                 yield [x.reshape(1, stop - start, *x.shape[2:]) for x in part]
                 continue
             step = max(1, MERGED // len(part[0]))
