@@ -25,7 +25,8 @@ def memory_map(path, shape, dtype: torch.dtype, write: bool = False) -> Tensor:
     if write and not path.exists():
         unfinished = path.with_name(path.name + ".new")
         with open(unfinished, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk is an error here, not a signal later
+            take = getattr(os, "posix_fallocate", lambda file, _, size: os.ftruncate(file, size))  # not on macOS
+            take(file.fileno(), 0, nbytes)  # a full disk is an error here, not a signal later
         os.replace(unfinished, path)
     check_length(path, nbytes)
     found = torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype).view(shape)

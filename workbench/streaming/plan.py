@@ -22,8 +22,7 @@ HOST_GBS = 48.0  # each way, both ways at once, between pinned memory and an H20
 class Plan:
     """A stream, by its calls. Sizes in bytes, times in milliseconds.
 
-    kept: rows of the long branches of a dilated pattern, which are gathered before the first chunk; the longest ones'
-        results stay on the card
+    kept: rows of the long branches of a dilated pattern, gathered before the first chunk; their results stay there
     bytes_in, bytes_out: to the card and from it. peak: of all tensors on the card, weights too; reserved: of its
         allocator. pinned: on the host, beside source and sink
     traffic_ms, products_ms: modelled; no run takes less than the longer one. products_ms is None where nothing alike
