@@ -1,6 +1,6 @@
 """The answers of the README's table of notebooks, computed from the committed records."""
 
-from workbench.analysis import frontiers, multicard
+from workbench.analysis import claims, frontiers, multicard
 from workbench.probes import speed, suite
 
 
@@ -18,9 +18,11 @@ def answers() -> dict[str, str]:
 
     timed = speed.recorded("h200x1")[0].query("mode == 'fwd' and n == 131072 and status == 'ok'")
     by = timed.groupby("label")["median_ms"].min()
+    longest = claims.RULES[11].facts(claims.lengths(cuda=False))
     return {
         "02": f"Hilbert is {orders:.1f} times as fast as row-major (H200, {int(group.loc['hilbert', 'n']):,} cells)",
         "03": f"{equal} of {len(searched)} predictions equal to the measurement",
         "04": f"LongNet, {int(row['n']):,} tokens on two: {row['speedup']:.2f} times",
         "05": f"LongNet, 131,072 tokens: {by['dense'] / by['dilated']:.1f} times as fast as dense",
+        "06": f"8 GB hold {longest['times']:.0f} times the tokens of one",
     }

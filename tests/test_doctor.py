@@ -1,10 +1,5 @@
 """`workbench doctor`: what it prints, and what it makes of wrong and absent things."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,8 +7,6 @@ from workbench import doctor
 from workbench.engines import triton_backend
 from workbench.patterns import Dense
 from workbench.probes import error
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -23,13 +16,12 @@ def as_a_user(monkeypatch):
 
 
 def test_reports_versions_and_every_backend(capsys):
-    assert doctor.main(quick=True) == 0
+    assert doctor.main() == 0
     said = capsys.readouterr().out
     assert torch.__version__ in said
     for backend in ("reference", "torch"):
         for mode in ("forward", "backward"):
             assert f"{backend:11}{mode:10}float64, float32, bfloat16, float16: exact\n" in said
-    assert "not tried" in said
 
 
 def test_a_wrong_backend_is_called_wrong(monkeypatch, capsys):
@@ -40,7 +32,7 @@ def test_a_wrong_backend_is_called_wrong(monkeypatch, capsys):
         return (got[0] * (1 + 1e-5), got[1]) if return_lse and backend == "torch" else got
 
     monkeypatch.setattr(error, "attention", wrong)
-    assert doctor.main(quick=True) == 1
+    assert doctor.main() == 1
     said = capsys.readouterr().out
     assert "torch      forward   float64: WRONG: 1e+05 times the error allowed\n" in said
     assert "torch      forward   float32: WRONG: 5" in said
@@ -58,14 +50,5 @@ def test_a_crash_is_an_answer(monkeypatch):
 
 def test_a_missing_package_is_named(monkeypatch, capsys):
     monkeypatch.setattr(doctor.requirements, "declared", lambda: ["no-such-package-anywhere"])
-    assert doctor.main(quick=True) == 1
+    assert doctor.main() == 1
     assert "no-such-package-anywhere is not installed" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(sys.platform != "linux" or torch.cuda.is_available(), reason="about FlexAttention on a Linux CPU")
-def test_without_a_compiler_flex_is_refused_with_that_reason():
-    env = os.environ | {"CXX": "/nowhere/g++", "PATH": "/nowhere", "PYTHONPATH": str(ROOT)}
-    code = "from workbench.doctor import main; raise SystemExit(main())"
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert "flex       forward   float32, bfloat16, float16: no: FlexAttention compiles its CPU kernel" in run.stdout

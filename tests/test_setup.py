@@ -70,7 +70,7 @@ def test_the_whole_closure_is_pinned(python, system):
         todo += [r for r in needs if not r.marker or any(r.marker.evaluate(facts | {"extra": e}) for e in extras)]
 
 
-BROUGHT = {"triton", "cutlass", "flash_attn", "quack"}  # by a CUDA torch, and by the extra `hopper`
+BROUGHT = {"triton", "cutlass", "flash_attn", "quack", "transformers"}  # by a CUDA torch, and by extras
 
 
 def test_what_is_imported_is_declared():
@@ -246,3 +246,11 @@ def test_ci_runs_make_test_as_its_last_word():
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", script], check=True)
     assert script.read_text(encoding="utf-8").rstrip().endswith("make test")
+
+
+def test_a_wheel_has_all_notebooks_and_committed_records():
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    listed = subprocess.run(["git", "ls-files", "outputs/records"], cwd=ROOT, capture_output=True, text=True).stdout
+    folders = {"notebooks": "ipynb"} | {line.rpartition("/")[0]: "jsonl" for line in listed.splitlines()}
+    shared = {f"share/attention-workbench/{at}": [f"{at}/*.{ending}"] for at, ending in folders.items()}
+    assert tool["data-files"] == shared

@@ -28,9 +28,12 @@ def files_of(folder: str, **homes: str):
 
 
 _HOMES = {
-    "patterns": ("Dense", "Dilated", "BlockSparse", "Neighborhood", "Predicate", "layouts"),
+    "patterns": (
+        "Dense", "Dilated", "BlockSparse", "Neighborhood", "PerHead", "Predicate", "Window", "layouts", "swin",
+    ),
     "patterns.tile_order": ("tile_order",), "engines.reference": ("reference",),
     "engines.dispatch": ("attention", "explain"), "engines.layers": ("MultiheadAttention",),
+    "models.transformer": ("LongNet", "Transformer"), "engines.cache": ("Cache",),
     "analysis.mass": ("captured_mass",), "fit.virtual_card": ("VirtualCard",),
 }  # fmt: skip
 _NAMES = {name: f"workbench.{home}:{name}" for home, names in _HOMES.items() for name in names} | {

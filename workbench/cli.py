@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 
-from workbench import report
+from workbench import __version__, report
 from workbench.report import notebooks as nbs
 from workbench.report import parameters
 
@@ -49,6 +49,7 @@ def _words(argv: list[str]) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="workbench", description="A workbench for long-sequence attention.")
+    top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     make = commands.add_parser(
@@ -73,7 +74,6 @@ def parser() -> argparse.ArgumentParser:
     listing.set_defaults(command=_list)
 
     doctor = commands.add_parser("doctor", help="what works on this machine, and why not what does not")
-    doctor.add_argument("--quick", action="store_true", help="do not run FlexAttention, which compiles for seconds")
     doctor.set_defaults(command=_doctor)
 
     fit = commands.add_parser(
@@ -92,6 +92,11 @@ def parser() -> argparse.ArgumentParser:
     add("--backend", nargs="+", default=[], metavar="NAME", help=backend)
     add("--budget-gib", type=float, metavar="GIB", help="what tensors may take (default: the card's, less its context)")
     add("--seconds", type=float, default=60.0, metavar="S", help="time limit of a call (default: %(default)g)")
+    add("--layers", type=int, metavar="L", help="of a whole model instead of attention alone, trained with:")
+    add("--width", type=int, metavar="E", help="of its embeddings (default: heads x head_dim)")
+    add("--vocab", type=_count, metavar="V", help="(default: 32000)")
+    add("--optimizer", choices=("adamw", "adam", "sgd"), help="(default: adamw)")
+    add("--checkpoint", action="store_true", default=None, help="keep only each layer's input for the backward")
     fit.set_defaults(command=_fit)
 
     scale = commands.add_parser(
@@ -130,11 +135,11 @@ def _add_call(command: argparse.ArgumentParser, patterns: str, n: str) -> None:
     add, name = command.add_argument, "a name (any other word is refused with the list), or a pattern's spec as JSON"
     add("--pattern", nargs="+", default=[], metavar="NAME", help=f"{name} (default: {patterns})")
     add("--n", type=_count, metavar="N", help=n)
-    add("--heads", type=int, default=12, metavar="H", help="query heads (default: %(default)s)")
+    add("--heads", type=int, metavar="H", help="query heads (default: 12; where there is a --width, width / head_dim)")
     add("--kv-heads", type=int, metavar="H", help="key heads (default: as many)")
     add("--head-dim", type=int, default=64, metavar="D", help="(default: %(default)s)")
     add("--batch", type=int, default=1, metavar="B", help="(default: %(default)s)")
-    add("--mode", choices=("fwd", "fwdbwd"), default="fwd", help="with gradients? (default: %(default)s)")
+    add("--mode", choices=("fwd", "fwdbwd"), help="with gradients? (default: fwd, of a model fwdbwd)")
     add("--causal", action="store_true", help="of the patterns that can be")
     add("--json", action="store_true", help="print JSON: a list of objects, one for each line of the table")
 
@@ -181,6 +186,8 @@ def _value(name: str, text: str) -> object:
 
 
 def _list(arguments) -> int:
+    if nbs.root() == nbs.SHARED:
+        print(f"Those of the installed package; to edit them: cp -r {nbs.SHARED / 'notebooks'} .")
     for path in nbs.find():
         nb = nbs.read(path)
         print(f"{path.stem}: {nbs.title(nb, path.stem)}")
@@ -195,21 +202,30 @@ def _list(arguments) -> int:
     return 0
 
 
-def _doctor(arguments) -> int:
+def _doctor(_) -> int:
     from workbench import doctor
 
-    return doctor.main(arguments.quick)
+    return doctor.main()
 
 
 def _fit(arguments) -> int:
     from workbench.fit import cards
     from workbench.fit import executions as fit
+    from workbench.fit.model import Case, Model
 
     sys.path.insert(0, os.getcwd())  # where module:function may be
     card = cards.find(arguments.card)
-    _at_least(arguments, heads=1, kv_heads=1, head_dim=1, batch=1, n=1, budget_gib=1e-3, seconds=1e-3)
+    least = dict.fromkeys(("heads", "kv_heads", "head_dim", "batch", "n", "layers", "width", "vocab"), 1)
+    _at_least(arguments, **least, budget_gib=1e-3, seconds=1e-3)
+    of_model = {x: getattr(arguments, x) for x in ("layers", "width", "vocab", "optimizer", "checkpoint")}
+    of_model = {name: x for name, x in of_model.items() if x is not None}
+    if of_model and arguments.layers is None:
+        raise ValueError(f"--{', --'.join(of_model)}: want --layers, too; of a model")
+    kind, mode = (Model, "fwdbwd") if of_model else (Case, "fwd")
+    _defaults(arguments, of_model.pop("width", None), mode)
     sizes = {x: getattr(arguments, x) for x in ("heads", "kv_heads", "head_dim", "batch", "dtype", "mode")}
-    ways = fit.executions(arguments.pattern, arguments.backend, arguments.causal, card=card, **sizes)
+    sizes |= {"vocab": 32_000, "optimizer": "adamw", "checkpoint": False} | of_model if of_model else {}
+    ways = fit.executions(arguments.pattern, arguments.backend, arguments.causal, card=card, kind=kind, **sizes)
     budget = None if arguments.budget_gib is None else int(arguments.budget_gib * 2**30)
     options = {"n": arguments.n, "budget_bytes": budget, "seconds": arguments.seconds}
     frame = fit.table(ways, card, **options)
@@ -224,6 +240,7 @@ def _scale(arguments) -> int:
 
     _to_records(arguments)
     sys.path.insert(0, os.getcwd())  # where module:function may be
+    _defaults(arguments)
     _at_least(arguments, nproc=1, heads=1, kv_heads=1, head_dim=1, batch=1, n=1, samples=1, seconds=1e-3)
     cards, processors = torch.cuda.device_count(), os.cpu_count() or 1
     most, which = cards or 4 * processors, "the cards of this machine"
@@ -265,6 +282,15 @@ def _groups(arguments, cards: int) -> dict:
         raise ValueError(f"--groups {asked}: their lengths are for cards; here want {example}")
     groups = catalog.chosen(catalog.several_cards(arguments.dtype or "bfloat16"), arguments.groups)
     return {label: case for make in groups.values() for label, case in make().items()}
+
+
+def _defaults(arguments, width: int | None = None, mode: str = "fwd") -> None:
+    """Fill in heads and mode where they are not given."""
+    if arguments.heads is None:
+        arguments.heads = 12 if width is None else width // arguments.head_dim
+    if width not in (None, arguments.heads * arguments.head_dim):
+        raise ValueError(f"--width {width}: want heads x head_dim, here {arguments.heads} x {arguments.head_dim}")
+    arguments.mode = arguments.mode or mode
 
 
 def _at_least(arguments, **least) -> None:

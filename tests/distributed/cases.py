@@ -8,7 +8,7 @@ import torch
 
 from tests import tools
 from tests.tools import TABLE, Case
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, layouts
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, PerHead, Predicate, Window, layouts
 from workbench.patterns import orderings
 
 EDGE, FEW = layouts.local(1) | layouts.global_(1), layouts.local(1) | layouts.strided(3)
@@ -57,6 +57,25 @@ def _odd(c):
          ((25, 39), (10, 20, 30, 4))),
         ("blocks-by-head", lambda: BlockSparse(BY_HEAD, 8, c), {"n": 93, "heads": 6, "kv_heads": 3},
          ((48, 45), (24, 24, 24, 21))),
+        ("window-near", lambda: Window(9, c), {"n": 160, "heads": 3}, ((80, 80), (40, 40, 2, 78))),
+        ("window-far", lambda: Window(40, c, dilation=2), {"n": 93, "nq": 70, "heads": 4, "kv_heads": 2},
+         ((50, 43), (30, 0, 40, 23))),
+        ("window-sinks", lambda: Window(7, c, sinks=11), {"n": 77, "heads": 2, "batch": 2}, ((5, 72), (30, 4, 3, 40))),
+        ("predicate", lambda: Predicate(tools.every_third, c), {"n": 300, "heads": 4, "kv_heads": 2},
+         ((150, 150), (130, 0, 1, 169))),
+        ("predicate-by-head", lambda: Predicate(lambda h, i, j: (i - j).abs() < 5 + 20 * h, c),
+         {"n": 290, "nq": 161, "heads": 6, "kv_heads": 3, "batch": 2}, ((128, 162), (50, 90, 100, 50))),
+        ("grid-with-options", lambda: Neighborhood((15, 19), 2, None, c, 2, border="shift"),
+         {"n": 285, "heads": 4, "kv_heads": 2}, ((140, 145), (100, 0, 128, 57))),
+        ("union-of-blocks", lambda: BlockSparse(FEW, 16, c) | Window(9, c), {"n": 205, "heads": 4, "kv_heads": 2},
+         ((100, 105), (48, 0, 60, 97))),
+        ("difference", lambda: Window(90, c) - BlockSparse(BY_HEAD, (8, 16)),
+         {"n": 190, "nq": 120, "heads": 4, "batch": 2}, ((96, 94), (70, 90, 10, 20))),
+        ("some-of-blocks-by-sequence",
+         lambda: BlockSparse(tools.batch_layout(2, 4, 9, 9), 8) & Predicate(tools.every_third, c),
+         {"n": 69, "heads": 4, "batch": 2}, ((40, 29), (8, 30, 0, 31))),
+        ("by-head", lambda: PerHead([Window(9, c, sinks=2), Dense(c), BlockSparse(EDGE, 16, c), Window(9, c, sinks=2)]),
+         {"n": 210, "heads": 4, "kv_heads": 2}, ((100, 110), (64, 64, 0, 82))),
         ("blocks-by-sequence", lambda: BlockSparse(tools.batch_layout(2, 4, 9, 9), 8, c),
          {"n": 69, "heads": 4, "kv_heads": 2, "batch": 2}, ((40, 29), (8, 30, 0, 31))),
     ]  # fmt: skip
@@ -76,12 +95,11 @@ def _cases():
         yield grid, {2: (96, 96), 4: (3, 64, 0, 125)}
     tall = Case("grid-near-last-queries", lambda: Neighborhood((48, 4), 1), 192, 101, heads=3, batch=2)
     yield tall, {2: (90, 102), 4: (60, 40, 0, 92)}
-    yield Case("line-near", lambda: Neighborhood((160,), 3), 160, heads=3), {2: (80, 80), 4: (40, 40, 2, 78)}
+    yield Case("line", lambda: Neighborhood((160,), 3), 160, heads=3), {2: (80, 80), 4: (40, 40, 2, 78)}
     part = orderings.hilbert((8, 8)).restrict((torch.arange(64) % 5 > 0).view(8, 8))
     yield Case("grid-of-some-cells", lambda: Neighborhood((8, 8), 2, part), 51, 40), {2: (26, 25), 4: (1, 9, 20, 21)}
     for case in TABLE.values():
-        if not isinstance(case.pattern(), Predicate):
-            yield case, {world: drawn(case.n, world, case.id) for world in (2, 4)}
+        yield case, {world: drawn(case.n, world, case.id) for world in (2, 4)}
 
 
 def drawn(n: int, world: int, seed) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from workbench.distributed import call
     ("queries", "rank 0 has 32 queries on 32 keys: the last 63 of 64 positions"),
     ("v", "k (1, 32, 4, 8), v (1, 31, 4, 8)"), ("strategy", "strategy='ring': want one of"),
     ("heads", "3 heads on 3 key heads, want multiples of 2"),
-    ("predicate", "want Dense, Dilated, BlockSparse or Neighborhood"),
+    ("lengths", "lengths=[3]: attention has no such option"),
     ("tokens", "n=64 on a neighborhood of shape (9, 9)"),
 ])  # fmt: skip
 def test_refused_on_every_rank_before_data_moves(ranks, what, words):

@@ -15,7 +15,7 @@ WORLDS = tools.tiers(BOTH, [2])
 # the others; on four ranks, of which some hold nothing, one case a pattern.
 ODD = [id for id in CASES if id not in tools.TABLE]
 KINDS = ["dilated-longnet-64-grouped", "dilated-uncovered-rows", "local-ragged", "neighborhood-2d", "hierarchical"]
-FOUR = ["geometric", "dense-causal", "blocks-cut", "grid-near-hilbert"]
+FOUR = ["geometric", "dense-causal", "blocks-cut", "grid-near-hilbert", "window-near", "predicate-by-head"]
 IN_TURN = [(id, world) for world in BOTH for id in CASES]
 
 
@@ -39,7 +39,7 @@ BY_HEADS = [  # 4 heads or 8 on 2 or 4 key heads, and so on: what two ranks can 
 ]
 
 
-@pytest.mark.parametrize("id", tools.tiers(BY_HEADS, ["geometric", "dense-causal", "blocks-whole"]))
+@pytest.mark.parametrize("id", tools.tiers(BY_HEADS, ["geometric", "dense-causal", "blocks-whole", "each-head-its-own"]))
 def test_by_heads(ranks, id):
     check(ranks(2).run(work.exact, id, "heads"))
 
@@ -79,7 +79,6 @@ SHOWN = {  # each mutant on a case in which what it breaks is used
     "a-returned-gradient-dropped": "blocks-whole-causal",
     "gradients-added-to-what-was-there": "rates-that-share-no-divisor",
     "keys-and-values-swapped": "grid-hilbert",
-    "what-was-there-overwritten": "geometric",
     "results-at-the-border-not-replaced": "grid-near-hilbert",
     "gradients-at-the-border-given-twice": "grid-near-rows",
 }

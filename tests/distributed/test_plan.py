@@ -16,7 +16,7 @@ from workbench.distributed.plans import Stage
 from workbench.patterns import orderings
 
 WORLDS = (2, 7)
-MINIMAL = [id for id, (case, _) in CASES.items() if not getattr(case.pattern(), "predicate", None)]
+EXACT = wb.Dense, wb.Dilated, wb.Window, wb.Neighborhood, wb.BlockSparse  # others by whole blocks
 
 
 def seen(case, pattern) -> torch.Tensor:
@@ -34,10 +34,12 @@ def test_a_halo_with_residues_of_a_long_period_is_exactly_what_is_seen(monkeypat
     test_a_halo_is_exactly_what_is_seen("rates-that-share-no-divisor")
 
 
-@pytest.mark.parametrize("id", MINIMAL)
+@pytest.mark.parametrize("id", CASES)
 def test_a_halo_is_exactly_what_is_seen(id):
+    """Of what goes by lists of blocks: whole blocks, so that it may be more."""
     case = CASES[id][0]
-    count = seen(case, case.pattern())
+    pattern = case.pattern()
+    count, more = seen(case, pattern), not isinstance(pattern, EXACT) or not getattr(pattern, "plain", True)
     for world in WORLDS:
         found = plan_of(case, drawn(case.n, world, id), "sequence")
         first, want = case.n - found.nq, torch.zeros(world, world, dtype=torch.int64)
@@ -48,13 +50,13 @@ def test_a_halo_is_exactly_what_is_seen(id):
                 if source != target:
                     own = found.shards[source]
                     want[source, target] = visible[:, own.start : own.stop].sum()
-        assert torch.equal(found.units, want), world
+        assert torch.equal(found.units, want) or more and bool((found.units >= want).all()), world
         listed = torch.zeros_like(want)
         for target in range(world):
             for need in found.halo(target):
                 listed[:, target] += len(need.heads) * need.rows.counts(found.shards)
                 assert bool((need.rows.positions.diff() > 0).all())
-        assert torch.equal(listed, want)
+        assert torch.equal(listed, found.units)
 
 
 @pytest.mark.parametrize("id", CASES)
@@ -62,7 +64,8 @@ def test_pairs_of_the_ranks_are_those_of_the_pattern(id):
     case = CASES[id][0]
     pattern = case.pattern()
     found = plan_of(case, drawn(case.n, 3, id), "sequence")
-    if isinstance(pattern, wb.BlockSparse):  # visible blocks count as a whole
+    if isinstance(pattern, wb.BlockSparse) or not isinstance(pattern, EXACT) or not getattr(pattern, "plain", True):
+        # visible blocks count as a whole
         each = [pattern] if pattern.batch is None else [pattern.for_batch(b) for b in range(pattern.batch)]
         assert found.pairs.sum() >= sum(x.pairs(case.n, case.heads, case.nq) for x in each)
         return
@@ -92,6 +95,7 @@ SCALES = {
     "dense": lambda n: wb.Dense(causal=True),
     "blocks": lambda n: wb.BlockSparse(layouts.local(2) | layouts.global_(1), 512),
     "neighborhood": lambda n: wb.Neighborhood((1024, n // 1024), 4),
+    "window": lambda n: wb.Window(4096, causal=True, sinks=4),
 }
 
 
@@ -114,7 +118,6 @@ def test_plans_are_told_apart():
 
 
 @pytest.mark.parametrize("arguments, words", [
-    ((wb.Predicate(lambda h, i, j: i == j), Shards((4, 4)), 2), "want Dense, Dilated"),
     ((wb.Dense(), Shards((4, 4)), 4, 3), "kv_heads=3 on heads=4"),
     ((wb.Dense(), Shards((4, 4)), 4, 4, 9), "nq=9 queries on n=8 keys"),
     ((wb.Neighborhood((3, 3), 1), Shards((4, 4)), 4), "n=8 on a neighborhood"),

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import workbench as wb
-from tests import tools
 from workbench import layouts
 from workbench.distributed import Shards, partials, plan, views
 from workbench.distributed.plans import Stage
@@ -21,7 +20,10 @@ PATTERNS = {
     "grid": lambda: wb.Neighborhood((10, 15), 2, orderings.hilbert((10, 15))),
     "line": lambda: wb.Neighborhood((150,), 9), "near-grid": lambda: wb.Neighborhood((30, 5), 1),
     "near-hilbert": lambda: wb.Neighborhood((3, 50), 1, orderings.hilbert((3, 50))),
-    "near-line": lambda: wb.Neighborhood((150,), 4), "dilated": lambda: wb.Dilated([150, 60, 20], [3, 2, 1]),
+    "near-line": lambda: wb.Neighborhood((150,), 4), "near-window": lambda: wb.Window(5, True, 2),
+    "window": lambda: wb.Window(11, sinks=3), "predicate": lambda: wb.Predicate(lambda h, i, j: (i - j) % (h + 2) == 0),
+    "predicate-causal": lambda: wb.Predicate(lambda h, i, j: i - j < 40, True),
+    "dilated": lambda: wb.Dilated([150, 60, 20], [3, 2, 1]),
     "dilated-causal": lambda: wb.Dilated([150, 60, 20], [3, 2, 1], True),
     "dilated-partition": lambda: wb.Dilated([20, 30, 50], [1, 2, 3], heads="partition"),
 }  # fmt: skip
@@ -55,8 +57,8 @@ def test_heads_inside_a_run_of_one_offset_are_no_pattern():
 
 @pytest.mark.parametrize("whole", [
     wb.BlockSparse(layouts.random(0.4, 1, per_head=True), 8),
-    wb.BlockSparse(layouts.local(1), 8, predicate=tools.some_rows_only), wb.BlockSparse(layouts.local(1), 8, True),
-    wb.Dense(True),
+    wb.BlockSparse(layouts.local(1), 8, True), wb.Dense(True), wb.Window(5, sinks=3),
+    wb.Predicate(lambda h, i, j: (i + j) % (h + 2) == 0, True),
 ])  # fmt: skip
 def test_some_heads_of_other_patterns(whole):
     part = views.some_heads(whole, 2, 2, 6)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import workbench as wb
 from workbench import BlockSparse, Dense, Dilated, layouts
 from workbench.distributed import Shards, Traffic, training
+from workbench.models.layer import Layer
 
 N, BATCH, STEPS = 40, 3, 4
 PATTERNS = {
@@ -36,7 +37,7 @@ def model(name, group=None, alone=False, checkpointed=False, dtype=torch.float64
     kind, options = (wb.MultiheadAttention, {}) if alone else (
         wb.distributed.MultiheadAttention, {"group": group, "strategy": strategy})  # fmt: skip
     pattern = PATTERNS[name]()  # one, for both layers
-    layers = [training.Layer(16, kind(16, 4, pattern, num_kv_heads=2, **options)) for _ in range(2)]
+    layers = [Layer(16, kind(16, 4, pattern, num_kv_heads=2, **options)) for _ in range(2)]
     if checkpointed:
         layers = [Checkpointed(layer) for layer in layers]
     return nn.Sequential(nn.Linear(5, 16), *layers, nn.Linear(16, 3)).to(dtype)

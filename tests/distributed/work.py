@@ -12,7 +12,7 @@ from tests import tools
 from tests.distributed import races
 from tests.distributed.cases import CASES
 from tests.tools import Case
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, VirtualCard, attention, layouts
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, VirtualCard, attention, layouts
 from workbench.distributed import Plan, Shards, api, buffers, call, exchange, plans
 from workbench.distributed.call import plans_of
 from workbench.distributed.sequence import Executor
@@ -181,10 +181,6 @@ def _keys_and_values_swapped(patch_):
     patch_(exchange.Exchange, "pack", lambda self, stage, k, v, sent: real(self, stage, v, k, sent))
 
 
-def _overwritten(patch_):
-    patch_(buffers.FirstWrites, "_first", lambda self, where, boxes: True)
-
-
 def _border_kept(patch_):
     patch_(buffers.Placed, "overwrite", lambda self, x, part: None)
 
@@ -196,7 +192,7 @@ def _border_twice(patch_):
 MUTANTS = {
     "dk-and-dv-swapped": _swapped, "a-hop-dropped": _hop_dropped, "a-returned-gradient-dropped": _return_dropped,
     "gradients-added-to-what-was-there": _stale_buffer, "keys-and-values-swapped": _keys_and_values_swapped,
-    "what-was-there-overwritten": _overwritten, "results-at-the-border-not-replaced": _border_kept,
+    "results-at-the-border-not-replaced": _border_kept,
     "gradients-at-the-border-given-twice": _border_twice,
 }  # fmt: skip
 
@@ -318,7 +314,7 @@ def refused(rank, world, what):
         "ordering": {"pattern": Neighborhood((8, 8), 1, orderings.random((8, 8), int(last)))},
         "strategy": {"strategy": "ring"},
         "heads": each(lambda x: x[:, :, :3]) | {"strategy": "heads"},
-        "predicate": {"pattern": Predicate(tools.every_third)},
+        "lengths": {"lengths": [3]},
         "tokens": {"pattern": Neighborhood((9, 9), 1)},
         "out of memory by heads": {"strategy": "heads"},
     }

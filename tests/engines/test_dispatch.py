@@ -70,7 +70,7 @@ REFUSED = {
     "scale-nan": (bad(scale=math.nan), "scale=nan: want a finite number above 0"),
     "scale-0": (bad(scale=0), "scale=0: want a finite number above 0"),
     "scale-text": (bad(scale="1"), "scale='1': want a finite number above 0"),
-    "unknown-backend": (bad(backend="cuda"), "backend='cuda': want 'auto' or one of 'reference', 'torch', 'flex'"),
+    "unknown-backend": (bad(backend="cuda"), "backend='cuda': want 'auto' or one of 'reference', 'torch', 'triton'"),
     "causal": (bad(causal=True), "causal=True: attention has no such option; the pattern says it, e.g. Dense(causal"),
     "dropout": (bad(dropout_p=0.0), "dropout_p=0.0: attention has no such option; the weights are not dropped out"),
     "misspelled": (bad(scales=1.0), "scales=1.0: attention has no such option; see its help"),
@@ -106,16 +106,9 @@ def test_every_function_of_q_and_k_refuses_an_option_by_name():
 
 
 def test_a_backend_asked_for_by_name_never_falls_back(monkeypatch):
-    q, k, v = tensors(dtype=torch.float64)
-    with pytest.raises(ValueError, match="backend='flex': .*float64"):
-        attention(q, k, v, BlockSparse(layouts.local(1), 4), backend="flex")
     q, k, v = tensors()
-    with pytest.raises(ValueError, match="backend='flex': .*counts how often a query sees a key"):
-        attention(q, k, v, Dilated([4, 8], [1, 2]), backend="flex")
-    with pytest.raises(ValueError, match="backend='flex': .*lse"):
-        attention(q, k, v, Dense(), backend="flex", return_lse=True)
-    with pytest.raises(ValueError, match="backend='flex': .*backward"):
-        attention(q.requires_grad_(), k, v, Dense(), backend="flex")
+    with pytest.raises(ValueError, match="backend='fa4': the kernels are for CUDA, not cpu"):
+        attention(q, k, v, Dense(), backend="fa4")
     ran = []
     for name in dispatch.BACKENDS:
         monkeypatch.setitem(dispatch._RUN, name, lambda q, *_, name=name: (ran.append(name), (q, None))[1])
@@ -366,23 +359,6 @@ def test_autocast_leaves_what_is_wide_inside_wide(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         _, lse = attention(q, k, v, pattern, return_lse=True)
     assert tools.lse_error(lse, want) < 1e-6
-
-
-def test_auto_goes_on_with_torch_where_flex_cannot_compile_and_says_so(monkeypatch):
-    from workbench.engines import flex
-
-    def fails(*arguments):
-        raise flex.CannotCompile("backend='flex': torch cannot compile this")
-
-    monkeypatch.setattr(flex, "forward", fails)
-    monkeypatch.setattr(dispatch, "choose", lambda *arguments: ("flex", "a test says so"))
-    q, k, v = torch.randn(3, 1, 16, 2, 8).unbind()
-    pattern = Predicate(lambda h, i, j: j <= i)
-    with pytest.warns(UserWarning, match="cannot compile this; backend='auto' goes on with 'torch'"):
-        out = attention(q, k, v, pattern)
-    assert torch.allclose(out, reference(q, k, v, pattern)[0].float(), atol=1e-6)
-    with pytest.raises(ValueError, match="cannot compile this"):
-        attention(q, k, v, pattern, backend="flex")
 
 
 def test_the_package_leaves_the_compiler_alone():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from workbench import BlockSparse, Dense, Dilated, MultiheadAttention, attention, layouts
+from workbench import BlockSparse, Dense, Dilated, MultiheadAttention, attention, layouts, tile_order
+from workbench.engines import rotary
 
 CAUSAL = Dilated([4, 8, 16], [1, 2, 4], causal=True)
 
@@ -46,6 +47,66 @@ def test_is_projections_around_attention(kv_heads):
     close(module(x), module.out(attention(q, k, v, CAUSAL).flatten(-2)))
 
 
+def test_a_state_dict_of_torchs_layer_is_taken_and_named_where_it_is_not():
+    theirs = torch.nn.ModuleDict({"of": torch.nn.MultiheadAttention(24, 6, batch_first=True, dtype=torch.float64)})
+    torch.nn.init.normal_(theirs["of"].in_proj_bias)
+    ours, x = torch.nn.ModuleDict({"of": layer(Dense())}), tokens()
+    ours.load_state_dict(theirs.state_dict())
+    out, weights = ours["of"](x, x, x, need_weights=False)
+    close(out, theirs["of"](x, x, x, need_weights=False)[0])
+    assert weights is None and torch.equal(ours["of"](x), out)
+    value = tokens(embed_dim=25)[..., 1:]
+    close(ours["of"](x, x, value)[0], theirs["of"](x, x, value, need_weights=False)[0])
+    for options, name in (({"add_bias_kv": True}, "bias_k"), ({"kdim": 8, "vdim": 9}, "q_proj_weight")):
+        with pytest.raises(ValueError, match=f"state_dict has {name}: want that of an nn.MultiheadAttention without"):
+            ours["of"].load_state_dict(torch.nn.MultiheadAttention(24, 6, **options).state_dict())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_it_stands_in_torchs_encoder_in_training_and_where_torch_would_skip_it(causal):
+    torch.manual_seed(0)
+    to = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64}
+    theirs = torch.nn.TransformerEncoderLayer(24, 6, 48, **to)
+    ours = copy.deepcopy(theirs)
+    ours.self_attn = layer(Dense(causal))
+    ours.self_attn.load_state_dict(theirs.self_attn.state_dict())
+    theirs, ours = (torch.nn.TransformerEncoder(x, 2, enable_nested_tensor=False) for x in (theirs, ours))
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(29, dtype=torch.float64) if causal else None
+    options, x = {"mask": mask, "is_causal": causal}, tokens()
+    close(ours(x, **options), theirs(x, **options))
+    padding, lengths = torch.arange(29) >= torch.tensor([[29], [11]]), (29, 11)
+    with torch.no_grad():
+        close(ours.eval()(x, **options), theirs.eval()(x, **options))
+        padded = [f(x, src_key_padding_mask=padding, **options) for f in (ours, theirs.train())]
+    for one, other, n in zip(*padded, lengths, strict=True):
+        close(one[:n], other[:n])
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_scores_with_rotary_positions_depend_on_the_distance_alone(qk_norm):
+    module, x = layer(Dense(True), rope=100.0, qk_norm=qk_norm), tokens()
+    out = module(x)
+    later = rotary.table(torch.arange(29) + 7, 4, 100.0, torch.float64)
+    close(module(x, rotation=later), out)
+    close(module(x[:, -5:], x), out[:, -5:])
+    assert not torch.allclose(module(x[:, torch.arange(28, -1, -1)])[:, -1], out[:, -1])  # an order is seen
+
+
+def test_a_turn_is_the_complex_product_that_the_paper_writes():
+    x, positions = tokens(embed_dim=8)[:, :, None], torch.tensor([5, 1_000_000, *range(27)])
+    turned = rotary.turned(x, rotary.table(positions, 8, dtype=torch.float64))
+    angles = positions[:, None].double() * 10_000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+    one, other = (torch.complex(*tensor.chunk(2, -1))[:, :, 0] for tensor in (turned, x))
+    close(one, other * torch.exp(1j * angles))
+
+
+def test_a_layer_in_tile_order_is_the_layer_with_its_tokens_moved():
+    pattern = Dilated([512, 1024], [1, 2], causal=True)
+    natural, tiled = (layer(pattern, rope=100.0, sub_norm=True, tokens=x) for x in ("natural", "tile order"))
+    order, x = tile_order(pattern, 1024), tokens(1024, 1)
+    close(tiled(x[:, order]), natural(x)[:, order])
+
+
 def test_every_parameter_has_a_gradient():
     module = layer(num_kv_heads=2)
     module(tokens()).square().sum().backward()
@@ -55,7 +116,7 @@ def test_every_parameter_has_a_gradient():
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2])
-def test_cached_decoding_through_the_context_is_the_full_run(kv_heads):
+def test_the_last_queries_on_all_keys_are_those_of_the_full_run(kv_heads):
     for pattern in (CAUSAL, BlockSparse(layouts.local(1), 4, causal=True), Dense(True)):
         module, x = layer(pattern, num_kv_heads=kv_heads).eval(), tokens()
         full = module(x)
@@ -129,6 +190,7 @@ REFUSED = {
     "key-heads-do-not-divide": ({"num_kv_heads": 4}, "num_heads=6, num_kv_heads=4: the second must divide the first"),
     "attention-dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1: want 0; `dropout` acts on the output"),
     "dropout-of-2": ({"dropout": 2}, "dropout=2: want a number from 0 to 1"),
+    "rope-of-odd": ({"rope": 10, "num_heads": 8}, "rope=10, head_dim=3: want an even head_dim, or rope=None"),
     "bias-in-words": ({"bias": "no"}, "bias='no': want True or False"),
     "of-torch": ({"batch_first": True}, "batch_first=True: MultiheadAttention has no such option"),
     "no-pattern": ({"pattern": "dense"}, "pattern='dense': want a pattern"),
@@ -143,28 +205,34 @@ def test_bad_arguments_are_refused(options, message):
 
 def test_masks_are_refused_by_name_not_ignored():
     module, x = layer(), tokens()
-    for name in ("key_padding_mask", "attn_mask"):
-        with pytest.raises(ValueError, match=f"(?s){name}=.*which pairs attend is the pattern's to say"):
-            module(x, **{name: torch.ones(2, 29, dtype=torch.bool)})
+    with pytest.raises(ValueError, match="(?s)attn_mask=.*which pairs attend is the pattern's to say"):
+        module(x, attn_mask=torch.ones(29, 29, dtype=torch.bool))
     with pytest.raises(ValueError, match="is_causal=True: MultiheadAttention has no such option; the pattern says it"):
-        module(x, is_causal=True)
+        layer(Dense())(x, is_causal=True)
+    with pytest.raises(ValueError, match="need_weights=True: MultiheadAttention has no such option; the weights are"):
+        module(x, x, x, need_weights=True)
+    left = torch.arange(29).expand(2, -1) < 3
+    for padding in (left, left[:, :-1], ~left * 0.5):
+        want = r"key_padding_mask is .*: want \(B, N\) = \(2, 29\), True .* pad at the right"
+        with pytest.raises(ValueError, match=want):
+            module(x, key_padding_mask=padding)
 
 
 def test_bad_inputs_are_refused_with_the_shapes():
     module, x = layer(), tokens()
-    with pytest.raises(ValueError, match=re.escape("x is torch.float64 (29, 24): want a tensor (B, N, 24)")):
+    with pytest.raises(ValueError, match=re.escape("query is torch.float64 (29, 24): want a tensor (B, N, 24)")):
         module(x[0])
-    with pytest.raises(ValueError, match=re.escape("context is torch.float64 (2, 29, 23): want a tensor (B, N, 24)")):
+    with pytest.raises(ValueError, match=re.escape("key is torch.float64 (2, 29, 23): want a tensor (B, N, 24)")):
         module(x, x[..., 1:])
     want = "{} is {} (2, 29, 24), the layer's weights are torch.float64: want one dtype, {}.to(torch.float64){}"
     for dtype in (torch.bfloat16, torch.float32, torch.int64):
         also = "" if dtype == torch.int64 else f" or the layer's .to({dtype})"
-        for name, given in (("x", [x.to(dtype), x]), ("context", [x, x.to(dtype)])):
+        for name, given in (("query", [x.to(dtype), x]), ("key", [x, x.to(dtype)])):
             with pytest.raises(ValueError, match=re.escape(want.format(name, dtype, name, also)) + "$"):
                 module(*given)
     with torch.autocast("cpu", torch.bfloat16):  # which casts what is not float64
         assert layer(dtype=torch.float32)(x.half()).dtype == torch.bfloat16
-        with pytest.raises(ValueError, match="x is torch.float64 .*weights are torch.float32"):
+        with pytest.raises(ValueError, match="query is torch.float64 .*weights are torch.float32"):
             layer(dtype=torch.float32)(x)
     with pytest.raises(ValueError, match="pattern=4: want a pattern"):
         MultiheadAttention(Dense(), 64, 4)

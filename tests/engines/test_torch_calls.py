@@ -55,7 +55,7 @@ def test_a_predicate_is_never_asked_about_positions_that_do_not_exist():
         asked.append((int(i.min()), int(i.max()), int(j.min()), int(j.max())))
         return (i - j).abs() < 30
 
-    for pattern in (Predicate(seen), BlockSparse(layouts.local(1), 64, predicate=seen)):
+    for pattern in (Predicate(seen), BlockSparse(layouts.local(1), 64) & Predicate(seen)):
         run(*inputs(n), pattern)
     assert min(x[0] for x in asked) >= 0 and min(x[2] for x in asked) >= 0
     assert max(x[1] for x in asked) < n and max(x[3] for x in asked) < n

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from tests import tools
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, explain, layouts
+from workbench import BlockSparse, Dense, Dilated, PerHead, Window, attention, explain, layouts
 from workbench.engines import triton_backend
 from workbench.engines.operators import handle_of
+from workbench.engines.triton import bit_masks
 from workbench.patterns import tile_order
 
 pytest.importorskip("triton")
@@ -17,23 +18,25 @@ SLOW = ("longnet-64-grouped", "12-heads", "head-dim-300", "head-dim-1-", "29-tok
 DILATED = [
     id for id in tools.TABLE if id.startswith(("dilated", "dense")) and not any(part in f"{id}-" for part in SLOW)
 ]
-CASES = {id: tools.TABLE[id] for id in DILATED} | {case.id: case for case in (*tools.TILED, *tools.nested(32))}
+CASES = {id: tools.TABLE[id] for id in (*DILATED, "neighborhood-options")}
+CASES |= {case.id: case for case in (*tools.TILED, *tools.nested(32))}
 HALF = (  # one of each way in which tiles are loaded, multiplied and stored; the interpreter's bfloat16 is wrong
     "dense-prime", "dense-last-9-queries-causal", "dilated-same-branch-thrice-causal", "dilated-uncovered-rows",
     "dilated-head-dim-64", "local-ragged-causal", "wide-blocks-last-queries", "tall-blocks-head-dim-20-causal",
     "random-by-head", "empty-rows", "window-last-queries", "neighborhood-hilbert", "nested-short-last-segment",
-    "nested-and-others-causal",
+    "nested-and-others-causal", "dilated-window-sinks",
 )  # fmt: skip
 EACH = [(id, torch.float32) for id in CASES] + [(id, torch.float16) for id in HALF]
 DAILY = [  # pairwise: ragged or not, last queries, grouped heads, batch, causal, empty rows, tile shapes, dtype
     *((id, torch.float32) for id in (
         "dense-last-9-queries", "dilated-prime-segments-causal", "dilated-partition", "wide-blocks-last-queries-causal",
         "a-layout-a-sequence-causal", "window", "nested-causal-last-queries", "nested-same-branch-thrice-causal",
-        "nested-some-heads",
+        "nested-some-heads", "window-causal", "function-of-heads-causal", "several-axes",
+        "another-pattern-a-head", "layouts-and-a-function",
     )),
     *((id, torch.float16) for id in (
         "dilated-uncovered-rows", "tall-blocks-head-dim-20-causal", "random-by-head", "empty-rows",
-        "neighborhood-hilbert", "nested-and-others-causal",
+        "neighborhood-hilbert", "nested-and-others-causal", "dilated-window-sinks",
     )),
 ]  # fmt: skip
 
@@ -43,6 +46,8 @@ def small_tiles(monkeypatch):
     """Nested branches run in one pass in small shapes, and in float32 too."""
     monkeypatch.setattr(tile_order, "TILE", 32)
     monkeypatch.setitem(triton_backend.ONCE, torch.float32, 64)
+    monkeypatch.setattr(triton_backend, "BLOCK", 32)
+    monkeypatch.setattr(triton_backend, "GRID", 32)
 
 
 @pytest.mark.parametrize("of", tools.tiers(EACH, DAILY), ids=lambda of: f"{of[0]}-{tools.name_of(of[1])}")
@@ -63,6 +68,17 @@ def test_a_mask_that_is_off_by_one_is_noticed(monkeypatch):
     monkeypatch.setattr(kernels, "mask_of", wrong)
     with pytest.raises(AssertionError, match="out"):
         tools.check(CASES["window"], torch.float32, backend="triton")
+
+
+def test_masks_are_one_for_equal_blocks_and_are_refused_where_they_are_too_many(monkeypatch):
+    """Of a window's blocks there are as many as distances from the diagonal; kept with it, as the blocks are."""
+    pattern, q = Window(40, dilation=3), torch.randn(1, 320, 2, 16)
+    found = bit_masks.find(pattern, 320, 1, 320, (32, 32))
+    assert len(found.which) > 40 and len(found.bits) == 32 * 5
+    assert bit_masks.find(pattern, 320, 1, 320, (32, 32)) is found
+    monkeypatch.setattr(bit_masks, "MOST", 32 * 5 * 4 - 1)
+    with pytest.raises(ValueError, match="backend='triton': the masks of the blocks of window-40-dilation-3.* 0 MiB"):
+        attention(q, q, q, Window(40, dilation=3), backend="triton")
 
 
 def test_a_branch_that_is_left_out_is_noticed(monkeypatch):
@@ -149,8 +165,7 @@ REFUSED = [
     (Dense(), dict(dtype=torch.bfloat16), "bfloat16"),
     (Dense(), dict(d=300), "head_dim"),
     (BlockSparse(layouts.local(1), 24), {}, "multiple of 16"),
-    (BlockSparse(layouts.local(1), 16, predicate=lambda h, i, j: i > j), {}, "predicate"),
-    (Predicate(lambda h, i, j: i > j), {}, "predicate"),
+    (PerHead([Dilated([8, 16], [1, 2]), Window(3)]), {}, "counts some several times"),
 ]
 
 
@@ -188,11 +203,3 @@ def test_the_gradient_of_lse_of_a_row_that_sees_nothing_is_left_out():
     both = torch.logaddexp(lse, lse)
     grads = torch.autograd.grad(both[both > -torch.inf].sum(), (q, k, v))
     assert all(bool(x.isfinite().all()) for x in grads)
-
-
-def test_coordinates_of_too_many_bits_are_refused_before_they_run():
-    n = 16
-    pattern = Neighborhood((2,) * 4 + (1,) * 28, 1)
-    q = torch.randn(1, n, 2, 16)
-    with pytest.raises(ValueError, match="62 bits"):
-        attention(q, q, q, pattern, backend="triton")

@@ -5,12 +5,12 @@ from random import Random
 
 import pytest
 import torch
-from torch import nn
 
 from tests import browser, programs
-from workbench import explorers
+from workbench import Dense, MultiheadAttention, explorers
 from workbench.explorers import fit
 from workbench.fit import cards, estimate, frontier
+from workbench.models.layer import Layer
 
 DATA = fit.known()
 
@@ -50,7 +50,7 @@ def test_the_page_finds_the_longest_as_the_search_does(model):
         ("dense, eager", "h100", 8, "float16", "fwdbwd"), ("dense, cudnn", "h200", 16, "bfloat16", "fwdbwd"),
         ("dense, efficient", "gtx1080", 8, "float32", "fwd"),
         ("longnet-paper, triton", "rtx3090", 12, "float16", "fwd"),
-        ("window-blocks, flex", "t4", 16, "float16", "fwdbwd"),
+        ("window-blocks, triton", "rtx3090", 16, "float16", "fwdbwd"),
     ):  # fmt: skip
         sizes = (1, heads, 64, dtype, mode)
         at = setting(cards.find(card), 1, 0, *sizes)
@@ -85,29 +85,13 @@ def test_programs_are_those_of_the_trace():
     assert max(programs.errors(DATA, 6, 11, fit.WORLDS[1:])[1]) <= DATA["checked"]["several"] + 0.05
 
 
-class Block(nn.Module):
-    """A transformer's block as the calculator counts it."""
-
-    def __init__(self, width: int, heads: int, **to):
-        super().__init__()
-        self.heads, self.norms = heads, nn.ModuleList(nn.LayerNorm(width, **to) for _ in range(2))
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width, **to) for _ in range(4))
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width, **to), nn.GELU(), nn.Linear(4 * width, width, **to))
-
-    def forward(self, x):
-        y = self.norms[0](x)
-        q, k, v = (f(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        del y
-        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
-        return x + self.mlp(self.norms[1](x))
-
-
 def stack(layers: int):
     def step(q, k, v):
         """The forward and the backward of `layers` blocks, with the gradients and the states of Adam held."""
         to = {"device": q.device, "dtype": q.dtype}
         with torch.enable_grad():
-            blocks = [Block(q.shape[2] * q.shape[3], q.shape[2], **to) for _ in range(layers)]
+            width, heads = q.shape[2] * q.shape[3], q.shape[2]
+            blocks = [Layer(width, MultiheadAttention(width, heads, Dense(), **to), **to) for _ in range(layers)]
             parameters = [p for block in blocks for p in block.parameters()]
             states = [torch.empty(p.shape, device=q.device) for p in parameters for _ in range(3)]  # float32
             for p in parameters:

@@ -34,7 +34,7 @@ CASES = [
 def peaks(case, card):
     """(requested, allocated, reserved) at the peak of a case."""
     case = dataclasses.replace(case, pattern=copy.copy(case.pattern))
-    events, *_ = tracer.run(case, cards.find(card))
+    events, *_ = tracer.of_case(case, cards.find(card))
     used = allocator.replay(events)
     return used.peak_requested, used.peak_allocated, used.peak_reserved
 
@@ -65,7 +65,7 @@ def test_a_trace_takes_hardly_longer_for_long_sequences(monkeypatch, backend, ma
     if backend == "triton":
         pytest.importorskip("triton")
     few, many = (
-        len(tracer.run(Case(make(n), n, backend=backend, dtype="bfloat16", mode="fwdbwd", **SIZES), H100).events)
+        len(tracer.of_case(Case(make(n), n, backend=backend, dtype="bfloat16", mode="fwdbwd", **SIZES), H100).events)
         for n in (1 << 16, 1 << 18)
     )
     assert many <= 4 * few and many < 20_000

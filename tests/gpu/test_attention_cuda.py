@@ -71,5 +71,5 @@ def test_a_forward_holds_at_most_three_times_its_output():
 def test_explain_and_auto_agree_on_a_card():
     q, k, v = tools.Case("", None, 256, head_dim=64).inputs(torch.bfloat16, "cuda")[:3]
     assert explain(q.float(), k.float(), v.float(), Dilated([64], [2])).startswith("torch: ")
-    assert explain(q.float(), k.float(), v.float(), BlockSparse(layouts.local(1))).startswith("flex: ")
+    assert explain(q.float(), k.float(), v.float(), BlockSparse(layouts.local(1))).startswith("triton: ")
     assert explain(q.double(), k.double(), v.double(), BlockSparse(layouts.local(1))).startswith("torch: ")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import tools
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, layouts
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Window, layouts
 from workbench.fit import cards, estimate, workspace
 from workbench.patterns import orderings
 from workbench.probes.case import Case
@@ -37,7 +37,7 @@ EXECUTIONS = {
     "dilated, float32": (lambda n: tools.longnet(1)(), "auto", "float32"),
     "block-sparse": (lambda n: BlockSparse(layouts.local(2) | layouts.global_(1)), "auto", "bfloat16"),
     "block-sparse, torch": (lambda n: BlockSparse(layouts.local(2)), "torch", "bfloat16"),
-    "block-sparse, flex": (lambda n: BlockSparse(layouts.local(2)), "flex", "bfloat16"),
+    "dilated window, sinks": (lambda n: Window(99, True, 3, 4), "triton", "bfloat16"),
     "neighborhood": (lambda n: Neighborhood((n // 32, 32), 3, grid(n)) if n % 32 == 0 else Neighborhood((n,), 99),
                      "auto", "bfloat16"),
     "neighborhood, float32": (lambda n: Neighborhood((n,), 99), "auto", "float32"),

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, attention, explain, layouts, reference, tile_order
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Window, attention, explain, layouts, reference
 from workbench.engines import fa4_backend
+from workbench.patterns.tile_order import tile_order
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here")]
 if torch.cuda.is_available() and (reason := fa4_backend.MISSING):
@@ -48,6 +49,10 @@ CASES = {  # pattern, batch, queries, keys, heads, key heads, head_dim
     "blocks-of-256": (BlockSparse(layouts.local(1), 256, causal=True), 1, 2000, 2000, 2, 2, 64),
     "window": (Neighborhood((2000,), 300), 2, 2000, 2000, 4, 4, 64),
     "window-last-128": (Neighborhood((2048,), 300), 1, 1024, 2048, 4, 2, 128),
+    "window-back": (Window(300, True), 2, 2000, 2000, 4, 2, 64),
+    "window-back-last-128": (Window(300, True), 1, 1024, 2048, 4, 2, 128),
+    "window-back-of-one": (Window(1, True), 1, 1000, 1000, 2, 2, 64),
+    "window-both": (Window(300), 1, 2000, 2000, 2, 2, 64),
     "wide-window": (Neighborhood((1000,), 5000), 1, 1000, 1000, 2, 2, 64),
     "dense": (Dense(), 2, 1000, 1000, 4, 1, 64),
     "dense-causal-last-128": (Dense(causal=True), 2, 200, 1000, 4, 4, 128),

@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests import tools
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, attention, explain, layouts
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, Window, attention, explain, layouts
 from workbench.patterns import orderings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
@@ -33,12 +33,16 @@ LARGE = [
     tools.Case("random-by-head", lambda: BlockSparse(layouts.random(0.3, 1, per_head=True), (64, 128)), 1024, None, 4,
                None, 128),
     tools.Case("window", lambda: Neighborhood((1500,), 300), 1500, None, 2, None, 128),
+    tools.Case("window-causal", lambda: Window(300, True), 1500, 1111, 4, 2, 64),
+    tools.Case("dilated-window-sinks", lambda: Window(100, dilation=3, sinks=7), 1111, 777, 4, 2, 64, 2),
+    tools.Case("dilated-window-128", lambda: Window(100, True, 3), 1500, None, 2, None, 128),
+    tools.Case("predicate-by-head", lambda: Predicate(tools.some_rows_only, True), 700, 500, 4, 2, 128),
     tools.Case("neighborhood", lambda: Neighborhood((40, 40), (5, 3), orderings.hilbert((40, 40))), 1600, 1000, 2, 1,
                64),
 ]  # fmt: skip
 FROM_TABLE = {
     id: case for id, case in tools.TABLE.items()
-    if id.startswith(("dilated", "dense")) and case.head_dim <= 256
+    if id.startswith(("dilated", "dense", "predicate", "window", "neighborhood", "swin")) and case.head_dim <= 256
 }  # fmt: skip
 CASES = FROM_TABLE | {case.id: case for case in (*tools.TILED, *LARGE)}
 
@@ -64,12 +68,14 @@ BY_VIEWS = [
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=tools.name_of)
 @pytest.mark.parametrize("case", BY_VIEWS, ids=lambda case: case.id)
 def test_agrees_with_the_oracle_where_cudnn_takes_the_branches(case, dtype, monkeypatch):
+    from workbench.engines import triton_backend
     from workbench.engines.triton import cudnn_views
 
     taken = []
     for name in ("attend", "attend_backward"):
         right = getattr(cudnn_views, name)
         monkeypatch.setattr(cudnn_views, name, lambda *x, right=right, name=name: taken.append(name) or right(*x))
+    monkeypatch.setattr(triton_backend, "ONCE", {})  # up to its head_dims one pass takes nested branches
     tools.take_strided_views(monkeypatch, room=1 << 19)
     tools.check(case, dtype, device="cuda", backend="triton", through_lse=False)
     assert set(taken) == {"attend", "attend_backward"}

@@ -17,7 +17,7 @@ def test_a_speed_up_inside_the_noise_is_no_difference(low, high, verdict):
 @pytest.mark.parametrize(("name", "words"), [
     ("dense", "dense"), ("longnet-geometric", "LongNet, geometric"), ("dense, cudnn", "dense, cuDNN"),
     ("dilated-4096x1-16384x2-65536x4-131072x8", "LongNet, geometric"), ("dilated-128x2", "dilated: 128 at rate 2"),
-    ("random-0.90", "random blocks, 90% left out"), ("window-1024", "window, 1,024 each way"),
+    ("random-0.90", "random blocks, 90% left out"), ("window-2048", "window of 2,048"),
     ("neighborhood-16-tiles-8x16", "neighborhood, radius 16, tiles 8 x 16"),
     ("local-19+strided-32", "blocks: local 19 + strided 32"), ("h200x2", "2 x H200"), ("a100-40gb", "A100 40 GB"),
     ("what is this", "what is this"),

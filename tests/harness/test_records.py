@@ -258,8 +258,9 @@ def test_every_committed_row_is_read_under_todays_names(path):
         assert set(frame["asked"].dropna()) <= known
 
 
-def test_the_old_name_of_eager_is_read_as_eager():
+def test_old_names_are_read_as_todays():
     frame = records.load(*COMMITTED)
+    assert (frame["pattern"] == "window-2048").sum() == 29  # which were called by their radius
     assert (frame["backend"] == "eager").sum() == 63 and not frame["backend"].str.contains(":", na=False).any()
 
 

@@ -115,7 +115,7 @@ def inputs(n=256, grad=False):
 def test_attention_follows_what_the_function_reads(kind):
     document = torch.arange(256) // 128
     same = lambda h, i, j: document[i] == document[j]  # noqa: E731
-    pattern = wb.Predicate(same) if kind == "predicate" else wb.BlockSparse(layouts.local(9), 64, predicate=same)
+    pattern = wb.Predicate(same) if kind == "predicate" else wb.BlockSparse(layouts.local(9), 64) & wb.Predicate(same)
     q, k, v = inputs()
     for change in (lambda: None, lambda: document.zero_(), lambda: document.data.copy_(torch.arange(256) // 32)):
         change()

@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Predicate, from_spec
+from workbench.patterns import (
+    BlockSparse,
+    Combined,
+    Dense,
+    Dilated,
+    Neighborhood,
+    PerHead,
+    Predicate,
+    Window,
+    from_spec,
+)
 from workbench.patterns.layouts import explicit, global_, hierarchical, local, random, strided, top_k
 from workbench.patterns.orderings import Ordering, hilbert, morton, tiles
 from workbench.patterns.orderings import random as shuffled
@@ -46,21 +56,25 @@ REFUSED = [
     (lambda: BlockSparse(NEAR, 0), r"block_size=0: want an int >= 1"),
     (lambda: BlockSparse(NEAR, (8, 8, 8)), r"block_size=\(8, 8, 8\): want an int >= 1, or 2 of them"),
     (lambda: BlockSparse(NEAR, causal=1), "causal=1: want True or False"),
-    (lambda: BlockSparse(NEAR, predicate=3), r"predicate=3: want a function of \(h, i, j\)"),
+    (lambda: Combined("|", [Dense(), 3]), "3 among the parts of a pattern: want patterns"),
+    (lambda: PerHead([Dense(), Dense(True)]).pairs(9, 3), "heads=3 with patterns for 2 heads: want 2"),
+    (lambda: PerHead([]), "want a pattern for each head"),
+    (lambda: PerHead([Dense(), Dilated([4, 4], [1, 2], heads="partition")]).pairs(9, 2), "divided by different num"),
+    (lambda: (BlockSparse(NEAR, 4) | Window(9)).blocks(9, 1, block_size=6), r"want \(4, 4\), the pattern's own"),
     (lambda: BlockSparse(explicit(MASK[0, :3]), 8).pairs(32, 1), r"\(3, 4\): its last .* \(3, 4\), want \(4, 4\) bl"),
     (
         lambda: BlockSparse(explicit(MASK) | NEAR, 8).pairs(32, 3),
         r"shape \(2, 4, 4\): it has 2 heads, want 3",
     ),
-    (lambda: BlockSparse(NEAR, 8).blocks(32, 1, None, 16), r"block_size=16: want \(8, 8\), the pattern's own"),
-    (lambda: BlockSparse(NEAR, 8, predicate=lambda h, i, j: i - j).pairs(32, 1), "predicate returned torch.int64"),
+    (lambda: BlockSparse(NEAR, 8).blocks(32, 1, None, 12), r"block_size=12: want \(8, 8\), the pattern's own"),
+    (lambda: (BlockSparse(NEAR, 8) & Predicate(lambda h, i, j: i - j)).pairs(32, 1), "predicate returned torch.int64"),
     (lambda: Predicate("i == j"), r"fn='i == j': want a function of \(h, i, j\)"),
     (lambda: Predicate(len, causal=None), "causal=None: want True or False"),
     (predicate(None), "predicate returned None: want a bool tensor"),
     (predicate("no"), "predicate returned 'no': want a bool tensor"),
     (predicate(MASK[0, 0]), r"predicate returned shape \(4,\): want one that broadcasts with \(1, 9, 9\)"),
     (predicate(torch.ones(2, 1, 9, 9) > 0), r"predicate returned shape \(2, 1, 9, 9\)"),
-    (lambda: Neighborhood((8, 8), 1.5), "radius=1.5: want an int >= 0"),
+    (lambda: Neighborhood((8, 8), 1.2), "radius=1.2: want an int >= 0"),
     (lambda: Neighborhood((8, 8), (1, -2)), r"radius\[1\]=-2: want an int >= 0"),
     (lambda: Neighborhood((8, 8), (1, 2, 3)), r"radius=\(1, 2, 3\): want an int >= 0, or 2 of them"),
     (lambda: Neighborhood((8, 0), 1), r"shape\[1\]=0: want an int >= 1"),

@@ -16,7 +16,7 @@ from workbench.probes import error
 def errors():
     both = [wb.Dense(), wb.Dilated([4, 16], [1, 4])]
     ran = error.table(both, n=16, backends=["torch"], dtypes=["float64", "bfloat16"])
-    return pd.concat([ran, error.table(both, n=16, backends=["flex"], dtypes=["float64"])], ignore_index=True)
+    return pd.concat([ran, error.table(both, n=16, backends=["fa4"], dtypes=["float64"])], ignore_index=True)
 
 
 def test_exactness_draws_each_run_as_a_share_of_its_budget_and_what_was_refused(errors):
@@ -40,7 +40,7 @@ def test_a_run_over_its_budget_is_ringed(errors):
 
 def test_the_summary_counts_by_kernel_and_in_all(errors):
     shown = exactness.summary(errors)
-    assert list(shown.index) == ["torch", "FlexAttention", "all"]
+    assert list(shown.index) == ["torch", "FlashAttention-4", "all"]
     ok = int((errors.status == "ok").sum())
     assert shown.loc["all", ["runs", "within", "refused"]].tolist() == [ok, ok, len(errors) - ok]
     assert shown.loc["all"].iloc[-1] == 100 * errors.worst.max()
@@ -55,4 +55,4 @@ def test_values_without_gradients_refuse_the_gradients_alone(errors):
 
 def test_refusals_list_who_and_why(errors):
     shown = exactness.refusals(errors)
-    assert set(shown.index) == {"FlexAttention"} and shown.why.str.contains("float64").any()
+    assert set(shown.index) == {"FlashAttention-4"} and shown.why.str.contains("not cpu").any()

@@ -131,7 +131,9 @@ def test_a_plan_of_a_billion_tokens_runs_nothing():
 @pytest.mark.parametrize("over", [True, False])
 def test_a_layer_is_that_of_memory_and_may_write_over_x(over):
     torch.manual_seed(0)
-    module = wb.MultiheadAttention(32, 4, wb.Dilated(*GEOMETRIC, causal=True), num_kv_heads=2).eval()
+    module = wb.MultiheadAttention(
+        32, 4, wb.Dilated(*GEOMETRIC, causal=True), num_kv_heads=2, qk_norm=True, sub_norm=True
+    ).eval()
     x = torch.randn(777, 32)
     want, to = module(x[None])[0].detach(), None if over else torch.empty_like(x)
     with wb.VirtualCard(1) as card:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workbench.engines.dispatch import attention
 from workbench.patterns import Dilated, Neighborhood, Pattern, Predicate, orderings
-from workbench.patterns.neighborhood import box_sums
+from workbench.patterns.neighborhood import box_sums, clipped
 from workbench.patterns.orderings import Ordering
 
 # --- what is compared -------------------------------------------------------------------------------------------------
@@ -168,7 +168,8 @@ def borders(compared: list[Ordering], radius: int, shards) -> pd.DataFrame:
     rows = []
     for many, order in itertools.product(shards, compared):
         shard = torch.where(order.rank >= 0, order.rank * many // len(order), -1).view(order.shape)
-        needs = [box_sums((shard == x).long(), (radius,) * shard.ndim) > 0 for x in range(many)]
+        windows = clipped(shard.shape, (radius,) * shard.ndim)
+        needs = [box_sums((shard == x).long(), windows) > 0 for x in range(many)]
         foreign = [int((near & (shard != x) & (shard >= 0)).sum()) for x, near in enumerate(needs)]
         rows.append({"shards": many, "order": order.name, "cells": max(foreign)})
     return pd.DataFrame(rows)

@@ -44,7 +44,8 @@ def attention(
     ranks = Ranks.of(group)
     if ranks.world == 1:
         call.check_strategy(strategy)
-        return dispatch.attention(q, k, v, pattern, scale=scale, backend=backend, return_lse=return_lse, **unknown)
+        dispatch.refuse("attention", unknown)
+        return dispatch.attention(q, k, v, pattern, scale=scale, backend=backend, return_lse=return_lse)
     with Agreement(ranks, call.PROPOSED) as agreement:
         dispatch.refuse("attention", unknown)
         q, k, v, this = call.check(q, k, v, pattern, ranks, strategy, scale, backend, return_lse)

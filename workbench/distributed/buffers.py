@@ -8,7 +8,7 @@ buffer that a stage of the exchange fills (`exchange.Exchange.rows`). For each c
     gather       its k and v (B, M, g, D), of own and received rows: a view if they lie together, else a copy,
     views, each  the rows of out that its results belong to, and its results cut alike, to be merged,
     overwrite    puts its results into out where they are not merged,
-    scatter      adds the gradients of its keys to those of own rows, or puts them into the buffer that returns them.
+    scatter      adds the gradients of its keys to those of own rows, or of rows of the buffer that returns them.
 
 Example: of 8 positions rank 1 holds 4 to 7. For the partial of its queries on keys 0 to 3, which rank 0 sends, `take`
 is q itself, and `gather` a view of the buffer, as rank 0's rows lie there in order.
@@ -18,7 +18,6 @@ partial: R queries, M keys, h query heads, g key heads; of a strided view: C ste
 """
 
 import itertools
-from collections import defaultdict
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -50,8 +49,6 @@ class Placed:
     all_own: whether one indexing of the rank's own k and v gives the keys
     in_buffer: the part of the buffer that is the keys in their order, but for the `trailing` last ones: the rank's own
         rows, which are copied there, or padding that no query sees. None if there is no such part
-
-    first: whether the partial is the first to write where its results go (see `FirstWrites`)
     """
 
     def __init__(
@@ -66,7 +63,6 @@ class Placed:
         ranges = partial.groups if self.border_rows is None else ()
         self.queries = strided_views(StridedView(_rows(s.queries, work), s.heads) for s in ranges)
         self.heads = list(itertools.accumulate((x.count * length(x.heads) for x in self.queries), initial=0))
-        self.first = False  # until `FirstWrites` says so
         self.keys = len(partial.groups[0].keys)
         self.key_heads = sum(len(range(exchange.plan.kv_heads)[s.key_heads]) for s in partial.groups)
         self.full = sum(x.target.size for x in copies) == self.keys * self.key_heads
@@ -123,10 +119,12 @@ class Placed:
 
         value: what spare rows are filled with
         """
+        rows, spare = None, self.partial.spare
         if self.border_rows is not None:
-            return x[self.batch, :, self.partial.groups[0].heads].index_select(1, self.border_rows)
-        if len(self.queries) == 1 and self.queries[0].count == 1:
-            rows, spare = x[self.batch, self.queries[0].rows, self.queries[0].heads], self.partial.spare
+            rows = x[self.batch, :, self.partial.groups[0].heads].index_select(1, self.border_rows)
+        elif len(self.queries) == 1 and self.queries[0].count == 1:
+            rows = x[self.batch, self.queries[0].rows, self.queries[0].heads]
+        if rows is not None:
             return pad(rows, (0, 0) * (x.dim() - 2) + (0, spare), value=value) if spare else rows
         found = self.views(x)  # only partials of one head group have spare rows
         rows = x.new_empty(found[0].shape[0], found[0].shape[1], self.heads[-1], *x.shape[3:])
@@ -135,8 +133,9 @@ class Placed:
         return rows
 
     def overwrite(self, x: Tensor, part: Tensor) -> None:
-        """Put part (B, R, h, ...), the call's results for `border_rows`, into x (B, Q, H, ...), in place."""
-        x[self.batch, :, self.partial.groups[0].heads].index_copy_(1, self.border_rows, part.to(x.dtype))
+        """Put part (B, R + spare, h, ...), the call's results for `border_rows`, into x (B, Q, H, ...), in place."""
+        part = part[:, : len(self.border_rows)].to(x.dtype)
+        x[self.batch, :, self.partial.groups[0].heads].index_copy_(1, self.border_rows, part)
 
     def gather(self, k: Tensor, v: Tensor, received: Tensor) -> list[Tensor]:
         """[keys, values] of the call, (B, M, g, D) each: views if they can be, else copies.
@@ -163,58 +162,13 @@ class Placed:
     def scatter(self, dk: Tensor, dv: Tensor, totals: tuple[Tensor, Tensor], returned: Tensor) -> None:
         """Add dk and dv of the call (B, M, g, D) to those of own rows, `totals` (B, L, G, D each), and to those of
         received rows, `returned`, a flat buffer that is laid out as the one in which these have arrived."""
-        for block, source, target, first in self.copies:
+        for block, source, target in self.copies:
             if block is None:
                 to = [x[self.batch] for x in totals]
             else:
                 to = self.exchange.rows(returned, block, self.batch).chunk(2)
             for total, part in zip(to, (dk, dv), strict=True):
-                (source.put if first else source.add)(total, target.of(part))
-
-
-class FirstWrites:
-    """Which partials are the first to write to their rows of out or of gradients: these copy, later ones add or merge.
-
-    placed: in the order in which they run; sets `first` of each, and of its copies
-    Results that are all first written by a copy need no zeros to begin with. So counted is how much is:
-    rows: (batch entry, row, head) of out and of dq; own: of dk and dv of the rank's own rows
-    received: by stage, elements of the buffer that returns gradients
-    Strided rows count as all rows from the first to the last: then a partial may add to zeros instead.
-    """
-
-    def __init__(self, placed: list[Placed], batch: int):
-        self.rows = self.own = 0
-        self.received: dict[Stage | None, int] = defaultdict(int)
-        self._boxes: dict[tuple, list[tuple[range, set[int]]]] = defaultdict(list)
-        for one in placed:
-            many = batch if one.partial.batch is None else 1
-            boxes = [x for view in one.queries for x in view.each()]
-            one.first = bool(boxes) and self._first(("rows", one.partial.batch), boxes)
-            if one.first:
-                self.rows += many * sum(x.size for x in one.queries)
-            for x, copy in enumerate(one.copies):
-                of_block, rows = copy.block is not None, copy.source.rows
-                boxes = list(copy.source.each())
-                if isinstance(rows, Tensor):
-                    boxes = [(slice(0, copy.block.rows), copy.source.heads)] if of_block else []
-                where = (one.stage, copy.block.start) if of_block else ("own", 0)
-                # an index of own rows is behind the partial on all own rows
-                first = bool(boxes) and self._first((*where, one.partial.batch), boxes)
-                if of_block:
-                    self.received[one.stage] += first * many * copy.source.size * one.exchange.shape[2] * 2
-                else:
-                    self.own += first * many * copy.source.size
-                one.copies[x] = copy._replace(first=first)
-
-    def _first(self, where: tuple, boxes: list[tuple[slice, slice]]) -> bool:
-        """Whether none of these (rows, heads) has been written in `where`; from now on they have been."""
-        news = [(range(rows.start, rows.stop), set(range(heads.stop)[heads])) for rows, heads in boxes]
-        before = self._boxes[where]
-        first = not any(
-            max(x.start, y.start) < min(x.stop, y.stop) and its & others for x, its in news for y, others in before
-        )
-        before += news
-        return first
+                source.add(total, target.of(part))
 
 
 def _rows(queries: range, work: list[range]) -> slice:

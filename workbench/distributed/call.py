@@ -64,6 +64,8 @@ def check(q, k, v, pattern, ranks: Ranks, strategy, scale, backend, return_lse) 
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern={pattern!r}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
     q, k, v = dispatch.check(q, k, v, Dense(), scale)
+    if q.shape[-1] != v.shape[-1]:
+        raise ValueError(f"q {tuple(q.shape)}, v {tuple(v.shape)}: want one head_dim, pad the narrower with zeros")
     refuse_transforms(q, k, v)
     if pattern.batch not in (None, q.shape[0]):
         raise ValueError(f"the layout is for a batch of {pattern.batch}, but q is {tuple(q.shape)}")

@@ -91,13 +91,11 @@ class Copy(NamedTuple):
     """Rows of this rank's own tensors, or of a block of a buffer, and the rows of another tensor to which they belong.
 
     block: where the first are (None: among the rank's own rows); source: which of them; target: where they belong
-    first: of what returns the other way, whether it is the first that is put there (see `buffers.FirstWrites`)
     """
 
     block: Block | None
     source: StridedView
     target: StridedView
-    first: bool = False
 
     def to(self, device) -> Copy:
         return self._replace(source=self.source.to(device), target=self.target.to(device))

@@ -5,8 +5,8 @@ empty. A halo is a list of `HeadRows`: positions in the whole sequence, and the 
 key head needs a position if one of the query heads that share it has a query on this rank that sees the position.
 
 A rank's queries are those of its positions that are among the last nq of the sequence's n. Each kind of pattern has its
-rule for the rank that holds the positions `own`: `dense`, `DilatedHalo`, `block_sparse` and `neighborhood`. `Plan.halo`
-asks the right one, where the rank has queries at all.
+rule for the rank that holds the positions `own`: `dense`, `DilatedHalo`, `window`, `neighborhood`, and `listed` for all
+others, which goes by the pattern's lists of blocks. `Plan.halo` asks the right one, where the rank has queries at all.
 """
 
 import itertools
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from workbench.distributed.shards import Rows, Shards, as_tensor, clip
-from workbench.patterns import BlockSparse, Dilated, Neighborhood
-from workbench.patterns.neighborhood import box_sums
+from workbench.patterns import Dilated, Neighborhood, Pattern, Window
+from workbench.patterns.base import Blocks
+from workbench.patterns.neighborhood import box_sums, clipped
 
 
 class HeadRows(NamedTuple):
@@ -201,7 +202,14 @@ class DilatedHalo:
         return torch.from_numpy(total)
 
 
-def visible_blocks(pattern: BlockSparse, n: int, heads: int, key_heads: int, queries: range) -> tuple[Tensor, Tensor]:
+def lists(pattern: Pattern, n: int, heads: int) -> list[Blocks]:
+    """The blocks of each entry of the batch, or of all, kept with the pattern. Those of a user's function take N^2
+    evaluations, on every rank: each knows the whole plan without being told."""
+    heads = min(heads, 1) if pattern.same_heads else heads
+    return pattern.kept("halo", (n, heads), lambda: [one.blocks(n, heads) for one in pattern.each()])
+
+
+def visible_blocks(pattern: Pattern, n: int, heads: int, key_heads: int, queries: range) -> tuple[Tensor, Tensor]:
     """(last, pairs) of some queries, one at least.
 
     last: int64 (sets, key blocks), where a set is a key head, or all if heads share the layout: the position of the
@@ -209,10 +217,9 @@ def visible_blocks(pattern: BlockSparse, n: int, heads: int, key_heads: int, que
     pairs: int64 scalar, how many (head, query, key) their visible blocks have, summed over the entries of the batch
         where each has a layout of its own
     """
-    bq, bk = pattern.block_size
+    each = lists(pattern, n, heads)
+    (bq, bk), layouts = each[0].block_size, each[0].layouts
     first, end = queries.start // bq, -(-queries.stop // bq)
-    each = pattern.kept("halo", (n, heads), lambda: [one.blocks(n, heads) for one in pattern.each()])
-    layouts = each[0].layouts
     sets = key_heads if layouts > 1 else 1
     last, pairs = torch.full((sets, -(-n // bk)), -1), torch.zeros((), dtype=torch.int64)
     low, high = ((torch.arange(first, end) + x) * bq for x in (0, 1))
@@ -227,10 +234,10 @@ def visible_blocks(pattern: BlockSparse, n: int, heads: int, key_heads: int, que
     return last, pairs
 
 
-def block_sparse(pattern: BlockSparse, n: int, heads: int, key_heads: int, own: range, queries: range) -> list[Rows]:
+def listed(pattern: Pattern, n: int, heads: int, key_heads: int, own: range, queries: range) -> list[Rows]:
     """By key head, or once if all heads share the layout, the rows of the key blocks that one of the query blocks sees;
     if causal, up to the last query that does. What one entry of the batch needs is needed for all."""
-    bk, found = pattern.block_size[1], []
+    bk, found = min(n, lists(pattern, n, heads)[0].block_size[1]), []
     for last in visible_blocks(pattern, n, heads, key_heads, queries)[0]:
         block = (last >= 0).nonzero().flatten()
         position = (block[:, None] * bk + torch.arange(bk)).flatten()
@@ -239,6 +246,14 @@ def block_sparse(pattern: BlockSparse, n: int, heads: int, key_heads: int, own: 
             keep &= position <= last[block].repeat_interleave(bk)
         found.append(Rows.of([position[keep]]).without(own))
     return found
+
+
+def window(pattern: Window, n: int, queries: range) -> list[range]:
+    """The positions up to the last that some queries, one at least, see, and from the first: sinks, then a window."""
+    back, ahead, step, sinks = pattern.reach(n)
+    stop = min(n, queries.stop + ahead * step)
+    sinks = min(sinks, stop) if pattern.causal else sinks
+    return [range(sinks), range(max(sinks, queries.start - back * step), max(sinks, stop))]
 
 
 def neighborhood(pattern: Neighborhood, own: range, queries: range) -> Rows:
@@ -259,7 +274,7 @@ def near(pattern: Neighborhood, tokens: Tensor) -> Tensor:
     high = [min(side, int(x.max()) + r + 1) for x, r, side in zip(cells, radius, shape, strict=True)]
     box = torch.zeros([h - x for x, h in zip(low, high, strict=True)], dtype=torch.int32)
     box[tuple(x - o for x, o in zip(cells, low, strict=True))] = 1
-    spot = box_sums(box, radius).nonzero(as_tuple=True)
+    spot = box_sums(box, clipped(box.shape, radius)).nonzero(as_tuple=True)
     cell = torch.zeros_like(spot[0])
     for x, o, side in zip(spot, low, shape, strict=True):
         cell = cell * side + x + o

@@ -13,8 +13,8 @@ class MultiheadAttention(layers.MultiheadAttention):
     """`workbench.MultiheadAttention` whose sequence is spread over ranks: x (B, L, embed_dim) -> (B, L, embed_dim).
 
     x: this rank's contiguous rows, shards in the order of ranks; L may differ between ranks and be 0. The result is
-    what one device gives for these rows. With `context`, x holds the queries among this rank's positions (see
-    `workbench.MultiheadAttention`).
+    what one device gives for these rows. With a `key`, the query holds the queries among this rank's positions
+    (see `workbench.MultiheadAttention`).
     group: a process group, e.g. `training.mesh(...).get_group("sequence")`; None: all ranks, or a single one.
     strategy: as in `workbench.distributed.attention`. Other arguments, parameters and their names are those of
     `workbench.MultiheadAttention`, so that a state_dict fits both.
@@ -28,8 +28,11 @@ class MultiheadAttention(layers.MultiheadAttention):
         super().__init__(embed_dim, num_heads, pattern, **options)
         self.group, self.strategy = group, strategy
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, self.pattern, self.group, self.strategy, backend=self.backend)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        return attention(q, k, v, self.pattern, self.group, self.strategy, backend=self.backend, **options)
+
+    def rotation(self, n: int, device=None) -> Tensor:
+        raise ValueError(f"rope={self.rope}: want rotation=rotary.table of the positions that this rank has")
 
     def __deepcopy__(self, memo):
         memo[id(self.group)] = self.group

@@ -2,7 +2,7 @@
 
 Example: dense attention on 2 ranks is two partials on each: its queries to its own keys, and its queries to the keys
 that arrive. Each gives out (B, Q, H, D) and lse (B, H, Q). Merged by lse (`engines.merge`) they are one softmax over
-all keys. At the border of a neighborhood results are not merged: a later partial, with all keys of the border's
+all keys. At the border of a window or a grid results are not merged: a later partial, with all keys of the border's
 queries, overwrites what an earlier one gave for them (`Partial.overwritten`).
 
 `own_partials` gives the calls that need the rank's own rows only, `stage_partials` those that need received ones too,
@@ -12,7 +12,8 @@ by pattern:
     dilated        whole segments inside the shard, by the pattern itself; of a segment that crosses a border the kept
                    queries here on all its kept keys, which is dense attention
     block-sparse   shards of whole blocks: own blocks, and the blocks of others; else one call on both side by side
-    neighborhood   few rows arrive: own cells, and the border's queries anew; else one call on all side by side
+    window, grid   few rows arrive: own rows, and the border's queries anew; else one call on all side by side
+    all others     one call on whole blocks, those that arrive and own ones side by side
 
 All of it is arithmetic on positions: no tensor of the call is needed. `fills` finds where the keys lie.
 """
@@ -27,10 +28,10 @@ from torch import Tensor
 
 from workbench.distributed import views
 from workbench.distributed.halo import near
-from workbench.distributed.plans import Plan, Stage
+from workbench.distributed.plans import Plan, Stage, on_grid
 from workbench.distributed.shards import Rows, Shards, clip
 from workbench.engines.torch.dilated import offset_slices, share_heads
-from workbench.patterns import Dense, Dilated, Neighborhood, Pattern
+from workbench.patterns import BlockSparse, Dense, Dilated, Pattern, Window
 
 FIRST = 2 << 30  # pairs that keep a card busy for a millisecond, while ranks agree
 PART = 2 << 20  # (row, head) of a call whose result needs memory beside out: 256 MB at head_dim 64 in 16 bits
@@ -107,7 +108,7 @@ def _rules(plan: Plan):
         return _whole_segments, _dilated
     if not plan.layout.apart:
         return lambda *_: [], _gathered
-    return (_own_cells, _border_cells) if isinstance(plan.pattern, Neighborhood) else (_own_blocks, _other_blocks)
+    return (_own_blocks, _other_blocks) if isinstance(plan.pattern, BlockSparse) else (_own_near, _border_calls)
 
 
 def _heads_of(plan: Plan, key_heads: range) -> range:
@@ -291,49 +292,65 @@ def _other_blocks(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
     columns = (_needed(plan, rank, stage) // plan.pattern.block_size[1]).unique()
     queries, heads = plan.queries(rank), len(_heads_of(plan, stage.heads))
 
-    def make(pattern: Pattern) -> list[tuple[range, views.Gathered]]:
+    def make(pattern: Pattern) -> list[tuple[range, views.View]]:
         runs = views.seeing(views.other_blocks(pattern, queries, columns, plan.n), queries, heads)
         return [(run, views.other_blocks(pattern, run, columns, plan.n)) for run in runs]
 
     return _on_views(plan, rank, stage, make) if len(columns) else []
 
 
-def _border(plan: Plan, rank: int) -> views.Gathered:
-    """A call of the queries that see rows of other ranks, kept with the plan.
+def _border(plan: Plan, rank: int) -> list[tuple[Tensor, views.View]]:
+    """(queries, a call of theirs) for those that see rows of other ranks, kept with the plan.
 
-    Its keys are those rows, then the own ones that the queries see, at the end the queries themselves.
+    On a grid the keys are those rows, then the own ones that the queries see, at the end the queries themselves.
     """
     if (rank, "border") not in plan.views:
-        own, queries, needed = plan.shards[rank], plan.queries(rank), _needed(plan, rank, plan.stages[0])
-        border = Rows.of([near(plan.pattern, needed)]).within(queries.start, queries.stop).positions
-        beside = Rows.of([near(plan.pattern, border)]).within(own.start, own.stop).positions
-        beside = beside[~torch.isin(beside, border)]
-        plan.views[rank, "border"] = views.neighborhood(plan.pattern, torch.cat([needed, beside, border]), len(border))
+        pattern, own, queries = plan.pattern, plan.shards[rank], plan.queries(rank)
+        if isinstance(pattern, Window):
+            back, ahead, step, _ = pattern.reach(plan.n)
+            left = clip(queries, 0, own.start + back * step if own.start else 0)
+            right = clip(queries, own.stop - ahead * step if own.stop < plan.n else own.stop, own.stop)
+            runs = [left, right] if left.stop < right.start else [range(left.start, right.stop)]
+            found = [(torch.arange(x.start, x.stop), views.window(pattern, x, plan.n)) for x in runs if x]
+        else:
+            needed = _needed(plan, rank, plan.stages[0])
+            border = Rows.of([near(pattern, needed)]).within(queries.start, queries.stop).positions
+            around = Rows.of([near(pattern, border)]).within(own.start, own.stop).positions
+            around = around[~torch.isin(around, border)]
+            every = torch.cat([needed, around, border])
+            found = [(border, views.neighborhood(pattern, every, len(border)))] if len(border) else []
+        plan.views[rank, "border"] = found
     return plan.views[rank, "border"]
 
 
-def _own_cells(plan: Plan, rank: int) -> list[Partial]:
+def _own_near(plan: Plan, rank: int) -> list[Partial]:
     """Attention of all of a rank's queries to its own rows, right for those that see no row of another rank."""
-    own, border = plan.shards[rank], _border(plan, rank)
+    own, pattern, border = plan.shards[rank], plan.pattern, [queries for queries, _ in _border(plan, rank)]
+    if not isinstance(pattern, Window):
+        pattern = views.neighborhood(pattern, torch.arange(own.start, own.stop), 0).pattern
     group = head_group(plan, range(plan.kv_heads), plan.queries(rank), own)
-    return [Partial(views.own_cells(plan.pattern, own), (group,), overwritten=border.last if border.queries else None)]
+    return [Partial(pattern, (group,), overwritten=torch.cat(border) if border else None)]
 
 
-def _border_cells(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
+def _border_calls(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
     """Attention of the queries that see what arrives: to that, and to what they see of the rank's own rows."""
-    border = _border(plan, rank)
-    group = head_group(plan, stage.heads, border.last, border.position)
-    return [Partial(border.pattern, (group,))] if border.queries else []
+    return [
+        Partial(view.pattern, (head_group(plan, stage.heads, queries, view.position),), view.spare)
+        for queries, view in _border(plan, rank)
+    ]
 
 
 def _gathered(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
     """Attention of all of a rank's queries to what arrives and its own rows, side by side in one call."""
     own, queries, needed = plan.shards[rank], plan.queries(rank), _needed(plan, rank, stage)
+    heads = len(_heads_of(plan, stage.heads))
 
-    def make(pattern: Pattern) -> list[tuple[range, views.Gathered]]:
-        if isinstance(pattern, Neighborhood):
+    def make(pattern: Pattern) -> list[tuple[range, views.View]]:
+        if isinstance(pattern, Window):
+            return [(queries, views.window(pattern, queries, plan.n))]
+        if on_grid(pattern):
             position = torch.cat([needed, torch.arange(own.start, own.stop)])
             return [(queries, views.neighborhood(pattern, position, len(queries)))]
-        return [(queries, views.block_sparse(pattern, queries, own, needed, plan.n))]
+        return [(queries, views.beside(pattern, queries, own, needed, plan.n, heads))]
 
     return _on_views(plan, rank, stage, make)

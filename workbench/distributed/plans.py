@@ -18,8 +18,8 @@ from torch import Tensor
 
 from workbench.distributed import halo
 from workbench.distributed.halo import HeadRows, queries_of
-from workbench.distributed.shards import Shards
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
+from workbench.distributed.shards import Rows, Shards
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, Window
 from workbench.patterns.checks import choice
 
 # How finely the exchange is cut into stages (`Plan.stages`).
@@ -84,11 +84,11 @@ class Plan:
     strategy = "sequence"
 
     def __init__(self, pattern: Pattern, shards: Shards, heads: int, kv_heads: int, nq: int):
-        if not isinstance(pattern, (Dense, Dilated, BlockSparse, Neighborhood)):
-            raise ValueError(f"pattern={pattern}: want Dense, Dilated, BlockSparse or Neighborhood to shard a sequence")
         if heads and (not kv_heads or heads % kv_heads):
             raise ValueError(f"kv_heads={kv_heads} on heads={heads}: want a divisor")
         _, heads, self.nq = pattern.for_batch(0).check(shards.n, heads, nq)
+        if on_grid(pattern) and len(pattern.shape) == 1 and pattern.ordering is None:
+            pattern = Window(max(1, 2 * pattern.radius[0]))  # the same pairs; its calls take contiguous keys
         self.pattern, self.shards, self.heads, self.kv_heads = pattern, shards, heads, kv_heads
         self.zigzag = isinstance(pattern, Dense) and pattern.causal
         self._halos: dict[int, list[HeadRows]] = {}
@@ -106,14 +106,12 @@ class Plan:
         return Layout(apart, merged, blocks, ahead, apart or dilated, sources)
 
     def _apart(self) -> bool:
-        """Blocks: for shards of whole ones, and where nothing but the layout hides a pair of two ranks. Neighborhoods:
-        where few queries see rows of other ranks."""
+        """Blocks: for shards of whole ones. Windows and grids: where few queries see rows of other ranks."""
         pattern, longest = self.pattern, max(self.shards.lengths, default=0)
-        if isinstance(pattern, Neighborhood):
-            return int(self.units.sum(0).max()) * FEW <= longest * self.kv_heads
-        if not isinstance(pattern, BlockSparse) or pattern.predicate is not None:
-            return False
-        return all(x % math.lcm(*pattern.block_size) == 0 for x in self.shards.starts)
+        if isinstance(pattern, BlockSparse):
+            return all(x % math.lcm(*pattern.block_size) == 0 for x in self.shards.starts)
+        near = isinstance(pattern, Window) and not pattern.sinks or on_grid(pattern)
+        return near and int(self.units.sum(0).max()) * FEW <= longest * self.kv_heads
 
     @property
     def n(self) -> int:
@@ -182,10 +180,12 @@ class Plan:
             return self.dilated.halo(own)
         if isinstance(pattern, Dense):
             found = [halo.dense(pattern.causal, self.n, own, work)]
-        elif isinstance(pattern, Neighborhood):
+        elif isinstance(pattern, Window):
+            found = [Rows.of(halo.window(pattern, self.n, work[0])).without(own)]
+        elif on_grid(pattern):
             found = [halo.neighborhood(pattern, own, work[0])]
         else:
-            found = halo.block_sparse(pattern, self.n, self.heads, self.kv_heads, own, work[0])
+            found = halo.listed(pattern, self.n, self.heads, self.kv_heads, own, work[0])
         of = [(head,) for head in heads] if len(found) > 1 else [tuple(heads)]
         return [HeadRows(*one) for one in zip(of, found, strict=True) if len(one[1])]
 
@@ -237,17 +237,20 @@ class Plan:
 
     @cached_property
     def pairs(self) -> np.ndarray:
-        """(world,) Python ints: (head, query, key) that each rank computes; for block-sparse, all of visible blocks."""
+        """(world,) Python ints: (head, query, key) that each rank computes; by lists of blocks, all of visible ones."""
         pattern, ranks = self.pattern, range(self.world)
-        if isinstance(pattern, BlockSparse):
-            sizes = pattern, self.n, self.heads, self.kv_heads
-            every = [self.queries(rank) if self.heads else range(0) for rank in ranks]
-            return np.array([int(halo.visible_blocks(*sizes, x)[1]) if x else 0 for x in every], dtype=object)
         if isinstance(pattern, Dense):  # the queries see what the last ones of a sequence that ends with them do
             each = [[(x.stop if pattern.causal else self.n, len(x)) for x in self.work(rank)] for rank in ranks]
             return np.array([sum(pattern.pairs(n, self.heads, nq) for n, nq in x) for x in each], dtype=object)
-        bounds = [min(max(x, self.n - self.nq), self.n) for x in self.shards.starts]
-        return np.diff(pattern.pairs_before(np.array(bounds, dtype=object), self.n, self.heads))
+        if isinstance(pattern, Dilated) or on_grid(pattern):
+            bounds = [min(max(x, self.n - self.nq), self.n) for x in self.shards.starts]
+            return np.diff(pattern.pairs_before(np.array(bounds, dtype=object), self.n, self.heads))
+        sizes, every = (pattern, self.n, self.heads), [self.queries(rank) if self.heads else range(0) for rank in ranks]
+        if isinstance(pattern, Window):
+            each = [[pattern.pairs(*sizes[1:], self.n - y) for y in (x.start, x.stop)] for x in every]
+            return np.array([x - y for x, y in each], dtype=object)
+        each = [int(halo.visible_blocks(*sizes, self.kv_heads, x)[1]) if x else 0 for x in every]
+        return np.array(each, dtype=object)
 
     @property
     def balance(self) -> float:
@@ -261,6 +264,11 @@ class Plan:
         return digest(describe(self.pattern), json.dumps(what), self.units.numpy().tobytes())
 
 
+def on_grid(pattern: Pattern) -> bool:
+    """Whether it is a neighborhood of which each query sees just what is within the radius."""
+    return isinstance(pattern, Neighborhood) and pattern.plain
+
+
 def digest(*parts: str | bytes) -> int:
     """A hash of 62 bits, which an int64 holds."""
     joined = hashlib.sha256()
@@ -270,11 +278,11 @@ def digest(*parts: str | bytes) -> int:
 
 
 def describe(pattern: Pattern) -> str:
-    """Text that tells patterns apart: the constructor's arguments, and the whole curve of a neighborhood."""
+    """Text that tells patterns apart: the constructor's arguments, and the whole curves of neighborhoods."""
     try:
         spec = json.dumps(pattern.spec(), default=str)
     except ValueError:  # it has a function whose source cannot be found
         spec = repr(type(pattern))
     if isinstance(pattern, Neighborhood):
         spec += hashlib.sha256(pattern.curve.numpy().tobytes()).hexdigest()
-    return spec
+    return spec + "".join(map(describe, getattr(pattern, "of", ())))

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from workbench.distributed import fills, partials
-from workbench.distributed.buffers import FirstWrites, Placed
+from workbench.distributed.buffers import Placed
 from workbench.distributed.exchange import Exchange, QueryExchange
 from workbench.distributed.group import Ranks
 from workbench.distributed.partials import Partial, head_group
@@ -86,12 +86,11 @@ class Executor:
         every, self.rows = self.every, sum(map(len, work))
         trailing = max((x.trailing * x.key_heads for x in every), default=0)
         self.room = self.exchange.room[1] + trailing * math.prod(self.exchange.shape)  # of what a stage receives
-        self.written = FirstWrites(every, batch)
         self.only_one = len(every) == 1 and not self.exchange.moves
         self.few_sources = self.layout.few and int((plan.units[rank] > 0).sum()) <= self.layout.sources
         whole = head_group(plan, range(plan.kv_heads), work[0], plan.shards[rank])
         first = every[0].partial if every and every[0].partial.batch is None else None
-        self.all_queries = bool(first) and len(work) == 1 and not first.spare
+        self.all_queries = bool(first) and len(work) == 1
         self.all_queries = self.all_queries and [(x.queries, x.heads) for x in first.groups] == [whole[:2]]
         self.all_keys = bool(first) and [x[2:] for x in first.groups] == [whole[2:]]
 
@@ -115,19 +114,12 @@ class Executor:
         if not backward:
             if self.all_queries:
                 return Buffers(sent, received, [None, None], [], [])
-            out = q.new_empty(b, rows, h, d, dtype=wide if layout.merged and not partial.narrow(q) else q.dtype)
-            lse = q.new_empty(b, h, rows, dtype=wide)
-            if self.written.rows < out[..., 0].numel():
-                out.zero_()
-                lse.fill_(-torch.inf)
-            return Buffers(sent, received, [out, lse], [], [])
+            out = q.new_zeros(b, rows, h, d, dtype=wide if layout.merged and not partial.narrow(q) else q.dtype)
+            return Buffers(sent, received, [out, q.new_full((b, h, rows), -torch.inf, dtype=wide)], [], [])
         dq = None
         if not self.all_queries:
-            dq = q.new_empty(b, rows, h, d, dtype=wide if layout.merged else q.dtype)
-            if self.written.rows < dq[..., 0].numel():
-                dq.zero_()
-        make = k.new_zeros if self.written.own < k[..., 0].numel() else k.new_empty
-        gradients = [dq, *(None if self.all_keys else make(k.shape, dtype=wide) for _ in "kv")]
+            dq = q.new_zeros(b, rows, h, d, dtype=wide if layout.merged else q.dtype)
+        gradients = [dq, *(None if self.all_keys else k.new_zeros(k.shape, dtype=wide) for _ in "kv")]
         # one is filled while the other travels
         returned = [k.new_empty(self.exchange.room[1], dtype=wide) for _ in range(min(2, stages))]
         arrived = [k.new_empty(self.exchange.room[0], dtype=wide)]
@@ -239,8 +231,8 @@ class Forward(Run):
                 return
         out, lse = partial.forward(*this)
         if self.out is None:
-            as_is = partial.narrow(self.q) or not self.executor.layout.merged
-            self.out, self.lse = out if as_is else out.to(lse.dtype), lse
+            as_is, rows = partial.narrow(self.q) or not self.executor.layout.merged, self.executor.rows
+            self.out, self.lse = (out if as_is else out.to(lse.dtype))[:, :rows], lse[..., :rows]
         elif placed.border_rows is not None:
             placed.overwrite(self.out, out)
             placed.overwrite(self.lse.transpose(1, 2), lse.transpose(1, 2))
@@ -251,11 +243,7 @@ class Forward(Run):
         rows = zip(placed.views(self.out), placed.views(self.lse.transpose(1, 2)), strict=True)
         each = zip(placed.each(out), placed.each(lse.transpose(1, 2)), strict=True)
         for (to, to_lse), (one, one_lse) in zip(rows, each, strict=True):
-            if placed.first:
-                to.copy_(one)
-                to_lse.copy_(one_lse)
-            else:
-                partial.merge(to, to_lse, one, one_lse)
+            partial.merge(to, to_lse, one, one_lse)
 
     def finish(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         """(out, lse, what a backward needs)."""
@@ -302,15 +290,14 @@ class Backward(Run):
             placed.overwrite(self.dq, dq)
         elif self.dq is None:
             as_is = self.executor.only_one or self.executor.layout.few and partial.narrow(self.q)
-            self.dq = dq if as_is else dq.to(self.lse.dtype)
+            self.dq = (dq if as_is else dq.to(self.lse.dtype))[:, : self.executor.rows]
         else:
             for to, some in zip(placed.views(self.dq), placed.each(dq), strict=True):
-                to.copy_(some) if placed.first else to.add_(some)
+                to.add_(some)
 
     def attend_stage(self, stage: Stage, found: list[Placed], x: int) -> None:
         returned, exchange = self.buffers.returned[x % len(self.buffers.returned)], self.executor.exchange
-        if self.executor.written.received[stage] < sum(exchange.splits[stage][1]):
-            returned.zero_()
+        returned[: sum(exchange.splits[stage][1])].zero_()
         super().attend_stage(stage, found, x)
         self._add_returned()
         self.returning = stage, exchange.group_reduce(stage, returned, self.buffers.arrived[0])

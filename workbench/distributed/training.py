@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from workbench.distributed.layers import MultiheadAttention
 from workbench.distributed.shards import Shards
 from workbench.distributed.traffic import Traffic
+from workbench.models.layer import Layer
 from workbench.patterns import Dilated
 
 
@@ -67,20 +68,6 @@ def mean(losses: Tensor, group=None) -> Tensor:
     count = torch.tensor(losses.numel(), device=losses.device)
     dist.all_reduce(count, group=group)
     return losses.sum() / count * dist.get_world_size(group)
-
-
-class Layer(nn.Module):
-    """A transformer's layer: x (B, L, width) -> (B, L, width)."""
-
-    def __init__(self, width: int, attention: nn.Module):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.attention = attention
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norms[0](x))
-        return x + self.mlp(self.norms[1](x))
 
 
 def demo(steps: int = 40, n: int = 512, data: int = 1) -> dict:

@@ -26,7 +26,7 @@ from workbench.distributed.plans import Plan
 from workbench.distributed.shards import Shards
 from workbench.distributed.views import some_heads
 from workbench.engines import partial
-from workbench.patterns import Dilated, Pattern
+from workbench.patterns import Dilated, Pattern, PerHead
 
 STAGES = 4  # at most so many
 
@@ -65,8 +65,11 @@ class HeadsPlan(Plan):
         return stages, [[self._part(rank, stage) for stage in stages] for rank in range(self.world)]
 
     def _part(self, rank: int, stage: range) -> Pattern:
-        some = self.of_queries(stage)
-        return some_heads(self.pattern, rank * self.each + some.start, some.stop - some.start, self.heads)
+        some, pattern = self.of_queries(stage), self.pattern
+        first, heads = rank * self.each + some.start, some.stop - some.start
+        if isinstance(pattern, PerHead) and len({x.key for x in pattern.of[first : first + heads]}) == 1:
+            pattern = pattern.of[first]
+        return some_heads(pattern, first, heads, self.heads)
 
     def of_queries(self, stage: range) -> slice:
         """The query heads, of a rank's share, that go with the key heads of a stage."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workbench.distributed.shards import clip
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
+from workbench.distributed import halo
+from workbench.distributed.shards import as_tensor, clip
+from workbench.patterns import Blocks, BlockSparse, Dense, Dilated, Neighborhood, Pattern, Window
 from workbench.patterns.layouts import Layout
 from workbench.patterns.orderings import Ordering
 
@@ -61,47 +62,87 @@ def some_heads(pattern: Pattern, first: int, heads: int, all_heads: int) -> Patt
         for branch in range(len(part.segment_lengths)):
             part.rule(branch, heads)
         return part
-    layout, predicate = whole, function = pattern.layout, pattern.predicate
-    if whole.per_head:
-        layout = Layout("heads", {}, lambda h, i, j, grid: whole.visible(h + first, i, j, grid), True)
-    if function is not None:
-        predicate = lambda h, i, j: function(h + first, i, j)  # noqa: E731
-    return BlockSparse(layout, pattern.block_size, pattern.causal, predicate)
+    if not isinstance(pattern, BlockSparse):
+        return Gathered(pattern, first, all_heads)
+    visible = pattern.layout.visible
+    layout = Layout("heads", {}, lambda h, i, j, grid: visible(h + first, i, j, grid), True)
+    return BlockSparse(layout, pattern.block_size, pattern.causal)
+
+
+class Gathered(Pattern):
+    """Some heads of any pattern, on all of its tokens or on gathered ones, with the borders of blocks as there.
+
+    whole: a pattern on n tokens and all_heads heads, of which these are those from `first` on
+    position: int64 (M,), the token that each is, -1 for padding, which no query sees; None: all, and n is not asked for
+    moved: how many rows of blocks further down the queries' are
+    """
+
+    def __init__(self, whole: Pattern, first: int, all_heads: int, n: int = 0, position=None, moved: int = 0):
+        self.whole, self.first, self.all_heads, self.n = whole, first, all_heads, n
+        self.same_heads = whole.same_heads
+        self.position, self.moved, self.block_size = position, moved, whole.block_of()
+
+    def count(self, h, i, j, n, heads):
+        if self.position is None:
+            return self.whole.count(h + self.first, i, j, n, self.all_heads)
+        position = self.position.to(i.device)
+        i, j = position[i].clamp(min=0), position[j]
+        return self.whole.count(h + self.first, i, j.clamp(min=0), self.n, self.all_heads) * (j >= 0)
+
+    def block_of(self, block_size=None):
+        return self.block_size
+
+    def _blocks(self, n, heads, nq, block_size):
+        """Those of the whole, renumbered."""
+        (every,), (bq, bk) = halo.lists(self.whole, self.n or n, self.all_heads), block_size
+        first = (n - nq) // bq
+        layouts, rows, cols = 1, -(-n // bq) - first if nq else 0, max(1, -(-n // bk))
+        row, column = every.line % max(1, every.rows) + self.moved - first, every.columns.long()
+        head = torch.zeros_like(row)
+        if every.layouts > 1:
+            layouts, head = heads, every.line // max(1, every.rows) - self.first
+        if self.position is not None:
+            block = self.position[::bk].div(bk, rounding_mode="floor")
+            where = torch.full((every.cols,), -1)
+            where[block[block >= 0]] = (block >= 0).nonzero().flatten()
+            column = where[column]
+        keep = (head >= 0) & (head < layouts) & (row >= 0) & (row < rows) & (column >= 0)
+        key, order = ((head * rows + row) * cols + column)[keep].sort()
+        return Blocks.of(block_size, n, nq, layouts, key, every.full[keep][order])
+
+    def spec(self):
+        return self.whole.spec()
 
 
 @dataclass(frozen=True)
-class Gathered:
+class View:
     """A call on gathered keys: the pattern in the call's own numbering, where the queries are the last rows.
 
-    position: int64 (M,), the position of each of the call's keys; -1 for padding, which no query sees
+    position: of each of the call's keys, int64 (M,) or a range; -1 for padding, which no query sees
     queries: how many queries the call has; the last `spare` of them are padding, which the numbering needs
     """
 
     pattern: Pattern
-    position: Tensor
+    position: range | Tensor
     queries: int
     spare: int = 0
 
-    @property
-    def last(self) -> Tensor:
-        """The positions of its queries, int64 (queries,)."""
-        return self.position[len(self.position) - self.queries :]
 
-
-def neighborhood(pattern: Neighborhood, position: Tensor, queries: int) -> Gathered:
+def neighborhood(pattern: Neighborhood, position: Tensor, queries: int) -> View:
     """A neighborhood of the cells of these tokens, the last of which are the queries."""
     curve = Ordering("gathered", pattern.shape, pattern.curve[position])
-    return Gathered(Neighborhood(pattern.shape, pattern.radius, curve), position, queries)
+    return View(Neighborhood(pattern.shape, pattern.radius, curve), position, queries)
 
 
-def own_cells(pattern: Neighborhood, own: range) -> Neighborhood:
-    """The pattern among the rows of one rank."""
-    if len(pattern.shape) == 1 and pattern.ordering is None:
-        return Neighborhood(len(own), pattern.radius)  # its kernels need no coordinates
-    return neighborhood(pattern, torch.arange(own.start, own.stop), len(own)).pattern
+def window(pattern: Window, queries: range, n: int) -> View:
+    """A window of what these queries see, which lies as in the sequence but for what is between sinks and window."""
+    sinks, near = halo.window(pattern, n, queries)
+    position = torch.cat([as_tensor(sinks), as_tensor(near)]) if sinks else near
+    spare = max(sinks.stop, near.stop) - queries.stop
+    return View(pattern, position, len(queries) + spare, spare)
 
 
-def _renumbered(pattern: BlockSparse, moved: int, columns: Tensor, stop: int, n: int, causal, predicate=None):
+def _renumbered(pattern: BlockSparse, moved: int, columns: Tensor, stop: int, n: int, causal) -> BlockSparse:
     """The block-sparse pattern whose row i of blocks is row i - moved of `pattern`, and its column j columns[j].
 
     columns: int64, -1 for blocks of padding, which no query sees; stop: queries from there on see nothing
@@ -114,7 +155,7 @@ def _renumbered(pattern: BlockSparse, moved: int, columns: Tensor, stop: int, n:
         seen = layout.visible(h, i - moved, column.clamp(min=0).to(j.dtype), grid)
         return seen & (column >= 0) & (i <= last)
 
-    return BlockSparse(Layout("gathered", {}, visible, layout.per_head), pattern.block_size, causal, predicate)
+    return BlockSparse(Layout("gathered", {}, visible, layout.per_head), pattern.block_size, causal)
 
 
 def _positions(columns: Tensor, bk: int) -> Tensor:
@@ -129,7 +170,7 @@ def own_blocks(pattern: BlockSparse, own: range, n: int) -> BlockSparse:
     return _renumbered(pattern, -(own.start // bq), columns, own.stop, n, pattern.causal)
 
 
-def other_blocks(pattern: BlockSparse, queries: range, columns: Tensor, n: int) -> Gathered:
+def other_blocks(pattern: BlockSparse, queries: range, columns: Tensor, n: int) -> View:
     """A call on key blocks of other ranks, `columns` int64, for queries that end where a block ends.
 
     Ranks hold whole blocks, so that causality hides all of a block of another rank or none of it. Blocks of padding at
@@ -139,10 +180,10 @@ def other_blocks(pattern: BlockSparse, queries: range, columns: Tensor, n: int) 
     rows = -(-max(len(columns) * bk, len(queries)) // both) * both
     columns = torch.cat([columns, torch.full((rows // bk - len(columns),), -1)])
     view = _renumbered(pattern, (rows - queries.stop) // bq, columns, queries.stop, n, False)
-    return Gathered(view, _positions(columns, bk), len(queries))
+    return View(view, _positions(columns, bk), len(queries))
 
 
-def seeing(view: Gathered, queries: range, heads: int) -> list[range]:
+def seeing(view: View, queries: range, heads: int) -> list[range]:
     """The queries that see some key of the view: one range of whole blocks, or two if most of them lie between."""
     bq = view.pattern.block_size[0]
     seen = view.pattern.blocks(len(view.position), heads, len(queries)).row_counts()[0].any(0).nonzero().flatten()
@@ -157,13 +198,14 @@ def seeing(view: Gathered, queries: range, heads: int) -> list[range]:
     return [clip(queries, (first + start) * bq, (first + stop) * bq) for start, stop in pairs]
 
 
-def block_sparse(pattern: BlockSparse, queries: range, own: range, needed: Tensor, n: int) -> Gathered:
+def beside(pattern: Pattern, queries: range, own: range, needed: Tensor, n: int, heads: int) -> View:
     """On the gathered key blocks followed by the rank's own rows, with the borders of blocks as in the sequence.
 
     Where a block is not all there, rows of zeros fill it up, which no query sees. A short last block of the sequence is
     the last one here, too.
     """
-    (bq, bk), both = pattern.block_size, math.lcm(*pattern.block_size)
+    bq, bk = (min(n, x) for x in pattern.block_of())
+    both = math.lcm(bq, bk)
     low = own.start // both * both
     high = own.stop if pattern.causal else min(n, -(-own.stop // bk) * bk)
     outside = (needed // bk).unique()
@@ -177,13 +219,9 @@ def block_sparse(pattern: BlockSparse, queries: range, own: range, needed: Tenso
     gathered[: len(outside)] = outside
     columns = torch.cat([gathered, torch.arange(low // bk, -(-high // bk)), ragged])
     position = torch.cat([_positions(gathered, bk), torch.arange(low, high), torch.arange(n - short, n)])
-
-    def predicate(h, i, j):
-        there = position.clamp(min=0).to(i.device)
-        return pattern.predicate(h, there[i], there[j])
-
-    view = _renumbered(
-        pattern, (room - low) // bq, columns, own.stop, n, pattern.causal, pattern.predicate and predicate
-    )
-    here = len(position) - (room + queries.start - low)
-    return Gathered(view, position, here, here - len(queries))
+    here, moved = len(position) - (room + queries.start - low), (room - low) // bq
+    if isinstance(pattern, BlockSparse):
+        view = _renumbered(pattern, moved, columns, own.stop, n, pattern.causal)
+    else:
+        view = Gathered(pattern, 0, heads, n, position, moved)
+    return View(view, position, here, here - len(queries))

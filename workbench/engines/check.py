@@ -9,21 +9,30 @@ from workbench.patterns.checks import FINITE, describe, number
 AUTOCAST = tuple(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu")))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CAUSAL = "the pattern says it, e.g. Dense(causal=True)"
-_MASK = "which pairs attend is the pattern's to say, e.g. Predicate(lambda h, i, j: document[i] == document[j])"
+_PADDED = "padding on the right is attention's lengths=(B,); on the left: move it to the right, by x.roll"
+_MASK = "which pairs attend is the pattern's to say, e.g. Predicate(lambda h, i, j: seen[i, j]); " + _PADDED
+_BIAS = "what changes scores is alibi_slopes and relative_bias; which pairs attend is the pattern's to say"
+_PACKED = "packed sequences are attention's documents=, as ids (B, N) or cumulative lengths"
+_RANKS = "over ranks, call it for each document, or give ranks whole documents and call workbench.attention there"
 _DROPOUT = "the weights are not dropped out; apply dropout to the output"
 ELSEWHERE = {  # where the meaning of an option of other libraries goes
     "causal": _CAUSAL, "is_causal": _CAUSAL,
-    "mask": _MASK, "attn_mask": _MASK, "key_padding_mask": _MASK, "bias": _MASK, "attn_bias": _MASK,
-    "block_mask": _MASK, "score_mod": "scores get no bias; which pairs attend is the pattern's to say",
+    "mask": _MASK, "attn_mask": _MASK, "key_padding_mask": _PADDED,
+    "bias": _BIAS, "attn_bias": _BIAS, "rel_pos_bias": _BIAS,
+    "block_mask": _MASK, "score_mod": "what changes scores is softcap, alibi_slopes and relative_bias",
     "dropout": _DROPOUT, "dropout_p": _DROPOUT, "attention_dropout": _DROPOUT,
     "enable_gqa": "key heads are shared by groups of query heads wherever there are fewer of them",
+    "cu_seqlens": _PACKED, "cu_seqlens_q": _PACKED, "document_ids": _PACKED, "lengths": _RANKS, "documents": _RANKS,
     "softmax_scale": "it is called scale", "need_weights": "the weights are never made", "window_size":
-    "the pattern says it, e.g. Neighborhood((n,), radius)",
+    "the pattern says it, e.g. Window(512, causal=True)",
 }  # fmt: skip
 
 
-def check(q, k, v, pattern, scale=None) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, cast where torch.autocast says so. ValueError, before any work, for what `attention` cannot mean."""
+def check(q, k, v, pattern, scale=None, whole=True) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, cast where torch.autocast says so. ValueError, before any work, for what `attention` cannot mean.
+
+    whole: whether the pattern is to be one of N positions, and not of shorter documents.
+    """
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern={describe(pattern)}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -43,16 +52,17 @@ def check(q, k, v, pattern, scale=None) -> tuple[Tensor, Tensor, Tensor]:
         number("scale", scale, 0, FINITE, "a finite number above 0, or None for 1 / sqrt(head_dim)")
     if pattern.batch not in (None, q.shape[0]):
         raise ValueError(f"the layout is for a batch of {pattern.batch}, but {shapes}")
-    pattern.for_batch(0).check(k.shape[1], q.shape[2], q.shape[1])
+    if whole:
+        pattern.for_batch(0).check(k.shape[1], q.shape[2], q.shape[1])
     return q, k, v
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, shapes: str) -> None:
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"{shapes}: want q (B, Nq, H, D) and k, v (B, N, Hkv, D)")
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"{shapes}: want one batch and head_dim for q, k and v, and k and v of one shape")
-    if q.shape[3] == 0:
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"{shapes}: want one batch for q, k and v, one head_dim for q and k, as many v as k")
+    if q.shape[3] * v.shape[3] == 0:
         raise ValueError(f"{shapes}: head_dim is 0; want at least 1")
     heads, key_heads = q.shape[2], k.shape[2]
     if heads and (key_heads == 0 or heads % key_heads):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from workbench.engines import ragged, scores
 from workbench.engines.check import check, refuse
 from workbench.engines.operators import call, handle_of, refuse_transforms
 from workbench.engines.reference import reference
@@ -21,76 +22,109 @@ from workbench.engines.torch.fused import GRID, OFFSETS, expand_heads, kernel, s
 from workbench.patterns import Dense, Dilated, Pattern, tile_order
 from workbench.patterns.checks import choice, flag
 
-BACKENDS = ("reference", "torch", "flex", "triton", "fa4")
+BACKENDS = ("reference", "torch", "triton", "fa4")
 TOKENS = ("natural", "tile order")
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None = None, backend="auto", return_lse=False,
-    tokens="natural", **unknown,
-):  # fmt: skip
+    tokens="natural", lengths: Tensor | None = None, documents: Tensor | None = None, **options,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over the pairs of `pattern`: out (B, Nq, H, D) like q, or (out, lse (B, H, Nq)) with return_lse.
 
     q (B, Nq, H, D), k and v (B, N, G, D) of one dtype (float64, float32, bfloat16, float16) and device; scale (above 0)
     defaults to 1 / sqrt(D); lse is the natural logarithm of the softmax denominator, float32 (float64 for float64).
+    v may have another head_dim, which out then has: the narrower tensors are padded with zeros for the kernels.
     A row that no key reaches has out 0, lse -inf and zero gradients.
     k and v have to be finite where they are hidden too, as in torch's kernels: hidden means a weight of 0, and 0 * NaN
     is NaN. A NaN or infinity reaches the rows that see it, and may reach others of its sequence and its group of heads.
     Derivatives: torch.autograd's, once. Others, and torch.func's, by backend "reference" only, and refused elsewhere.
-    backend: "auto" (see `explain`), "reference", "torch", "flex", "triton" or "fa4"; one asked for by name runs or
-    raises ValueError with the reason, as does any input that the pattern or the shapes do not allow. Where "auto" takes
-    flex and torch cannot compile the pattern's function, which only trying tells, a warning says so and the torch
-    backend runs.
+    backend: "auto" (see `explain`), "reference", "torch", "triton" or "fa4"; one asked for by name runs or raises
+    ValueError with the reason, as does any input that the pattern or the shapes do not allow.
     tokens: "natural", or "tile order" where q, k and v lie in the pattern's `tile_order`, as out and lse then do; every
     query (Nq == N).
-    Under torch.autocast the inputs are cast first, as by torch's attention. `unknown` options are refused by name.
+    lengths: int (B,), of sequences that are padded on the right: padding is no key, and as a query has out 0, lse -inf.
+    documents: packed sequences, each of which attends within itself: int ids (B, N), or cumulative lengths (documents +
+    1,) from 0 to N of a batch of 1, flash-attn's cu_seqlens. In both, positions and segments count from each
+    document's first token: results are those of a call for each. They are data: torch.compile breaks its graph there.
+    Under torch.autocast the inputs are cast first, as by torch's attention.
+    options: what changes scores before the softmax (`engines.scores`), with gradients; others are refused by name.
+        softcap: a number above 0, cap tanh(scale q.k / cap) instead of scale q.k
+        alibi_slopes (H,): slope |i - j| less
+        relative_bias (H, 2 r_1 + 1, ..., 2 r_d + 1): for a Neighborhood, or a Window of reach r, the bias of a key by
+            its place seen from the query, which has the place in the middle
     """
-    refuse("attention", unknown)
-    q, k, v = check(q, k, v, pattern, scale)
+    refuse("attention", scores.others(options))
+    whole = lengths is None and documents is None
+    q, k, v = check(q, k, v, pattern, scale, whole)
+    changes = scores.of(options, q, pattern)
+    line = None if whole else ragged.cut(q, k, pattern, lengths, documents)
     return_lse = flag("return_lse", return_lse)
     if q.shape[2] >= 64 and q.shape[2] > 2 * k.shape[1] > 2 and not torch.compiler.is_compiling():
         said = f"{k.shape[1]} positions of {q.shape[2]} heads: tensors are (batch, positions, heads, head_dim) here"
         warnings.warn(f"{said}; transpose(1, 2) those of (batch, heads, positions, head_dim)", stacklevel=2)
     if backend != "reference":
-        refuse_transforms(q, k, v)
-    chosen = choose(backend, q, k, v, pattern, return_lse)[0]
+        refuse_transforms(q, k, v, *(x for x in changes or () if isinstance(x, Tensor)))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    run = _run_flex_or_torch if backend == "auto" and chosen == "flex" else _RUN[chosen]
-    if choice("tokens", tokens, *TOKENS) == "tile order":
-        run = functools.partial(_run_tiled, run, chosen)
-    out, lse = run(q, k, v, pattern, scale, return_lse)
+    width = v.shape[-1]
+    q, k, v = even(q, k, v)
+    one = functools.partial(_one, scale=scale, backend=backend, return_lse=return_lse, tokens=tokens, changes=changes)
+    out, lse = one(q, k, v, pattern) if whole else ragged.attend(one, q, k, v, pattern, line)
+    out = out if width == v.shape[-1] else out[..., :width]
     return (out, lse) if return_lse else out
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **unknown) -> str:
-    """Which backend 'auto' takes for this call, and why, in a sentence."""
-    refuse("explain", unknown)
-    q, k, v = check(q, k, v, pattern)
-    chosen, why = choose("auto", q, k, v, pattern)
-    if chosen == "torch" and isinstance(pattern, Dense) and gradients_past_2_31(q, k, v):
+def _one(q, k, v, pattern, *, scale, backend, return_lse, tokens, changes):
+    """(out, lse or None) of sequences of one length."""
+    chosen = choose(backend, q, k, v, pattern, changes)[0]
+    run = _RUN[chosen] if changes is None else functools.partial(_run_scored, chosen, changes)
+    if choice("tokens", tokens, *TOKENS) == "tile order":
+        run = functools.partial(_run_tiled, run, chosen)
+    return run(q, k, v, pattern, scale, return_lse)
+
+
+def even(*tensors: Tensor) -> list[Tensor]:
+    """The tensors with the largest head_dim of them, padded with zeros: scores, lse and the columns of out that there
+    were stay the same."""
+    most = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == most else torch.nn.functional.pad(x, (0, most - x.shape[-1])) for x in tensors]
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **options) -> str:
+    """Which backend 'auto' takes for this call, and why, in a sentence. options: what changes scores."""
+    refuse("explain", scores.others(options))
+    q, k, v = even(*check(q, k, v, pattern))
+    changes = scores.of(options, q, pattern)
+    chosen, why = choose("auto", q, k, v, pattern, changes=changes)
+    if changes is None and chosen == "torch" and isinstance(pattern, Dense) and gradients_past_2_31(q, k, v):
         why += "; by memory-efficient attention, since cuDNN's gradients are wrong past 2^31 elements and flash's fail"
     return f"{chosen}: {why}"
 
 
-def why_not(backend: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, return_lse: bool = False) -> str | None:
+def why_not(backend: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str | None:
     """The reason why a backend does not run this call, or None."""
-    if backend == "flex":
-        from workbench.engines import flex
+    if backend == "triton":
+        from workbench.engines import triton_backend
 
-        return flex.why_not(q, k, v, pattern, return_lse)
-    if backend in ("triton", "fa4"):
-        from workbench.engines import fa4_backend, triton_backend
+        sizes = map(operator.index, (k.shape[1], q.shape[2], q.shape[1]))
+        return triton_backend.why_not(q, k, pattern) or pattern.answer(triton_backend.too_many_masks, *sizes)
+    if backend == "fa4":
+        from workbench.engines import fa4_backend
 
-        return (triton_backend if backend == "triton" else fa4_backend).why_not(q, k, pattern)
+        return fa4_backend.why_not(q, k, pattern)
     if backend in ("torch", "reference"):
         return None
     return f"backend={backend!r}: want 'auto' or one of {', '.join(map(repr, BACKENDS))}"
 
 
-def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[str, str]:
+def choose(backend: str, q, k, v, pattern, changes=None) -> tuple[str, str]:
     """(backend, the reason in words); ValueError where the one asked for by name does not run this."""
+    if changes is not None and backend in ("auto", "triton", "fa4"):
+        if backend != "auto":
+            raise ValueError(f"backend={backend!r}: its kernels have no {changes}; backend='torch' computes this")
+        return "torch", f"scores are made block by block in bounded memory, where {changes} can change them"
     if backend != "auto":
-        reason = why_not(backend, q, k, v, pattern, return_lse)
+        reason = why_not(backend, q, k, v, pattern)
         if reason:
             raise ValueError(reason if reason.startswith("backend=") else f"backend={backend!r}: {reason}")
         return backend, "asked for by name"
@@ -103,18 +137,15 @@ def choose(backend: str, q, k, v, pattern, return_lse: bool = False) -> tuple[st
             return "fa4", f"{words} differ in their last bits from run to run (use_deterministic_algorithms: Triton's)"
     if isinstance(pattern, Dense):
         return "torch", "every pair attends, which torch's fused attention computes as it is"
-    if device == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+    wide = q.dtype not in (torch.bfloat16, torch.float16)
+    reason = f"on a {device.upper()} there are no other kernels"
+    if device == "cuda" and not (wide and isinstance(pattern, Dilated)):
         reason = why_not("triton", q, k, v, pattern)
         if reason is None:
-            return "triton", "on this device the pattern has kernels of its own for 16-bit inputs"
+            return "triton", "on this device the pattern has kernels of its own"
     if isinstance(pattern, Dilated):
         return "torch", "a dilated branch is a strided view that fused attention takes without a copy"
-    if device == "cuda":
-        reason = why_not("flex", q, k, v, pattern, return_lse)
-        if reason is None:
-            return "flex", "on this device FlexAttention skips the empty blocks inside one kernel"
-        return "torch", f"key blocks are gathered in chunks, since FlexAttention is not possible here ({reason})"
-    return "torch", f"on a {device.upper()} gathering the needed key blocks in chunks takes no compilation"
+    return "torch", f"the key blocks that are needed are gathered in chunks: {reason}"
 
 
 def gradients_past_2_31(*tensors: Tensor) -> bool:
@@ -185,12 +216,6 @@ def _dense(q, k, v, causal, scale, efficient=False):
     return sdpa(q, k, v, is_causal=causal, scale=scale, **grouped).transpose(1, 2)
 
 
-def _run_flex(q, k, v, pattern, scale, return_lse):
-    from workbench.engines import flex
-
-    return flex.forward(q, k, v, pattern, scale, return_lse)
-
-
 def _run_triton(q, k, v, pattern, scale, return_lse):
     from workbench.engines.triton_backend import attend
 
@@ -202,6 +227,17 @@ def _run_fa4(q, k, v, pattern, scale, return_lse):
     from workbench.engines.fa4_backend import attend
 
     out, lse = call(attend, q, k, v, handle_of(pattern), scale)
+    return _divided(out, pattern), lse
+
+
+def _run_scored(backend, changes, q, k, v, pattern, scale, return_lse):
+    if backend == "reference":
+        out, lse = reference(q, k, v, pattern, scale, **changes._asdict())
+        return out.to(q.dtype), lse if q.dtype == torch.float64 else lse.float()
+    from workbench.engines.torch.scored import attend
+
+    slopes, bias, cap = changes
+    out, lse = call(attend, q, k, v, slopes, bias, handle_of(pattern), scale, cap or 0.0)
     return _divided(out, pattern), lse
 
 
@@ -228,14 +264,4 @@ def _divided(out, pattern):
     return out if divisor == 1 else out / divisor
 
 
-def _run_flex_or_torch(q, k, v, pattern, scale, return_lse):
-    from workbench.engines import flex
-
-    try:
-        return flex.forward(q, k, v, pattern, scale, return_lse)
-    except flex.CannotCompile as error:
-        warnings.warn(f"{error}; backend='auto' goes on with 'torch'", stacklevel=3)
-        return _run_torch(q, k, v, pattern, scale, return_lse)
-
-
-_RUN = {"reference": _run_reference, "torch": _run_torch, "flex": _run_flex, "triton": _run_triton, "fa4": _run_fa4}
+_RUN = {"reference": _run_reference, "torch": _run_torch, "triton": _run_triton, "fa4": _run_fa4}

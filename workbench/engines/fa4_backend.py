@@ -13,7 +13,8 @@ from torch import Tensor
 from workbench.engines import fa4, operators
 from workbench.engines.fa4.lists import SHIFT, TIMES
 from workbench.engines.torch.fused import unit_stride
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, tile_order
+from workbench.engines.triton.block_lists import kind_of
+from workbench.patterns import BlockSparse, Dense, Dilated, tile_order
 from workbench.patterns.tile_order import TILE
 
 # The adapter (`fa4.hopper`) changes what is inside these versions. `pip install -e '.[hopper]'` has them.
@@ -72,14 +73,11 @@ def unfit(pattern, n: int, nq: int) -> str | None:
             return f"an entry of a list counts fewer than {TIMES} branches, not {len(pattern.segment_lengths)}"
         unit = tile_order.of(some, n).segment
     elif isinstance(pattern, BlockSparse):
-        if pattern.predicate is not None:
-            return "the kernels cannot call the pattern's predicate"
         if any(size % TILE for size in pattern.block_size):
             return f"the kernels want blocks of a multiple of {TILE}, not {pattern.block_size}"
-    elif not isinstance(pattern, Neighborhood):
-        return f"the kernels know dense, dilated, block-sparse and window patterns, not {pattern.name}"
-    elif len(pattern.shape) > 1 or pattern.ordering is not None:
-        return "the kernels know windows on a line: those on a grid hide pairs inside blocks"
+    elif kind_of(pattern) != "window":
+        windows = "windows on a line without dilation and sinks"
+        return f"the kernels know dense, dilated and block-sparse patterns and {windows}, not {pattern.name}"
     if (n - nq) % unit:
         return f"the queries have to begin at a multiple of {unit:,} positions, not at {n - nq:,}"
     return None

@@ -1,25 +1,36 @@
 """Layers over `attention`, so that what is probed is a whole layer and not only its core."""
 
+import torch
 from torch import Tensor, nn
 
+from workbench.engines import rotary
 from workbench.engines.check import autocast, refuse
-from workbench.engines.dispatch import BACKENDS, attention
-from workbench.patterns import Pattern
-from workbench.patterns.checks import describe, flag, number, whole
+from workbench.engines.dispatch import BACKENDS, TOKENS, attention
+from workbench.patterns import Pattern, tile_order
+from workbench.patterns.checks import FINITE, choice, describe, flag, number, whole
 
 
 class MultiheadAttention(nn.Module):
-    """Self-attention with projections: x (B, N, embed_dim) -> (B, N, embed_dim), like torch.nn.MultiheadAttention.
+    """Attention with projections: query (B, Nq, embed_dim) -> (B, Nq, embed_dim), named as in torch.nn.
 
-    num_heads divides embed_dim, num_kv_heads (default num_heads) divides num_heads. With `context` (B, N, embed_dim), x
-    holds the queries, the last Nq of the N positions, and keys and values come from the context (cached decoding).
-    dropout acts on the output, in training only. Dropout on the attention weights, key-padding masks and score biases
-    are refused by name: a fused softmax that honours them is not what these patterns compute.
+    num_heads divides embed_dim, num_kv_heads (default num_heads) divides num_heads.
+    dropout acts on the output, in training only; dropout of the attention weights and score biases are refused by name.
+    qk_norm: each head's queries and keys are normalised by nn.RMSNorm (QK norm, arXiv 2010.04245).
+    rope: the base of rotary positions (`engines.rotary`), e.g. 10_000, of even head_dims.
+    sub_norm: a LayerNorm before the output projection (Sub-LN of MAGNETO, arXiv 2210.06423).
+    tokens: "tile order" where they come in the pattern's `tile_order`; their positions are then those of that order.
+
+    It stands where an nn.MultiheadAttention(batch_first=True) stood, in nn.TransformerEncoderLayer too, and loads the
+    state_dict of one; not one with bias_k or projections of their own (kdim, vdim).
     """
+
+    # What nn.TransformerEncoder asks for; the bias that is None keeps it off its own fused attention.
+    batch_first, in_proj_bias, _qkv_same_embed_dim = True, None, True
 
     def __init__(
         self, embed_dim, num_heads, pattern, *, num_kv_heads=None, bias=True, dropout=0.0, attention_dropout=0.0,
-        backend="auto", device=None, dtype=None, **unknown,
+        backend="auto", qk_norm=False, rope=None, sub_norm=False, tokens="natural", device=None, dtype=None,
+        **unknown,
     ):  # fmt: skip
         super().__init__()
         refuse("MultiheadAttention", unknown)
@@ -36,19 +47,37 @@ class MultiheadAttention(nn.Module):
         if attention_dropout:
             raise ValueError(f"attention_dropout={attention_dropout}: want 0; `dropout` acts on the output instead")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
-        self.pattern, self.backend = pattern, backend
+        self.pattern, self.backend, self.tokens = pattern, backend, choice("tokens", tokens, *TOKENS)
+        self.rope = rope if rope is None else number("rope", rope, 0, FINITE)
+        if rope is not None and self.head_dim % 2:
+            raise ValueError(f"rope={rope}, head_dim={self.head_dim}: want an even head_dim, or rope=None")
         dropout = number("dropout", dropout, -1e-300, 1, "a number from 0 to 1")
-        to = {"bias": flag("bias", bias), "device": device, "dtype": dtype}
-        self.q = nn.Linear(embed_dim, embed_dim, **to)
-        self.k = nn.Linear(embed_dim, num_kv_heads * self.head_dim, **to)
-        self.v = nn.Linear(embed_dim, num_kv_heads * self.head_dim, **to)
-        self.out = nn.Linear(embed_dim, embed_dim, **to)
+        to, bias = {"device": device, "dtype": dtype}, flag("bias", bias)
+        self.q = nn.Linear(embed_dim, embed_dim, bias, **to)
+        self.k = nn.Linear(embed_dim, num_kv_heads * self.head_dim, bias, **to)
+        self.v = nn.Linear(embed_dim, num_kv_heads * self.head_dim, bias, **to)
+        self.out = nn.Linear(embed_dim, embed_dim, bias, **to)
+        norms = [nn.RMSNorm(self.head_dim, **to) if flag("qk_norm", qk_norm) else nn.Identity() for _ in "qk"]
+        self.q_norm, self.k_norm = norms
+        self.norm = nn.LayerNorm(embed_dim, **to) if flag("sub_norm", sub_norm) else nn.Identity()
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, context: Tensor | None = None, **unknown) -> Tensor:
-        refuse("MultiheadAttention", unknown)
-        context = x if context is None else context
-        for name, tensor in (("x", x), ("context", context)):
+    def forward(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, rotation=None, **options
+    ) -> Tensor | tuple[Tensor, None]:
+        """out (B, Nq, embed_dim); with a value, as nn.MultiheadAttention is called, (out, None): there are no weights.
+
+        key (B, N, embed_dim): what is attended to, by default the queries, which else are the last Nq of its N
+        positions. value (B, N, embed_dim): by default the key.
+        rotation: `rotary.table` of the key's positions, for layers that share one; by default 0, 1, 2, ...
+        options: lengths and documents, as of `attention`; of nn.MultiheadAttention's need_weights=False, is_causal=True
+        for a causal pattern (with its attn_mask), and a key_padding_mask that hides the end of sequences.
+        """
+        returned = (lambda out: out) if value is None else lambda out: (out, None)
+        key = query if key is None else key
+        value = key if value is None else value
+        options = self._options(options, key)
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
             if not isinstance(tensor, Tensor) or tensor.dim() != 3 or tensor.shape[-1] != self.q.in_features:
                 raise ValueError(f"{name} is {describe(tensor)}: want a tensor (B, N, {self.q.in_features})")
             to = self.q.weight.dtype if type(self.q) is nn.Linear else tensor.dtype  # a quantized layer takes others
@@ -56,13 +85,62 @@ class MultiheadAttention(nn.Module):
                 words = f"{name}.to({to})" + f" or the layer's .to({tensor.dtype})" * tensor.is_floating_point()
                 raise ValueError(f"{name} is {describe(tensor)}, the layer's weights are {to}: want one dtype, {words}")
         heads = (-1, self.head_dim)
-        q = self.q(x).unflatten(-1, heads)  # (B, Nq, H, D)
-        k, v = (f(context).unflatten(-1, heads) for f in (self.k, self.v))  # (B, N, Hkv, D)
-        return self.dropout(self.out(self.attend(q, k, v).flatten(-2)))
+        q = self.q_norm(self.q(query).unflatten(-1, heads))  # (B, Nq, H, D)
+        k, v = self.k_norm(self.k(key).unflatten(-1, heads)), self.v(value).unflatten(-1, heads)  # (B, N, Hkv, D)
+        if self.rope is not None:
+            by = self.rotation(k.shape[1], k.device) if rotation is None else rotation
+            q, k = rotary.turned(q, by[k.shape[1] - q.shape[1] :]), rotary.turned(k, by)
+        out = self.attend(q, k, v, **options).flatten(-2)
+        return returned(self.dropout(self.out(self.norm(out))))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def rotation(self, n: int, device=None) -> Tensor:
+        """`rotary.table` of n tokens in the layer's order."""
+        tiled = self.tokens == "tile order"
+        positions = tile_order.tile_order(self.pattern, n).to(device) if tiled else torch.arange(n, device=device)
+        dtype = torch.float64 if self.q.weight.dtype == torch.float64 else torch.float32
+        return rotary.table(positions, self.head_dim, self.rope, dtype)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         """The attention between the projections: q (B, Nq, H, D), k and v (B, N, Hkv, D) -> (B, Nq, H, D)."""
-        return attention(q, k, v, self.pattern, backend=self.backend)
+        return attention(q, k, v, self.pattern, backend=self.backend, **options)
+
+    def _options(self, options: dict, key: Tensor) -> dict:
+        """Those of `attend`; ValueError for what nn.MultiheadAttention has and the pattern does not mean."""
+        options = {name: x for name, x in options.items() if x is not None and x is not False}
+        if options.get("is_causal") is True and self.pattern.causal:
+            options.pop("is_causal"), options.pop("attn_mask", None)
+        if "key_padding_mask" in options and "lengths" not in options:
+            options["lengths"] = lengths_of(options.pop("key_padding_mask"), *key.shape[:2])
+        refuse("MultiheadAttention", {x: y for x, y in options.items() if x not in ("lengths", "documents")})
+        if self.tokens != "natural" and options:
+            raise ValueError(f"tokens={self.tokens!r} with {', '.join(options)}: want 'natural', each has its order")
+        return options | ({"tokens": self.tokens} if self.tokens != "natural" else {})
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        for name in ("bias_k", "bias_v", "q_proj_weight"):
+            if prefix + name in state_dict:
+                want = "want that of an nn.MultiheadAttention without add_bias_kv, kdim and vdim"
+                raise ValueError(f"state_dict has {prefix}{name}: {want}")
+        for kind in ("weight", "bias"):
+            if (projections := state_dict.pop(f"{prefix}in_proj_{kind}", None)) is not None:
+                parts = *projections.chunk(3), state_dict.pop(f"{prefix}out_proj.{kind}")
+                names = (f"{prefix}{name}.{kind}" for name in ("q", "k", "v", "out"))
+                state_dict |= dict(zip(names, parts, strict=True))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, pattern={self.pattern!r}"
+
+
+def lengths_of(padding: Tensor, batch: int, n: int) -> Tensor:
+    """int64 (B,), the lengths of sequences whose end a key-padding mask (B, N) hides: True, or -inf, is hidden.
+
+    ValueError for a mask that hides anything else. It looks at the mask, for which a card has to be waited.
+    """
+    hidden = padding if padding.dtype == torch.bool else padding == -torch.inf
+    lengths = (~hidden).sum(-1)
+    want = torch.arange(n, device=padding.device) >= lengths.view(-1, 1)
+    if padding.shape != (batch, n) or bool(((hidden != want) | (padding != 0) & ~hidden).any()):
+        raise ValueError(f"key_padding_mask is {describe(padding)}: want (B, N) = {batch, n}, True (or -inf) where a "
+                         "sequence has ended, False (or 0) before: pad at the right; biases are not added")  # fmt: skip
+    return lengths

@@ -23,9 +23,18 @@ SECOND = "second derivatives of attention are those of backend='reference' only"
 
 def handle_of(pattern: Pattern) -> str:
     """The string that names the pattern to an operator."""
-    if torch.compiler.is_exporting():
+    if _exporting():
         raise ValueError("torch.export saves no Python object, as a pattern is: use torch.compile, in each process")
     return pattern.key
+
+
+def _exporting() -> bool:
+    return torch.compiler.is_exporting()
+
+
+# What torch.compiler.assume_constant_result sets: so it is asked in Python. Traced by torch.compile of torch 2.11,
+# is_exporting() is always true.
+_exporting._dynamo_marked_constant = True
 
 
 def refuse_transforms(*tensors: Tensor) -> None:
@@ -47,44 +56,54 @@ OF_CALL = "Tensor q, Tensor k, Tensor v"
 OF_PATTERN = "str pattern, float scale"
 
 
-def define(name: str, forward: Callable, backward: Callable):
-    """The operators `name` and `name`_backward, of forward(q, k, v, pattern, scale) and its derivative.
+def define(name: str, forward: Callable, backward: Callable, more: str = "", numbers: str = ""):
+    """The operators `name` and `name`_backward, of forward(q, k, v, *more, pattern, scale, *numbers), its derivative.
 
     forward returns out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D) and k, v (B, N, G, D), of any strides.
-    backward(grad, grad_lse or None, q, k, v, out, lse, pattern, scale) returns (dq, dk, dv). The operators take
-    `handle_of` the pattern.
+    backward(grad, grad_lse or None, q, k, v, *more, out, lse, pattern, scale, *numbers) returns the gradients of q, k,
+    v and *more, an empty tensor for None. The operators take `handle_of` the pattern. more, numbers: the schema of
+    tensors and of numbers that there are besides.
     """
+    many = 3 + more.count("Tensor")
 
-    def run(q, k, v, handle, scale):
-        return forward(q, k, v, LIVING[handle], scale) if q.numel() else _shapes(q, k, v, handle, scale)
+    def run(*args):
+        tensors, (handle, *rest) = args[:many], args[many:]
+        return forward(*tensors, LIVING[handle], *rest) if args[0].numel() else _shapes(*args)
 
-    def run_backward(grad, grad_lse, q, k, v, out, lse, handle, scale):
-        if q.numel() == 0:
-            return tuple(x.new_zeros(x.shape) for x in (q, k, v))
-        return backward(grad, grad_lse, q, k, v, out, lse, LIVING[handle], scale)
+    def like(x, q):
+        return q.new_empty(0) if x is None else x.new_empty(x.shape)
 
-    attend = _operator(f"{name}({OF_CALL}, {OF_PATTERN}) -> (Tensor, Tensor)", run, _shapes)
+    def run_backward(*args):
+        tensors, (handle, *rest) = args[: many + 4], args[many + 4 :]
+        if tensors[2].numel() == 0:
+            return tuple(like(x, tensors[2]).zero_() for x in tensors[2:-2])
+        return backward(*tensors, LIVING[handle], *rest)
+
+    of_call, of_pattern = OF_CALL + more, OF_PATTERN + numbers
+    attend = _operator(f"{name}({of_call}, {of_pattern}) -> (Tensor, Tensor)", run, _shapes)
     attend_backward = _operator(
-        f"{name}_backward(Tensor grad, Tensor? grad_lse, {OF_CALL}, Tensor out, Tensor lse, {OF_PATTERN})"
-        " -> (Tensor, Tensor, Tensor)",
+        f"{name}_backward(Tensor grad, Tensor? grad_lse, {of_call}, Tensor out, Tensor lse, {of_pattern})"
+        f" -> ({', '.join(['Tensor'] * many)})",
         run_backward,
-        lambda grad, grad_lse, q, k, v, out, lse, handle, scale: tuple(x.new_empty(x.shape) for x in (q, k, v)),
+        lambda *args: tuple(like(x, args[2]) for x in args[2 : 2 + many]),
     )
 
     def keep(ctx, inputs, output):
-        *_, ctx.handle, ctx.scale = inputs
+        ctx.handle, *ctx.numbers = inputs[many:]
         ctx.pattern = LIVING[ctx.handle]  # keeps it alive until the backward
         ctx.asked = ctx.pattern.fingerprint()
-        ctx.save_for_backward(*inputs[:3], *output)
+        ctx.save_for_backward(*inputs[:many], *output)
         ctx.set_materialize_grads(False)
 
     def gradient(ctx, grad, grad_lse):
+        rest = (None,) * (1 + len(ctx.numbers))
         if grad is None and grad_lse is None:
-            return (None,) * 5
+            return (None,) * many + rest
         ctx.pattern.unchanged(ctx.asked)
-        q, k, v, out, lse = ctx.saved_tensors
+        *inputs, out, lse = ctx.saved_tensors
         grad = torch.zeros_like(out) if grad is None else grad
-        return *attend_backward(grad, grad_lse, q, k, v, out, lse, ctx.handle, ctx.scale), None, None
+        found = attend_backward(grad, grad_lse, *inputs, out, lse, ctx.handle, *ctx.numbers)
+        return *(None if x is None else y for x, y in zip(inputs, found, strict=True)), *rest
 
     torch.library.register_autograd(f"workbench::{name}", gradient, setup_context=keep, lib=LIBRARY)
     torch.library.register_autograd(f"workbench::{name}_backward", _refuse_second, lib=LIBRARY)
@@ -94,7 +113,7 @@ def define(name: str, forward: Callable, backward: Callable):
 def call(op, *args):
     """The operator, or the Python that it runs where nothing has to see the call: gradients, modes, a compiler, tensors
     without data. The way through the dispatcher takes as long as a small kernel."""
-    tensors = args[:3]
+    tensors = [x for x in args if isinstance(x, Tensor)]
     seen = any(type(x) is not Tensor or x.is_meta for x in tensors)
     seen = seen or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
     seen = seen or torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -111,7 +130,7 @@ def lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _shapes(q, k, v, handle, scale):
+def _shapes(q, *_):
     b, nq, h, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((b, h, nq), dtype=lse_dtype(q))
 

@@ -3,6 +3,8 @@
 Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads, D head_dim.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -27,16 +29,23 @@ def run(direction: str, tensors: tuple[Tensor, ...], pattern, n: int, scale: flo
         return tuple(torch.cat(t) for t in zip(*each, strict=True))
     if isinstance(pattern, Dense):
         pattern = one_branch(pattern, n)
-    strided = isinstance(pattern, Dilated)
-    execution, blocks = (dilated, ()) if strided else (block_sparse, (blocks_of(pattern, first, n),))
+    execution, given = dilated, pattern
+    if not isinstance(pattern, Dilated):
+        q, k = tensors[:2] if direction == "forward" else tensors[1:3]
+        execution, given = block_sparse, block_sparse.Grid(pattern, blocks_of(pattern, q, n), q.shape[2], k.shape[2])
     with torch.autocast(first.device.type, enabled=False):  # the inputs are cast; what is wide inside stays wide
-        return getattr(execution, direction)(*map(unit_stride, tensors), pattern, *blocks, scale)
+        return getattr(execution, direction)(*map(unit_stride, tensors), given, scale)
 
 
 def blocks_of(pattern, q: Tensor, n: int):
     """The pattern's blocks for these sizes, kept with the pattern: a predicate's take N^2 evaluations to find."""
     sizes = n, 1 if pattern.same_heads else q.shape[2], q.shape[1]
-    return pattern.kept("blocks", (*sizes, str(q.device)), lambda: pattern.blocks(*sizes).to(q.device))
+
+    def make():
+        found = pattern.blocks(*sizes)  # in blocks no longer than the sequence: what is gathered is whole blocks
+        return replace(found, block_size=tuple(min(x, max(1, n)) for x in found.block_size)).to(q.device)
+
+    return pattern.kept("blocks", (*sizes, str(q.device)), make)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Tensor, Tensor]:
@@ -46,16 +55,22 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Ten
 
 def backward(grad, grad_lse, q, k, v, out, lse, pattern, scale):
     """(dq, dk, dv) from the gradients of out and lse, the inputs, and out and lse."""
-    d, n = q.shape[-1], k.shape[1]
+    return through_lse(
+        grad, grad_lse, q, k, v, out, lse, lambda tensors: run("backward", tensors, pattern, k.shape[1], scale)
+    )
+
+
+def through_lse(grad, grad_lse, q, k, v, out, lse, run) -> tuple[Tensor, ...]:
+    """run((grad, q, k, v, out, lse)), a backward that knows no gradient of lse, with that gradient too."""
     if grad_lse is None:
-        return run("backward", (grad, q, k, v, out, lse), pattern, n, scale)
+        return run((grad, q, k, v, out, lse))
     # dS = P * (dO V^T + dlse - rowsum(dO * out)): one more column, ones in V and dlse in dO, adds just that term.
     # Eight columns, because CUDA's kernels want head_dims in eights.
     column = grad_lse.masked_fill(lse == -torch.inf, 0).transpose(1, 2)[..., None].to(grad.dtype)
     grad = torch.cat((grad, pad(column, (0, 7))), -1)
     q, k, out = pad(q, (0, 8)), pad(k, (0, 8)), pad(out, (0, 8))
     v = torch.cat((v, pad(torch.ones_like(v[..., :1]), (0, 7))), -1)
-    return tuple(x[..., :d].contiguous() for x in run("backward", (grad, q, k, v, out, lse), pattern, n, scale))
+    return tuple(x[..., : q.shape[-1] - 8].contiguous() for x in run((grad, q, k, v, out, lse)))
 
 
 attend, attend_backward = operators.define("attend", forward, backward)

@@ -6,6 +6,7 @@ Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H quer
 import contextlib
 import importlib.util
 import sys
+from operator import index  # which has torch.compile take a length as a constant
 
 import torch
 from torch import Tensor
@@ -13,13 +14,15 @@ from torch import Tensor
 from workbench.engines import operators
 from workbench.engines.torch.fused import unit_stride
 from workbench.engines.torch_backend import one_branch
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, tile_order
+from workbench.engines.triton.block_lists import kind_of
+from workbench.patterns import Dense, Dilated, Neighborhood, tile_order
 from workbench.patterns.checks import LIVING
+from workbench.patterns.listed import repeats
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 LENGTH = 1 << 30  # positions are int32 in the kernels, and some are computed one tile beyond the last
-WINDOW = 128  # the block size of a neighborhood on a line, most of whose blocks are fully visible
-BLOCK = 64  # of other neighborhoods: smaller blocks hold fewer pairs that are not visible
+BLOCK = 128  # the block size of patterns that have none of their own
+GRID = 64  # of neighborhoods on a grid: smaller blocks hold fewer pairs that are not visible
 ONCE = {torch.float16: 64, torch.bfloat16: 64}  # up to which head_dim nested branches run in one pass
 
 
@@ -41,22 +44,22 @@ def why_not(q: Tensor, k: Tensor, pattern) -> str | None:
         return f"the kernels count positions up to {LENGTH:,}, not {k.shape[1]:,}"
     if isinstance(pattern, (Dense, Dilated)):
         return None
-    if not isinstance(pattern, (BlockSparse, Neighborhood)):
-        return f"the kernels know dilated, block-sparse and neighborhood patterns, not {pattern.name}"
-    if isinstance(pattern, BlockSparse) and pattern.predicate is not None:
-        return "the kernels cannot call the pattern's predicate"
-    if isinstance(pattern, Neighborhood) and (bits := coordinate_bits(pattern)) > 62:
-        return f"the kernels have 62 bits for the coordinates of a token, and these take {bits}"
+    if kind_of(pattern) == "bits" and pattern.answer(repeats, index(k.shape[1]), index(q.shape[2])):
+        return f"the kernels take pairs once, and {pattern.name} counts some several times"
     if any(size % 16 for size in block_size_of(pattern)):
         return f"the kernels want blocks of a multiple of 16, not {block_size_of(pattern)}"
     return None
 
 
-def coordinate_bits(pattern) -> int:
-    """Bits of a token's coordinates in `block_lists.pack`; 0 where there is no such table."""
-    if len(pattern.shape) == 1 and pattern.ordering is None:
-        return 0
-    return sum((n - 1 + min(r, n)).bit_length() + 1 for n, r in zip(pattern.shape, pattern.radius, strict=True))
+def too_many_masks(pattern, n: int, heads: int, nq: int) -> str | None:
+    """Why the kernels do not run a pattern whose partial blocks differ too much, in a sentence, or None."""
+    from workbench.engines.triton.bit_masks import MOST, find
+
+    if isinstance(pattern, (Dense, Dilated)) or kind_of(pattern) != "bits" or not n * heads * nq:
+        return None
+    if find(pattern, n, 1 if pattern.same_heads else heads, nq, block_size_of(pattern)):
+        return None
+    return f"the masks of the blocks of {pattern.name} that are visible in part take more than {MOST >> 20:,} MiB"
 
 
 def interpreted() -> bool:
@@ -68,7 +71,7 @@ def interpreted() -> bool:
 def block_size_of(pattern) -> tuple[int, int]:
     if hasattr(pattern, "block_size"):
         return pattern.block_size
-    size = WINDOW if len(pattern.shape) == 1 else BLOCK
+    size = GRID if isinstance(pattern, Neighborhood) and len(pattern.shape) > 1 else BLOCK
     return size, size
 
 
@@ -147,13 +150,15 @@ def in_tile_order(pattern: Dilated, q: Tensor, n: int):
 
 def plan_of(pattern, q: Tensor, n: int):
     """The pattern's lists of blocks for these sizes, kept with the pattern."""
-    from workbench.engines.triton import block_lists
+    from workbench.engines.triton import bit_masks, block_lists
 
     sizes = n, 1 if pattern.same_heads else q.shape[2], q.shape[1]
 
     def make():
-        found = [one.blocks(*sizes, block_size_of(pattern)) for one in pattern.each()]
-        return block_lists.make_plan(found, pattern, q.device)
+        found = bit_masks.find(pattern, *sizes, block_size_of(pattern))
+        if found is None:
+            raise ValueError(f"backend='triton': {too_many_masks(pattern, *sizes)}")
+        return block_lists.make_plan(*found, pattern, q.device)
 
     return pattern.kept("plan", (*sizes, str(q.device)), make)
 

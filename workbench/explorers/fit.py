@@ -22,8 +22,7 @@ MODES = ("fwd", "fwdbwd")
 WORLDS = (1, 2, 4, 8)
 WAYS = (
     "dense, cudnn", "dense, flash", "dense, fa4", "dense, efficient", "dense, eager", "longnet-paper, triton",
-    "longnet-paper, fa4", "longnet-paper, torch", "window-blocks, triton", "window-blocks, flex",
-    "window-tokens, triton",
+    "longnet-paper, fa4", "longnet-paper, torch", "window-blocks, triton", "window-tokens, triton",
 )  # fmt: skip
 NOTE = (
     "Predicted. Bytes are those of the traced programs through torch's allocator, the CUDA context included. Of "
@@ -38,9 +37,12 @@ NOTE = (
 )
 
 
+CLASSES = ("gtx1080", "t4", "rtx3090", "v100-32gb", "l40s", "rtx5090", "a100-80gb", "h200", "b200")
+
+
 def classes() -> list[cards.Card]:
     """A card of each compute capability: calls are alike on those of one."""
-    return list({card.capability: card for card in cards.CARDS.values()}.values())
+    return [cards.CARDS[key] for key in CLASSES]
 
 
 def grain(way: str) -> int:

@@ -32,11 +32,11 @@ def _settings(pattern: Pattern) -> dict:
         case Dilated(heads="all"):
             branches = {"segments": list(pattern.segment_lengths), "dilations": list(pattern.dilation_rates)}
             return {"kind": "dilated", "offsets": pattern.offsets} | branches
-        case Neighborhood(ordering=None, shape=(_,)):
+        case Neighborhood(plain=True, ordering=None, shape=(_,)):
             return {"kind": "window", "radius": pattern.radius[0]}
-        case Neighborhood(ordering=None, shape=(_, _), radius=(r, s)) if r == s:
+        case Neighborhood(plain=True, ordering=None, shape=(_, _), radius=(r, s)) if r == s:
             return {"kind": "grid", "shape": list(pattern.shape), "radius": r}
-        case BlockSparse(predicate=None, block_size=(a, b)) if a == b and (parts := _union(pattern.layout)):
+        case BlockSparse(block_size=(a, b)) if a == b and (parts := _union(pattern.layout)):
             return {"kind": "blocks", "block": a, "local": None, "global": None, "strided": None} | parts
     raise ValueError(f"{pattern!r}: want a pattern that the page can compute: see explore's docstring")
 

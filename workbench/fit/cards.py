@@ -39,7 +39,8 @@ class Card:
 
 
 def find(name: str | Card) -> Card:
-    """The card of a key ("h100", "a100-40gb") or of a device's full name ("NVIDIA H100 80GB HBM3"), in any case.
+    """The card of a key ("h100", "a100-40gb") or of a device's full name ("NVIDIA H100 80GB HBM3"), in any case;
+    the family may be left out ("a6000", "4090").
 
     A Card is returned as it is. ValueError for what is not in the table, and for what could be two cards ("a100").
     """
@@ -49,6 +50,8 @@ def find(name: str | Card) -> Card:
     if plain in _named():
         return _named()[plain]
     near = [key for key in CARDS if plain and plain in _plain(key)]
+    if len(near) == 1 and _plain(near[0]).endswith(plain):  # without its family: "4090", "a6000"
+        return CARDS[near[0]]
     if near:
         raise ValueError(f"card={name!r}: want {' or '.join(map(repr, near))}")
     keys = ", ".join(map(repr, CARDS))
@@ -77,7 +80,7 @@ def _named() -> dict[str, Card]:
 
 def _plain(name: str) -> str:
     """'NVIDIA GeForce RTX 4090', 'GeForce RTX 4090' (older drivers) and 'rtx4090' -> 'rtx4090'."""
-    return re.sub(r"\b(nvidia|geforce|tesla)\b|[\W_]", "", name.lower())
+    return re.sub(r"\b(nvidia|amd|instinct|geforce|tesla)\b|[\W_]", "", name.lower())
 
 
 def _card(key, name, capability, total, multiprocessors, *tflops) -> Card:
@@ -100,10 +103,12 @@ def _card(key, name, capability, total, multiprocessors, *tflops) -> Card:
 CARDS: dict[str, Card] = {row[0]: _card(*row) for row in (
     # white paper; its units for float16 are 64 times slower, so float16 is multiplied in float32
     ("gtx1080", "NVIDIA GeForce GTX 1080", (6, 1), 8118 * MIB, 20, 8.87, 8.87),
+    ("rtx3080", "NVIDIA GeForce RTX 3080", (8, 6), 9.78 * GIB, 68, 29.8, 29.8, 59.5),  # GA102 white paper
     ("rtx2080ti", "NVIDIA GeForce RTX 2080 Ti", (7, 5), 11019 * MIB, 68, 13.4, 53.8),  # white paper, reference clocks
     # computed: 28 multiprocessors at 1.777 GHz by the rates of the GA102 white paper
     ("rtx3060", "NVIDIA GeForce RTX 3060", (8, 6), 11931 * MIB, 28, 12.7, 12.7, 25.5),
     ("t4", "Tesla T4", (7, 5), 15095 * MIB, 40, 8.1, 65),  # data sheet
+    ("rtx4080", "NVIDIA GeForce RTX 4080", (8, 9), 15945 * MIB, 76, 48.7, 48.7, 97.5),  # Ada white paper
     ("v100-16gb", "Tesla V100-SXM2-16GB", (7, 0), 16160 * MIB, 80, 15.7, 125),  # data sheet
     ("a10", "NVIDIA A10", (8, 6), 21.99 * GIB, 72, 31.2, 62.5, 125),  # data sheet
     ("l4", "NVIDIA L4", (8, 9), 22.03 * GIB, 58, 30.3, 60, 121),  # data sheet, half of those with sparsity
@@ -114,11 +119,15 @@ CARDS: dict[str, Card] = {row[0]: _card(*row) for row in (
     ("v100-32gb", "Tesla V100-SXM2-32GB", (7, 0), 32494 * MIB, 80, 15.7, 125),  # data sheet
     ("a100-40gb", "NVIDIA A100-SXM4-40GB", (8, 0), 39.50 * GIB, 108, 19.5, 156, 312),  # data sheet
     ("l40s", "NVIDIA L40S", (8, 9), 44.39 * GIB, 142, 91.6, 183, 362.05),  # data sheet
+    ("rtxa6000", "NVIDIA RTX A6000", (8, 6), 47.54 * GIB, 84, 38.7, 77.4, 154.8),  # GA102 white paper
     # data sheet, half of those with sparsity
     ("h100-pcie", "NVIDIA H100 PCIe", (9, 0), 81008 * MIB, 114, 51.2, 378, 756),
     # white paper and data sheet
     ("h100", "NVIDIA H100 80GB HBM3", (9, 0), 85_017_493_504, 132, 66.9, 494.7, 989.4),
     ("a100-80gb", "NVIDIA A100-SXM4-80GB", (8, 0), 79.25 * GIB, 108, 19.5, 156, 312),  # data sheet
+    ("h100-nvl", "NVIDIA H100 NVL", (9, 0), 93.00 * GIB, 132, 60, 417.5, 835.5),  # as h100-pcie
     ("h200", "NVIDIA H200", (9, 0), 143156 * MIB, 132, 66.9, 494.7, 989.4),  # the rates of an H100
     ("b200", "NVIDIA B200", (10, 0), 182631 * MIB, 148, 75, 1125, 2250),  # data sheet of eight, an eighth of its sums
+    # its memory alone: what kernels take is taken to be as on an H100, and speeds are not known
+    ("mi300x", "AMD Instinct MI300X", (9, 0), 191.98 * GIB, 304),
 )}  # fmt: skip

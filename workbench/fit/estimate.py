@@ -11,6 +11,7 @@ import copy
 import functools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 from workbench.engines import torch_rules
 from workbench.fit import allocator, cards, fake_ranks, tracer
 from workbench.fit.tracer import CannotTrace, Event
-from workbench.patterns import Dense, Neighborhood
+from workbench.patterns import Dense, Neighborhood, checks
 from workbench.probes import roofline
 from workbench.probes.case import Case
 
@@ -79,14 +80,32 @@ def trace(
     card = cards.find(card)
     fake_ranks.check(world, rank, strategy)
     life, strategy = _life(case, card, world, rank, strategy)
+    time = milliseconds(case, card, life.backend, life.kernel) if world == 1 and case.timed else None
+    return _estimate(life, card, card.communicator_bytes if world > 1 else 0, time, strategy)
+
+
+def program(prepare: Callable[[], Callable], card: str | cards.Card = "h100", calls: int = 2) -> Estimate:
+    """The estimate of any program: prepare() makes what it needs on "cuda" and returns the function that is called.
+
+    calls: how often, one after the other: an optimizer has its states from the first step on. Its time is not modelled.
+    CannotTrace where the program looks at data; what it raises goes through.
+    """
+    card, calls = cards.find(card), checks.whole("calls", calls, 1)
+
+    def prepared():
+        call = prepare()
+        return (lambda: [call() for _ in range(calls)][-1]), checks.describe(prepare)
+
+    return _estimate(tracer.run(prepared, card), card)
+
+
+def _estimate(life: tracer.Traced, card: cards.Card, communicator=0, time=None, strategy=None) -> Estimate:
     used, prepared = allocator.replay(life.events), life.events[: life.before]
     lives = {x.id: x.nbytes for x in prepared if x.nbytes >= 0}
     inputs = sum(lives.values()) - sum(lives[x.id] for x in prepared if x.nbytes < 0)
     return Estimate(
         card.key, life.backend, inputs, used.peak_requested, used.peak_allocated, used.peak_reserved,
-        used.peak_reserved + card.context_bytes + (card.communicator_bytes if world > 1 else 0),
-        None if world > 1 else milliseconds(case, card, life.backend, life.kernel), life.events, strategy,
-        wrong=life.wrong,
+        used.peak_reserved + card.context_bytes + communicator, time, life.events, strategy, wrong=life.wrong,
     )  # fmt: skip
 
 
@@ -101,7 +120,7 @@ def _life(case: Case, card: cards.Card, *place) -> tuple[tracer.Traced, str | No
         return _lives[key]
     on_card = replace(case, device="cuda", pattern=copy.copy(case.pattern))  # which keeps what it finds on the card
     on_card, ranks = fake_ranks.share(on_card, card, *place) if place[0] > 1 else (on_card, None)
-    found = tracer.run(on_card, card), ranks and ranks.strategy
+    found = tracer.of_case(on_card, card), ranks and ranks.strategy
     if key is not None:
         while len(_lives) >= KEPT:
             _lives.pop(next(iter(_lives)))
@@ -167,4 +186,4 @@ def efficiency() -> dict[str, list[dict]]:
     return json.loads(EFFICIENCY.read_text())["families"] if EFFICIENCY.exists() else {}
 
 
-__all__ = ["CannotTrace", "Estimate", "Event", "trace"]
+__all__ = ["CannotTrace", "Estimate", "Event", "program", "trace"]

@@ -4,48 +4,53 @@ Dimensions: N tokens, H heads, D head_dim.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import pandas as pd
 
 from workbench.engines import dispatch, torch_rules
 from workbench.fit import cards, estimate, frontier
+from workbench.fit.model import Model
 from workbench.harness.narrate import title
 from workbench.harness.outcome import attempt
 from workbench.harness.processes import imported
-from workbench.patterns import Dense, Dilated, checks
+from workbench.patterns import Dense, Dilated, Pattern, checks
 from workbench.probes import catalog
 from workbench.probes.case import BASELINES, FUSED, Case
 
 USUAL = ("dense", "longnet-paper", "window-blocks")
-LONGEST = {"BlockSparse": 1 << 18, "Neighborhood": 1 << 18}  # the lists of blocks for more take seconds to make
+LISTS = 1 << 18  # the lists of blocks for more tokens take seconds to make
 STEP = 0.02  # 0.2 % for a prediction, see `frontier.search`
 
 
 def ways(
-    names: Iterable[str], patterns: Mapping[str, catalog.Maker] = catalog.PATTERNS, causal=False, device="cuda", **sizes
+    names: Iterable[str], patterns: Mapping[str, catalog.Maker] = catalog.PATTERNS, causal=False, device="cuda",
+    kind: type[Case] = Case, **sizes,
 ) -> dict[str, frontier.Lengths]:
     """{"pattern, backend": the Case of that at N}, for `table`, `frontier.search` and `frontier.sweep`.
 
-    names: such pairs: a name of `patterns`, or a pattern's spec as JSON, and a backend of `Case`'s. sizes: `Case`'s
-    batch, heads, head_dim, dtype and mode. ValueError for a name that is none.
+    names: such pairs: a name of `patterns`, or a pattern's spec as JSON, and a backend of `Case`'s. kind: Case, or
+    `model.Model`. sizes: its batch, heads, head_dim, dtype and mode, and a model's own. ValueError for a name that is
+    none.
     """
     found = {}
     for name in checks.listed("ways", names):
-        kind, comma, backend = str(name).rpartition(", ")
+        what, comma, backend = str(name).rpartition(", ")
         if not (comma and backend):
             raise ValueError(f"way={name!r}: want 'pattern, backend', the pattern one of {', '.join(patterns)}")
-        make = catalog.maker(kind, patterns)
+        make = catalog.maker(what, patterns)
         _check(backend)
 
         def at(n: int, make=make, backend=backend) -> Case:
-            return Case(make(n, causal), n, backend=backend, device=device, **sizes)
+            return kind(make(n, causal), n, backend=backend, device=device, **sizes)
 
         found[name] = at
     return found
 
 
 def executions(
-    names: Iterable[str], backends: Iterable[str], causal: bool, card: cards.Card, **sizes
+    names: Iterable[str], backends: Iterable[str], causal: bool, card: cards.Card, kind: type[Case] = Case,
+    **sizes,
 ) -> dict[str, frontier.Lengths]:
     """`ways` for every name with every backend.
 
@@ -57,16 +62,18 @@ def executions(
     names, backends, pairs = checks.listed("patterns", names), checks.listed("backends", backends), []
     for name in names or USUAL:
         pattern = catalog.maker(name)(frontier.FIRST, causal)
-        case = Case(pattern, frontier.FIRST, device="cuda", **sizes)
-        usual = ("triton", "torch" if isinstance(pattern, Dilated) else "flex")
-        if isinstance(pattern, Dense):
+        case = kind(pattern, frontier.FIRST, device="cuda", **sizes)
+        usual = ("triton", "torch")
+        if isinstance(case, Model):
+            usual = ("auto",)
+        elif isinstance(pattern, Dense):
             taken = torch_rules.kernels(
                 card.capability, case.dtype, case.head_dim, grouped=case.kv_heads != case.heads, n=case.n, nq=case.nq,
                 causal=pattern.causal, gradients=case.mode == "fwdbwd",
             )  # fmt: skip
             usual = tuple(x for x in taken if x in FUSED) or ("auto",)
         pairs += [f"{name}, {backend}" for backend in backends or usual]
-    return ways(pairs, causal=causal, **sizes)
+    return ways(pairs, causal=causal, kind=kind, **sizes)
 
 
 def table(
@@ -78,14 +85,15 @@ def table(
 
     With n, and ranked by ms there, what fits first: fits, where it is not known to compute wrongly; device_bytes, the
     context included; ms, None where this is not known; pairs_share, of dense attention's pairs, 1.0 being exact. note:
-    why there is no such number, or what is wrong.
-    budget_bytes, seconds: as `frontier.search`'s. limiter "search": of patterns that are lists of blocks, LONGEST.
+    why there is no such number, or what is wrong. Of models also longest_batch, the largest that fits at n.
+    budget_bytes, seconds: as `frontier.search`'s. limiter "search": of patterns that are lists of blocks, LISTS.
     """
     card = cards.find(card)
     n = None if n is None else checks.whole("n", n, 1)
     lines = []
     for name, at in checks.named("ways", ways, "a function of N that gives a Case").items():
-        limit_n = LONGEST.get(type(at(frontier.FIRST).pattern).__name__, 1 << 30)
+        first = at(frontier.FIRST)
+        limit_n = LISTS if listed(first.pattern) else 1 << 30
         row = frontier.search(
             at, card=card, budget_bytes=budget_bytes, seconds=seconds, limit_n=limit_n, step=STEP, say=None
         )
@@ -93,6 +101,11 @@ def table(
         line |= {"note": row["error"]}
         if n is not None:
             line |= _at(at, n, card, row["budget_bytes"])
+            if isinstance(first, Model):
+                line["longest_batch"] = frontier.search(
+                    lambda b, at=at: replace(at(n), batch=b), card=card, budget_bytes=budget_bytes, limit_n=1 << 20,
+                    first=max(1, (row["n"] or 0) // n), grain=1, step=1e-6, say=None,
+                )["n"]  # fmt: skip
         lines.append(line)
     frame = pd.DataFrame(lines)
     if n is not None:
@@ -110,6 +123,10 @@ def words(frame: pd.DataFrame, card: cards.Card, sizes: dict, n, budget_bytes, s
         f"batch {sizes['batch']}, {sizes['heads']} heads{kv} x {sizes['head_dim']}, {sizes['dtype']}, {sizes['mode']}; "
         "predicted, nothing is measured",
     ]
+    if "layers" in sizes:
+        step = f", {sizes['optimizer']}" + ", checkpointed" * sizes["checkpoint"] if sizes["mode"] == "fwdbwd" else ""
+        width = sizes["heads"] * sizes["head_dim"]
+        lines.append(f"a model: {sizes['layers']} layers of width {width:,}, {sizes['vocab']:,} words{step}")
     searched, longest = frame["limiter"].eq("search"), frame["longest_n"]  # no limit up to the longest N tried
     if n is not None:
         longest = longest.mask(searched & frame["fits"], longest.clip(lower=n))
@@ -119,11 +136,13 @@ def words(frame: pd.DataFrame, card: cards.Card, sizes: dict, n, budget_bytes, s
     timeless = frame["limiter"].eq("memory") & frame["longest_n"].astype(float).gt(0) & frame["longest_ms"].isna()
     shown["limited by"] = shown["limited by"].mask(timeless, "memory; time unknown")
     if n is not None:
-        lines[-1] += f"; the right half is at N = {n:,}"
+        lines[1] += f"; the right half is at N = {n:,}"
         late = frame["fits"] & (frame["ms"].astype(float) > 1000 * seconds)
         shown["fits"] = frame["fits"].map({True: "yes", False: "no"}).mask(late, "too slow")
         shown["device GiB"] = frame["device_bytes"].astype(float).map(lambda x: _number(x / 2**30, ".2f"))
         shown["ms"] = frame["ms"].astype(float).map(lambda x: _number(x, ",.3g" if x < 1000 else ",.0f"))
+        if "longest_batch" in frame:
+            shown["largest batch"] = frame["longest_batch"].map(_number)
         share = frame["pairs_share"].astype(float)
         shown["share of dense pairs"] = share.map(lambda x: _number(x, ".3g" if x < 1 else ".0f"))
     shown["note"] = frame["note"].fillna("").str.slice(0, 100)
@@ -148,7 +167,7 @@ def _at(at: frontier.Lengths, n: int, card: cards.Card, budget_bytes: int) -> di
     def traced() -> tuple[Case, estimate.Estimate]:
         case = at(n)
         least = case.dtype.itemsize * case.batch * case.head_dim * n * 2 * (case.heads + case.kv_heads)
-        if n > LONGEST.get(type(case.pattern).__name__, n) and least > budget_bytes:  # its lists may take minutes
+        if n > LISTS and listed(case.pattern) and least > budget_bytes:  # its lists may take minutes
             raise ValueError(f"q, k, v and out alone are {least / 2**30:,.2f} GiB")
         return case, estimate.trace(case, card)
 
@@ -162,6 +181,11 @@ def _at(at: frontier.Lengths, n: int, card: cards.Card, budget_bytes: int) -> di
         "fits": reserved is not None and not found.wrong, "device_bytes": device, "ms": found.milliseconds,
         "pairs_share": case.pattern.pairs(case.n, case.heads) / (case.heads * case.n**2),
     } | ({"note": found.wrong} if found.wrong else {})  # fmt: skip
+
+
+def listed(pattern: Pattern) -> bool:
+    """Whether a pattern is lists of blocks to the kernels."""
+    return not isinstance(pattern, (Dense, Dilated))
 
 
 def _check(backend: str) -> None:

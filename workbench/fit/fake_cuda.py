@@ -6,7 +6,10 @@ import threading
 import types
 
 import torch
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_map_only
 
 from workbench.engines import fa4, torch_rules
 from workbench.fit.cards import VIRTUAL, Card
@@ -32,6 +35,7 @@ class OnCard(TorchFunctionMode):
         super().__init__()
         self.card = card
         self.kernel: str | None = None  # the one behind the last call of torch's attention
+        self.casts: dict[int, torch.Tensor] = {}  # autocast's cache: parameters in 16 bits, by id
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in PLAIN:  # most calls are these
@@ -39,7 +43,12 @@ class OnCard(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _GETTERS:
             return _GETTERS[func](func(*args, **kwargs))
-        if func is torch.nn.functional.scaled_dot_product_attention and args[0].is_meta:
+        if func is F.multi_head_attention_forward:
+            with self:
+                return INSIDE(*args, **kwargs)
+        if torch.is_autocast_enabled("cuda") and (to := CASTS.get(func)):
+            args, kwargs = tree_map_only(torch.Tensor, lambda x: self.cast(x, to), (args, kwargs))
+        if func is F.scaled_dot_product_attention and args[0].is_meta:
             return self.attention(*args, **kwargs)
         if func is torch.Tensor.cuda:
             func, args = torch.Tensor.to, (args[0], META)
@@ -48,6 +57,17 @@ class OnCard(TorchFunctionMode):
         if func is torch.Tensor.to:
             args = tuple(META if _is_cuda(x) else x for x in args)
         return func(*args, **kwargs)
+
+    def cast(self, x, to: str):
+        """x as torch.autocast casts it, which has no rules for meta tensors: a parameter once, until autocast ends."""
+        dtype = torch.get_autocast_dtype("cuda") if to == "lower" else torch.float32
+        if not (x.is_meta and x.is_floating_point()) or x.dtype in (dtype, torch.float64):
+            return x
+        if to == "exact" or not (x.requires_grad and x.is_leaf):
+            return x.to(dtype)
+        if id(x) not in self.casts:
+            self.casts[id(x)] = x.to(dtype)
+        return self.casts[id(x)]
 
     def attention(self, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
         """What torch runs there: the first kernel that takes the call (`torch_rules`) and is enabled."""
@@ -70,7 +90,7 @@ class OnCard(TorchFunctionMode):
             return aten._scaled_dot_product_cudnn_attention(q, k, v, None, lse, 0.0, is_causal, False, scale=scale)[0]
         if self.kernel == "flash":
             scale = d**-0.5 if scale is None else scale
-            q, k, v = (torch.nn.functional.pad(x, (0, -d % 8)) if d % 8 else x for x in (q, k, v))
+            q, k, v = (F.pad(x, (0, -d % 8)) if d % 8 else x for x in (q, k, v))
             out = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[0]
             return out[..., :d] if d % 8 else out
         if self.kernel == "efficient":
@@ -80,10 +100,26 @@ class OnCard(TorchFunctionMode):
         return aten._scaled_dot_product_attention_math(q, k, v, None, 0.0, is_causal, scale=scale)[0]
 
 
+def _unasked(func: types.FunctionType) -> types.FunctionType:
+    """A Python function of torch's that does not hand itself to the mode, so that the mode sees what it calls."""
+    scope = vars(F) | dict.fromkeys(("has_torch_function", "has_torch_function_variadic"), lambda *_: False)
+    return types.FunctionType(func.__code__, scope, argdefs=func.__defaults__)
+
+
+INSIDE = _unasked(F.multi_head_attention_forward)
+
+
 def _is_cuda(x) -> bool:
     return (isinstance(x, torch.device) and x.type == "cuda") or (isinstance(x, str) and x.startswith("cuda"))
 
 
+# What torch.autocast computes in 16 bits and in float32 (aten/src/ATen/autocast_mode.h), as far as models use it.
+CASTS = dict.fromkeys((
+    F.linear, F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention, torch.matmul, torch.mm, torch.bmm,
+    torch.addmm, torch.baddbmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm,
+), "lower") | dict.fromkeys((
+    F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.cross_entropy, F.nll_loss, F.mse_loss, torch.exp,
+), "exact")  # fmt: skip
 PLAIN = {torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.__len__}
 _GETTERS = {
     torch.Tensor.device.__get__: lambda device: CUDA if device.type == "meta" else device,
@@ -91,40 +127,9 @@ _GETTERS = {
 }
 
 
-class _Flex(torch.autograd.Function):
-    """FlexAttention's results, and what its kernels hold beside them as measured on an H100 with torch 2.11.
-
-    Forward: the largest score of each row too. Backward: delta, a float32 a row and head, then one of dq's copies.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        peaks = torch.empty_like(lse)
-        ctx.save_for_backward(q, k, v, out, lse)
-        del peaks
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, grad, grad_lse):
-        q, k, v, _, lse = ctx.saved_tensors
-        delta = torch.empty_like(lse)
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        del delta
-        copy = torch.empty_like(dq)
-        del copy
-        return dq, dk, dv
-
-
-def _flex(q, k, v, mask, scale, return_lse, options):
-    return _Flex.apply(q, k, v)
-
-
 @contextlib.contextmanager
-def impersonate(card: Card):
-    """torch.cuda as it is on the card, and kernels of Triton that do nothing."""
-    from workbench.engines import flex
-
+def impersonate(card: Card, functions: OnCard):
+    """torch.cuda as it is on the card, and kernels of Triton that do nothing. functions: entered inside."""
     shared = SHARED_MEMORY.get(card.capability, 101_376)
     properties = types.SimpleNamespace(
         name=card.name, total_memory=card.total_bytes, major=card.capability[0], minor=card.capability[1],
@@ -135,14 +140,22 @@ def impersonate(card: Card):
         vars(torch.cuda), is_available=lambda: True, current_device=lambda: 0,
         device=lambda *_: contextlib.nullcontext(),
         get_device_capability=lambda *_: torch_rules.PROCESSOR if card.key == VIRTUAL else card.capability,
-        get_device_properties=lambda *_: properties, set_rng_state=lambda *_: None,
+        get_device_properties=lambda *_: properties, is_bf16_supported=lambda *_: True, set_rng_state=lambda *_: None,
         get_rng_state=lambda *_: torch.zeros(16, dtype=torch.uint8),
     )  # fmt: skip
+
+    def backward(*args, run=torch.autograd._engine_run_backward, **kwargs):
+        with functions:  # which torch leaves as it calls this, and what a checkpoint computes again is on the card, too
+            return run(*args, **kwargs)
+
     silent = types.SimpleNamespace(**dict.fromkeys(("forward", "backward", "convert"), lambda *_: None))
     found = [
         (torch, "cuda", cuda),
+        (torch, "clear_autocast_cache", functions.casts.clear),
+        (torch.autograd, "_engine_run_backward", backward),
+        (checkpoint, "_allowed_determinism_checks_to_fns", 
+         {"default": lambda x: (x.shape, x.dtype), "none": lambda _: None}),  # the device is "cuda" or meta
         (torch.backends.cudnn, "is_available", lambda: True),
-        (flex, "compiled", lambda: _flex),
         (fa4, "STAND_IN", silent),
     ]
     with contextlib.suppress(ImportError):

@@ -41,7 +41,7 @@ Lengths = Callable[[int], Case]
 class Options:
     """How a search goes.
 
-    limit_n, grain: lengths are multiples of grain, up to limit_n.
+    limit_n, grain: lengths are multiples of grain, up to limit_n. first: where a prediction begins.
     step: a measurement ends when what works and what does not are this share of N apart, or a tenth where that is time;
         a prediction is ten times as close.
     server: in whose processes calls are measured; by default this process's shared one.
@@ -52,6 +52,7 @@ class Options:
 
     limit_n: int = 1 << 30
     grain: int = GRAIN
+    first: int | None = None
     step: float = STEP
     server: Server | None = None
     world: int = 1
@@ -65,6 +66,9 @@ class Options:
     def place(self) -> dict:
         """The fields of a row over several cards."""
         return {"world": self.world, "rank": self.rank, "strategy": self.strategy} if self.world > 1 else {}
+
+    def begin(self, first: int) -> int:
+        return self.first or max(first, FIRST_TRACED)
 
     def space(self, case: Case) -> dict:
         """limit_n and grain, such that each of several ranks has whole segments."""
@@ -112,7 +116,7 @@ def search(
     space = how.space(example)
     first = FIRST if example.nq == example.n else max(FIRST, example.nq + space["grain"])
     predicted = _predicted(
-        at, card, asked, how.place, space | {"first": max(first, FIRST_TRACED), "step": how.step / 10}
+        at, card, asked, how.place, space | {"first": how.begin(first), "step": how.step / 10}
     )
     row = dict.fromkeys(FOUND) | {"measured": measure, "measured_n": None, "probes": 0}
     row |= {f"predicted_{x}": predicted.get(y) for x, y in PREDICTED.items()}

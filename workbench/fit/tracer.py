@@ -60,17 +60,19 @@ class Traced(NamedTuple):
     kernel: str | None
 
 
-def run(case: Case, card: Card) -> Traced:
-    """The life of the tensors of a case on "cuda", called once; its result lives on until the last event.
+def run(prepare: Callable[[], tuple[Callable, str]], card: Card, words=()) -> Traced:
+    """The life of the tensors of a program on "cuda": prepare() gives the call, made once, whose result lives on until
+    the last event, and the name of what executes it. words: what the first storages hold.
 
     CannotTrace if the program asks for data; torch.OutOfMemoryError and other errors of the program go through.
     """
     _settle()
-    with uncollected(), impersonate(card), Births(card) as births, Shortcuts(births).taken():
+    births = Births(card)
+    with uncollected(), impersonate(card, births.functions), births, Shortcuts(births).taken():
         try:
             with births.functions:
-                births.words = iter(INPUTS)
-                call, backend = case.prepare_from(lambda shape: torch.empty(shape, dtype=case.dtype, device=CUDA))
+                births.words = iter(words)
+                call, backend = prepare()
                 births.words, before = iter(()), len(births.events)
                 result = call()
         except (NotImplementedError, RuntimeError) as error:
@@ -80,6 +82,12 @@ def run(case: Case, card: Card) -> Traced:
         events = list(births.events)
     del result
     return Traced(events, before, backend, "; ".join(sorted(births.wrong)) or None, births.functions.kernel)
+
+
+def of_case(case: Case, card: Card) -> Traced:
+    """`run` of a case."""
+    made = functools.partial(torch.empty, dtype=case.dtype, device=CUDA)
+    return run(lambda: case.prepare_from(made), card, INPUTS if case.timed else ())
 
 
 @contextlib.contextmanager
@@ -98,8 +106,6 @@ def uncollected():
 def _settle() -> None:
     """Have torch ask this machine, before `impersonate`, what it asks once about its card and then remembers."""
     from torch.utils._triton import has_triton
-
-    import workbench.engines.flex  # noqa: F401
 
     has_triton()
 
@@ -127,6 +133,7 @@ class Births(TorchDispatchMode):
         self.functions = OnCard(card)
         self.bodies = operators.BODIES  # our operators and the Python that they run
         self.words = iter(())  # names for what comes next
+        self.shapes: dict[tuple, tuple] = {}  # of results, see `made`
         self.mirrored = False  # see `mirror`
         self.ids = itertools.count(1)
         self.workspaces: set[bool] = set()  # of which of the two threads, see `hidden`
@@ -149,12 +156,13 @@ class Births(TorchDispatchMode):
             kind = _kind(func)
             if kind == "view":
                 return func(*args, **kwargs)
-            if kind is not None and args[0].is_meta:  # many are slow Python without data, and the result is an argument
-                return kwargs["out"] if kind == "out" else args[0]
+            of = args[0][0] if kind == "of each" else args[0] if args else None
+            if kind is not None and of.is_meta:  # many are slow Python without data, and the result is an argument
+                return {"out": kwargs.get("out"), "of each": None}.get(kind, of)
             return self.follow(func, name, args, kwargs)
 
     def follow(self, func, name: str, args, kwargs):
-        out = func(*args, **kwargs)
+        out = self.made(func, args, kwargs)
         results = out if isinstance(out, (tuple, list)) else (out,)
         if name in WRONG_PAST_2_31 and max(max(span(x), x.numel()) for x in args[:4]) > OFFSETS:
             self.wrong.add(WRONG_PAST_2_31[name])
@@ -168,6 +176,23 @@ class Births(TorchDispatchMode):
         if any(isinstance(x, Tensor) and x.is_meta for x in (*results, *args)):
             self.hidden(name, args)
         return out
+
+    def made(self, func, args, kwargs):
+        """func(*args, **kwargs). Where results depend on shapes alone, these are found once: meta's Python is slow."""
+        if not _functional(func):
+            return func(*args, **kwargs)
+        try:
+            shapes = self.shapes.get(key := (func, _signature(args), _signature(tuple(kwargs.items()))))
+        except TypeError:  # a tensor that is not without data, or what cannot be a key
+            return func(*args, **kwargs)
+        if shapes is None:
+            out = func(*args, **kwargs)
+            results = out if isinstance(out, tuple) else (out,)
+            if all(isinstance(x, Tensor) and x.is_meta for x in results):
+                self.shapes[key] = [(x.shape, x.stride(), x.dtype) for x in results], isinstance(out, tuple)
+            return out
+        results = tuple(torch.empty_strided(*shape, dtype=dtype, device=META) for *shape, dtype in shapes[0])
+        return results if shapes[1] else results[0]
 
     def born(self, x: Tensor, name: str) -> None:
         """Note the storage of a tensor, and watch it, unless it is known (x is a view), empty or not on the card."""
@@ -261,11 +286,31 @@ WRITERS = {
 
 
 @functools.cache
+def _functional(func) -> bool:
+    """Whether an operator writes to nothing and returns new tensors."""
+    return not func._schema.is_mutable and all(
+        str(x.type) == "Tensor" and x.alias_info is None for x in func._schema.returns
+    )
+
+
+def _signature(x):
+    """What the shapes of results depend on; TypeError where that is data."""
+    if isinstance(x, Tensor):
+        if not x.is_meta:
+            raise TypeError
+        return x.shape, x.stride(), x.dtype
+    return tuple(map(_signature, x)) if isinstance(x, (tuple, list)) else (type(x), x)
+
+
+@functools.cache
 def _kind(func) -> str | None:
-    """Of an operator that makes no storage: "view", "in place" (its result is args[0]) or "out" (kwargs["out"])."""
+    """Of an operator that makes no storage: "view", "in place" (its result is args[0]), "out" (kwargs["out"]), or "of
+    each" tensor of args[0] in place."""
     name, returns = func.overloadpacket.__name__, func._schema.returns
     if name in VIEWS:
         return "view"
+    if name.startswith("_foreach_") and name.endswith("_"):
+        return "of each"
     if len(returns) != 1 or str(returns[0].type) != "Tensor":
         return None
     if torch.Tag.pointwise not in func.tags and name not in WRITERS:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from workbench.engines.torch import block_sparse, dilated, fused
 from workbench.engines.torch.block_sparse import Strips
 from workbench.fit.fake_cuda import replaced
+from workbench.models import loss
 from workbench.patterns.base import Blocks
 
 EACH = 2  # strips of a shape that are followed
@@ -34,8 +35,8 @@ class Shortcuts:
             (block_sparse, "split", few_stacks),
             (dilated, "pieces", lambda *x, make=dilated.pieces: repeated(make(*x), _shape, 4)),
             (dilated, "parts", lambda *x, make=dilated.parts: repeated(make(*x), _shape, 6)),
-            (fused, "range", lambda *x: repeated(range(*x), lambda start: start + x[2] <= x[1], 6)),
         ]
+        found += [(module, "range", _few_of_range) for module in (fused, loss)]
         return replaced(found)
 
     def moved(self, blocks: Blocks, device, to: Callable) -> Blocks:
@@ -76,6 +77,10 @@ def few(times: int, most: int) -> int:
     may alternate between two places.
     """
     return times if times <= most + 1 else most + (times - most) % 2
+
+
+def _few_of_range(*x) -> Iterator[int]:
+    return repeated(range(*x), lambda start: start + x[2] <= x[1], 6)
 
 
 def _shape(piece) -> tuple:

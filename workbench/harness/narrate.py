@@ -54,7 +54,7 @@ _FORMS = (
     (r"dilated-((?:\d+x\d+-?)+)", _dilated),
     (r"(random)-\d+", str),  # an order and its seed
     (r"random-(\d\.\d+)", lambda left_out: f"random blocks, {float(left_out):.0%} left out"),
-    (r"window-(\d+)", lambda radius: f"window, {int(radius):,} each way"),
+    (r"window-(\d+)", lambda width: f"window of {int(width):,}"),
     (r"neighborhood-(\d+)-?(.*)", lambda r, order: f"neighborhood, radius {r}" + f", {title(order)}" * bool(order)),
     (r"tiles[- ](\d+) ?x ?(\d+)", "tiles {} x {}".format),
     (r"((?:local|global|strided)-\d+(?:\+(?:local|global|strided)-\d+)*)",

@@ -16,6 +16,7 @@ import re
 import socket
 import subprocess
 import sys
+import sysconfig
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
@@ -114,6 +115,7 @@ class Recorder:
 
 
 PACKAGE = Path(__file__).parents[1]  # workbench/
+SHARED = Path(sysconfig.get_path("data")) / "share" / "attention-workbench"  # what a wheel brings beside the package
 FOLDER = "WORKBENCH_RECORDS"  # the environment variable that names where new records go
 DRAWN: dict[str, int] = {}  # journal, as machine/file -> rows of it that this process read or wrote
 _SAME = ("source", "device", "driver", "cuda", "torch", "triton", "fa4", "python", "threads")
@@ -132,7 +134,8 @@ def load(*paths):
 
 def committed(kind: str, probe: str | None = None):
     """`load` of the journals of a machine kind, all rows or those of one probe; no rows where there are none."""
-    return _frame(_lines(sorted((default_folder() / str(kind)).glob("*.jsonl")), probe))
+    folder = next((x for x in (default_folder(), SHARED / "outputs" / "records") if (x / str(kind)).is_dir()), Path())
+    return _frame(_lines(sorted((folder / str(kind)).glob("*.jsonl")), probe))
 
 
 def _lines(journals: list[Path], probe: str | None = None):
@@ -232,7 +235,13 @@ def parse(data: bytes):
         except ValueError:
             continue
         if isinstance(line, dict):
-            yield line | {x: RENAMED[line[x]] for x in ("backend", "asked") if str(line.get(x)) in RENAMED}
+            line |= {x: RENAMED[line[x]] for x in ("backend", "asked") if str(line.get(x)) in RENAMED}
+            match line:  # a window has been called by its radius
+                case {"pattern_spec": {"pattern": "Neighborhood", "radius": [r]}, "pattern": name} if (
+                    name == f"window-{r}"
+                ):
+                    line["pattern"] = f"window-{2 * r}"
+            yield line
 
 
 def _journals(paths) -> list[Path]:

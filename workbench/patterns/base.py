@@ -58,6 +58,11 @@ class Blocks:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (self.starts, self.columns, self.full))
 
+    @property
+    def line(self) -> Tensor:
+        """int64 (blocks,): the row of each block, counted on through the layouts."""
+        return torch.arange(len(self.starts) - 1, device=self.starts.device).repeat_interleave(self.starts.diff())
+
     def to(self, device) -> Blocks:
         moved = (t.to(device) for t in (self.starts, self.columns, self.full))
         return Blocks(self.block_size, self.n, self.nq, self.layouts, *moved)
@@ -67,11 +72,10 @@ class Blocks:
 
         A last key block that is shorter than the others counts as not full.
         """
-        full, lines = self.full, len(self.starts) - 1
+        full = self.full
         if self.n % self.block_size[1]:
             full = full & (self.columns < self.cols - 1)
-        line = torch.arange(lines, device=full.device).repeat_interleave(self.starts.diff())
-        counts = torch.stack([self.starts.diff(), torch.bincount(line[full], minlength=lines)])
+        counts = torch.stack([self.starts.diff(), torch.bincount(self.line[full], minlength=len(self.starts) - 1)])
         return counts.view(2, self.layouts, self.rows)
 
     @classmethod
@@ -80,6 +84,33 @@ class Blocks:
         nothing = [torch.zeros(size, dtype=t) for size, t in ((1, torch.int64), (0, torch.int32), (0, torch.bool))]
         widths, columns, full = (torch.cat(each) for each in zip(nothing, *parts, strict=True))
         return cls(block_size, n, nq, layouts, widths.cumsum(0), columns, full)
+
+    @classmethod
+    def of(cls, block_size, n, nq, layouts: int, key: Tensor, full: Tensor):
+        """From the blocks' keys, ascending: line * cols + column."""
+        grid = cls.joined(block_size, n, nq, layouts, [])
+        cols, lines = max(1, grid.cols), layouts * grid.rows
+        widths = (key // cols).bincount(minlength=lines)
+        return cls.joined(block_size, n, nq, layouts, [(widths, (key % cols).int(), full)])
+
+    @property
+    def key(self) -> Tensor:
+        return self.line * self.cols + self.columns
+
+    def coarser(self, block_size: tuple[int, int]) -> Blocks:
+        """The same for blocks of multiples of these sizes."""
+        up, across = (b // a for a, b in zip(self.block_size, block_size, strict=True))
+        new = Blocks(block_size, self.n, self.nq, self.layouts, self.starts, self.columns, self.full)
+        if up == across == 1 or not self.rows:
+            return new
+        layout, row = self.line // self.rows, self.line % self.rows + self.first
+        key = (layout * new.rows + row // up - new.first) * new.cols + self.columns // across
+        key, place = key.unique(return_inverse=True)
+        row, column = key // new.cols % new.rows + new.first, key % new.cols
+        high = ((row + 1) * up).clamp(max=self.first + self.rows) - (row * up).clamp(min=self.first)
+        wide = ((column + 1) * across).clamp(max=self.cols) - column * across
+        full = place[self.full].bincount(minlength=len(key)) == high * wide
+        return Blocks.of(block_size, self.n, self.nq, self.layouts, key, full)
 
 
 def _answer(key: str, question: Callable[..., T], *args) -> T:
@@ -174,11 +205,11 @@ class Pattern(Value):
 
     def pairs(self, n: int, heads: int, nq: int | None = None) -> int:
         """Attended (head, query, key) pairs, with multiplicity: what has to be computed."""
-        return self._ask(self._pairs, n, heads, nq)
+        return sum(self._ask(self._pairs, n, heads, nq))
 
     def distinct(self, n: int, heads: int, nq: int | None = None) -> int:
         """Visible (head, query, key) triples, each counted once."""
-        return self._ask(self._distinct, n, heads, nq)
+        return sum(self._ask(self._distinct, n, heads, nq))
 
     def uncovered(self, n: int, heads: int, nq: int | None = None) -> int:
         """How many (head, query) rows no key reaches."""
@@ -223,11 +254,14 @@ class Pattern(Value):
         nothing = torch.zeros(heads, 0, n, dtype=torch.int32)
         return torch.cat([nothing, *(count.int() for count in self._tiles(n, heads, nq))], 1)
 
-    def _pairs(self, n, heads, nq):
-        return sum(int(count.sum(dtype=torch.int64)) for count in self._tiles(n, heads, nq))
+    def _pairs(self, n, heads, nq) -> list[int]:
+        """Of each head."""
+        each = (count.sum((1, 2), dtype=torch.int64) for count in self._tiles(n, heads, nq))
+        return sum(each, start=torch.zeros(heads, dtype=torch.int64)).tolist()
 
-    def _distinct(self, n, heads, nq):
-        return sum(int((count > 0).sum()) for count in self._tiles(n, heads, nq))
+    def _distinct(self, n, heads, nq) -> list[int]:
+        each = ((count > 0).sum((1, 2)) for count in self._tiles(n, heads, nq))
+        return sum(each, start=torch.zeros(heads, dtype=torch.int64)).tolist()
 
     def _uncovered(self, n, heads, nq) -> Tensor:
         """int64 (heads,): rows that no key reaches."""
@@ -289,3 +323,8 @@ def watched(steps, what: str, total: int):
             print(f"\r{line}", end="", file=sys.stderr, flush=True)
     if line:
         print(f"\r{' ' * len(line)}\r", end="", file=sys.stderr, flush=True)
+
+
+def ranges(begin: Tensor, many: Tensor) -> Tensor:
+    """begin[0], begin[0] + 1, ... (many[0] of them), begin[1], ..."""
+    return torch.arange(int(many.sum())) - (many.cumsum(0) - many - begin).repeat_interleave(many)

@@ -11,6 +11,8 @@ from workbench.patterns.checks import flag
 class Dense(Pattern):
     """visible(h, i, j) = True, or j <= i with causal=True."""
 
+    same_heads = True
+
     def __init__(self, causal: bool = False):
         self.causal = flag("causal", causal)
 
@@ -19,7 +21,7 @@ class Dense(Pattern):
 
     def _pairs(self, n, heads, nq):
         skipped = nq * (nq - 1) // 2 if self.causal else 0  # the square of the queries lacks its upper triangle
-        return heads * (nq * n - skipped)
+        return [nq * n - skipped] * heads
 
     _distinct = _pairs
 

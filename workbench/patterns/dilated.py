@@ -8,13 +8,15 @@ by their softmax denominators: one softmax over the multiset of visible keys, so
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.patterns.base import Pattern
+from workbench.patterns.base import Blocks, Pattern, ranges
 from workbench.patterns.checks import choice, flag, wholes
+from workbench.patterns.listed import ALL, NOTHING, PART, States, merged
 
 MOST = 1 << 53  # of a length and a rate: sums and products with positions stay within 64 bits
 PAPER = (2048, 4096, 8192, 16384, 32768)
@@ -107,24 +109,100 @@ class Dilated(Pattern):
 
     def pairs_before(self, x: np.ndarray, n: int, heads: int) -> np.ndarray:
         """How many (head, query, key) have a query before each of the positions x: Python ints, like x."""
-        total = x * 0
+        return sum(self._before(x, n, heads), start=x * 0)
+
+    def _before(self, x: np.ndarray, n: int, heads: int) -> list[np.ndarray]:
+        """`pairs_before` of each head."""
+        total = [x * 0] * heads
         for branch, (w, r) in enumerate(zip(self.segment_lengths, self.dilation_rates, strict=True)):
-            offsets = [self.offset(branch, h, heads) for h in self.head_range(branch, heads)]
+            offsets = {h: self.offset(branch, h, heads) for h in self.head_range(branch, heads)}
             segments, inside = x // w, x % w
             length = np.minimum(w, n - segments * w)  # of the segment that x is in
-            for o in set(offsets):
+            for o in set(offsets.values()):
                 whole = max(0, -((o - w) // r))  # kept positions of a whole segment, a Python int: squares overflow
                 part, last = (np.maximum(0, -((o - y) // r)) for y in (inside, length))
                 if self.causal:
                     pairs = segments * (whole * (whole + 1) // 2) + part * (part + 1) // 2
                 else:
                     pairs = segments * whole * whole + part * last
-                total = total + pairs * offsets.count(o)
+                total = [all + pairs if offsets.get(h) == o else all for h, all in enumerate(total)]
         return total
 
     def _pairs(self, n, heads, nq):
-        before, every = self.pairs_before(np.array([n - nq, n], dtype=object), n, heads)
-        return int(every - before)
+        return [int(every - first) for first, every in self._before(np.array([n - nq, n], dtype=object), n, heads)]
+
+    def _by_offsets(self, heads: int, answer) -> list:
+        """answer(the branches that a head is in, as (w, r, its offset)), of each head."""
+        lengths, rates = self.segment_lengths, self.dilation_rates
+        offsets = self._offsets(heads).tolist()
+        known = {
+            line: answer([(w, r, o) for w, r, o in zip(lengths, rates, line, strict=True) if o >= 0])
+            for line in set(map(tuple, offsets))
+        }
+        return [known[tuple(line)] for line in offsets]
+
+    def _distinct(self, n, heads, nq):
+        if 1 << len(self.segment_lengths) > max(1, n):
+            return super()._distinct(n, heads, nq)
+        return self._by_offsets(heads, lambda branches: self._union(branches, None, torch.zeros(0).long(), n, nq))
+
+    def _union(self, branches, kept, cuts, n, nq) -> int:
+        """(query, key) that some of the branches show, by inclusion and exclusion; all of them only such of positions
+        that are `kept` and with none of `cuts` between them."""
+        total = 0
+        for place, (w, r, o) in enumerate(branches):
+            mine = torch.arange(n) % w % r == o
+            mine = mine if kept is None else mine & kept
+            ends = torch.cat([cuts, torch.arange(0, n, w), torch.tensor([n])]).unique()
+            before = torch.cat([torch.zeros(1, dtype=torch.int64), mine.cumsum(0)])
+            keys = before[ends].diff()
+            queries = (before[ends[1:]] - before[ends[:-1].clamp(min=n - nq)]).clamp(min=0)  # the last ones
+            pairs = queries * (2 * keys - queries + 1) // 2 if self.causal else queries * keys
+            total += int(pairs.sum()) - self._union(branches[place + 1 :], mine, ends, n, nq)
+        return total
+
+    def _uncovered(self, n, heads, nq):
+        t = torch.arange(n - nq, n)
+
+        def unseen(branches):  # what is kept sees itself
+            return nq - int(sum((t % w % r == o for w, r, o in branches), start=t < 0).sum())
+
+        return torch.tensor(self._by_offsets(heads, unseen), dtype=torch.int64)
+
+    def _blocks(self, n, heads, nq, block_size):
+        key, state, _ = merged("+", self.states(n, heads, nq, block_size))
+        return Blocks.of(block_size, n, nq, heads, key, state == ALL)
+
+    def states(self, n, heads, nq, block_size) -> list[States]:
+        """The blocks of each branch."""
+        (bq, bk), size = block_size, Blocks.joined(block_size, n, nq, heads, [])
+        found = []
+        for branch, (w, r) in enumerate(zip(self.segment_lengths, self.dilation_rates, strict=True)):
+            each, known = [], {}
+            for h in self.head_range(branch, heads):
+                o = self.offset(branch, h, heads)
+                if o not in known:
+                    known[o] = self._list(_pieces(n - nq, n, bq, w, r, o), _pieces(0, n, bk, w, r, o), size)
+                each.append((known[o].key + h * size.rows * size.cols, *known[o][1:]))
+            found.append(States(*map(torch.cat, zip(*each, strict=True))) if each else NOTHING)
+        return found
+
+    def _list(self, queries: _Pieces, keys: _Pieces, size) -> States:
+        """The blocks of one branch and head."""
+        low = torch.searchsorted(keys.segment, queries.segment)
+        high = torch.searchsorted(keys.segment, queries.segment, right=True)
+        if self.causal:
+            high = high.minimum(torch.searchsorted(keys.first, queries.last, right=True))
+        many = (high - low).clamp(min=0)
+        y, x = ranges(low, many), torch.arange(len(many)).repeat_interleave(many)
+        share = queries.share[x] * keys.share[y]
+        full = queries.whole[x] & keys.whole[y] & ((keys.last[y] <= queries.first[x]) | (not self.causal))
+        key = (queries.block[x] - size.first) * size.cols + keys.block[y]
+        if bool((key[1:] <= key[:-1]).any()):  # several segments in a block
+            key, place = key.unique(return_inverse=True)
+            full = place[full].bincount(minlength=len(key)) > 0
+            share = place.bincount(share.double(), minlength=len(key)).float()
+        return States(key, torch.where(full, ALL, PART), share)
 
     def spec(self):
         return {
@@ -142,3 +220,29 @@ class Dilated(Pattern):
         spelled = "dilated-" + "-".join(f"{w}x{r}" for w, r in branches)
         name = NAMES.get((self.segment_lengths, self.dilation_rates), spelled)
         return name + ("-partition" if self.heads == "partition" else "") + ("-blocked" * (self.offsets == "blocked"))
+
+
+class _Pieces(NamedTuple):
+    """Stretches of positions of one block and one segment, of which some are kept: int64 (pieces,), ascending.
+
+    first, last: kept positions. share: of the positions of its block, float32. whole: bool, whether that is all.
+    """
+
+    block: Tensor
+    segment: Tensor
+    first: Tensor
+    last: Tensor
+    share: Tensor
+    whole: Tensor
+
+
+def _pieces(low: int, n: int, size: int, w: int, r: int, o: int) -> _Pieces:
+    """Of the positions [low, n), in blocks of a size and segments of w, that a branch keeps under the offset o."""
+    start = torch.cat([torch.arange(low // size * size, n, size), torch.arange(low // w * w, n, w)])
+    start = start.clamp(min=low).unique()
+    stop = torch.cat([start[1:], torch.full_like(start[:1], n)])
+    first, last, block = start + (o - start % w) % r, stop - 1 - ((stop - 1) % w - o) % r, start // size
+    there = (block * size + size).clamp(max=n) - (block * size).clamp(min=low)
+    many = torch.where(first < stop, (last - first) // r + 1, 0)
+    kept = many > 0
+    return _Pieces(*(x[kept] for x in (block, start // w, first, last, many / there, many == there)))

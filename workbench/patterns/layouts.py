@@ -82,7 +82,7 @@ class Layout(Value):
         shape = tuple(unwritten("the layout's tensor", self.tensor).shape)
         if shape[-2:] != grid:
             raise ValueError(f"layout of shape {shape}: its last two dimensions are {shape[-2:]}, want {grid} blocks")
-        if len(shape) > 2 and shape[-3] != heads:
+        if len(shape) > 2 and shape[-3] not in (1, heads):
             raise ValueError(f"layout of shape {shape}: it has {shape[-3]} heads, want {heads}")
 
     def spec(self) -> dict:
@@ -224,8 +224,8 @@ def random(density: float, seed: int = 0, per_head: bool = False) -> Layout:
 def explicit(blocks: Tensor, name: str = "explicit") -> Layout:
     """blocks[i, j], blocks[h, i, j] or blocks[b, h, i, j]
 
-    blocks: bool (rows, cols), (H, rows, cols) or (B, H, rows, cols), rows = ceil(N / bq) and cols = ceil(N / bk): rows
-    are absolute, also where there are fewer queries than keys. They are copied.
+    blocks: bool (rows, cols), (H, rows, cols) or (B, H, rows, cols), rows = ceil(N / bq) and cols = ceil(N / bk), an H
+    of 1 for all heads: rows are absolute, also where there are fewer queries than keys. They are copied.
     """
     if not isinstance(blocks, Tensor) or blocks.dtype != torch.bool or blocks.ndim not in (2, 3, 4):
         raise ValueError(
@@ -244,9 +244,10 @@ def _explicit(blocks: Tensor, name: str) -> Layout:
         table = blocks.to(i.device)
         if table.ndim == 4:
             raise ValueError(f"layout of batch {len(table)}: index the batch, for_batch(b), first")
-        return table[i, j] if table.ndim == 2 else table[h, i, j]
+        return table[h, i, j] if per_head else table.view(table.shape[-2:])[i, j]
 
-    return Layout("explicit", {"name": name}, visible, blocks.ndim > 2, (), blocks)
+    per_head = blocks.ndim > 2 and blocks.shape[-3] > 1
+    return Layout("explicit", {"name": name}, visible, per_head, (), blocks)
 
 
 @torch.no_grad()

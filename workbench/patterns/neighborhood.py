@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from workbench.patterns import orderings
-from workbench.patterns.base import Blocks, Pattern
-from workbench.patterns.checks import axes
+from workbench.patterns.base import Blocks, Pattern, ranges
+from workbench.patterns.checks import axes, choice, flag, several
 
 CHUNK = 1 << 22  # cells of windows held at once: a few hundred MB at most
+MOST = 1 << 53  # of a window: sums with positions stay within 64 bits
 
 
 class Neighborhood(Pattern):
@@ -19,19 +20,68 @@ class Neighborhood(Pattern):
 
     Clipped at the border. shape: one to any number of axes, the last one fastest. radius: an int, or one an axis.
     ordering: of `workbench.orderings`, token i is the cell ordering.curve[i]; None is row-major. Where the ordering
-    leaves cells out, those are no tokens. N is the number of tokens.
+    leaves cells out, those are no tokens. N is the number of tokens. On a line this is `Window(2 * radius)`, which has
+    no N of its own.
+
+    The options of NATTEN (arXiv 2504.16922), each one value or one an axis, act on every axis for itself. Its
+    kernel_size is 2 * radius + 1, so that a radius of 3.5 means windows of 8, with 4 cells before and 3 behind.
+    causal: of the window only the cells up to the query's own: NATTEN's kernel_size is radius + 1 there.
+    dilation: only cells whose distance is a multiple of it, up to `radius` such steps.
+    stride, at most the window: so many cells in a row share the window of the one in their middle (of the last where
+    causal), which with stride = window makes blocks. offset: the first such row has only so many cells.
+    border: "clip", or "shift", as NATTEN does it: windows that would leave the grid are moved back, so that all have
+    the same size; that of a row of cells which is cut short is the last cell's.
     """
 
     same_heads = True
 
-    def __init__(self, shape, radius, ordering=None):
+    def __init__(
+        self, shape, radius, ordering=None, causal=False, dilation=1, stride=1, offset=0, border="clip"
+    ):  # fmt: skip
         self.shape = orderings.shape_of(shape)
-        self.radius = axes("radius", radius, len(self.shape), 0)
+        many = len(self.shape)
+        self.radius = _radius(radius, many)
         if ordering is not None and not isinstance(ordering, orderings.Ordering):
             raise ValueError(f"ordering={ordering!r}: want an ordering, e.g. orderings.hilbert({self.shape}), or None")
         if ordering is not None and ordering.shape != self.shape:
             raise ValueError(f"ordering={ordering.name} of shape {ordering.shape}: want the shape {self.shape}")
         self.ordering = ordering
+        flags = [flag("causal", x) for x in causal] if several(causal) else [flag("causal", causal)] * many
+        if len(flags) != many:
+            raise ValueError(f"causal={causal!r}: want True or False, or {many} of them")
+        self.causal_axes = tuple(flags)
+        self.dilation, self.stride = axes("dilation", dilation, many, 1), axes("stride", stride, many, 1)
+        self.offset, self.border = axes("offset", offset, many, 0), choice("border", border, "clip", "shift")
+        self.causal = ordering is None and all(self.causal_axes)
+        self._check_windows()
+        defaults = {"causal": False, "dilation": 1, "stride": 1, "offset": 0}
+        given = {"causal": self.causal_axes} | {x: getattr(self, x) for x in ("dilation", "stride", "offset")}
+        self.options = {x: list(value) for x, value in given.items() if set(value) != {defaults[x]}}
+        self.options |= {"border": border} if border != "clip" else {}
+
+    def _check_windows(self):
+        for axis, (side, r, causal) in enumerate(zip(self.shape, self.radius, self.causal_axes, strict=True)):
+            stride, offset, window = self.stride[axis], self.offset[axis], int(min(r, MOST) * (2 - causal)) + 1
+            if causal and r % 1:
+                raise ValueError(f"radius={self.radius}: want an int on axis {axis}, which is causal")
+            if stride > window or offset >= stride:
+                want = f"want at most the window of {window} and an offset below the stride"
+                raise ValueError(f"stride={self.stride}, offset={self.offset}: on axis {axis} {want}")
+            if self.border == "shift" and not causal and window * self.dilation[axis] > side:
+                words = f"windows of {window} cells with dilation {self.dilation[axis]} do not fit"
+                raise ValueError(f"border='shift': on axis {axis} of {side} {words}: want a smaller radius, or 'clip'")
+
+    @property
+    def plain(self) -> bool:
+        """Whether the window of every cell is what is within an int's radius, clipped at the border: no options."""
+        return not self.options and all(isinstance(r, int) for r in self.radius)
+
+    @cached_property
+    def windows(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of each axis (place, low, high), int64 (side,): where cells are when those that a dilation connects lie
+        together, and, of the cell at each place, its window: from which place to which. Every cell is in its own."""
+        sizes = self.shape, self.radius, self.causal_axes, self.dilation, self.stride, self.offset
+        return [_windows(*axis, self.border == "shift") for axis in zip(*sizes, strict=True)]
 
     @cached_property
     def _order(self):
@@ -60,16 +110,23 @@ class Neighborhood(Pattern):
         return n, heads, nq
 
     def count(self, h, i, j, n, heads):
-        seen = torch.ones((), dtype=torch.bool, device=i.device)
-        for x, y, radius in zip(self.coordinates(i), self.coordinates(j), self.radius, strict=True):
-            seen = seen & ((x.int() - y.int()).abs() <= min(radius, 2**31 - 1))  # int32: half the traffic
+        seen, places = torch.ones((), dtype=torch.bool, device=i.device), (self.coordinates(i), self.coordinates(j))
+        if self.plain:
+            for x, y, radius in zip(*places, self.radius, strict=True):
+                seen = seen & ((x.int() - y.int()).abs() <= min(radius, 2**31 - 1))  # int32: half the traffic
+            return seen
+        for x, y, window in zip(*places, self.windows, strict=True):
+            place, low, high = (table.to(i.device) for table in window)
+            seen = seen & (place[y] >= low[place[x]]) & (place[y] <= high[place[x]])
         return seen
 
     def _pairs(self, n, heads, nq):
         if self.ordering is None and nq == n:  # windows are boxes: one axis times the other
+            if not self.plain:
+                return [math.prod(int((high - low + 1).sum()) for _, low, high in self.windows)] * heads
             reaches = [(side, min(r, side - 1)) for side, r in zip(self.shape, self.radius, strict=True)]
-            return heads * math.prod(side * (2 * r + 1) - r * (r + 1) for side, r in reaches)
-        return heads * int(self.keys()[n - nq :].sum())
+            return [math.prod(side * (2 * r + 1) - r * (r + 1) for side, r in reaches)] * heads
+        return [int(self.keys()[n - nq :].sum())] * heads
 
     def pairs_before(self, x, n: int, heads: int):
         """How many (head, query, key) have a query before each of the positions x, an array of Python ints."""
@@ -78,7 +135,17 @@ class Neighborhood(Pattern):
 
     def keys(self) -> Tensor:
         """int64 (N,): how many keys each token sees."""
-        return box_sums((self.rank >= 0).long().view(self.shape), self.radius).flatten()[self.curve]
+        cells = box_sums(self._laid(self.rank >= 0).long().view(self.shape), [window[1:] for window in self.windows])
+        for axis, (place, _, _) in enumerate(self.windows):
+            cells = cells.index_select(axis, place)
+        return cells.flatten()[self.curve]
+
+    def _laid(self, cells: Tensor) -> Tensor:
+        """What the cells of the grid have, at their places."""
+        cells = cells.view(self.shape)
+        for axis, (place, _, _) in enumerate([] if self.plain else self.windows):
+            cells = cells.index_select(axis, place.argsort())
+        return cells.flatten()
 
     _distinct = _pairs
 
@@ -88,13 +155,13 @@ class Neighborhood(Pattern):
     def _blocks(self, n, heads, nq, block_size):
         """Exact, in time that grows with the runs of cells, not with the pairs.
 
-        The tokens of a query block are runs of cells along the last axis. Each run is widened by the radius and
-        intersected, on each line within reach, with the runs of cells that share a key block.
+        The tokens of a query block are runs of places along the last axis. Each run is widened to the windows of its
+        cells and intersected, on each line within reach, with the runs of places that share a key block.
         """
         bq, bk = block_size
         first, cols = (n - nq) // bq, -(-n // bk)
         rows = -(-n // bq) - first if nq else 0
-        token = self.rank
+        token = self._laid(self.rank)
         query_block = torch.where(token >= n - nq, token // bq - first, -1)
         key_block = torch.where(token >= 0, token // bk, -1)
         run_block, _, run_of_cell = self._runs(key_block)
@@ -102,9 +169,10 @@ class Neighborhood(Pattern):
         start = torch.cat([stop.new_zeros(1), stop[:-1] + 1])
         by_row = row.argsort()[int((row < 0).sum()) :]
         runs = row[by_row], start[by_row], stop[by_row]
-        boxes = self._boxes(torch.arange(n - nq, n), bq, first, rows), self._boxes(torch.arange(n), bk, 0, cols)
+        inside = self._bounds(torch.arange(n - nq, n), bq, first, rows, False)
+        boxes = self._bounds(torch.arange(n), bk, 0, cols, True)
 
-        reach = math.prod(min(side, 2 * r + 1) for side, r in zip(self.shape, self.radius, strict=True))
+        reach = math.prod(int((high - low).max()) + 1 for _, low, high in self.windows)
         step = max(1, CHUNK // max(1, cols, min(math.prod(self.shape), bq * reach)))
         parts = []
         for a in range(0, rows, step):
@@ -114,10 +182,10 @@ class Neighborhood(Pattern):
             row, start, stop = self._widen(*(x[low:high] for x in runs))
             begin = run_of_cell[start]
             many = run_of_cell[stop] - begin + 1
-            seen = run_block[_ranges(begin, many)]
+            seen = run_block[ranges(begin, many)]
             visible[(row - a).repeat_interleave(many)[seen >= 0], seen[seen >= 0]] = True
             x, y = visible.nonzero(as_tuple=True)
-            parts.append((visible.sum(1), y.int(), self._within(boxes[0], x + a, boxes[1], y)))
+            parts.append((visible.sum(1), y.int(), _within(inside[:, :, x + a], boxes[:, :, y])))
         return Blocks.joined(block_size, n, nq, 1, parts)
 
     def _runs(self, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,16 +196,16 @@ class Neighborhood(Pattern):
 
     def _widen(self, block: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The windows of runs of cells, as disjoint runs: (block, first cell, last cell)."""
-        side, radius = self.shape[-1], min(self.radius[-1], self.shape[-1])
-        left = (start % side - radius).clamp(min=0)
-        right = (stop % side + radius).clamp(max=side - 1)
+        side, (_, low, high) = self.shape[-1], self.windows[-1]
+        left, right = low[start % side], high[stop % side]
         line, inside = torch.zeros(1, len(start), dtype=torch.int64), torch.ones(1, len(start), dtype=torch.bool)
         place = torch.unravel_index(start // side, self.shape[:-1]) if len(self.shape) > 1 else ()
-        reaches = [range(-min(r, s - 1), min(r, s - 1) + 1) for r, s in zip(self.radius, self.shape[:-1], strict=False)]
-        shifts = torch.tensor(list(itertools.product(*reaches)), dtype=torch.int64)  # (lines in reach, axes but one)
+        longest = [range(int((high - low).max()) + 1) for _, low, high in self.windows[:-1]]
+        shifts = torch.tensor(list(itertools.product(*longest)), dtype=torch.int64)  # (lines in reach, axes but one)
         for axis, x in enumerate(place):
-            moved = x + shifts[:, axis, None]
-            inside = inside & (moved >= 0) & (moved < self.shape[axis])
+            _, low, high = self.windows[axis]
+            moved = low[x] + shifts[:, axis, None]
+            inside = inside & (moved <= high[x])
             line = line * self.shape[axis] + moved
         origin, cells = (block * (math.prod(self.shape) // side) + line) * side, math.prod(self.shape)
         begin, end = (origin + left)[inside], (origin + right)[inside]
@@ -147,26 +215,22 @@ class Neighborhood(Pattern):
         begin, end = begin[torch.cat([edge, apart])], end[torch.cat([apart, edge])]
         return begin // cells, begin % cells, end % cells
 
-    def _boxes(self, token: Tensor, size: int, first: int, blocks: int) -> Tensor:
-        """int64 (axes, 2, blocks): the bounding box of each block's tokens."""
+    def _bounds(self, token: Tensor, size: int, first: int, blocks: int, keys: bool) -> Tensor:
+        """int64 (axes, 2, blocks): of each block, from which place to which its tokens are (keys), or what is in the
+        windows of all of them (queries)."""
         group = token // size - first
-        boxes = torch.empty(len(self.shape), 2, blocks, dtype=torch.int64)
-        for axis, x in enumerate(self.coordinates(token)):
-            boxes[axis, 0].fill_(self.shape[axis]).scatter_reduce_(0, group, x, "amin")
-            boxes[axis, 1].fill_(-1).scatter_reduce_(0, group, x, "amax")
-        return boxes
-
-    def _within(self, query: Tensor, a: Tensor, key: Tensor, b: Tensor) -> Tensor:
-        """bool: the blocks whose pairs are all visible: no two tokens differ by more than the radius on any axis."""
-        full = torch.ones(len(a), dtype=torch.bool)
-        radii = map(min, self.radius, self.shape)  # a radius may be any number
-        for (q_low, q_high), (k_low, k_high), radius in zip(query, key, radii, strict=True):
-            full &= (q_high[a] - k_low[b] <= radius) & (k_high[b] - q_low[a] <= radius)
-        return full
+        bounds = torch.empty(len(self.shape), 2, blocks, dtype=torch.int64)
+        for axis, (x, (place, low, high)) in enumerate(zip(self.coordinates(token), self.windows, strict=True)):
+            x = place[x]
+            ends, least = ((x, x), ("amin", "amax")) if keys else ((low[x], high[x]), ("amax", "amin"))
+            for side in (0, 1):
+                bounds[axis, side].scatter_reduce_(0, group, ends[side], least[side], include_self=False)
+        return bounds
 
     def spec(self):
         ordering = None if self.ordering is None else self.ordering.spec()
-        return {"pattern": "Neighborhood", "shape": list(self.shape), "radius": list(self.radius), "ordering": ordering}
+        spec = {"pattern": "Neighborhood", "shape": list(self.shape), "radius": list(self.radius), "ordering": ordering}
+        return spec | self.options
 
     @classmethod
     def from_spec(cls, ordering=None, **rest):
@@ -175,29 +239,75 @@ class Neighborhood(Pattern):
     @property
     def short_name(self):
         radius = self.radius[:1] if len(set(self.radius)) == 1 else self.radius
-        kind = "window" if len(self.shape) == 1 and self.ordering is None else "neighborhood"
-        parts = [kind, "x".join(map(str, radius))] + ([] if self.ordering is None else [self.ordering.name])
+        if len(self.shape) == 1 and self.ordering is None and self.plain:
+            return f"window-{2 * radius[0]}"  # as `Window` calls it
+        parts = ["neighborhood", "x".join(map(str, radius))] + ([] if self.ordering is None else [self.ordering.name])
+        for name, value in self.options.items():
+            each = [int(x) for x in value] if isinstance(value, list) else [value]
+            each = each[:1] if len({*each}) == 1 else each
+            parts += [] if name == "causal" and self.causal else [name, "x".join(map(str, each))]
         return "-".join(parts)
 
     @property
     def name(self):
-        return self.short_name + ("-of-" + "x".join(map(str, self.shape)) if len(self.shape) > 1 else "")
+        return super().name + ("-of-" + "x".join(map(str, self.shape)) if len(self.shape) > 1 else "")
 
     def __repr__(self):
         ordering = "" if self.ordering is None else f", ordering={self.ordering!r}"
-        return f"Neighborhood({self.shape}, radius={self.radius}{ordering})"
+        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        return f"Neighborhood({self.shape}, radius={self.radius}{ordering}{options})"
 
 
-def box_sums(cells: Tensor, radius: tuple[int, ...]) -> Tensor:
-    """For each cell of a grid the sum of `cells` within the radius, clipped at the border; of the dtype of `cells`."""
-    for axis, (side, r) in enumerate(zip(cells.shape, radius, strict=True)):
+def swin(shape, window, shift=0, ordering=None) -> Neighborhood:
+    """Windows that do not overlap (Swin, arXiv 2103.14030): a token sees those of its own window of the grid.
+
+    window, shift (below the window): an int, or one an axis. The windows begin `shift` cells behind the border, so that
+    those at the border are smaller: what Swin's cyclic shift and its masks amount to.
+    """
+    window = axes("window", window, len(orderings.shape_of(shape)), 1)
+    radius = [w // 2 if w % 2 else (w - 1) / 2 for w in window]
+    return Neighborhood(shape, radius, ordering, stride=window, offset=shift)
+
+
+def _radius(value, many: int) -> tuple[int | float, ...]:
+    """An int or a half for each of `many` axes."""
+    given = value if several(value) else [value] * many
+    halves = [0.5 if isinstance(x, float) and x > 0 and x % 1 == 0.5 else 0 for x in given]
+    if not any(halves):
+        return axes("radius", value, many, 0)
+    floors = [int(x) if half else x for x, half in zip(given, halves, strict=True)]
+    return tuple(x + half for x, half in zip(axes("radius", floors, many, 0), halves, strict=True))
+
+
+def _windows(side: int, radius, causal: bool, dilation: int, stride: int, offset: int, shift: bool):
+    """`Neighborhood.windows` of one axis."""
+    cell, step, radius = torch.arange(side), min(dilation, side), min(radius, MOST)
+    residue, x = cell % step, cell // step
+    start, many = residue * (side // step) + residue.clamp(max=side % step), (side - 1 - residue) // step + 1
+    leader = (x - offset).div(stride, rounding_mode="floor") * stride + offset + (stride - 1 if causal else stride // 2)
+    leader = leader.minimum(many - 1) if shift else leader
+    back, ahead = (radius, 0) if causal else (math.ceil(radius), math.floor(radius))
+    low = (leader - back).clamp(min=0)
+    low = low.minimum(many - (back + ahead + 1)) if shift and not causal else low
+    high = x if causal else (low if shift else leader - back) + back + ahead
+    order = (start + x).argsort()
+    return start + x, (start + low)[order], (start + high.minimum(many - 1))[order]
+
+
+def clipped(shape, radius) -> list[tuple[Tensor, Tensor]]:
+    """For each cell along each axis the first and the last cell within the radius."""
+    return [_windows(side, r, False, 1, 1, 0, False)[1:] for side, r in zip(shape, radius, strict=True)]
+
+
+def box_sums(cells: Tensor, windows) -> Tensor:
+    """For each cell of a grid the sum of `cells` in its window, of the dtype of `cells`; windows: (first cell, last
+    cell) along each axis."""
+    for axis, (low, high) in enumerate(windows):
         below = torch.cat([torch.zeros_like(cells.narrow(axis, 0, 1)), cells.cumsum(axis, dtype=cells.dtype)], axis)
-        x, r = torch.arange(side), min(r, side)
-        upto, since = (x + r + 1).clamp(max=side), (x - r).clamp(min=0)
-        cells = below.index_select(axis, upto) - below.index_select(axis, since)
+        cells = below.index_select(axis, high + 1) - below.index_select(axis, low)
     return cells
 
 
-def _ranges(begin: Tensor, many: Tensor) -> Tensor:
-    """begin[0], begin[0] + 1, ... (many[0] of them), begin[1], ..."""
-    return torch.arange(int(many.sum())) - (many.cumsum(0) - many - begin).repeat_interleave(many)
+def _within(inner: Tensor, outer: Tensor) -> Tensor:
+    """bool (blocks,): the blocks whose pairs are all visible: on every axis, what all queries see has all keys."""
+    return ((inner[:, 0] <= outer[:, 0]) & (inner[:, 1] >= outer[:, 1])).all(0)

@@ -137,6 +137,28 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
     return style.finish(fig, f"Bytes alive over the run, by tensor: {', '.join(lives)}.")
 
 
+def claimed(rows: pd.DataFrame):
+    """A line per configuration of the reports: the longest N there, and here under the same cap, on a logarithmic axis.
+
+    rows: of `claims.lengths`.
+    """
+    once = rows.drop_duplicates("preset")
+    fig, ax = style.subplots(figsize=(7, 0.6 * len(once) + 1.6))
+    ax.plot(once["theirs"], range(len(once)), "X", color="#777777", markersize=8, label="in the report")
+    for label, line in rows.groupby("label", sort=False):
+        family = line["pattern_spec"].iloc[0]["pattern"]
+        look = {"marker": style.MARKERS.get(family, "v"), "color": style.family_color(family), "fillstyle": "none"}
+        look |= {"linestyle": "", "markersize": 8, "label": f"{title(label)}, here"}
+        ax.plot(line["n"].astype(float), range(len(once)), **look)
+    names = [f"{x.preset}\n{x.heads} x {x.head_dim}, {x.dtype}" for x in once.itertuples()]
+    ax.set(xscale="log", xlabel="longest N (tokens) under 8 GB", ylim=(len(once) - 0.5, -0.5))
+    ax.set_yticks(range(len(once)), names)
+    ax.xaxis.set_major_locator(LogLocator(base=4, numticks=9))
+    style.log_ticks(ax.xaxis, style.length)
+    fig.legend(loc="outside lower center", ncols=3)
+    return style.finish(fig, "The longest N in the reports and the longest here under the same cap, by configuration.")
+
+
 def _line(ax, line: pd.DataFrame, scale, pale: bool) -> str:
     """Draw predicted and measured N times scale; returns the colour."""
     family, backend = line["pattern_spec"].iloc[0]["pattern"], str(line["label"].iloc[0]).split(", ")[-1]

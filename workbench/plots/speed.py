@@ -35,7 +35,20 @@ def time_against_n(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     return style.finish(fig, "Time per call of each pattern against N, logarithmic axes.")
 
 
-def _lines(ax, mode: str, rows: pd.DataFrame, recorded: pd.DataFrame | None) -> list[tuple]:
+def decoding(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
+    """Milliseconds a token, and MB held for it, against N; of `probes.decode.table`, `recorded` as above."""
+    fig, axes = style.subplots(1, 2, figsize=(9.5, 4.6))
+    frames = [x for x in (rows, recorded) if x is not None and len(x)]
+    held = [x.assign(median_ms=x["held_bytes"] / 1e6, samples_ms=[[y / 1e6] for y in x["held_bytes"]]) for x in frames]
+    labels = "time per token (ms)", "keys and values held (MB)"
+    for ax, label, drawn in zip(axes, labels, (frames, held), strict=True):
+        ends = _lines(ax, "fwd", *drawn)
+        ax.set(ylabel=label, title="")
+        style.name_ends(ax, ends)
+    return style.finish(fig, "Time of a token and memory of its cache against N, logarithmic axes.")
+
+
+def _lines(ax, mode: str, rows: pd.DataFrame, recorded: pd.DataFrame | None = None) -> list[tuple]:
     """Draw the lines of a mode; returns their ends, as `style.name_ends` takes them."""
     ends = []
     for frame, pale in ((recorded, True), (rows, False)):

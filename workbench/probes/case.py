@@ -47,6 +47,7 @@ class Case:
     kv_heads: int | None = None
     nq: int | None = None
     seed: int = 0
+    timed = True  # whether its modelled time, which is attention's, is all of its time
 
     def __post_init__(self):
         if not isinstance(self.pattern, Pattern):

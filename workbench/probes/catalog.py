@@ -145,7 +145,7 @@ def _peers(n: int, mode: str) -> dict[str, Case]:
 
 def _masked(pattern: Pattern, n: int, mode: str) -> dict[str, Case]:
     dense = {"dense cudnn": _on_card(Dense(), n, 16, 128, mode, "cudnn")}
-    return dense | {name: _on_card(pattern, n, 16, 128, mode, name) for name in ("fa4", "triton", "flex")}
+    return dense | {name: _on_card(pattern, n, 16, 128, mode, name) for name in ("fa4", "triton")}
 
 
 def _orders() -> dict[str, Case]:
@@ -153,8 +153,7 @@ def _orders() -> dict[str, Case]:
     orders = {"row_major": None, "hilbert": orderings.hilbert(shape), "morton": orderings.morton(shape),
               "tiles 8x16": orderings.tiles(shape, (8, 16))}  # fmt: skip
     ours = {name: _on_card(Neighborhood(shape, 16, order), 65_536) for name, order in orders.items()}
-    flex = _on_card(Neighborhood(shape, 16, orders["hilbert"]), 65_536, backend="flex")
-    return {"dense cudnn 16K": _on_card(Dense(), 16_384, backend="cudnn")} | ours | {"flex, hilbert": flex}
+    return {"dense cudnn 16K": _on_card(Dense(), 16_384, backend="cudnn")} | ours
 
 
 def _others(mode: str) -> dict[str, Case]:
@@ -174,8 +173,8 @@ def _others(mode: str) -> dict[str, Case]:
         "longnet float32": (longnet, 131_072, 12, 64, "torch", "float32"),
         "random torch": (random, 65_536, 8, 64, "torch"), "window x64": (window, 65_536, 12, 64, "triton"),
         "window torch": (window, 65_536, 8, 64, "torch"),
-        "window flex float32": (window, 65_536, 8, 64, "flex", "float32"),
-        "random flex float32": (random, 32_768, 8, 64, "flex", "float32"),
+        "window float32": (window, 65_536, 8, 64, "triton", "float32"),
+        "random float32": (random, 32_768, 8, 64, "triton", "float32"),
     }  # fmt: skip
     return {label: _on_card(*x[:4], mode, *x[4:]) for label, x in sizes.items()}
 
@@ -211,3 +210,36 @@ def several_cards(dtype: str = "bfloat16") -> dict[str, Callable[[], dict[str, C
         "neighborhood 1048576": partial(cases, 1 << 20, orders),
         **{f"longnet {n}": partial(cases, n, billions, ("fwd",), 2, 32, "float16") for n in (BILLION // 4, BILLION)},
     }
+
+
+# The configurations of the five reports whose claims notebook 06 settles. Where one says no sizes, they are those that
+# give its megabytes. NEAR is their "dilated_sparse": blocks i, i ± 1, i ± 2 and i ± 4.
+NEAR = layouts.local(2) | (layouts.local(4) - layouts.local(3))
+_SMALL, _WIDE, _SINGLE = (2, 32, "float16"), (8, 64, "float16"), (8, 64, "float32")
+
+
+def _branches(*rates: int) -> Callable[[int], Pattern]:
+    """Segments of 4096, 8192, ... for several rates, of all N for one; each branch has heads of its own."""
+    lengths = [4096 << x for x in range(len(rates))]
+    return lambda n: Dilated(lengths if len(rates) > 1 else [n], rates, heads="partition")
+
+
+REPORTS = {  # name: (the pattern of N tokens, N, batch, (heads, head_dim, dtype))
+    **{f"report-000-{n >> 10}k": (lambda n: BlockSparse(NEAR), n, 16_384 // n, _WIDE) for n in (2048, 8192, 16_384)},
+    "report-000-65k": (lambda n: Dense(), 65_536, 1, _WIDE),
+    "report-001-8k": (lambda n: BlockSparse(layouts.random(0.05)), 8192, 1, _WIDE),
+    "report-002-8k": (_branches(1, 2), 8192, 1, _SINGLE),
+    "report-003-65k-ring": (lambda n: BlockSparse(NEAR, 256), 65_536, 1, _SMALL),
+    "report-003-131k": (lambda n: BlockSparse(NEAR, 256), 131_072, 1, _SMALL),
+    "report-004-8k": (_branches(1), 8192, 1, _SINGLE),
+    "report-004-8k-dilated": (_branches(2), 8192, 1, _SINGLE),
+    "report-004-213k": (_branches(1, 2, 4), 212_992, 1, _SINGLE),
+    "report-004-237k": (_branches(1), 237_568, 1, _SINGLE),
+}  # fmt: skip
+
+
+def report(name: str, most: int = BILLION, **changes) -> Case:
+    """A configuration of REPORTS, of at most so many tokens; changes: other arguments of `Case`."""
+    make, n, batch, (heads, head_dim, dtype) = REPORTS[checks.choice("name", name, *REPORTS)]
+    sizes = {"n": min(n, most), "batch": batch, "heads": heads, "head_dim": head_dim, "dtype": dtype}
+    return Case(make(min(n, most)), **sizes | changes)

@@ -88,8 +88,6 @@ def _run(case: Case, leaves) -> tuple[Callable, str]:
         return lambda *x: (function(*x), None), name
     if reason := why_not(backend, *leaves, pattern):
         raise ValueError(reason)
-    if why_not(backend, *leaves, pattern, return_lse=True):
-        return lambda *x: (attention(*x, pattern, backend=backend), None), backend
     return lambda *x: attention(*x, pattern, backend=backend, return_lse=True), backend
 
 

@@ -56,7 +56,7 @@ def _(pattern: Dilated, h, i, n, heads):
 def _(pattern: BlockSparse, h, i, n, heads):
     a, c = pattern.block_size
     grid = -(-n // a), -(-n // c)
-    seen = _counted(pattern, h, n, heads) if pattern.causal or pattern.predicate is not None else None
+    seen = _before(pattern)
     blocks, which = (i // a).unique(return_inverse=True)
     for x, block in enumerate(blocks.tolist()):
         visible = pattern.layout.visible(torch.tensor(h), torch.tensor(block), torch.arange(grid[1]), grid)
@@ -65,6 +65,9 @@ def _(pattern: BlockSparse, h, i, n, heads):
 
 @parts.register
 def _(pattern: Neighborhood, h, i, n, heads):
+    if not pattern.plain:
+        yield from parts.dispatch(object)(pattern, h, i, n, heads)
+        return
     boxes = [slice(max(0, int(x.min()) - r), int(x.max()) + r + 1)
              for x, r in zip(pattern.coordinates(i), pattern.radius, strict=True)]  # fmt: skip
     tokens = pattern.rank.view(pattern.shape)[tuple(boxes)].flatten()

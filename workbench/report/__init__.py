@@ -61,7 +61,8 @@ def run(
     machine = describe()
     chosen = profile or ("quick" if machine["kind"] == "cpu" else "gpu")
     settled = settle(read, chosen, parameters or {})
-    folder = Path(out) if out else nbs.root() / "outputs" / "reports" / chosen
+    home = Path.cwd() if nbs.root() == nbs.SHARED else nbs.root()
+    folder = Path(out) if out else home / "outputs" / "reports" / chosen
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as room:

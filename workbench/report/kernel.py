@@ -23,6 +23,7 @@ from papermill.engines import NBClientEngine
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
+from workbench.harness.records import SHARED
 from workbench.report.parameters import MARK
 
 GRACE_S = 5.0  # between the interrupt of a cell that is over its time and the end of its kernel
@@ -146,9 +147,9 @@ def execute(path: Path, parameters: dict[str, object], limit: float, run: Run) -
         run.nb = parameterize_notebook(
             run.nb, parameters, kernel_name="python3", language="python", comment="Set for this run"
         )
-    start = time.monotonic()
+    at, start = Path.cwd() if path.is_relative_to(SHARED) else path.parent, time.monotonic()
     try:
-        Engine.execute_notebook(run.nb, "python3", progress_bar=False, run=run, folder=path.parent, limit=limit)
+        Engine.execute_notebook(run.nb, "python3", progress_bar=False, run=run, folder=at, limit=limit)
     except OSError as error:  # no room for what a kernel needs before it starts
         run.fail("error", str(error))
     finally:

@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+from workbench.harness.records import SHARED
+
 
 def root() -> Path:
-    """The folder that holds notebooks/ and outputs/: here, or the clone that this package was installed from."""
-    clone = Path(__file__).resolve().parents[2]
-    return next((folder for folder in (Path.cwd(), clone) if (folder / "notebooks").is_dir()), Path.cwd())
+    """The folder that holds notebooks/: here, the clone that this package is in, or what its wheel brings."""
+    places = Path.cwd(), Path(__file__).resolve().parents[2], SHARED
+    return next((folder for folder in places if (folder / "notebooks").is_dir()), Path.cwd())
 
 
 def find(names: list[str] | None = None) -> list[Path]:

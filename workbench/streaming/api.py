@@ -77,16 +77,18 @@ def layer(module: MultiheadAttention, x: Tensor, out: Tensor | None = None, budg
     """A layer on x (N, embed_dim) on the host, its weights on the card; written over x, or to `out` like it.
 
     q, k and v are projected on the card as x streams, and out's projection is done before its rows leave: beside x
-    nothing of its length is on the host. The rest as in `attention`. Dropout in training is refused.
+    nothing of its length is on the host. The rest as in `attention`. Dropout in training and positions are refused.
     """
+    if module.rope is not None or module.tokens != "natural":
+        raise ValueError(f"rope={module.rope}, tokens={module.tokens!r}: want None and 'natural', rows come alone here")
     if module.training and module.dropout.p:
         raise ValueError(f"dropout={module.dropout.p}: want module.eval(), a stream computes no gradients of a layer")
     if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != module.q.in_features:
         raise ValueError(f"x={describe(x)}: want (N, {module.q.in_features})")
     heads, kv_heads = module.num_heads, module.num_kv_heads
-    parts = ((module.q, heads), (module.k, kv_heads), (module.v, kv_heads))
-    parts = (nn.Sequential(linear, nn.Unflatten(-1, (h, module.head_dim))) for linear, h in parts)
-    source, finish = host.Projected(x, *parts, kv_heads), nn.Sequential(nn.Flatten(1), module.out)
+    parts = ((module.q, heads, module.q_norm), (module.k, kv_heads, module.k_norm), (module.v, kv_heads, nn.Identity()))
+    parts = (nn.Sequential(linear, nn.Unflatten(-1, (h, module.head_dim)), norm) for linear, h, norm in parts)
+    source, finish = host.Projected(x, *parts, kv_heads), nn.Sequential(nn.Flatten(1), module.norm, module.out)
     options = _options(heads, module.head_dim, x.dtype, budget_bytes, {"backend": module.backend} | more)
     return _run(Forward(source, (x if out is None else out, None), finish), module.pattern, options)
 

@@ -65,7 +65,7 @@ def counts(variant: Variant, scalar, lists: Lists | None, b: int, h: int, nq: in
         if variant.causal:
             seen = j <= i + n - nq
         if variant.band:
-            seen = (j - i - n + nq).abs() <= scalar
+            seen = inside(variant.band, scalar, i + n - nq - j)
         return seen.float().expand(b, h, nq, n)
     lines, others = (-(-x // TILE) for x in ((n, nq) if by_keys else (nq, n)))
     total = torch.zeros(2, b, h, lines, others)
@@ -88,7 +88,11 @@ def hidden(variant: Variant, scalar, i: Tensor, j: Tensor, shift: int) -> Tensor
         segment, rate = variant.order
         i, j = (TileOrder(segment, segment, rate).position(x % segment) for x in (i, j))
         return j <= i if variant.mask == "later" else j < scalar
-    return (j - i - shift).abs() <= scalar if variant.mask == "window" else j <= i + shift
+    return j <= i + shift if scalar is None else inside(variant.mask, scalar, i + shift - j)
+
+
+def inside(window: str, reach: int, apart: Tensor) -> Tensor:
+    return (apart <= reach) & (apart >= (-reach if window == "window" else 0))
 
 
 def into(tokens: Tensor, order: TileOrder) -> Tensor:

@@ -15,12 +15,12 @@ from workbench.engines.fa4.plans import Variant
 
 order = 2048, 16
 kinds = [  # mask, band, causal, order, natural, weighed
-    (None, False, False, None, False, False), (None, False, True, None, False, False),
-    (None, True, False, None, False, False),
-    ("none", False, False, None, False, False), ("causal", False, False, None, False, False),
-    ("window", False, False, None, False, False), ("none", False, False, order, True, True),
-    ("later", False, False, order, True, True), ("later", False, False, order, False, True),
-    ("padding", False, False, order, False, True),
+    (None, None, False, None, False, False), (None, None, True, None, False, False),
+    (None, "window", False, None, False, False), (None, "back", False, None, False, False),
+    ("none", None, False, None, False, False), ("causal", None, False, None, False, False),
+    ("window", None, False, None, False, False), ("back", None, False, None, False, False),
+    ("none", None, False, order, True, True), ("later", None, False, order, True, True),
+    ("later", None, False, order, False, True), ("padding", None, False, order, False, True),
 ]
 for d, group in ((64, 1), (128, 4)):
     for mask, band, causal, *rest in kinds:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.engines.fa4 import emulation
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, layouts, reference
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, Window, attention, layouts, reference
 from workbench.distributed.views import some_heads
 from workbench.engines import fa4_backend
 from workbench.engines.fa4 import engine, places, plans
@@ -47,6 +47,10 @@ CASES = {  # pattern, batch, queries, keys, heads, key heads
     "blocks-causal-ragged": (blocks(causal=True), 2, 1000, 1000, 2, 2),
     "blocks-last-queries": (blocks(causal=True), 1, 512, 1024, 2, 2),
     "window": (Neighborhood((1000,), 150), 2, 1000, 1000, 2, 1),
+    "window-back": (Window(150, True), 2, 1000, 1000, 2, 1),
+    "window-back-last-queries": (Window(300, True), 1, 488, 1000, 2, 2),
+    "window-both-wide": (Window(5000), 1, 300, 300, 2, 2),
+    "window-of-one": (Window(1, True), 1, 300, 300, 2, 2),
     "dense": (Dense(), 2, 200, 200, 2, 1),
     "dense-causal-last": (Dense(causal=True), 1, 100, 300, 2, 2),
 }  # fmt: skip
@@ -137,6 +141,8 @@ def test_tokens_in_tile_order_stay_in_it_where_it_is_the_kernels_own(monkeypatch
     (Dilated([1024] * 200, [1] * 200), 2048, "fewer than 128 branches, not 200"),
     (Dilated([1024], [1]), 2000, "begin at a multiple of 1,024 positions, not at 48"),
     (BlockSparse(layouts.local(1), 64), 2048, "blocks of a multiple of 128"),
+    (Window(64, sinks=4), 2048, "without dilation and sinks"), (Window(64, dilation=2), 2048, "without dilation"),
+    (Window(64, True), 2000, "begin at a multiple of 128"), (Window(64, True), 1920, None),
     (Neighborhood((32, 64), 3), 2048, "windows on a line"),
     (Predicate(lambda h, i, j: i > j), 2048, "the kernels know"),
     (Dilated([1024], [8]), 2048, None), (Dense(causal=True), 5, None),

@@ -88,12 +88,13 @@ def _mask(variant: Variant) -> hopper.Mask | None:
 def _forward(variant: Variant):
     listed, d = variant.listed, variant.head_dim
     size = TILE if listed else None
-    tile = interface._tile_size_fwd_sm90(d, d, variant.causal, variant.band, sparse_block_size_q=size)
+    tile = interface._tile_size_fwd_sm90(d, d, variant.causal, bool(variant.band), sparse_block_size_q=size)
     kernel = hopper.Forward(
-        DTYPES[variant.dtype], d, d, variant.group, is_causal=variant.causal, is_local=variant.band, pack_gqa=False,
-        tile_m=tile.m_block_size, tile_n=tile.n_block_size, num_stages=2, num_threads=384, Q_in_regs=False,
+        DTYPES[variant.dtype], d, d, variant.group, is_causal=variant.causal, is_local=bool(variant.band),
+        pack_gqa=False, tile_m=tile.m_block_size, tile_n=tile.n_block_size, num_stages=2, num_threads=384,
+        Q_in_regs=False,
         intra_wg_overlap=tile.intra_wg_overlap, mma_pv_is_rs=tile.mma_pv_is_rs, mask_mod=_mask(variant),
-        weighed=variant.weighed, order=variant.order if variant.natural else None,
+        weighed=variant.weighed, order=variant.order if variant.natural else None, back=variant.band == "back",
     )  # fmt: skip
     fake = Fake(variant)
     lse = fake.rows(fake.h, 1)
@@ -168,7 +169,7 @@ def _backward_tile(variant: Variant):
 
 def _given(variant: Variant, scalar) -> AuxData:
     """What the mask is given: the reach of a window, or the length of the last segment."""
-    return AuxData(None, (scalar,) if variant.mask in ("window", "padding") else None)
+    return AuxData(None, (scalar,) if variant.mask in ("window", "back", "padding") else None)
 
 
 def _tensors(lists: Lists | None) -> tuple | None:

@@ -173,7 +173,7 @@ def variant(q: Tensor, k: Tensor, plan: Plan, pattern, queries: Frame, backward:
     order = plan.order and (plan.order.segment, plan.order.rate)
     if plan.mask not in ("later", "padding") and not queries.in_place:
         order = None  # what does not depend on it is compiled once for all
-    group, band = q.shape[2] // k.shape[2], plan.mask == "window" and not backward
+    group, band = q.shape[2] // k.shape[2], plan.mask if plan.mask in ("window", "back") and not backward else None
     return Variant(
         q.dtype, q.shape[3], group, isinstance(pattern, Dense) and pattern.causal, None if band else plan.mask, band,
         order, queries.in_place, plan.order is not None,

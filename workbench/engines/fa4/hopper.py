@@ -82,8 +82,9 @@ forward.SeqlenInfoQK = backward.SeqlenInfoQK = Lengths
 class Mask(NamedTuple):
     """What hides pairs of the blocks of partial lists, by the package's own masks of a row's last and first column.
 
-    kind: "causal"; "window", a reach to both sides; "later", causality between two runs of the tile order that begin
-    together; "padding", at the end of the last segment's residues. order: (segment, rate) of the tile order.
+    kind: "causal"; "window", a reach to both sides, "back", to keys before the query alone; "later", causality between
+    two runs of the tile order that begin together; "padding", at the end of the last segment's residues. order:
+    (segment, rate) of the tile order.
     """
 
     kind: str
@@ -97,8 +98,9 @@ class Mask(NamedTuple):
         hide = {"mask_seqlen": True, "mask_causal": False, "mask_local": False} | more
         if self.kind == "causal":
             of.apply_mask(acc_S, m_block=m_block, n_block=n_block, **hide | {"mask_causal": True})
-        elif self.kind == "window":
-            of = replace(of, window_size_left=given, window_size_right=given)
+        elif self.kind in ("window", "back"):
+            ahead = given if self.kind == "window" else Int32(0)
+            of = replace(of, window_size_left=given, window_size_right=ahead)
             of.apply_mask(acc_S, m_block=m_block, n_block=n_block, **hide | {"mask_local": True})
         elif self.kind == "later":  # of one run of places: t + r i sees u + r j where j <= i - (u > t)
             t, u = self.residue(m_block * of.tile_m), self.residue(n_block * of.tile_n)
@@ -252,11 +254,11 @@ def tile_ordered(x: cute.Tensor, mode: int, segment: int, rate: int) -> cute.Ten
 
 class Forward(forward.FlashAttentionForwardSm90):
     """The forward. weighed: whether entries say how often a block counts; order: (segment, rate) where tokens lie in
-    natural order and blocks are those of the tile order."""
+    natural order and blocks are those of the tile order; back: whether a reach is to keys before the query alone."""
 
-    def __init__(self, *args, weighed: bool, order: tuple[int, int] | None, **options):
+    def __init__(self, *args, weighed: bool, order: tuple[int, int] | None, back: bool, **options):
         super().__init__(*args, **options)
-        self.weighed, self.order = weighed, order
+        self.weighed, self.order, self.back = weighed, order, back
 
     @cute.jit
     def __call__(
@@ -267,8 +269,9 @@ class Forward(forward.FlashAttentionForwardSm90):
         if const_expr(self.order is not None):
             q, k, v, out = [tile_ordered(x, 1, *self.order) for x in (q, k, v, out)]
             lse = tile_ordered(lse, 2, *self.order)
+        ahead = Int32(0) if const_expr(self.back) else reach
         forward.FlashAttentionForwardSm90.__call__(
-            self, q, k, v, out, lse, scale, window_size_left=reach, window_size_right=reach, blocksparse_tensors=lists,
+            self, q, k, v, out, lse, scale, window_size_left=reach, window_size_right=ahead, blocksparse_tensors=lists,
             aux_data=aux, stream=stream,
         )  # fmt: skip
 

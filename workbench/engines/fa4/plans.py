@@ -13,7 +13,7 @@ from torch import Tensor
 
 from workbench.engines.fa4 import lists
 from workbench.engines.fa4.lists import Both
-from workbench.patterns import BlockSparse, Dense, Dilated, tile_order
+from workbench.patterns import BlockSparse, Dense, Dilated, Window, tile_order
 from workbench.patterns.tile_order import TILE, TileOrder
 
 
@@ -24,8 +24,8 @@ class Variant(NamedTuple):
     head_dim: int
     group: int  # query heads of a key head
     causal: bool  # without lists
-    mask: str | None  # "none", "causal", "window", "later", "padding"; None without lists
-    band: bool  # a window without lists
+    mask: str | None  # "none", "causal", "window", "back", "later", "padding"; None without lists
+    band: str | None  # a window without lists: "window", or "back", which has no keys after the query
     order: tuple[int, int] | None  # (segment, rate) of tile order
     natural: bool  # whether tokens lie in natural order and are walked in tile order
     weighed: bool  # whether blocks of the lists count several times
@@ -72,7 +72,12 @@ def make_plan(pattern, b: int, n: int, nq: int, heads: int) -> Plan:
         layouts = 1 if pattern.same_heads else heads
         size = None if isinstance(pattern, BlockSparse) else TILE
         both = lists.of_blocks([one.blocks(n, layouts, nq, size) for one in pattern.each()])
-        mask, scalar = ("causal", None) if isinstance(pattern, BlockSparse) else ("window", min(n, pattern.radius[0]))
+        if isinstance(pattern, BlockSparse):
+            mask = "causal"
+        elif isinstance(pattern, Window):
+            mask, scalar = "back" if pattern.causal else "window", pattern.reach(n)[0]
+        else:
+            mask, scalar = "window", min(n, pattern.radius[0])
     if not both.masked:
         mask, scalar = "none", None
     return Plan(mask, scalar, order, both, rest)

@@ -78,17 +78,29 @@ class Grid:
     def __init__(self, pattern, blocks: Blocks, heads: int, key_heads: int):
         self.pattern, self.blocks, self.heads = pattern, blocks, heads
         self.a, self.c = blocks.block_size
+        self.start = blocks.first * self.a  # the position where the first row of blocks begins
+        if blocks.rows == 1:  # few queries: a block has just these
+            self.start, self.a = blocks.n - blocks.nq, blocks.nq
         self.split = blocks.layouts > 1  # layouts differ by head: units hold one head
         self.group = heads // key_heads
-        self.front = (blocks.n - blocks.nq) - blocks.first * self.a  # rows of the first block that are no queries
+        self.front = blocks.n - blocks.nq - self.start  # rows of the first block that are no queries
         self.missing = blocks.cols * self.c - blocks.n  # positions that the last key block lacks
+        used = torch.zeros(blocks.cols, dtype=torch.bool, device=blocks.columns.device)
+        used[blocks.columns.long()] = True
+        self.place, used = used.cumsum(0) - 1, used.nonzero()  # few queries need few blocks: no others are read
+        self.cols, self.taken = len(used), None
+        if self.cols < blocks.cols:
+            self.taken = (used * self.c + torch.arange(self.c, device=used.device)).flatten()
 
     def query_units(self, x: Tensor, value: float = 0) -> Tensor:
         """x (Nq, H, ...) -> (U, a, heads of a unit, ...)."""
         return self._units(x, self.a, self.front, self.blocks.rows * self.a - self.front - x.shape[0], value)
 
     def key_units(self, x: Tensor) -> Tensor:
-        return self._units(x, self.c, 0, self.missing, 0)
+        """x (N, G, D) -> the units of the key blocks that are needed."""
+        if self.taken is None:
+            return self._units(x, self.c, 0, self.missing, 0)
+        return self._units(take(x, self.taken.clamp(max=self.blocks.n - 1)), self.c, 0, 0, 0)
 
     def _units(self, x, size, front, back, value):
         if front or back:
@@ -101,8 +113,12 @@ class Grid:
         return self._positions(units, self.blocks.rows)[self.front : self.front + self.blocks.nq]
 
     def keys(self, units: Tensor) -> Tensor:
-        """The inverse of `key_units`: (N, G, D)."""
-        return self._positions(units, self.blocks.cols)[: self.blocks.n]
+        """The inverse of `key_units`: (N, G, D), zeros where no key is needed."""
+        x = self._positions(units, self.cols)
+        if self.taken is None:
+            return x[: self.blocks.n]
+        here = self.taken[self.taken < self.blocks.n]
+        return x.new_zeros(self.blocks.n, *x.shape[1:]).index_copy_(0, here, x[: len(here)])
 
     def _positions(self, units, blocks):
         if self.split:  # (heads x blocks, size, 1, ...) -> (blocks, size, heads, ...)
@@ -113,22 +129,36 @@ class Grid:
         return s.layout * self.blocks.rows + s.rows  # (R,)
 
     def key_index(self, s: Strips) -> Tensor:
-        return ((s.layout // self.group * self.blocks.cols)[:, None] + s.columns).flatten()  # (R x C,)
+        return ((s.layout // self.group * self.cols)[:, None] + self.place[s.columns]).flatten()  # (R x C,)
+
+    def positions(self, s: Strips) -> tuple[Tensor, Tensor, Tensor]:
+        """The layout (R, 1, 1), the queries (R, a, 1) and keys (R, 1, C x c): positions that exist."""
+        device, last = s.rows.device, self.blocks.n - 1
+        i = self.start + s.rows[:, None] * self.a + torch.arange(self.a, device=device)
+        j = (s.columns[..., None] * self.c + torch.arange(self.c, device=device)).flatten(1)
+        return s.layout[:, None, None], i.clamp(0, last)[:, :, None], j.clamp(max=last)[:, None, :]
 
     def mask(self, s: Strips, dtype) -> Tensor | None:
-        """Additive (R, 1, a, C x c): -inf where the pattern hides the pair; None where all of it is visible."""
+        """Additive (R, 1, a, C x c): the logarithm of how often the pattern shows the pair; None where that is once."""
         if s.full:
             return None
-        device, n = s.rows.device, self.blocks.n
-        i = (self.blocks.first + s.rows)[:, None] * self.a + torch.arange(self.a, device=device)  # (R, a)
-        j = (s.columns[..., None] * self.c + torch.arange(self.c, device=device)).flatten(1)  # (R, C x c)
-        h = s.layout[:, None, None]
-        inside = i.clamp(0, n - 1)[:, :, None], j.clamp(max=n - 1)[:, None, :]
-        visible = self.pattern.count(h, *inside, n, self.heads).bool()
+        count = self.pattern.count(*self.positions(s), self.blocks.n, self.heads)
         if self.missing:
-            visible = visible & (j < n)[:, None, :]
-        shown, hidden = torch.tensor([0, -torch.inf], dtype=dtype, device=device)
-        return torch.where(visible, shown, hidden)[:, None]
+            j = s.columns[..., None] * self.c + torch.arange(self.c, device=count.device)
+            count = count * (j.flatten(1) < self.blocks.n)[:, None, :]
+        if count.dtype != torch.bool:
+            dtype = torch.promote_types(dtype, torch.float32)  # the logarithm of 2 is no 16-bit number
+        return count.to(dtype).log()[:, None]
+
+    def elements(self, units: Tensor) -> int:
+        """How many elements a key of a strip takes, of keys as `key_units` gives them."""
+        return units.shape[2:].numel()
+
+    def forward(self, s: Strips, q, k, v, scale):
+        return fused.forward(q, k, v, False, scale, self.mask(s, q.dtype))
+
+    def backward(self, s: Strips, grad, q, k, v, out, lse, scale):
+        return fused.backward(grad, q, k, v, out, lse, False, scale, self.mask(s, q.dtype))
 
 
 def take(units: Tensor, index: Tensor, room: Tensor | None = None) -> Tensor:
@@ -149,21 +179,20 @@ def gather(units: Tensor, index: Tensor, strips: int = 0, room: Tensor | None = 
     return x.transpose(1, 2)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, pattern, blocks: Blocks, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, grid: Grid, scale: float) -> tuple[Tensor, Tensor]:
     """out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D), k and v (B, N, G, D)."""
-    (b, nq, h, _), g = q.shape, k.shape[2]
-    grid = Grid(pattern, blocks, h, g)
+    b, nq, h, _ = q.shape
     wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(b, h, nq, dtype=wide)
     for x in range(b):
         qu, ku, vu = grid.query_units(q[x]), grid.key_units(k[x]), grid.key_units(v[x])
         total = torch.zeros(qu.shape, dtype=wide, device=q.device)
         total_lse = torch.full(qu.shape[:3], -torch.inf, dtype=wide, device=q.device)  # (U, a, heads)
-        k_room, v_room = ku.new_empty(2, max(ELEMENTS, ku[0].numel()))
-        for s in stacks(blocks, ku[0, 0].numel()):
+        k_room, v_room = ku.new_empty(2, max(ELEMENTS, ku.shape[1:].numel()))
+        for s in stacks(grid.blocks, grid.elements(ku)):
             rows, keys, r = grid.query_index(s), grid.key_index(s), len(s.rows)
             k_part, v_part = gather(ku, keys, r, k_room), gather(vu, keys, r, v_room)
-            part, part_lse = fused.forward(gather(qu, rows), k_part, v_part, False, scale, grid.mask(s, q.dtype))
+            part, part_lse = grid.forward(s, gather(qu, rows), k_part, v_part, scale)
             merged, merged_lse = take(total, rows), take(total_lse, rows)
             merge_(merged, merged_lse, part.transpose(1, 2), part_lse.transpose(1, 2))
             total.index_copy_(0, rows, merged)
@@ -172,9 +201,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern, blocks: Blocks, scale: flo
     return out, lse
 
 
-def backward(grad, q, k, v, out, lse, pattern, blocks: Blocks, scale):
+def backward(grad, q, k, v, out, lse, grid: Grid, scale):
     """(dq, dk, dv) from the gradient of out, and what `forward` returned."""
-    grid = Grid(pattern, blocks, q.shape[2], k.shape[2])
     wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exact zeros for rows that nothing reaches
@@ -183,14 +211,13 @@ def backward(grad, q, k, v, out, lse, pattern, blocks: Blocks, scale):
         lu = grid.query_units(lse[x].T, torch.inf)
         ku, vu = grid.key_units(k[x]), grid.key_units(v[x])
         dqu, dku, dvu = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (qu, ku, vu))
-        k_room, v_room = ku.new_empty(2, max(ELEMENTS, ku[0].numel()))
-        for s in stacks(blocks, ku[0, 0].numel()):
+        k_room, v_room = ku.new_empty(2, max(ELEMENTS, ku.shape[1:].numel()))
+        for s in stacks(grid.blocks, grid.elements(ku)):
             rows, keys, r = grid.query_index(s), grid.key_index(s), len(s.rows)
             k_part, v_part = gather(ku, keys, r, k_room), gather(vu, keys, r, v_room)
-            dq_, dk_, dv_ = fused.backward(
-                gather(gu, rows), gather(qu, rows), k_part, v_part, gather(ou, rows), gather(lu, rows),
-                False, scale, grid.mask(s, q.dtype),
-            )  # fmt: skip
+            dq_, dk_, dv_ = grid.backward(
+                s, gather(gu, rows), gather(qu, rows), k_part, v_part, gather(ou, rows), gather(lu, rows), scale
+            )
             dqu.index_add_(0, rows, dq_.transpose(1, 2).to(wide))
             for total, part in ((dku, dk_), (dvu, dv_)):
                 part = fused.sum_heads(part, ku.shape[2])  # (R, G, C x c, D)

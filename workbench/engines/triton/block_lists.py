@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.patterns import tile_order
+from workbench.patterns import BlockSparse, Neighborhood, Window, tile_order
 from workbench.patterns.base import Blocks
 from workbench.patterns.tile_order import TileOrder
 
@@ -18,7 +18,8 @@ from workbench.patterns.tile_order import TileOrder
 class Lists(NamedTuple):
     """Of each line (batch entry, layout, block) the full and the partial blocks that it sees: int32, CSR.
 
-    In tile order a block is (its first position, from that of its period on; the bits of a float32, its bias).
+    In tile order a block is (its first position, from that of its period on; the bits of a float32, its bias); where
+    the mask is "bits" a partial block is (its number, that of its mask).
     """
 
     full: Tensor
@@ -31,7 +32,8 @@ class Plan(NamedTuple):
     """by_queries: the key blocks that each block of queries sees; by_keys: the other way round.
 
     count: blocks of queries and of keys. block0: the number of the first block of queries. by_batch, by_head: strides,
-    in layouts, from one batch entry to the next and from one head to the next. table, reach, mask: see `visible`.
+    in layouts, from one batch entry to the next and from one head to the next. table, reach, mask: see `visible`; of
+    mask "bits" the table is that of `bit_masks`.
 
     rate: that of a tile order, else 0. In tile order reach is the period, in positions, and the table has of each head
     its first line, of each block of a period its first position, and of each period which lines of a head it has.
@@ -50,8 +52,8 @@ class Plan(NamedTuple):
     rate: int = 0
 
 
-def make_plan(each: list[Blocks], pattern, device) -> Plan:
-    """From the blocks of each batch entry (or of all: one)."""
+def sides(each: list[Blocks]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each block its layout, counted on through batch entries, its row, its column, and whether it needs no mask."""
     one = each[0]
     (bq, bk), rows, cols = one.block_size, one.rows, one.cols
     width = torch.cat([x.starts.diff() for x in each])
@@ -65,14 +67,25 @@ def make_plan(each: list[Blocks], pattern, device) -> Plan:
         full = full & (row < rows - 1)
     if (one.n - one.nq) % bq:
         full = full & (row > 0)
-    by_queries = lists(line, column, full, len(width))
-    turned = layout * cols + column
-    order = turned.argsort(stable=True)
-    by_keys = lists(turned[order], row[order], full[order], len(each) * one.layouts * cols)
-    several = one.layouts > 1
+    return layout, row, column, full
+
+
+def make_plan(each: list[Blocks], bits: Tensor | None, which: Tensor | None, pattern, device) -> Plan:
+    """From what `bit_masks.find` found."""
+    one, (layout, row, column, full), both = each[0], sides(each), []
+    masks = None if which is None else torch.zeros_like(row).masked_scatter(~full, which)
+    for lines, of, block in ((one.rows, row, column), (one.cols, column, row)):
+        line = layout * lines + of
+        order = line.argsort(stable=True)
+        found = lists(line[order], block[order], full[order], len(each) * one.layouts * lines)
+        if masks is not None:
+            own = masks[order][~full[order]].to(torch.int32)
+            found = found._replace(part_blocks=torch.stack([found.part_blocks, own], 1))
+        both.append(Lists(*(x.to(device) for x in found)))
+    mask = mask_of(pattern, one.n, device) if bits is None else (bits.to(device), 0, "bits")
     return Plan(
-        Lists(*(x.to(device) for x in by_queries)), Lists(*(x.to(device) for x in by_keys)), (bq, bk), (rows, cols),
-        one.first, one.layouts if len(each) > 1 else 0, int(several), *mask_of(pattern, one.n, device),
+        *both, one.block_size, (one.rows, one.cols), one.first, one.layouts if len(each) > 1 else 0,
+        int(one.layouts > 1), *mask,
     )  # fmt: skip
 
 
@@ -127,14 +140,29 @@ def _joined(parts: list[Lists], device) -> Lists:
     return Lists(*found)
 
 
+def kind_of(pattern) -> str:
+    """What says which pairs of a partial block are visible: see `block_sparse.visible`."""
+    if isinstance(pattern, BlockSparse):
+        return "causal" if pattern.causal else "all"
+    if isinstance(pattern, Window):
+        return "window" if pattern.dilation == 1 and not pattern.sinks else "bits"
+    if not isinstance(pattern, Neighborhood) or not pattern.plain:
+        return "bits"
+    if len(pattern.shape) == 1 and pattern.ordering is None:
+        return "window"
+    fields = zip(pattern.shape, pattern.radius, strict=True)
+    return "near" if sum((side - 1 + min(r, side)).bit_length() + 1 for side, r in fields) <= 62 else "bits"
+
+
 def mask_of(pattern, n: int, device) -> tuple[Tensor | None, int, str]:
-    """(TABLE (N, 2) or None, reach, MASK) for `visible`."""
-    if hasattr(pattern, "radius"):
-        if len(pattern.shape) == 1 and pattern.ordering is None:
-            return None, min(pattern.radius[0], n), "window"
+    """(TABLE (N, 2) or None, reach, MASK) for `visible`, where MASK is not "bits"."""
+    kind = kind_of(pattern)
+    if kind == "window":
+        return None, pattern.reach(n)[0] if isinstance(pattern, Window) else min(pattern.radius[0], n), kind
+    if kind == "near":
         radius = [min(r, side) for r, side in zip(pattern.radius, pattern.shape, strict=True)]
-        return pack(pattern.coordinates(torch.arange(n)), radius, n, device) + ("near",)
-    return None, 0, "causal" if pattern.causal else "all"
+        return pack(pattern.coordinates(torch.arange(n)), radius, n, device) + (kind,)
+    return None, 0, kind
 
 
 def pack(fields: list[Tensor], radius: list[int], n: int, device) -> tuple[Tensor, int]:
@@ -146,6 +174,4 @@ def pack(fields: list[Tensor], radius: list[int], n: int, device) -> tuple[Tenso
         high += field.cpu() + r + (1 << width) << shift
         reach |= 1 << shift + width
         shift += width + 1
-    if shift > 62:
-        raise ValueError(f"the coordinates of {n:,} tokens take {shift} bits: the kernels have 62")
     return torch.stack([low, high], 1).to(torch.int32 if shift <= 31 else torch.int64).contiguous().to(device), reach

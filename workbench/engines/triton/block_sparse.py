@@ -1,8 +1,9 @@
 """Block-sparse attention: a program takes a tile of queries (or keys) and walks the list of blocks that it sees.
 
 Full blocks (all pairs visible) and partial ones are two lists: only the second pays for a mask, which is computed from
-positions (causal, windows), from a token's place in time, or from its coordinates on a grid (neighborhoods, in whatever
-order the tokens lie). A tile divides a block. No two programs write the same row: results are reproducible bit for bit.
+positions (causal, windows), from a token's coordinates on a grid (neighborhoods, in whatever order the tokens lie), or
+read from a table of `bit_masks` (all other patterns that show a pair at most once). A tile divides a block. No two
+programs write the same row: results are reproducible bit for bit.
 
 Nested branches of a dilated pattern are blocks of their tile order (`patterns.tile_order`): a query sees each key once,
 with the log2 of how many branches show it added to its score. Tokens stay in natural order, in which such a block is
@@ -36,7 +37,19 @@ def table(TABLE, i, exists, AXIS: tl.constexpr, MASK: tl.constexpr):
 
 
 @triton.jit
-def visible(i, j, low_i, high_i, low_j, high_j, reach, MASK: tl.constexpr):
+def bits(TABLE, mask, row, col, M: tl.constexpr, N: tl.constexpr, AXIS: tl.constexpr, ROWS: tl.constexpr,
+         COLS: tl.constexpr):  # fmt: skip
+    """Of mask number `mask` the tile that begins at (row, col) of its block; queries get a new axis AXIS."""
+    words = TABLE + (mask * ROWS + row + tl.arange(0, M)) * ((COLS + 31) // 32) + col // 32
+    place = tl.expand_dims(col % 32 + tl.arange(0, N), 1 - AXIS)
+    word = tl.expand_dims(tl.load(words), AXIS)
+    for x in tl.static_range(1, N // 32):
+        word = tl.where(place // 32 == x, tl.expand_dims(tl.load(words + x), AXIS), word)
+    return ((word >> (place % 32)) & 1) != 0
+
+
+@triton.jit
+def visible(i, j, low_i, high_i, low_j, high_j, reach, CAUSAL: tl.constexpr, MASK: tl.constexpr):
     """Which pairs of a partial block are visible: i, low_i and high_i broadcast against j, low_j and high_j.
 
     The numbers of the table are packed bit fields, and `reach` has the top bit of each field. low has a token's
@@ -47,6 +60,8 @@ def visible(i, j, low_i, high_i, low_j, high_j, reach, MASK: tl.constexpr):
         seen = j <= i
     elif MASK == "window":
         seen = tl.abs(i - j) <= reach
+        if CAUSAL:
+            seen = seen & (j <= i)
     elif MASK == "near":
         seen = ((high_i - low_j) & (high_j - low_i) & reach) == reach
     else:
@@ -86,12 +101,15 @@ def line_of(TABLE, b, h, block, block0, count, heads, by_batch, by_head, reach, 
 
 
 @triton.jit
-def entry(BLOCKS, x, first, SIZE: tl.constexpr, TILE: tl.constexpr, RATE: tl.constexpr):
-    """Of tile x of the listed blocks of SIZE: the first position, and the bias of its scores if there is one.
+def entry(BLOCKS, x, first, SIZE: tl.constexpr, TILE: tl.constexpr, RATE: tl.constexpr, MASK: tl.constexpr):
+    """Of tile x of the listed blocks of SIZE: the first position, and the bias of its scores or the number of its mask.
 
     first: the block or, in tile order, the position that entries count from.
     """
-    if RATE == 0:
+    if MASK == "bits":
+        at = BLOCKS + x // (SIZE // TILE) * 2
+        return (first + tl.load(at)) * SIZE + x % (SIZE // TILE) * TILE, tl.load(at + 1)
+    elif RATE == 0:
         return (first + tl.load(BLOCKS + x // (SIZE // TILE))) * SIZE + x % (SIZE // TILE) * TILE, 0.0
     else:
         at = BLOCKS + x // (SIZE // TILE) * 2
@@ -130,17 +148,21 @@ def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_
     total = tl.zeros((M,), tl.float32)
     line = line_of(TABLE, b, h, block, block0, count, heads, by_batch, by_head, reach, ROWS, RATE)
     for x in range(tl.load(FULL + line) * (COLS // N), tl.load(FULL + line + 1) * (COLS // N)):
-        j0, bias = entry(FULL_BLOCKS, x, first, COLS, N, RATE)
+        j0, bias = entry(FULL_BLOCKS, x, first, COLS, N, RATE, "all")
         j0 = j0.to(tl.int64)
         k = tile_ops.load(K + j0 * k_n, j < N, d, D, False)
         v = tile_ops.load(V + j0 * v_n, j < N, d, D, False)
         acc, peak, total = tile_ops.attend(acc, peak, total, q, k, v, True, scale, False, bias, RATE > 0)
     for x in range(tl.load(PART + line) * (COLS // N), tl.load(PART + line + 1) * (COLS // N)):
-        j0, bias = entry(PART_BLOCKS, x, first, COLS, N, RATE)
+        j0, bias = entry(PART_BLOCKS, x, first, COLS, N, RATE, MASK)
         k = tile_ops.load(K + j0.to(tl.int64) * k_n, j0 + j < n, d, D, True)
         v = tile_ops.load(V + j0.to(tl.int64) * v_n, j0 + j < n, d, D, True)
-        low_j, high_j = table(TABLE, j0 + j, j0 + j < n, 0, MASK)
-        seen = visible(i[:, None], j0 + j[None, :], low_i, high_i, low_j, high_j, reach, MASK) & (j0 + j < n)[None, :]
+        if MASK == "bits":
+            seen = bits(TABLE, bias, part * M, x % (COLS // N) * N, M, N, 1, ROWS, COLS) & (j0 + j < n)[None, :]
+        else:
+            low_j, high_j = table(TABLE, j0 + j, j0 + j < n, 0, MASK)
+            seen = visible(i[:, None], j0 + j[None, :], low_i, high_i, low_j, high_j, reach, CAUSAL, MASK)
+            seen = seen & (j0 + j < n)[None, :]
         acc, peak, total = tile_ops.attend(acc, peak, total, q, k, v, seen, scale, True, bias, RATE > 0)
     out, lse = tile_ops.finish(acc, peak, total)
     tile_ops.merge(OUT + b * o_b + h * o_h + row[:, None] * o_n + d[None, :], LSE + b * l_b + h * l_h + row * l_n,
@@ -170,17 +192,21 @@ def dq_kernel(Q, K, V, DO, OF_ROWS, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, 
     dq = tl.zeros((M, BLOCK_D), tl.float32)
     line = line_of(TABLE, b, h, block, block0, count, heads, by_batch, by_head, reach, ROWS, RATE)
     for x in range(tl.load(FULL + line) * (COLS // N), tl.load(FULL + line + 1) * (COLS // N)):
-        j0, bias = entry(FULL_BLOCKS, x, first, COLS, N, RATE)
+        j0, bias = entry(FULL_BLOCKS, x, first, COLS, N, RATE, "all")
         j0 = j0.to(tl.int64)
         k = tile_ops.load(K + j0 * k_n, j < N, d, D, False)
         v = tile_ops.load(V + j0 * v_n, j < N, d, D, False)
         dq = tile_ops.add_dq(dq, q, k, v, do, lse - bias if RATE else lse, delta, True, scale, False)
     for x in range(tl.load(PART + line) * (COLS // N), tl.load(PART + line + 1) * (COLS // N)):
-        j0, bias = entry(PART_BLOCKS, x, first, COLS, N, RATE)
+        j0, bias = entry(PART_BLOCKS, x, first, COLS, N, RATE, MASK)
         k = tile_ops.load(K + j0.to(tl.int64) * k_n, j0 + j < n, d, D, True)
         v = tile_ops.load(V + j0.to(tl.int64) * v_n, j0 + j < n, d, D, True)
-        low_j, high_j = table(TABLE, j0 + j, j0 + j < n, 0, MASK)
-        seen = visible(i[:, None], j0 + j[None, :], low_i, high_i, low_j, high_j, reach, MASK) & (j0 + j < n)[None, :]
+        if MASK == "bits":
+            seen = bits(TABLE, bias, part * M, x % (COLS // N) * N, M, N, 1, ROWS, COLS) & (j0 + j < n)[None, :]
+        else:
+            low_j, high_j = table(TABLE, j0 + j, j0 + j < n, 0, MASK)
+            seen = visible(i[:, None], j0 + j[None, :], low_i, high_i, low_j, high_j, reach, CAUSAL, MASK)
+            seen = seen & (j0 + j < n)[None, :]
         dq = tile_ops.add_dq(dq, q, k, v, do, lse - bias if RATE else lse, delta, seen, scale, True)
     tile_ops.store(DQ + b * o_b + h * o_h + row[:, None] * o_n + d[None, :], dq * softmax_scale, ours, d, D)
 
@@ -211,15 +237,18 @@ def dkdv_kernel(Q, K, V, DO, OF_ROWS, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b,
         Rh = tile_ops.pairs(OF_ROWS, (b * heads + h) * nq + row)
         line = line_of(TABLE, b, h, block, 0, count, heads, by_batch, by_head, reach, COLS, RATE)
         for x in range(tl.load(FULL + line) * (ROWS // M), tl.load(FULL + line + 1) * (ROWS // M)):
-            i0, bias = entry(FULL_BLOCKS, x, first, ROWS, M, RATE)
+            i0, bias = entry(FULL_BLOCKS, x, first, ROWS, M, RATE, "all")
             q, do, lse, delta = tile_ops.queries(Qh, Gh, Rh, q_n, g_n, i0, 1, i < M, d, D, False)
             dk, dv = tile_ops.add_dkdv(dk, dv, q, k, v, do, lse - bias if RATE else lse, delta, True, scale, False)
         for x in range(tl.load(PART + line) * (ROWS // M), tl.load(PART + line + 1) * (ROWS // M)):
-            i0, bias = entry(PART_BLOCKS, x, first, ROWS, M, RATE)
+            i0, bias = entry(PART_BLOCKS, x, first, ROWS, M, RATE, MASK)
             exists = (i0 + i >= n - nq) & (i0 + i < n)
             q, do, lse, delta = tile_ops.queries(Qh, Gh, Rh, q_n, g_n, i0, 1, exists, d, D, True)
-            low_i, high_i = table(TABLE, i0 + i, exists, 0, MASK)
-            seen = visible(i0 + i[None, :], j[:, None], low_i, high_i, low_j, high_j, reach, MASK)
+            if MASK == "bits":
+                seen = bits(TABLE, bias, x % (ROWS // M) * M, part * N, M, N, 0, ROWS, COLS)
+            else:
+                low_i, high_i = table(TABLE, i0 + i, exists, 0, MASK)
+                seen = visible(i0 + i[None, :], j[:, None], low_i, high_i, low_j, high_j, reach, CAUSAL, MASK)
             dk, dv = tile_ops.add_dkdv(dk, dv, q, k, v, do, lse - bias if RATE else lse, delta, seen, scale, True)
     out = b * o_b + g * o_h + at[:, None] * o_n + d[None, :]
     tile_ops.store(DK + out, dk * softmax_scale, ours, d, D)

@@ -1,0 +1,144 @@
+"""The verdicts on made-up measurements: each one that a rule can give, and what a machine lacks."""
+
+import functools
+import re
+
+import pandas as pd
+import pytest
+
+import workbench as wb
+from workbench.analysis import claims
+from workbench.analysis.claims import FALSE, NOT, ONLY, TRUE, Seen
+from workbench.probes import catalog
+from workbench.report import notebooks
+
+DP, DDP, ONE, OURS = "data parallel", "distributed data parallel", "one device", "sequence"
+counts = functools.cache(claims.counts)
+
+
+def call(label, strategy, n=1024, batch=1, ms=10.0, speedup=1.0, peak=40, busy=(1, 1), status="ok", **more):
+    """A row of a sweep. peak, in MiB, has inputs of 12."""
+    row = {"label": label, "strategy": strategy, "n": n, "batch": batch, "mode": "fwd", "nproc": 2, "status": status}
+    row |= {"median_ms": ms, "samples_ms": [0.9 * ms, ms, 1.1 * ms], "speedup": speedup, "valid": None, "error": None}
+    row |= {"speedup_low": 0.98 * speedup, "speedup_high": 1.02 * speedup, "peak_bytes": peak << 20, "pairs": 100}
+    row |= {"extra_bytes": (peak - 12) << 20, "busy": list(busy), "pattern": "a pattern", "sent_bytes": [1 << 20, 0]}
+    return row | {"errors": {"dq": [1e-7, 0.25]}, "pattern_spec": None} | more
+
+
+def judged(claim, *rows, **fields):
+    """(the verdict, its kind, the figures) of a claim by these calls, or other fields of `Seen`."""
+    verdict, figures = claims.judge(claim, Seen(calls=pd.DataFrame(rows), **fields))
+    kind = next(x for x in (ONLY, TRUE, FALSE, NOT) if verdict.startswith(x))
+    return kind, f"{verdict}. {figures}"
+
+
+def batches(strategy, one, several):
+    """One sequence and several: (speed-up, peak) each."""
+    rows = []
+    for batch, (speedup, peak) in ((1, one), (2, several)):
+        rows.append(call("report-000-16k", ONE, n=2048 // batch, batch=batch))
+        rows.append(call("report-000-16k", strategy, n=2048 // batch, batch=batch, speedup=speedup, peak=peak))
+    return rows
+
+
+@pytest.mark.parametrize("claim, strategy", [(1, DP), (6, DDP)])
+@pytest.mark.parametrize("one, several, kind", [(40, 40, FALSE), (40, 20, ONLY), (20, 20, TRUE)])
+def test_memory_of_a_divided_batch(claim, strategy, one, several, kind):
+    assert judged(claim, *batches(strategy, (1, one), (1, several)))[0] == kind
+
+
+@pytest.mark.parametrize("one, several, kind", [(1.0, 1.0, FALSE), (1.0, 1.9, ONLY), (1.3, 1.9, TRUE)])
+def test_time_of_a_divided_batch(one, several, kind):
+    got, words = judged(2, *batches(DP, (one, 40), (several, 40)))
+    assert got == kind and f"is {one:.2f} times as fast" in words
+
+
+def test_what_a_machine_lacks_is_said_with_its_reason():
+    refused = call("report-000-16k", DP, status="unsupported", error="DataParallel copies between CUDA cards")
+    assert judged(1, refused) == (NOT, f"{NOT} (DataParallel copies between CUDA cards). ")
+    assert judged(9, call("report-002-8k", ONE)) == (NOT, f"{NOT} (it takes two ranks). ")
+    assert all(judged(claim)[0] == NOT for claim in claims.CLAIMS)
+
+
+def test_efficiency():
+    rows = [[call("report-002-8k", OURS, speedup=x) for x in pair] for pair in ((1.9, 2), (1.5, 2), (0.5, 1.5))]
+    assert [judged(5, *x)[0] for x in rows] == [TRUE, ONLY, FALSE]
+
+
+def test_communication():
+    cost = {"stage": "cost", "message_bytes": 1, "median_ms": 1.0, "status": "ok", "exchanges": 1}
+    for mb_s, kind in ((1000, FALSE), (0.1, TRUE)):
+        rows = [cost | {"stage": "link", "message_bytes": x, "median_ms": x / mb_s / 1000} for x in (1 << 16, 1 << 20)]
+        assert judged(3, messages=pd.DataFrame([*rows, cost]))[0] == kind
+    assert judged(3, messages=pd.DataFrame(rows))[0] == NOT
+
+
+@pytest.mark.parametrize("claim, ours, kind", [
+    (9, {"ms": 20.0}, FALSE), (9, {"ms": 2000.0}, TRUE), (10, {"peak": 30}, FALSE), (10, {"peak": 20}, TRUE),
+    (17, {"ms": 9.0}, FALSE), (17, {"ms": 20.0}, TRUE), (20, {}, NOT),
+])  # fmt: skip
+def test_a_divided_sequence(claim, ours, kind):
+    labels = ["report-001-8k", "report-002-8k", "report-004-8k-dilated"]
+    rows = [call(x, strategy, **(ours if strategy == OURS else {})) for x in labels for strategy in (ONE, OURS)]
+    rows += [call("report-004-8k", strategy) for strategy in (ONE, OURS)]
+    assert judged(claim, *rows)[0] == kind
+
+
+@pytest.mark.parametrize("few, memory, time", [
+    ({"ms": 9.2, "peak": 40}, FALSE, TRUE), ({"ms": 0.5, "peak": 13}, TRUE, FALSE),
+])  # fmt: skip
+def test_sparsity(few, memory, time):
+    rows = [call("report-001-density-1", ONE), *(call(f"report-001-density-{x}", ONE, **few) for x in (0.05, 0.01))]
+    assert (judged(7, *rows)[0], judged(14, *rows)[0]) == (memory, time)
+    busy = call("report-001-density-1", "A/A", speedup_low=0.5)
+    assert (judged(7, *rows, busy)[0], judged(14, *rows, busy)[0]) == (memory, NOT)
+
+
+@pytest.mark.parametrize("two, equal, kind", [(2.0, 2.0, ONLY), (2.0, 6.0, TRUE), (10.0, 10.0, FALSE)])
+def test_dilation(two, equal, kind):
+    specs = {"rate-1": (10.0, [64], [1]), "rate-2": (two, [64], [2]), "quarters": (equal, [16], [1])}
+    rows = [call(f"report-004-{x}", ONE, ms=ms, pattern_spec=catalog.Dilated(*how, heads="partition").spec())
+            for x, (ms, *how) in specs.items()]  # fmt: skip
+    got, words = judged(15, *rows)
+    assert got == kind and "50% of the rows" in words
+
+
+def test_what_stays_is_not_the_peak():
+    x = call("report-003-131k", ONE)
+    assert [judged(12, x | {"extra_bytes": y})[0] for y in (28 << 20, -(80 << 20))] == [FALSE, TRUE]
+
+
+def test_the_longest():
+    for claim, preset in ((11, "report-003-131k"), (16, "report-004-237k")):
+        fields = catalog.report(preset).fields()
+        fits = [pd.DataFrame([fields | {"n": times * fields["n"]}]) for times in (1, 3)]
+        assert [judged(claim, fits=x)[0] for x in fits] == [TRUE, FALSE]
+
+
+def test_what_is_counted_does_not_depend_on_a_machine():
+    kinds = {claim: judged(claim, counts=counts(16))[0] for claim in (4, 8, 13, 18, 19, 21)}
+    assert kinds == {4: ONLY, 8: FALSE, 13: FALSE, 18: FALSE, 19: ONLY, 21: ONLY}
+    worse = counts(16) | {"touched": counts(16)["touched"].assign(**{"percent of the blocks": [1, 2, 1, 2]})}
+    assert judged(19, counts=worse)[0] == FALSE
+
+
+def test_the_table_has_every_claim_and_leads_to_its_section():
+    card = claims.recorded(["h200x1", "h200x2"])
+    found = claims.answers(Seen(counts=counts(16)), card, "H200")
+    assert found["no."].tolist() == [*claims.RULES] == [*claims.CLAIMS] == [*range(1, 22)]
+    assert found.set_index("no.").loc[6, "H200"].startswith(ONLY)  # two H200s are on record
+    html = claims.linked(found).to_html()
+    nb = notebooks.read(notebooks.find(["06"])[0])
+    said = "\n".join(notebooks.source(x) for x in nb["cells"])
+    for claim, words in claims.CLAIMS.items():
+        assert f'<a href="#{words["section"]}">{claim}</a>' in html
+        assert words["section"].replace("-", " ") in said.lower().replace(",", "").replace("`", "")
+        assert claims.about(found, claim).startswith(f"**{claim}. {words['question']}**")
+    assert claims.tally(found["here"]) == "**3** true under a condition, **3** false and **15** not measurable here"
+
+
+def test_the_names_of_ours_in_the_map_are_there():
+    nb = notebooks.read(notebooks.find(["06"])[0])
+    (text,) = (x for x in map(notebooks.source, nb["cells"]) if x.startswith("## From their names"))
+    names = set(re.findall(r"\bwb\.([\w.]+)", text))
+    assert len(names) > 10 and all(functools.reduce(getattr, name.split("."), wb) for name in names)

@@ -1,0 +1,126 @@
+import copy
+import io
+import math
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from workbench import Dense, Dilated, LongNet, Transformer
+from workbench.models import loss
+
+SIZES = {"vocab": 40, "dim": 24, "depth": 2, "heads": 4}
+
+
+def longnet(seed=0, **options):
+    torch.manual_seed(seed)
+    return LongNet(**SIZES, segment_lengths=[16, 64], dilation_rates=[1, 2], dtype=torch.float64, **options)
+
+
+def words(n=50, batch=2):
+    return torch.randint(40, (batch, n), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model, value):
+    return dict(zip(dict(model.named_parameters()), torch.autograd.grad(value, [*model.parameters()]), strict=True))
+
+
+def close(one, other):
+    torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("logits", [40 * 7, 1 << 20])
+def test_the_loss_in_chunks_is_torchs_of_all_logits(monkeypatch, tied, logits):
+    monkeypatch.setattr(loss, "LOGITS", logits)
+    model, tokens = longnet(tied=tied), words()
+    labels = torch.where(torch.rand(2, 50) < 0.3, -100, tokens)
+    want = cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+    close(model.loss(tokens, labels), want)
+    close(gradients(model, 3 * model.loss(tokens, labels)), gradients(model, 3 * want))
+    following = cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    close(model.loss(tokens), following)
+    with torch.no_grad():
+        close(model.loss(tokens), following)
+    assert model.loss(tokens[:, :1]).item() == 0  # nothing follows
+
+
+def test_a_checkpointed_model_is_the_model_also_with_dropout():
+    for options in ({}, {"dropout": 0.3}):
+        plain, less = longnet(**options), longnet(checkpoint=True, **options)
+        torch.manual_seed(2)
+        want = plain.loss(words())
+        found = gradients(plain, want)
+        torch.manual_seed(2)
+        close(less.loss(words()), want)
+        torch.manual_seed(2)
+        close(gradients(less, less.loss(words())), found)
+
+
+OTHERS = [{"rope": None, "sub_norm": False}, {"rope": 50, "qk_norm": True, "num_kv_heads": 2}]
+
+
+@pytest.mark.parametrize("options", OTHERS)
+def test_a_causal_model_does_not_see_what_follows(options):
+    model, tokens = longnet(**options), words()
+    close(model(tokens[:, :33]), model(tokens)[:, :33])
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_in_tile_order_it_is_the_same_model():
+    sizes = SIZES | {"segment_lengths": [256, 1024], "dilation_rates": [1, 2], "dtype": torch.float64}
+    natural, tiled = LongNet(**sizes), LongNet(**sizes, tokens="tile order")
+    tiled.load_state_dict(natural.state_dict())
+    close(tiled(words(1024, 1)), natural(words(1024, 1)))
+    close(tiled.loss(words(1024, 1)), natural.loss(words(1024, 1)))
+
+
+def test_copies_and_saved_models_are_the_model_and_stay_tied():
+    model, saved = longnet(), io.BytesIO()
+    want = model(words())
+    torch.save(model, saved)
+    saved.seek(0)
+    other = longnet(seed=1)
+    other.load_state_dict(model.state_dict())
+    for twin in (other, copy.deepcopy(model), torch.load(saved, weights_only=False)):
+        close(twin(words()), want)
+        assert twin.head.weight is twin.embedding.weight and twin.head.weight is not model.head.weight
+
+
+def test_it_begins_as_magneto_says():
+    model = Transformer(40, 256, 8, 4, Dense())
+    of = model.layers[3]
+    gain = math.log(2 * 8) ** 0.5
+    for module, want in (
+        (of.attention.q, (2 / 512) ** 0.5), (of.attention.v, gain * (2 / 512) ** 0.5), (model.embedding, 1 / 16),
+        (of.attention.out, gain * (2 / 512) ** 0.5), (of.down, gain * (2 / 1280) ** 0.5),
+    ):  # fmt: skip
+        assert module.weight.std().item() == pytest.approx(want, rel=0.03)
+    assert not of.up.bias.any()
+
+
+def test_what_cannot_be_meant_is_refused():
+    model = Transformer(**SIZES, pattern=Dilated([8], [1]))
+    with pytest.raises(ValueError, match=r"labels=None: want labels \(B, N\), since a pattern that is not causal"):
+        model.loss(words())
+    with pytest.raises(ValueError, match=r"tokens is torch.float32 \(2, 50\): want integers \(B, N\)"):
+        model(words().float())
+    for name, value in (("depth", 0), ("vocab", "many"), ("checkpoint", 1), ("rotary", True)):
+        with pytest.raises(ValueError, match=f"^{name}="):
+            Transformer(**SIZES | {"pattern": Dense(), name: value})
+
+
+def test_documents_and_lengths_are_models_of_each_alone():
+    model, tokens = longnet(), words(50, 1)
+    alone = [tokens[:, :20], tokens[:, 20:27], tokens[:, 27:]]
+    ids = torch.tensor([[0] * 20 + [1] * 7 + [2] * 23])
+    want = torch.cat([model(x) for x in alone], 1)
+    mean = sum(model.loss(x) * (x.shape[1] - 1) for x in alone) / (50 - 3)
+    for documents in (ids, torch.tensor([0, 20, 27, 50])):
+        close(model(tokens, documents=documents), want)
+        close(model.loss(tokens, documents=documents), mean)
+    lengths = torch.tensor([50, 7])
+    padded = torch.cat([tokens, tokens.flip(1)])
+    close(model(padded, lengths=lengths)[1, :7], model(padded[1:, :7])[0])
+    each = [model.loss(padded[i : i + 1, :n]) * (n - 1) for i, n in enumerate(lengths.tolist())]
+    close(model.loss(padded, lengths=lengths), sum(each) / 55)

@@ -1,0 +1,340 @@
+"""Claims of five reports on attention over two small cards, and what measurements say of each: notebook 06.
+
+`claims.json` has the quotes and the words, RULES has what decides: a rule takes facts from what was measured (`Seen`)
+and gives a verdict: true, false, true only if ..., or, where something is lacking, not measurable here.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+import torch
+
+from workbench.analysis import locality, multicard
+from workbench.engines.dispatch import attention
+from workbench.engines.merge import merge
+from workbench.engines.reference import reference
+from workbench.fit import cards, estimate, frontier
+from workbench.harness import records
+from workbench.harness.narrate import binary, listed, title
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, from_spec, layouts, orderings
+from workbench.probes import catalog
+from workbench.probes.timing import AA
+from workbench.scaling import link, sweeps
+from workbench.scaling.strategies import ONE, SHORT
+
+CLAIMS = {int(x): y for x, y in json.loads(Path(__file__).with_name("claims.json").read_text("utf-8")).items()}
+TRUE, FALSE, ONLY, NOT = "true", "false", "true only if", "not measurable here"
+CARD = cards.find("gtx1080")  # the reports'
+BUDGET = CARD.total_bytes - CARD.context_bytes
+NOTHING = pd.DataFrame()
+NOISE = 1.5  # how wide the interval of a call against itself (A/A) may be, in the middle of all calls
+
+
+class Missing(LookupError):
+    """What a rule needs and nobody measured, or why nobody could."""
+
+
+class Seen(NamedTuple):
+    """What is known of one machine. calls: of `sweep`; messages: of `link.measure`; fits: of `lengths`; counts: of
+    `counts`, which are the same on any machine. Each may be empty."""
+
+    calls: pd.DataFrame = NOTHING
+    messages: pd.DataFrame = NOTHING
+    fits: pd.DataFrame = NOTHING
+    counts: dict = {}
+
+
+# --- what is measured, predicted and counted --------------------------------------------------------------------------
+
+
+def sweep(nproc: int, most: int, sizes: dict, **options) -> pd.DataFrame:
+    """Configurations of the reports on one device and, where nproc is two or more, divided over so many ranks: rows of
+    `scaling.sweeps.sweep`. most: the most tokens of what is divided, and an eighth of those of what is not.
+    sizes: of a Case, as dtype and device; options: the sweep's."""
+    names = [x for x in catalog.REPORTS if x.endswith(("-2k", "-8k", "-16k", "-8k-dilated"))]
+    modes = {"report-001-8k": "fwdbwd"}
+    divided = {x: catalog.report(x, most, mode=modes.get(x, "fwd"), **sizes) for x in names}
+    near, single = (catalog.report(x, at * most, **sizes) for x, at in (("report-003-131k", 8), ("report-004-237k", 4)))
+    alone = {"report-003-131k": near}
+    for x in (1, 0.5, 0.05, 0.01):
+        alone[f"report-001-density-{x:g}"] = replace(near, pattern=BlockSparse(layouts.random(x)))
+    for x, part, rate in (("rate-1", 1, 1), ("rate-2", 1, 2), ("quarters", 4, 1)):
+        alone[f"report-004-{x}"] = replace(single, pattern=Dilated([single.n // part], [rate], heads="partition"))
+
+    def of(case) -> tuple[str, ...]:
+        label = next((x for x, y in divided.items() if y is case and nproc > 1), "")
+        return (*SHORT, "sequence") if "report-000" in label else ("sequence",) if label else (ONE,)
+
+    return sweeps.sweep(divided | alone, nproc, of, say=None, **options)
+
+
+def lengths(cuda: bool, **options) -> pd.DataFrame:
+    """The longest forward in BUDGET for the sizes of the reports: dilated attention, measured on a card; else that and
+    dense, predicted for CARD by memory alone. theirs: the N that a report gives for `preset`."""
+    how = {"budgets": [BUDGET], "measure": True, "step": 0.02} if cuda else {"cards": [CARD], "seconds": math.inf}
+    found = []
+    for name in ("report-003-65k-ring", "report-003-131k", "report-004-213k", "report-004-237k"):
+        case = catalog.report(name, device="cuda")
+        ours = {"dilated": Dilated([4096, 16_384], [1, 2])} | ({} if cuda else {"dense": Dense()})
+        ours = {x: replace(case, pattern=pattern) for x, pattern in ours.items()}
+        found.append(frontier.sweep(ours, **how, say=None, **options).assign(preset=name, theirs=case.n))
+    return pd.concat(found, ignore_index=True)
+
+
+def counts(side: int = 64) -> dict[str, pd.DataFrame]:
+    """traces: peak bytes of dense calls on CARD, predicted; touched: percent of the blocks of 128 that a window touches
+    on a sequence of side^2 and on a grid of 16 times as many, by order; parts: errors of ways to add two parts."""
+    wide, small, single = (replace(catalog.report(x, device="cuda"), pattern=Dense())
+                           for x in ("report-000-65k", "report-003-131k", "report-004-8k"))  # fmt: skip
+    asked = [("scores stored", replace(wide, backend="eager"), 1), ("one card", wide, 1), ("one card", small, 1)]
+    asked += [(where, single.at(n << 10), world) for n in (16, 32, 64, 128)
+              for world, where in enumerate(("one card", "two cards"), 1)]  # fmt: skip
+    traces = []
+    for where, case, world in asked:
+        peak = estimate.trace(case, CARD, world=world, strategy="sequence" if world > 1 else "auto").requested_bytes
+        sizes = {x: case.fields()[x] for x in ("heads", "head_dim", "dtype", "n")}
+        traces.append({"where": where} | sizes | {"peak_bytes": peak, "bytes per token": peak / case.n})
+    n, grid, curve = side**2, (4 * side, 4 * side), orderings.hilbert((side, side)).curve
+    window = Neighborhood((n,), side)
+    seen = [("sequence", "as it is", n, window), ("sequence", "Hilbert", n, locality.reordered(window, curve))]
+    for name in ("row_major", "hilbert"):
+        seen.append(("grid", title(name), 16 * n, Neighborhood(grid, 8, getattr(orderings, name)(grid))))
+    seen = [(*x, size, 100 * float(locality.touched(pattern, size).mean())) for *x, size, pattern in seen]
+    touched = pd.DataFrame(seen, columns=["tokens", "order", "n", "percent of the blocks"])
+    return {"traces": pd.DataFrame(traces), "touched": touched, "parts": _parts()}
+
+
+def _parts(n: int = 512) -> pd.DataFrame:
+    q, k, v = torch.randn(3, 1, n, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
+    halves = (BlockSparse(x, 64) for x in (layouts.local(1), ~layouts.local(1)))
+    one, other = ((out.transpose(1, 2), lse) for out, lse in (attention(q, k, v, x, return_lse=True) for x in halves))
+    ways = {"one softmax, parts weighted by their denominators": merge(one, other)[0]}
+    ways |= {"the sum of both": one[0] + other[0], "their mean": (one[0] + other[0]) / 2}
+    want = reference(q, k, v, Dense())[0].transpose(1, 2)
+    errors = [(x, float((out - want).norm() / want.norm())) for x, out in ways.items()]
+    return pd.DataFrame(errors, columns=["two parts added as", "relative error"])
+
+
+def recorded(kinds: Iterable[str]) -> Seen:
+    """What is committed of these machines, each of its newest commit, of sweeps the newest that has the reports'
+    configurations, if one has."""
+    every = pd.concat([records.committed(x) for x in kinds], ignore_index=True)
+    every = every.reindex(columns=[*dict.fromkeys([*every, "label", "stage", "budget_bytes", "measured_n"])])
+    every = every.sort_values("run_utc", kind="stable")
+    swept, messages = (every[every["stage"].isin(x)] for x in (["sweep"], ["link", "cost"]))
+    mine = swept[swept["label"].astype(str).str.startswith("report-")]
+    fits = every[every["stage"].eq("search") & every["budget_bytes"].eq(BUDGET) & every["measured_n"].notna()]
+    of = ((swept, mine if len(mine) else swept), (messages, messages), (fits, fits))
+    return Seen(*(x[x["run_commit"].eq(y["run_commit"].iloc[-1])] if len(y) else y for x, y in of))
+
+
+def batches(rows: pd.DataFrame) -> pd.DataFrame:
+    """Those of a sweep's rows whose batch may be divided: of report 000, or of dense attention in other sweeps."""
+    return rows[rows["label"].str.startswith("report-000-") | rows["pattern"].eq("dense")]
+
+
+# --- facts of a claim: from one field of `Seen`, which is not empty ---------------------------------------------------
+
+
+def _batch(rows: pd.DataFrame, strategy: str) -> dict:
+    """Of the longest case of one sequence, and of several (many_...), a line of `multicard.by_batch` each."""
+    shares = multicard.by_batch(batches(rows)).query("strategy == @strategy").sort_values("N")
+    if shares.empty:
+        whys = rows[rows["strategy"].map(lambda x: SHORT.get(x, x)).eq(strategy)]["error"].dropna()
+        raise Missing(whys.iloc[0] if len(whys) else "it takes two ranks")
+    one, many = (shares[shares["sequences"].eq(1) == x].tail(1).to_dict("records") for x in (True, False))
+    return one[0] | {f"many_{x}": y for x, y in (many or one)[0].items()}
+
+
+def _calls(rows: pd.DataFrame, *labels: str, strategy: str = ONE) -> list[dict]:
+    done = multicard.ok(rows).drop_duplicates(["label", "strategy"], keep="last").set_index(["strategy", "label"])
+    if missing := [x for x in labels if (strategy, x) not in done.index]:
+        raise Missing("it takes two ranks" if strategy != ONE else f"{listed(missing)} did not run")
+    return [done.loc[(strategy, x)].to_dict() for x in labels]
+
+
+def _low(one: dict, other: dict) -> float:
+    """How many times as long as the other one call takes at least, between the extreme samples."""
+    return min(one["samples_ms"]) / max(other["samples_ms"])
+
+
+def _divided(rows: pd.DataFrame, label: str, other: str = "") -> dict:
+    """Of a case on ranks against one device; times: against another case on ranks, if there is one."""
+    (one,), (it, than) = _calls(rows, label), _calls(rows, label, other or label, strategy="sequence")
+    than = than if other else one
+    return {
+        "n": it["n"], "times": it["median_ms"] / than["median_ms"], "low": _low(it, than),
+        "like": it["peak_bytes"] / one["peak_bytes"], "mixed": it["extra_bytes"] / one["peak_bytes"],
+        "sent": binary(max(it["sent_bytes"])), "off": max(x for _, x in it["errors"].values()),
+    }  # fmt: skip
+
+
+def _near_linear(rows: pd.DataFrame) -> dict:
+    done = multicard.ok(rows).query("strategy == 'sequence'")
+    if done.empty:
+        raise Missing("it takes two ranks")
+    shares, names = done["speedup"] / done["nproc"], done["label"]
+    return {"many": len(done), "good": int((done["speedup_low"] / done["nproc"] >= 0.9).sum()), "best": shares.max(),
+            "least": shares.min(), "first": names[shares.idxmax()], "last": names[shares.idxmin()]}  # fmt: skip
+
+
+def _communication(rows: pd.DataFrame) -> dict:
+    """Of the call of report 000 that took longest: what moves, at the rate of this link, against what was added."""
+    case, rates = catalog.report("report-000-2k"), link.fit(rows)
+    if rates is None:
+        raise Missing("the link was not measured")
+    size = 4 * case.batch * case.n * case.heads * case.head_dim * case.dtype.itemsize // 2  # half of q, k, v and out
+    return {"size": binary(size), "took": 1000 * rates.message_s(size), "added": 452.1 - 58.0 / 2}
+
+
+def _sparse(rows: pd.DataFrame, density: float) -> dict:
+    full, few = _calls(rows, *(f"report-001-density-{x:g}" for x in (1, density)))
+    bytes_, ms, kept = (few[x] / full[x] for x in ("extra_bytes", "median_ms", "pairs"))
+    return {"n": few["n"], "bytes": bytes_, "faster": 1 / ms, "out": 1 - kept, "claimed": 1689.8 / 1549.0}
+
+
+def _after(rows: pd.DataFrame) -> dict:
+    """What a call leaves, which is its output, against what it holds at its peak."""
+    (x,) = _calls(rows, "report-003-131k")
+    out = (x["peak_bytes"] - x["extra_bytes"]) / 3  # of q, k and v
+    return {"n": x["n"], "after": binary(out), "peak": binary(x["peak_bytes"]), "kept": out / x["peak_bytes"]}
+
+
+def _dilation(rows: pd.DataFrame) -> dict:
+    one, two, equal = _calls(rows, *(f"report-004-{x}" for x in ("rate-1", "rate-2", "quarters")))
+    covered = [float(torch.as_tensor(from_spec(x["pattern_spec"]).coverage(64, 8)).mean()) for x in (two, equal)]
+    return {"faster": one["median_ms"] / two["median_ms"], "pairs": two["pairs"] / one["pairs"], "rows": covered[0],
+            "all": covered[1], "itself": equal["median_ms"] / two["median_ms"], "low": _low(equal, two)}  # fmt: skip
+
+
+def _longest(rows: pd.DataFrame, preset: str) -> dict:
+    case = catalog.report(preset).fields()
+    same = rows[rows["n"].notna() & (rows[["head_dim", "dtype"]] == [case["head_dim"], case["dtype"]]).all(axis=1)]
+    if same.empty:
+        raise Missing("no search for the longest sequence")
+    best = same.loc[same["n"].astype(float).idxmax()]
+    return {"n": best["n"], "what": title(best["pattern"]), "times": best["n"] / case["n"]}
+
+
+def _counted(found: dict) -> dict:
+    at = {(x.where, x.heads, x.dtype, x.n): x.peak_bytes for x in found["traces"].itertuples()}
+    one, two = ({n: at[x, 8, "float32", n << 10] for n in (16, 32, 64, 128)} for x in ("one card", "two cards"))
+    of, parts = found["touched"].iloc[:, -1].tolist(), found["parts"].iloc[:, -1].tolist()
+    fused, saved = at["one card", 8, "float16", 1 << 16], [(one[n] - two[n]) / 2**30 for n in (32, 64, 128)]
+    return {
+        "tensor": binary(8 * 64 * 2 << 16), "fused": binary(fused), "fits": fused < BUDGET,
+        "stored": binary(at["scores stored", 8, "float16", 1 << 16]), "wide": one[128] / (1 << 17),
+        "small": at["one card", 2, "float16", 1 << 17] / (1 << 17), "saved": listed(f"{x:.2f}" for x in saved),
+        "most": saved[-1], "grown": two[32] / two[16], "sequence": of[1] / of[0], "grid": of[3] / of[2],
+        "merged": parts[0], "summed": parts[1], "mean": parts[2],
+    }  # fmt: skip
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+class Rule(NamedTuple):
+    """data: the field of `Seen` that decides; facts: what it gives; holds: whether these make the claim true, None
+    where nothing can; then: whether they do under the condition `only` of claims.json; timed: whether time decides."""
+
+    data: str
+    facts: Callable
+    holds: Callable[[dict], bool | None]
+    then: Callable[[dict], bool] = lambda x: False
+    timed: bool = False
+
+
+_DP, _DDP = (partial(_batch, strategy=x) for x in ("DataParallel", "DDP"))
+_LESS = (lambda x: x["peak"] <= 0.6, lambda x: x["many_peak"] <= 0.6)
+RULES = {
+    1: Rule("calls", _DP, *_LESS),
+    2: Rule("calls", _DP, lambda x: x["low"] > 1, lambda x: x["many_low"] > 1),
+    3: Rule("messages", _communication, lambda x: x["took"] > x["added"] / 2),
+    4: Rule("counts", _counted, lambda x: False, lambda x: x["fits"]),
+    5: Rule("calls", _near_linear, lambda x: x["good"] == x["many"], lambda x: x["good"] > 0),
+    6: Rule("calls", _DDP, *_LESS),
+    7: Rule("calls", partial(_sparse, density=0.05), lambda x: x["bytes"] < 0.1),
+    8: Rule("counts", _counted, lambda x: x["most"] > 8),
+    9: Rule("calls", partial(_divided, label="report-002-8k"), lambda x: x["times"] > 100, timed=True),
+    10: Rule("calls", partial(_divided, label="report-002-8k"), lambda x: x["like"] < 0.6),
+    11: Rule("fits", partial(_longest, preset="report-003-131k"), lambda x: x["times"] < 1.1),
+    12: Rule("calls", _after, lambda x: x["kept"] > 0.9),
+    13: Rule("counts", _counted, lambda x: x["small"] > 17_500),
+    14: Rule("calls", partial(_sparse, density=0.01), lambda x: 0.8 < x["faster"] / x["claimed"] < 1.25, timed=True),
+    15: Rule("calls", _dilation, lambda x: x["low"] > 1.1, lambda x: x["faster"] > 1.25, timed=True),
+    16: Rule("fits", partial(_longest, preset="report-004-237k"), lambda x: x["times"] < 1.1),
+    17: Rule("calls", partial(_divided, label="report-004-8k-dilated", other="report-004-8k"),
+             lambda x: x["low"] > 1, timed=True),
+    18: Rule("counts", _counted, lambda x: x["grown"] > 3),
+    19: Rule("counts", _counted, lambda x: x["sequence"] < 1, lambda x: x["grid"] < 1),
+    20: Rule("calls", partial(_divided, label="report-001-8k"), lambda x: None),
+    21: Rule("counts", _counted, lambda x: x["summed"] < 1e-6, lambda x: x["merged"] < 1e-6),
+}  # fmt: skip
+
+
+def judge(claim: int, seen: Seen) -> tuple[str, str]:
+    """(the verdict, the figures that decide)."""
+    rule, words = RULES[claim], CLAIMS[claim]
+    try:
+        if not len(rows := getattr(seen, rule.data)):
+            raise Missing("nothing was measured")
+        facts = rule.facts(rows)
+        again = rows[rows["strategy"].eq(AA)] if rule.timed else None
+        if rule.timed and (again["speedup_high"] / again["speedup_low"]).median() > NOISE:
+            raise Missing("the device was busy: a call measured against itself differs too much")
+    except Missing as why:
+        return f"{NOT} ({why})", ""
+    holds = rule.holds(facts)
+    lacks = f"{NOT} ({words['only']})" if holds is None else f"{ONLY} {words['only']}" if rule.then(facts) else FALSE
+    return TRUE if holds else lacks, words["said"].format_map(facts)
+
+
+def answers(here: Seen, card: Seen, where: str) -> pd.DataFrame:
+    """The table of claims, a row each: verdict and figures here, and those on record for `where` if there are any. What
+    is counted or predicted is the same everywhere. record: the probe, and the commit of what is on record."""
+    lines, fits = [], "frontier" if "measured" in here.fits and here.fits["measured"].any() else "predicted"
+    for claim, words in CLAIMS.items():
+        data, ours, theirs = RULES[claim].data, judge(claim, here), judge(claim, card)
+        known = not theirs[0].startswith(NOT)
+        commit = f", {getattr(card, data)['run_commit'].iloc[0][:7]}" if known else ""
+        counted = "predicted" if "predicted" in words["run"] else "counted"
+        lines.append({
+            "no.": claim, "claim": f"“{words['quote']}” ({words['report']})", "what was run": words["run"],
+            "here": ". ".join(filter(None, ours)), where: ". ".join(theirs) * known,
+            "record": {"fits": fits, "counts": counted}.get(data, "scaling") + commit,
+        })  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+def linked(frame: pd.DataFrame):
+    """`answers` as a Styler: numbers are links to the sections, verdicts stand out."""
+    forms = dict.fromkeys(frame, lambda x: escape(x).replace("_", "_<wbr>"))
+    forms["no."] = lambda x: f'<a href="#{CLAIMS[x]["section"]}">{x}</a>'
+
+    def strong(text: str) -> str:
+        room = "<div style='min-width: min(12rem, 13vw)'>" * bool(text)
+        return room + "<b>{}</b>{}{}".format(*escape(text).partition(". "))
+
+    return frame.style.format(forms | dict.fromkeys(frame.columns[3:5], strong)).hide()
+
+
+def about(frame: pd.DataFrame, claim: int) -> str:
+    """A claim in its section: the question, the quote, and the answers of the table."""
+    words, (_, _, _, *said, _) = CLAIMS[claim], frame[frame["no."].eq(claim)].iloc[0]
+    lines = [f"**{claim}. {words['question']}** Report {words['report']}: *“{words['quote']}”*"]
+    places = zip(("Here", f"On {frame.columns[4]}"), said, strict=True)
+    return "\n\n".join(lines + ["{}: **{}**{}{}".format(place, *x.partition(". ")) for place, x in places if x])
+
+
+def tally(said: pd.Series) -> str:
+    """How many of the claims have which verdict, in words."""
+    kinds = {f"{TRUE}.": TRUE, ONLY: "true under a condition", FALSE: "false", NOT: NOT}
+    many = {words: int(said.str.startswith(x).sum()) for x, words in kinds.items()}
+    return listed(f"**{count}** {words}" for words, count in many.items() if count)

@@ -1,0 +1,98 @@
+"""Sequences of different lengths in one call: each document attends within itself, and costs what its tokens cost.
+
+The tokens of a batch lie on one line, B * N of them, which is split where documents begin and end; documents of one
+length go through one call together, all others through calls of their own. Where those of one length are no neighbours,
+all tokens are sorted by the length of their document once, and the results once back. The backward of a split is one
+concatenation, where that of as many slices would add as many full tensors.
+
+Dimensions: B batch, N positions, H query heads, G key heads, D head_dim. A line is (starts, sizes, kinds) of the pieces
+that it is cut into: the kind of a document is (batch entry whose pattern it has, length), that of padding None.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from workbench.engines.operators import lse_dtype
+from workbench.patterns import Pattern
+from workbench.patterns.base import ranges
+from workbench.patterns.checks import describe
+
+IDS = "ids (B, N), or for a batch of 1 the cumulative lengths (documents + 1,) from 0 to N"
+Line = tuple[list[int], list[int], list[tuple[int, int] | None]]
+
+
+@torch._disable_dynamo
+def cut(q: Tensor, k: Tensor, pattern: Pattern, lengths, documents) -> Line:
+    """ValueError for lengths and documents that `attention` does not take, and documents that the pattern does not."""
+    (b, n), padded = k.shape[:2], lengths is not None
+    name, value = ("lengths", lengths) if padded else ("documents", documents)
+    if padded and documents is not None:
+        raise ValueError("lengths and documents: want one of them; padding may have an id of its own in documents")
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name}={describe(value)}: want an int32 or int64 tensor")
+    if q.shape[1] != n:
+        raise ValueError(f"{name} with {q.shape[1]} queries on {n} keys: want all the queries, Nq == N")
+    value = value.cpu().long()
+    if padded and (value.shape != (b,) or bool(((value < 0) | (value > n)).any())):
+        raise ValueError(f"lengths={value.tolist()}: want {b} of them, from 0 to {n}, padding on the right")
+    sequences = torch.stack([value * 0, value], 1) + torch.arange(b)[:, None] * n if padded else None
+    starts = sequences.flatten() if padded else _starts(value, b, n)
+    sizes = starts.diff(append=torch.tensor([b * n])).tolist()
+    entries = (starts // max(1, n) if pattern.batch else starts * 0).tolist()
+    kinds: list = list(zip(entries, sizes, strict=True))
+    if padded:
+        kinds[1::2] = [None] * b
+    patterns = pattern.each()
+    for entry, size in filter(None, {*kinds}):
+        patterns[entry].check(size, q.shape[2])
+    return starts.tolist(), sizes, kinds
+
+
+def _starts(documents: Tensor, b: int, n: int) -> Tensor:
+    """Where on the line each document begins."""
+    if documents.ndim == b == 1 and [*documents[:1], *documents[-1:]] == [0, n] and not (documents.diff() < 0).any():
+        return documents[:-1]
+    if documents.shape != (b, n):
+        raise ValueError(f"documents={describe(documents)} in a batch of {b} with N={n}: want {IDS}")
+    row, column = torch.cat([torch.ones(b, min(1, n)), documents.diff()], 1).nonzero(as_tuple=True)
+    found, many = torch.stack([row, documents[row, column]], 1).unique(dim=0, return_counts=True)
+    if len(found) < len(row):
+        row, name = found[many > 1][0].tolist()
+        raise ValueError(f"documents[{row}]: id {name} is in several places: want a document in one")
+    return row * n + column
+
+
+@torch._disable_dynamo
+def attend(one: Callable, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, line: Line):
+    """(out (B, N, H, D), lse (B, H, N) or None) from one(q, k, v, pattern) -> (out, lse or None) of each length."""
+    starts, sizes, kinds = line
+    groups: dict = {}  # of pieces that are one call; a piece of padding is none
+    for x, kind in enumerate(kinds):
+        groups.setdefault(kind or x, []).append(x)
+    order, to, back = [x for members in groups.values() for x in members], None, None
+    if order != sorted(order):
+        to = ranges(*torch.tensor([starts, sizes])[:, order])
+        to, back = to.to(q.device), to.argsort().to(q.device)
+    many = [sum(sizes[x] for x in members) for members in groups.values()]
+    parts = zip(*(_moved(x.flatten(0, 1), to).split(many) for x in (q, k, v)), strict=True)
+    patterns, outs, lses = pattern.each(), [], []
+    for kind, part in zip(groups, parts, strict=True):
+        if isinstance(kind, tuple):
+            entry, size = kind
+            out, lse = one(*(x.unflatten(0, (-1, size)) if size else x[None] for x in part), patterns[entry])
+        else:
+            out = torch.zeros_like(part[0][None])
+            lse = out.new_full((1, q.shape[2], len(part[0])), -torch.inf, dtype=lse_dtype(q))
+        outs.append(out.flatten(0, 1))
+        lses.append(None if lse is None else lse.transpose(1, 2).flatten(0, 1))
+    out = _moved(torch.cat(outs), back).unflatten(0, q.shape[:2])
+    if any(x is None for x in lses):
+        return out, None
+    return out, _moved(torch.cat(lses), back).unflatten(0, q.shape[:2]).transpose(1, 2)
+
+
+def _moved(line: Tensor, index: Tensor | None) -> Tensor:
+    """Row index[i] at place i."""
+    return line if index is None else line.index_select(0, index)
