@@ -26,9 +26,12 @@ CASES = {  # name: (pattern, positions, heads, key heads, chunk)
     "blocks, causal": (wb.BlockSparse(LAYOUT, (16, 8), causal=True), 301, 2, 2, 50),
     "window": (wb.Neighborhood(333, 40), 333, 4, 2, 64),
     "window wider than a chunk": (wb.Neighborhood(100, 40), 100, 1, 1, 16),
+    "causal window": (wb.Window(50, causal=True), 333, 4, 2, 64),
+    "sinks": (wb.Window(20, causal=True, sinks=5), 200, 2, 1, 64),
+    "a predicate": (wb.Predicate(lambda h, i, j: (i - j) % 3 == 0, causal=True), 150, 2, 2, 64),
     "grid": (wb.Neighborhood((20, 17), 3, wb.orderings.hilbert((20, 17))), 340, 2, 2, 64),
 }
-BACKWARD = [name for name in CASES if not name.startswith(("dense", "blocks", "grid"))]
+BACKWARD = [name for name in CASES if not name.startswith(("dense", "blocks", "grid", "sinks", "a pred"))]
 D = 8
 
 
@@ -207,11 +210,11 @@ def test_a_full_disk_is_an_error_before_work(tmp_path, monkeypatch):
 
 def test_what_cannot_be_run_is_refused_by_name(monkeypatch):
     pattern, options, (q, k, v) = made("dense")
-    out, long, other = torch.empty_like(q), wb.Dilated([4], [1]), wb.Predicate(lambda h, i, j: i == j)
+    out, long = torch.empty_like(q), wb.Dilated([4], [1])
     refused = {
         "want other memory": lambda: streaming.attention((q, k, v), pattern, q, **options),
         "has no such option": lambda: streaming.attention((q, k, v), pattern, out, **options, mask=1),
-        "want a dense, dilated": lambda: streaming.attention((q, k, v), other, out, **options),
+        "that of one sequence": lambda: streaming.attention((q, k, v), "dense", out, **options),
         "want a dilated pattern or a window": lambda: streaming.gradients(
             (q, k, v), pattern, q, results(q), (q, k, v), **options),
         "source: k is torch.float64": lambda: streaming.attention((q, k[:-1], v), pattern, out, **options),

@@ -13,10 +13,10 @@ from workbench.engines import partial
 from workbench.engines.check import DTYPES, refuse
 from workbench.engines.layers import MultiheadAttention
 from workbench.fit import cards
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
+from workbench.patterns import Dilated, Pattern
 from workbench.patterns.checks import choice, describe, device, whole
 from workbench.streaming import files, host
-from workbench.streaming.calls import Calls, on_a_line
+from workbench.streaming.calls import Calls, window_of
 from workbench.streaming.plan import Plan, plan
 from workbench.streaming.run import Backward, Forward, Stream
 
@@ -62,11 +62,11 @@ def gradients(
 ) -> dict:
     """dq, dk and dv, written to `sink`, tensors like the three of the source (q, k, v), from out's gradient, `grad`.
 
-    result: (out, lse) as `attention` gave them. For dilated patterns and windows on a line: the gradient of a key comes
+    result: (out, lse) as `attention` gave them. For dilated patterns and windows: the gradient of a key comes
     from many chunks in others. The rest as in `attention`, budget_bytes too.
     """
-    if not isinstance(pattern, Dilated) and not on_a_line(pattern):
-        raise ValueError(f"pattern={pattern!r}: want a dilated pattern or a window on a line for gradients")
+    if not isinstance(pattern, Dilated) and not window_of(pattern):
+        raise ValueError(f"pattern={pattern!r}: want a dilated pattern or a window without sinks for gradients")
     others = dict(zip(("grad", "out", "lse"), (grad, *result), strict=True))
     job = Backward(tuple(source), others, tuple(sink), pattern.divisor(whole("heads", heads, 1)))
     return _run(job, pattern, _options(heads, head_dim, dtype, more.pop("budget_bytes", None), more))
@@ -109,8 +109,8 @@ def _options(heads, head_dim, dtype, budget_bytes, more: dict) -> SimpleNamespac
 
 def _planned(job, pattern, options, card=None) -> Plan:
     """The plan, after all checks that need no memory."""
-    if not isinstance(pattern, (Dense, Dilated, Neighborhood, BlockSparse)) or pattern.batch not in (None, 1):
-        raise ValueError(f"pattern={pattern!r}: want a dense, dilated, neighborhood or block-sparse one for a sequence")
+    if not isinstance(pattern, Pattern) or pattern.batch not in (None, 1):
+        raise ValueError(f"pattern={pattern!r}: want a pattern, that of one sequence")
     n, heads = len(next(iter(job.tensors.values()))), options.heads
     kv_heads = getattr(job.source, "kv_heads", None) or (
         heads if isinstance(job.source, host.Projected) else job.source[1].shape[1]

@@ -5,13 +5,13 @@ A chunk is a run of queries whose results are on the card together. By pattern:
     dense          a call on each chunk of keys that it sees, merged by lse
     dilated        one call on the chunk itself, for the branches whose segments lie inside chunks; of the longer ones
                    every r-th row is kept (`Kept`): they are computed first, on these rows alone, and merged by lse
-    neighborhood   one call, on the keys within the radius
-    block-sparse   one call, on the key blocks that the chunk's blocks see
+    window         one call on the chunk and what lies within the window's reach
+    others         one call, on the keys within a neighborhood's radius, or the key blocks that the chunk's blocks see
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from workbench.distributed import halo, views
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern
+from workbench.distributed.plans import on_grid
+from workbench.patterns import Dense, Dilated, Pattern, Window
 
 Positions = range | Tensor  # ascending but for -1, padding that no query sees
 EVERY = slice(None)
@@ -84,10 +85,10 @@ class Calls:
     heads: int
     kv_heads: int
     chunk: int
-    windows: dict[int, Neighborhood] = field(default_factory=dict)  # by length
 
     def __post_init__(self):
-        unit = math.lcm(*self.pattern.block_size) if isinstance(self.pattern, BlockSparse) else 1
+        unit = 1 if isinstance(self.pattern, (Dense, Dilated, Window)) or on_grid(self.pattern) else math.lcm(
+            *(min(self.n, x) for x in self.pattern.block_of()))  # fmt: skip
         chunk = max(self.chunk, unit)
         for w in sorted(getattr(self.pattern, "segment_lengths", ())):
             unit = math.lcm(unit, w) if math.lcm(unit, w) <= chunk else unit
@@ -102,10 +103,20 @@ class Calls:
         """The most queries and keys of a call."""
         if isinstance(self.pattern, (Dense, Dilated)):
             return self.chunk, self.chunk
-        if on_a_line(self.pattern):
-            return (min(self.n, self.chunk + 2 * self.pattern.radius[0]),) * 2
+        if self.window:
+            return (min(self.n, self.chunk + 2 * self.reach),) * 2
         sizes = [(len(call.queries), len(call.keys)) for chunk in self.chunks for call in self.of_chunk(chunk)]
         return tuple(map(max, zip(*sizes, strict=True)))
+
+    @cached_property
+    def window(self) -> Window | None:
+        return window_of(self.pattern)
+
+    @cached_property
+    def reach(self) -> int:
+        """How far from its query, or from its key, the window goes."""
+        back, ahead, step, _ = self.window.reach(self.n)
+        return max(back, ahead) * step
 
     @cached_property
     def inside(self) -> list[int]:
@@ -157,26 +168,32 @@ class Calls:
         elif isinstance(pattern, Dense):
             for keys in self.chunks[: chunk.start // self.chunk + 1 if pattern.causal else None]:
                 yield Call(chunk, keys, Dense(pattern.causal and keys == chunk))
-        elif isinstance(pattern, BlockSparse):
-            rows = halo.block_sparse(pattern, self.n, self.heads, self.kv_heads, chunk, chunk)
-            needed = torch.cat([x.positions for x in rows]).unique()
-            view = views.block_sparse(pattern.for_batch(0), chunk, chunk, needed, self.n)
+        elif self.window:
+            around = range(max(0, chunk.start - self.reach), min(self.n, chunk.stop + self.reach))
+            yield Call(around, around, self.window, slice(chunk.start - around.start, chunk.stop - around.start))
+        else:
+            view = self._view(chunk)
             padded = torch.cat([torch.arange(chunk.start, chunk.stop), torch.full((view.spare,), -1)])
             yield Call(padded if view.spare else chunk, view.position, view.pattern, slice(0, len(chunk)))
-        elif on_a_line(pattern):
-            around = range(max(0, chunk.start - pattern.radius[0]), min(self.n, chunk.stop + pattern.radius[0]))
-            window = self.windows.get(len(around)) or Neighborhood(len(around), pattern.radius[0])
-            self.windows[len(around)] = window  # lists of blocks are kept with it
-            yield Call(around, around, window, slice(chunk.start - around.start, chunk.stop - around.start))
-        else:
+
+    def _view(self, chunk: range) -> views.View:
+        pattern = self.pattern.for_batch(0)
+        if isinstance(pattern, Window):
+            return views.window(pattern, chunk, self.n)
+        if on_grid(pattern):
             others = halo.neighborhood(pattern, chunk, chunk).positions
-            view = views.neighborhood(pattern, torch.cat([others, torch.arange(chunk.start, chunk.stop)]), len(chunk))
-            yield Call(chunk, view.position, view.pattern)
+            return views.neighborhood(pattern, torch.cat([others, torch.arange(chunk.start, chunk.stop)]), len(chunk))
+        rows = halo.listed(pattern, self.n, self.heads, self.kv_heads, chunk, chunk)
+        needed = torch.cat([x.positions for x in rows]).unique()
+        return views.beside(pattern, chunk, chunk, needed, self.n, self.heads)
 
 
-def on_a_line(pattern: Pattern) -> bool:
-    """Whether it is a window on positions as they are."""
-    return isinstance(pattern, Neighborhood) and len(pattern.shape) == 1 and pattern.ordering is None
+def window_of(pattern: Pattern) -> Window | None:
+    """The pattern as a window on any run of positions; None where it is none, or has sinks."""
+    if isinstance(pattern, Window):
+        return None if pattern.sinks else pattern
+    line = on_grid(pattern) and len(pattern.shape) == 1 and pattern.ordering is None
+    return Window(2 * pattern.radius[0]) if line and pattern.radius[0] else None
 
 
 def _nested(branch: tuple[int, int, int], base: tuple[int, int, int]) -> bool:

@@ -2,12 +2,11 @@
 
 import copy
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 from torch import Tensor, nn
 
 from workbench.fit import allocator, cards, estimate, tracer
-from workbench.patterns import BlockSparse, Dense
+from workbench.patterns import Dense, Dilated
 from workbench.probes.case import Case
 from workbench.streaming import host
 from workbench.streaming.calls import Calls
@@ -24,7 +23,7 @@ class Plan:
 
     kept: rows of the long branches of a dilated pattern, gathered before the first chunk; their results stay there
     bytes_in, bytes_out: to the card and from it. peak: of all tensors on the card, weights too; reserved: of its
-        allocator. pinned: on the host, beside source and sink
+        allocator; None where the program looks at data. pinned: on the host, beside source and sink
     traffic_ms, products_ms: modelled; no run takes less than the longer one. products_ms is None where nothing alike
         was measured
     """
@@ -34,8 +33,8 @@ class Plan:
     kept: int
     bytes_in: int
     bytes_out: int
-    peak: int
-    reserved: int
+    peak: int | None
+    reserved: int | None
     pinned: int
     traffic_ms: float
     products_ms: float | None
@@ -45,13 +44,14 @@ class Plan:
         return None if self.products_ms is None else max(self.traffic_ms, self.products_ms)
 
     def __str__(self):
+        peak = "an unknown number of" if self.peak is None else f"at most {self.peak:,}"
         time = "time is not modelled"
         if self.milliseconds is not None:
             time = f"{self.milliseconds / 1000:.3g} s on {self.card}, modelled"
         return (
             f"{len(self.calls.chunks):,} chunks of at most {self.calls.chunk:,} positions; {self.kept:,} rows of long "
             f"branches are gathered first; {self.bytes_in / 1e9:.3g} GB to the card, {self.bytes_out / 1e9:.3g} GB "
-            f"back; at most {self.peak:,} bytes on the card, {self.pinned:,} more pinned on the host; {time}"
+            f"back; {peak} bytes on the card, {self.pinned:,} more pinned on the host; {time}"
         )
 
 
@@ -59,7 +59,7 @@ def plan(job, calls: Calls, options, card: cards.Card, budget: int | None) -> Pl
     """The first chunk length that the budget holds, of calls.n positions. ValueError where none is."""
     tried, least = set(), []
     for chunk in [options.chunk] if options.chunk else _lengths(calls.n):
-        calls = replace(calls, chunk=chunk, windows={})
+        calls = replace(calls, chunk=chunk)
         if calls.chunk in tried:
             continue
         tried.add(calls.chunk)
@@ -68,7 +68,7 @@ def plan(job, calls: Calls, options, card: cards.Card, budget: int | None) -> Pl
         if budget is None or least[-1] <= budget:
             found = _rehearsed(job, calls, options, card)
             least[-1] = found.reserved
-            if budget is None or found.reserved <= budget:
+            if budget is None or found.reserved is None or found.reserved <= budget:
                 return found
     raise ValueError(f"budget_bytes={budget:,}: want at least {min(least):,} for this pattern at {calls.n:,} positions")
 
@@ -83,10 +83,16 @@ def _lengths(n: int):
 def _rehearsed(job, calls: Calls, options, card: cards.Card) -> Plan:
     # Patterns keep what they find on the card, which is not there: a copy rehearses. Dense chunks are all alike.
     n = min(calls.n, 2 * calls.chunk + calls.n % calls.chunk) if isinstance(calls.pattern, Dense) else calls.n
-    copied = replace(calls, pattern=copy.copy(calls.pattern), n=n, windows={})
+    copied = replace(calls, pattern=copy.copy(calls.pattern), n=n)
     stream = Stream(copied, job, "rehearsal", options, _telling(copied))
-    program = SimpleNamespace(prepare_from=lambda make: (replace(stream, job=_on_card(job)).run, "streaming"))
-    used = allocator.replay(tracer.run(program, card).events)
+    peak = reserved = None
+    try:
+        life = tracer.run(lambda: (replace(stream, job=_on_card(job)).run, "streaming"), card)
+        used = allocator.replay(life.events)
+        peak, reserved = used.peak_requested, used.peak_reserved
+    except tracer.CannotTrace:
+        if options.budget_bytes is not None:
+            raise
     each = {name: _row_bytes(x) for name, x in job.tensors.items()}
     sink = [x for x in job.sink if x is not None]
     kept = sum(map(len, calls.kept))
@@ -101,7 +107,7 @@ def _rehearsed(job, calls: Calls, options, card: cards.Card) -> Plan:
     case = Case(calls.pattern, calls.n, calls.heads, options.head_dim, options.dtype, mode=mode, device="cuda")
     products = estimate.milliseconds(case, card, "cudnn" if isinstance(calls.pattern, Dense) else "triton")
     traffic = max(bytes_in, bytes_out) / HOST_GBS / 1e6
-    sizes = kept, bytes_in, bytes_out, used.peak_requested, used.peak_reserved, 2 * pinned
+    sizes = kept, bytes_in, bytes_out, peak, reserved, 2 * pinned
     return Plan(calls, card.key, *sizes, traffic, products)
 
 
@@ -112,8 +118,9 @@ def _row_bytes(x: Tensor) -> int:
 def _telling(calls: Calls) -> list[range]:
     """The chunks after which memory holds nothing new: a few, of first, middle and last ones, unless all differ."""
     middle, every = len(calls.chunks) // 2, range(len(calls.chunks))
+    alike = calls.window or isinstance(calls.pattern, (Dense, Dilated))
     few = {*every[:3], *every[middle : middle + 2], *every[-2:]}
-    return [calls.chunks[x] for x in (every if isinstance(calls.pattern, BlockSparse) else sorted(few))]
+    return [calls.chunks[x] for x in (sorted(few) if alike else every)]
 
 
 def _on_card(job):
