@@ -86,7 +86,7 @@ def unfit(pattern, n: int, nq: int) -> str | None:
 def preferred(q: Tensor, k: Tensor, pattern) -> bool:
     """Whether the engine is there, takes the call, and was measured to be the faster for such (on an H200)."""
     least = 16_384 if isinstance(pattern, Dense) else 1024  # dense calls that are shorter wait for the host
-    if MISSING or q.shape[3] not in (64, 128) or min(q.shape[1], k.shape[1]) < least or why_not(q, k, pattern):
+    if MISSING or q.shape[3] not in (32, 64, 128) or min(q.shape[1], k.shape[1]) < least or why_not(q, k, pattern):
         return False
     return not isinstance(pattern, Dilated) or pattern.answer(worthwhile, index(k.shape[1]))
 
