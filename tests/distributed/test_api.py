@@ -19,7 +19,7 @@ from workbench.distributed import call
     ("queries", "rank 0 has 32 queries on 32 keys: the last 63 of 64 positions"),
     ("v", "k (1, 32, 4, 8), v (1, 31, 4, 8)"), ("strategy", "strategy='ring': want one of"),
     ("heads", "3 heads on 3 key heads, want multiples of 2"),
-    ("lengths", "lengths=[3]: attention has no such option"),
+    ("lengths", "or give ranks whole documents"), ("softcap", "give ranks whole sequences"),
     ("tokens", "n=64 on a neighborhood of shape (9, 9)"),
 ])  # fmt: skip
 def test_refused_on_every_rank_before_data_moves(ranks, what, words):
@@ -54,6 +54,10 @@ def test_an_out_of_memory_in_the_backward_is_raised_on_all_and_the_group_goes_on
 def test_queries_that_one_rank_has_changed_before_the_backward_are_an_error_on_all_and_the_group_goes_on(ranks):
     first, last = ranks(2).run(work.changed_before_the_backward)
     assert "modified by an inplace operation" in last and first.startswith("rank 1: one of the variables needed")
+
+
+def test_a_function_that_answers_otherwise_before_the_backward_is_an_error_on_all(ranks):
+    assert all("has changed since the forward" in text for text in ranks(2).run(work.changed_function))
 
 
 @pytest.mark.parametrize("backward, forgets", [(False, ()), (False, (0,)), (False, (0, 1)), (True, ())])

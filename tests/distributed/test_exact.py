@@ -39,7 +39,10 @@ BY_HEADS = [  # 4 heads or 8 on 2 or 4 key heads, and so on: what two ranks can 
 ]
 
 
-@pytest.mark.parametrize("id", tools.tiers(BY_HEADS, ["geometric", "dense-causal", "blocks-whole", "each-head-its-own"]))
+DAILY_BY_HEADS = ["geometric", "dense-causal", "blocks-whole", "each-head-its-own"]
+
+
+@pytest.mark.parametrize("id", tools.tiers(BY_HEADS, DAILY_BY_HEADS))
 def test_by_heads(ranks, id):
     check(ranks(2).run(work.exact, id, "heads"))
 
@@ -62,9 +65,11 @@ def interpreting():
 
 BY_KERNELS = [
     *((id, "float32") for id in ("dense-causal", "last-queries", "grid-rows", "grid-near-hilbert", "blocks-of-16")),
+    *((id, "float32") for id in ("window-near", "union-of-blocks", "by-head-causal")),
     *((id, "float16") for id in ("dense-causal", "geometric-causal", "partition", "blocks-of-16-causal")),
 ]
-DAILY = [("blocks-of-16", "float32"), ("geometric-causal", "float16"), ("grid-rows", "float32")]
+DAILY = [("blocks-of-16", "float32"), ("geometric-causal", "float16"), ("grid-rows", "float32"),
+         ("by-head-causal", "float32")]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", tools.tiers(BY_KERNELS, DAILY), ids=str)

@@ -64,6 +64,8 @@ def test_what_is_in_the_padding_is_never_read_and_gets_no_gradient():
     out = attention(*leaves, Dense(), lengths=lengths)
     for x in (out, *torch.autograd.grad(out, leaves, g)):
         assert not x[padding].any() and x.isfinite().all()
+    narrow = attention(q, k, v[..., :5], Dense(), lengths=lengths)
+    torch.testing.assert_close(narrow, reference(q, k, v[..., :5], Dense(), lengths=lengths)[0])
 
 
 def test_a_layout_for_each_sequence_and_one_for_all_heads_of_each():
@@ -126,7 +128,7 @@ REFUSED = {
     "key-padding": (bad(key_padding_mask=two > 0), "padding on the right is attention's lengths=(B,); on the left:"),
     "mask": (bad(attn_mask=two > 0), "e.g. Predicate(lambda h, i, j: seen[i, j]); padding on the right is"),
     "of-flash": (bad(cu_seqlens=two), "packed sequences are attention's documents="),
-    "on-ranks": (bad(distributed.attention, lengths=two), "over ranks, call it for each document, or give ranks"),
+    "on-ranks": (bad(distributed.attention, lengths=two), "call it for each document, or, over ranks, give"),
     "on-ranks-too": (bad(distributed.attention, documents=two), "give ranks whole documents and call workbench"),
 }  # fmt: skip
 

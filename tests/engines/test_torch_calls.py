@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import tools
-from workbench import BlockSparse, Dense, Dilated, Predicate, attention, layouts
+from workbench import BlockSparse, Dense, Dilated, Predicate, attention, layouts, reference
 from workbench.engines.torch import block_sparse, fused
 
 
@@ -91,3 +91,10 @@ def test_a_forward_holds_at_most_three_times_its_output(tmp_path):
     with torch.no_grad():
         peak = peak_above_inputs(lambda: attention(q, k, v, pattern, backend="torch"), tmp_path / "trace.json")
     assert output <= peak <= 3 * output
+
+
+def test_blocks_longer_than_the_sequence_take_no_memory_of_their_own():
+    q, far = torch.randn(1, 50, 2, 8), BlockSparse(layouts.local(0), 1 << 40)
+    for pattern in (far, far & Predicate(lambda h, i, j: i != j)):
+        want = reference(q, q, q, pattern)[0]
+        torch.testing.assert_close(attention(q, q, q, pattern, backend="torch").double(), want, atol=1e-5, rtol=1e-5)

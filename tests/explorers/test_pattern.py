@@ -52,7 +52,7 @@ def test_what_would_block_the_page_is_not_counted_and_says_so():
 def test_arrow_keys_look_at_another_token(page):
     page.slide("[name=kind]", "window")
     page.slide("[name=n]", "100")
-    page.slide("[name=radius]", "1")
+    page.slide("[name=width]", "3")
     assert "token 32 depends on 5%" in page.run(NOTE)
     page.press("ArrowUp")
     assert "token 31" in page.run(NOTE)
@@ -63,11 +63,14 @@ def test_it_starts_from_any_pattern_that_the_page_computes_and_refuses_others():
     made = explorer.explore(wb.BlockSparse(layouts.local(2) | layouts.strided(4), 16), 128, 2)
     assert made.data["kind"] == "blocks" and [made.data[x] for x in ("local", "global", "strided")] == [2, None, 4]
     assert explorer.explore(wb.Neighborhood((9, 7), 2)).data["shape"] == [9, 7]
-    assert explorer.explore(wb.Neighborhood((63,), 2)).data["radius"] == 2
+    assert explorer.explore(wb.Neighborhood((63,), 2)).data["width"] == 4
+    assert explorer.explore(wb.Window(9, True, 2, 1), 63).data["sinks"] == 1
     for other in (
         wb.BlockSparse(layouts.random(0.5)),
         wb.BlockSparse(~layouts.local(1)),
         wb.Neighborhood((4, 4, 4), 1),
+        wb.Neighborhood((8, 8), 1, dilation=2),
+        wb.Window(3) | wb.Dense(),
     ):
         with pytest.raises(ValueError, match="want a pattern that the page can compute"):
             explorer.explore(other)

@@ -11,7 +11,7 @@ import torch
 from tests import tools
 from tests.distributed import work
 from tests.distributed.cases import CASES as ODD
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, layouts
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, PerHead, Predicate, Window, layouts
 from workbench.harness.ranks import Pool, RankError
 from workbench.patterns import orderings
 
@@ -40,10 +40,15 @@ LARGE = {  # what tiles, cuDNN and several exchanges take: (pattern, sizes, leng
     "blocks-causal-by-head": (BlockSparse(layouts.random(0.3, 1, per_head=True) | layouts.local(1), 64, True),
                               {"heads": 4, "kv_heads": 2, "head_dim": 64}, (2000, 2096)),
     "window": (Neighborhood((4096,), 200), {"heads": 4, "head_dim": 64}, EVEN),
+    "window-causal-uneven": (Window(600, True), {"heads": 4, "kv_heads": 2, "head_dim": 64}, (2100, 1996)),
+    "window-sinks": (Window(600, True, sinks=4), {"heads": 4, "head_dim": 64}, EVEN),
+    "union": (Window(300, True) | BlockSparse(LOCAL, 64, True), {"heads": 4, "head_dim": 64}, (2000, 2096)),
+    "by-head": (PerHead([Window(300), Window(300), BlockSparse(LOCAL, 64), Predicate(tools.every_third)]),
+                {"heads": 4, "kv_heads": 2, "head_dim": 64, "batch": 2}, EVEN),
     "grid": (HILBERT, {"heads": 4, "head_dim": 64}, (1152, 1152)),
 }  # fmt: skip
 SMALL = ("rates-that-share-no-divisor-causal", "last-queries", "dense-one-holds-all-causal", "blocks-wide-and-ragged")
-HEADS = ("dense", "dense-causal-uneven", "geometric", "blocks", "grid")
+HEADS = ("dense", "dense-causal-uneven", "geometric", "blocks", "grid", "by-head")
 
 
 def found(name: str) -> tuple[tools.Case, tuple[int, ...]]:

@@ -51,6 +51,8 @@ CASES = {  # pattern, batch, queries, keys, heads, key heads, head_dim
     "window-last-128": (Neighborhood((2048,), 300), 1, 1024, 2048, 4, 2, 128),
     "window-back": (Window(300, True), 2, 2000, 2000, 4, 2, 64),
     "window-back-last-128": (Window(300, True), 1, 1024, 2048, 4, 2, 128),
+    "window-back-sinks": (Window(300, True, sinks=5), 2, 2000, 2000, 4, 2, 64),
+    "window-sinks-last-128": (Window(300, sinks=140), 1, 1024, 2048, 4, 2, 128),
     "window-back-of-one": (Window(1, True), 1, 1000, 1000, 2, 2, 64),
     "window-both": (Window(300), 1, 2000, 2000, 2, 2, 64),
     "wide-window": (Neighborhood((1000,), 5000), 1, 1000, 1000, 2, 2, 64),

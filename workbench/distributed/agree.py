@@ -6,7 +6,7 @@ If one rank has failed by then, it says so instead, and the same error is raised
         ...                              # an error here, on any rank, is raised on all of them
         agreement.propose([64, digest])  # starts a small all-gather and returns at once
         ...                              # an error here stays on this rank: the others already count on it
-        told = agreement.settle()        # waits; int64 (world, 2): row p is what rank p proposed
+        told = agreement.settle()        # waits; told[p] is what rank p proposed
     same(told, ("rows", "plan"))         # ValueError on all ranks if a column differs between ranks
 
 What is gathered is a state, 0 or 1 + the error's place in `KINDS`, and the numbers, zeros where there is an error. Only
@@ -20,7 +20,6 @@ times at 131,072, LongNet 1.16 times at 131,072.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from workbench.distributed.group import Ranks
 
@@ -42,18 +41,17 @@ class Agreement:
         """Start to tell all ranks these numbers, ints of 64 bits, one for each name. It does not wait."""
         self._tell(0, numbers)
 
-    def settle(self) -> Tensor:
-        """What all ranks have proposed, int64 (world, len(names)) on the CPU, a row for each rank; waits for it.
+    def settle(self) -> list[list[int]]:
+        """What each rank has proposed; waits for it.
 
         If ranks have failed instead, an error of the first one's kind (ValueError, OutOfMemoryError, else RuntimeError)
         that names the rank and its reason. The group stays usable.
         """
         told = self._told()
-        failed = told[:, 0].nonzero().flatten().tolist()
-        if not failed:
-            return told[:, 1:]
-        reason = self._reasons("")[failed[0]]
-        raise KINDS[int(told[failed[0], 0]) - 1](f"rank {failed[0]}: {reason}")
+        for rank, (state, *_) in enumerate(told):
+            if state:
+                raise KINDS[state - 1](f"rank {rank}: {self._reasons('')[rank]}")
+        return [numbers for _, *numbers in told]
 
     def __enter__(self) -> Agreement:
         return self
@@ -69,8 +67,8 @@ class Agreement:
         self.proposed = True
         self.pending = self.ranks.gather(("state", *self.names), [state, *numbers])
 
-    def _told(self) -> Tensor:
-        """What was gathered, int64 (world, 1 + len(names)): each rank's state and numbers."""
+    def _told(self) -> list[list[int]]:
+        """What was gathered: each rank's state and numbers."""
         told, self.pending = self.pending.wait(), None  # what was gathered takes no memory from here on
         return told
 
@@ -78,7 +76,7 @@ class Agreement:
         """By rank, its reason to fail, "" if it has none; `own` is this rank's. All ranks call it together."""
         text = list(own.encode()[:TEXT].ljust(TEXT, b"\0"))
         texts = self.ranks.gather(("reason",), text, torch.uint8).wait()
-        return [bytes(x).rstrip(b"\0").decode(errors="replace") for x in texts.tolist()]
+        return [bytes(x).rstrip(b"\0").decode(errors="replace") for x in texts]
 
 
 def _kind(error: Exception) -> int:
@@ -87,9 +85,8 @@ def _kind(error: Exception) -> int:
     return next((x for x, kind in enumerate(KINDS) if isinstance(error, kind)), len(KINDS) - 1)
 
 
-def same(told: Tensor, names: tuple[str, ...]) -> None:
-    """ValueError if the rows of told, int64 (world, len(names)), differ; it names the first column that does."""
-    for x, name in enumerate(names) if bool((told != told[0]).any()) else ():
-        other = (told[:, x] != told[0, x]).nonzero().flatten().tolist()
-        if other:
-            raise ValueError(f"{name} of rank {other[0]} is not that of rank 0: want one {name} on all ranks")
+def same(told: list[list[int]], names: tuple[str, ...]) -> None:
+    """ValueError if what ranks have told, one number for each name, differs; it names the first that does."""
+    for name, numbers in zip(names, zip(*told, strict=True), strict=True):
+        if other := next((rank for rank, x in enumerate(numbers) if x != numbers[0]), 0):
+            raise ValueError(f"{name} of rank {other} is not that of rank 0: want one {name} on all ranks")

@@ -3,8 +3,10 @@
 api        what a user calls
 call       checks this rank's input, agrees with the other ranks on a plan (`agree`), and runs it as one autograd function
 plans      who sends which rows to whom, by arithmetic alone: `shards` who holds what, `halo` who needs what
+           (all but dense and dilated patterns, windows and grids by their lists of blocks)
 sequence   one rank's run of such a plan: its own rows, then those that arrive, stage by stage
-           (`partials`: as which calls; `buffers`: where their rows lie; `exchange`: how rows are packed and sent)
+           (`partials`: as which calls, of which parts of the pattern: `views`; `buffers` and `fills`: where their rows
+           lie, moved by `copies`; `exchange`: how rows are packed and sent)
 ulysses    the other strategy: all rows, for a part of the heads
 """  # noqa: E501 (a table)
 
@@ -25,6 +27,7 @@ def attention(
 ):  # fmt: skip
     """Attention of this rank's queries to the keys of all ranks: this rank's rows of what `workbench.attention` gives.
 
+    pattern: any. What has a function of yours is looked at pair by pair once, on every rank: N^2 evaluations.
     q (B, Lq, H, D), k and v (B, L, G, D): this rank's contiguous shard, shards in the order of ranks; their lengths may
     differ and be 0. If there are fewer queries than keys in all, the queries are the last positions of the sequence,
     each on the rank that holds the key of its position. Returns out like q, or (out, lse (B, H, Lq)) with return_lse.
@@ -34,6 +37,8 @@ def attention(
         the rank that receives most.
     backend: "auto", "torch" or "triton", for what each rank computes.
     Block-sparse attention is faster, and takes less memory, if each shard is a whole number of query and of key blocks.
+    Just the rows that queries see are sent; of a pattern that is neither dense, dilated, block-sparse, a window nor a
+    grid, the whole blocks of them, of 128 keys or the pattern's own size.
 
     All ranks of the group call this, and its backward, together. Where one rank's input is wrong, or ranks disagree
     (on the pattern, dtype, ...), every rank raises ValueError before any row is sent. An out-of-memory before rows are

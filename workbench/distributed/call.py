@@ -26,6 +26,7 @@ from workbench.engines.torch.fused import unit_stride
 from workbench.patterns import Dense, Pattern
 from workbench.patterns.checks import choice
 
+DENSE = Dense()
 STRATEGIES = ("auto", "sequence", "heads")
 PLANS = 8  # kept with a pattern: the layers that share it may differ in heads, group and strategy
 # What has to be the same on all ranks.
@@ -63,7 +64,7 @@ def check(q, k, v, pattern, ranks: Ranks, strategy, scale, backend, return_lse) 
     check_strategy(strategy)
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern={pattern!r}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
-    q, k, v = dispatch.check(q, k, v, Dense(), scale)
+    q, k, v = dispatch.check(q, k, v, DENSE, scale)
     if q.shape[-1] != v.shape[-1]:
         raise ValueError(f"q {tuple(q.shape)}, v {tuple(v.shape)}: want one head_dim, pad the narrower with zeros")
     refuse_transforms(q, k, v)
@@ -79,16 +80,18 @@ def check(q, k, v, pattern, ranks: Ranks, strategy, scale, backend, return_lse) 
     plans = plans_of(pattern)
     if kept := plans.pop(key, None):
         plans[key] = kept  # now the most recently used one
-    wanted = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
-    shape = [q.shape[0], *q.shape[2:], k.shape[2]]
+    wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v))
+    shape = q.shape[0], *q.shape[2:], k.shape[2]
     words = (shape, q.dtype, q.device.type, strategy, scale, backend, return_lse, wanted)  # of SAME, all but the first
     numbers = [q.shape[1], k.shape[1], kept.plan.digest if kept else 0]
-    numbers += [pattern.kept("digest", (), lambda: digest(describe(pattern))), *(_hash(repr(x)) for x in words)]
+    numbers += [pattern.kept("digest", (), lambda: digest(describe(pattern))), *_hashes(words)]
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     return q, k, v, Call(ranks, pattern, strategy, scale, backend, return_lse, key, kept, numbers)
 
 
-_hash = functools.lru_cache(256)(digest)
+@functools.lru_cache(256)
+def _hashes(words: tuple) -> list[int]:
+    return [digest(repr(x)) for x in words]
 
 
 def start(call: Call, agreement: Agreement, q: Tensor, k: Tensor, run: Callable) -> tuple[Executor, object]:
@@ -98,13 +101,13 @@ def start(call: Call, agreement: Agreement, q: Tensor, k: Tensor, run: Callable)
     """
     running = _begin(agreement, call.numbers, call.kept and functools.partial(run, call.kept))
     told = agreement.settle()
-    same(told[:, 3:], SAME)
-    if call.kept is not None and bool((told[:, 2] == call.kept.plan.digest).all()):
+    same([x[3:] for x in told], SAME)
+    if call.kept is not None and all(x[2] == call.kept.plan.digest for x in told):
         return call.kept, running
     call.ranks.streams(q.device).join()  # what is thrown away may still be in use there
     del running
     with Agreement(call.ranks, ("plan",)) as again:
-        executor = _make(call, told[:, :2].tolist(), q, k)
+        executor = _make(call, [x[:2] for x in told], q, k)
         running = _begin(again, [executor.plan.digest], functools.partial(run, executor))
         same(again.settle(), ("plan",))
     return executor, running
@@ -186,6 +189,7 @@ class Attend(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.executor, back = call._replace(kept=None), executor, executor.held_here
+        ctx.asked = call.pattern.fingerprint()
         return back(out), back(lse.transpose(1, 2)).transpose(1, 2) if call.return_lse else None
 
     @staticmethod
@@ -193,12 +197,13 @@ class Attend(torch.autograd.Function):
     def backward(ctx, grad, grad_lse=None):
         call, executor = ctx.call, ctx.executor
         with Agreement(call.ranks, ("gradient of lse",)) as agreement:
+            call.pattern.unchanged(ctx.asked)
             saved = ctx.saved_tensors  # an error where one has been changed meanwhile
             with call.ranks.streams(saved[0].device).joined():
                 running = _begin(
                     agreement, [int(grad_lse is not None)],
                     lambda: executor.backward(grad, grad_lse, saved, call),
                 )  # fmt: skip
-                dq, dk, dv = running.finish(bool(agreement.settle().any()))
+                dq, dk, dv = running.finish(any(map(any, agreement.settle())))
                 del running
         return executor.held_here(dq), dk, dv, None, None

@@ -90,10 +90,11 @@ class Exchange:
 
     def rows(self, buffer: Tensor, block: Block, batch: slice = slice(None)) -> Tensor:
         """A block as a view (2 B, its rows, its heads, D), first the keys of these batch entries, then the values."""
-        two, b, d = self.shape
+        (two, b, d), first = self.shape, batch.start or 0
+        size = two * len(range(b)[batch]), block.rows, block.width, d
+        strides = block.width * d * (1 if size[0] == two * b else b), self.row(block), d, 1
         with self.ranks.unfollowed():
-            flat = buffer[block.start : block.start + block.rows * self.row(block)]
-            return flat.view(block.rows, two, b, block.width, d)[:, :, batch].permute(1, 2, 0, 3, 4).flatten(0, 1)
+            return buffer.as_strided(size, strides, buffer.storage_offset() + block.start + first * block.width * d)
 
     def pack(self, stage: Stage, k: Tensor, v: Tensor, sent: Tensor) -> None:
         """Copy what this rank sends in a stage, from k and v (B, L, G, D), into `sent`."""

@@ -32,7 +32,7 @@ class Ranks:
             return cls(group, 1, 0, torch.device("cpu"))
         group, nccl = dist.group.WORLD if group is None else group, dist.get_backend(group) == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        return cls(group, dist.get_world_size(group), dist.get_rank(group), device)
+        return cls(group, group.size(), group.rank(), device)
 
     @property
     def by_card(self) -> bool:
@@ -57,7 +57,7 @@ class Ranks:
 
 
 class Gathering:
-    """An all-gather on its way: `wait` gives what all ranks gave, (world, len(numbers)) on the CPU.
+    """An all-gather on its way: `wait` gives what each rank gave.
 
     On a card it is on the stream beside the attention's, so that the host does not wait for the attention.
     """
@@ -69,10 +69,10 @@ class Gathering:
             self.rows = [torch.empty_like(mine) for _ in range(ranks.world)]
             self.work = dist.all_gather(self.rows, mine, group=ranks.group, async_op=True)
 
-    def wait(self) -> Tensor:
+    def wait(self) -> list[list[int]]:
         with self.streams.beside():
             self.work.wait()
-            return torch.stack(self.rows).cpu()
+            return torch.stack(self.rows).tolist()
 
 
 class OneStream:

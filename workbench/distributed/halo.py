@@ -5,7 +5,7 @@ empty. A halo is a list of `HeadRows`: positions in the whole sequence, and the 
 key head needs a position if one of the query heads that share it has a query on this rank that sees the position.
 
 A rank's queries are those of its positions that are among the last nq of the sequence's n. Each kind of pattern has its
-rule for the rank that holds the positions `own`: `dense`, `DilatedHalo`, `window`, `neighborhood`, and `listed` for all
+rule for the rank that holds the positions `own`: `dense`, `DilatedHalo`, `window`, `near`, and `listed` for all
 others, which goes by the pattern's lists of blocks. `Plan.halo` asks the right one, where the rank has queries at all.
 """
 
@@ -254,11 +254,6 @@ def window(pattern: Window, n: int, queries: range) -> list[range]:
     stop = min(n, queries.stop + ahead * step)
     sinks = min(sinks, stop) if pattern.causal else sinks
     return [range(sinks), range(max(sinks, queries.start - back * step), max(sinks, stop))]
-
-
-def neighborhood(pattern: Neighborhood, own: range, queries: range) -> Rows:
-    """The tokens of other ranks that lie within the radius of one of the queries."""
-    return Rows.of([near(pattern, torch.arange(queries.start, queries.stop))]).without(own)
 
 
 def near(pattern: Neighborhood, tokens: Tensor) -> Tensor:

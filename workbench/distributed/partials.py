@@ -29,7 +29,7 @@ from torch import Tensor
 from workbench.distributed import views
 from workbench.distributed.halo import near
 from workbench.distributed.plans import Plan, Stage, on_grid
-from workbench.distributed.shards import Rows, Shards, clip
+from workbench.distributed.shards import Rows, Shards, as_tensor, clip
 from workbench.engines.torch.dilated import offset_slices, share_heads
 from workbench.patterns import BlockSparse, Dense, Dilated, Pattern, Window
 
@@ -89,7 +89,10 @@ def own_partials(plan: Plan, rank: int) -> Own:
     """A rank's attention to its own keys; none where these come together with received ones (`stage_partials`)."""
     if not any(plan.work(rank)) or not plan.heads:
         return Own([], [], {})
-    return _own_dense(plan, rank) if isinstance(plan.pattern, Dense) else Own(_rules(plan)[0](plan, rank), [], {})
+    if isinstance(plan.pattern, Dense):
+        return _own_dense(plan, rank)
+    apart = _own if plan.layout.apart else lambda *_: []
+    return Own((_whole_segments if isinstance(plan.pattern, Dilated) else apart)(plan, rank), [], {})
 
 
 def stage_partials(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
@@ -99,16 +102,9 @@ def stage_partials(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
     if isinstance(plan.pattern, Dense):
         others = [stage.of(plan.shards[x]) for x in range(plan.world) if x != rank]
         return _dense(plan, stage.heads, others, plan.work(rank))
-    return _rules(plan)[1](plan, rank, stage)
-
-
-def _rules(plan: Plan):
-    """The functions of all patterns but dense: (plan, rank) -> own partials, (plan, rank, stage) -> its partials."""
-    if isinstance(plan.pattern, Dilated):
-        return _whole_segments, _dilated
-    if not plan.layout.apart:
-        return lambda *_: [], _gathered
-    return (_own_blocks, _other_blocks) if isinstance(plan.pattern, BlockSparse) else (_own_near, _border_calls)
+    apart = _other_blocks if isinstance(plan.pattern, BlockSparse) else _border_calls
+    rule = _dilated if isinstance(plan.pattern, Dilated) else apart if plan.layout.apart else _gathered
+    return rule(plan, rank, stage)
 
 
 def _heads_of(plan: Plan, key_heads: range) -> range:
@@ -255,7 +251,7 @@ def _dilated(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
 def _needed(plan: Plan, rank: int, stage: Stage) -> Tensor:
     """The positions of other ranks that some key head of the stage needs, int64, ascending."""
     rows = [need.rows.positions for need in plan.halo(rank) if set(need.heads) & set(stage.heads)]
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *rows]).unique()
+    return torch.cat([as_tensor(range(0)), *rows]).unique()
 
 
 def _by_batch(pattern: Pattern) -> list[tuple[int | None, Pattern]]:
@@ -263,11 +259,19 @@ def _by_batch(pattern: Pattern) -> list[tuple[int | None, Pattern]]:
     return [(None, pattern)] if pattern.batch is None else list(enumerate(pattern.each()))
 
 
-def _own_blocks(plan: Plan, rank: int) -> list[Partial]:
-    """Attention of a shard of whole blocks to itself."""
-    own = plan.shards[rank]
-    group = head_group(plan, range(plan.kv_heads), plan.queries(rank), own)
-    return [Partial(views.own_blocks(one, own, plan.n), (group,), batch=b) for b, one in _by_batch(plan.pattern)]
+def _own(plan: Plan, rank: int) -> list[Partial]:
+    """Attention of all of a rank's queries to its own rows. Of windows and grids it is right for those that see no row
+    of another rank."""
+    own, queries, heads = plan.shards[rank], plan.queries(rank), plan.heads
+    border = [] if isinstance(plan.pattern, BlockSparse) else [of for of, _ in _border(plan, rank)]
+
+    def among(pattern: Pattern) -> Pattern:
+        if isinstance(pattern, BlockSparse):
+            return views.beside(pattern, queries, own, as_tensor(range(0)), plan.n, heads).pattern
+        return views.neighborhood(pattern, as_tensor(own), 0).pattern if on_grid(pattern) else pattern
+
+    group, overwritten = head_group(plan, range(plan.kv_heads), queries, own), torch.cat(border) if border else None
+    return [Partial(among(one), (group,), 0, b, overwritten) for b, one in _by_batch(plan.pattern)]
 
 
 def _on_views(plan: Plan, rank: int, stage: Stage, make: Callable) -> list[Partial]:
@@ -289,14 +293,13 @@ def _on_views(plan: Plan, rank: int, stage: Stage, make: Callable) -> list[Parti
 
 def _other_blocks(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
     """Attention to the key blocks that a stage brings, for the queries that see some of them."""
-    columns = (_needed(plan, rank, stage) // plan.pattern.block_size[1]).unique()
-    queries, heads = plan.queries(rank), len(_heads_of(plan, stage.heads))
+    needed, queries, heads = _needed(plan, rank, stage), plan.queries(rank), len(_heads_of(plan, stage.heads))
 
     def make(pattern: Pattern) -> list[tuple[range, views.View]]:
-        runs = views.seeing(views.other_blocks(pattern, queries, columns, plan.n), queries, heads)
-        return [(run, views.other_blocks(pattern, run, columns, plan.n)) for run in runs]
+        on = lambda run: views.beside(pattern, run, range(run.stop, run.stop), needed, plan.n, heads)  # noqa: E731
+        return [(run, on(run)) for run in views.seeing(on(queries), queries, heads)]
 
-    return _on_views(plan, rank, stage, make) if len(columns) else []
+    return _on_views(plan, rank, stage, make) if len(needed) else []
 
 
 def _border(plan: Plan, rank: int) -> list[tuple[Tensor, views.View]]:
@@ -311,25 +314,15 @@ def _border(plan: Plan, rank: int) -> list[tuple[Tensor, views.View]]:
             left = clip(queries, 0, own.start + back * step if own.start else 0)
             right = clip(queries, own.stop - ahead * step if own.stop < plan.n else own.stop, own.stop)
             runs = [left, right] if left.stop < right.start else [range(left.start, right.stop)]
-            found = [(torch.arange(x.start, x.stop), views.window(pattern, x, plan.n)) for x in runs if x]
+            found = [(as_tensor(x), views.window(pattern, x, plan.n)) for x in runs if x]
         else:
             needed = _needed(plan, rank, plan.stages[0])
             border = Rows.of([near(pattern, needed)]).within(queries.start, queries.stop).positions
             around = Rows.of([near(pattern, border)]).within(own.start, own.stop).positions
-            around = around[~torch.isin(around, border)]
-            every = torch.cat([needed, around, border])
+            every = torch.cat([needed, around[~torch.isin(around, border)], border])
             found = [(border, views.neighborhood(pattern, every, len(border)))] if len(border) else []
         plan.views[rank, "border"] = found
     return plan.views[rank, "border"]
-
-
-def _own_near(plan: Plan, rank: int) -> list[Partial]:
-    """Attention of all of a rank's queries to its own rows, right for those that see no row of another rank."""
-    own, pattern, border = plan.shards[rank], plan.pattern, [queries for queries, _ in _border(plan, rank)]
-    if not isinstance(pattern, Window):
-        pattern = views.neighborhood(pattern, torch.arange(own.start, own.stop), 0).pattern
-    group = head_group(plan, range(plan.kv_heads), plan.queries(rank), own)
-    return [Partial(pattern, (group,), overwritten=torch.cat(border) if border else None)]
 
 
 def _border_calls(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
@@ -349,8 +342,7 @@ def _gathered(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
         if isinstance(pattern, Window):
             return [(queries, views.window(pattern, queries, plan.n))]
         if on_grid(pattern):
-            position = torch.cat([needed, torch.arange(own.start, own.stop)])
-            return [(queries, views.neighborhood(pattern, position, len(queries)))]
+            return [(queries, views.neighborhood(pattern, torch.cat([needed, as_tensor(own)]), len(queries)))]
         return [(queries, views.beside(pattern, queries, own, needed, plan.n, heads))]
 
     return _on_views(plan, rank, stage, make)

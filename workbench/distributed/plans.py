@@ -18,7 +18,7 @@ from torch import Tensor
 
 from workbench.distributed import halo
 from workbench.distributed.halo import HeadRows, queries_of
-from workbench.distributed.shards import Rows, Shards
+from workbench.distributed.shards import Rows, Shards, as_tensor
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, Window
 from workbench.patterns.checks import choice
 
@@ -183,7 +183,7 @@ class Plan:
         elif isinstance(pattern, Window):
             found = [Rows.of(halo.window(pattern, self.n, work[0])).without(own)]
         elif on_grid(pattern):
-            found = [halo.neighborhood(pattern, own, work[0])]
+            found = [Rows.of([halo.near(pattern, as_tensor(work[0]))]).without(own)]
         else:
             found = halo.listed(pattern, self.n, self.heads, self.kv_heads, own, work[0])
         of = [(head,) for head in heads] if len(found) > 1 else [tuple(heads)]
@@ -242,15 +242,12 @@ class Plan:
         if isinstance(pattern, Dense):  # the queries see what the last ones of a sequence that ends with them do
             each = [[(x.stop if pattern.causal else self.n, len(x)) for x in self.work(rank)] for rank in ranks]
             return np.array([sum(pattern.pairs(n, self.heads, nq) for n, nq in x) for x in each], dtype=object)
-        if isinstance(pattern, Dilated) or on_grid(pattern):
-            bounds = [min(max(x, self.n - self.nq), self.n) for x in self.shards.starts]
-            return np.diff(pattern.pairs_before(np.array(bounds, dtype=object), self.n, self.heads))
-        sizes, every = (pattern, self.n, self.heads), [self.queries(rank) if self.heads else range(0) for rank in ranks]
-        if isinstance(pattern, Window):
-            each = [[pattern.pairs(*sizes[1:], self.n - y) for y in (x.start, x.stop)] for x in every]
+        every = [self.queries(rank) if self.heads else range(0) for rank in ranks]
+        if isinstance(pattern, (Dilated, Window)) or on_grid(pattern):
+            each = [[pattern.pairs(self.n, self.heads, self.n - y) for y in (x.start, x.stop)] for x in every]
             return np.array([x - y for x, y in each], dtype=object)
-        each = [int(halo.visible_blocks(*sizes, self.kv_heads, x)[1]) if x else 0 for x in every]
-        return np.array(each, dtype=object)
+        sizes = pattern, self.n, self.heads, self.kv_heads
+        return np.array([int(halo.visible_blocks(*sizes, x)[1]) if x else 0 for x in every], dtype=object)
 
     @property
     def balance(self) -> float:

@@ -142,45 +142,9 @@ def window(pattern: Window, queries: range, n: int) -> View:
     return View(pattern, position, len(queries) + spare, spare)
 
 
-def _renumbered(pattern: BlockSparse, moved: int, columns: Tensor, stop: int, n: int, causal) -> BlockSparse:
-    """The block-sparse pattern whose row i of blocks is row i - moved of `pattern`, and its column j columns[j].
-
-    columns: int64, -1 for blocks of padding, which no query sees; stop: queries from there on see nothing
-    """
-    (bq, bk), layout = pattern.block_size, pattern.layout
-    grid, last = (-(-n // bq), -(-n // bk)), (stop - 1) // bq + moved
-
-    def visible(h, i, j, _):
-        column = columns.to(j.device)[j.long()]
-        seen = layout.visible(h, i - moved, column.clamp(min=0).to(j.dtype), grid)
-        return seen & (column >= 0) & (i <= last)
-
-    return BlockSparse(Layout("gathered", {}, visible, layout.per_head), pattern.block_size, causal)
-
-
 def _positions(columns: Tensor, bk: int) -> Tensor:
     """The positions in these key blocks, int64 (len(columns) * bk,); -1 in blocks of padding."""
     return (columns[:, None] * bk + torch.arange(bk)).masked_fill(columns[:, None] < 0, -1).flatten()
-
-
-def own_blocks(pattern: BlockSparse, own: range, n: int) -> BlockSparse:
-    """The pattern among the rows of one rank, which are whole blocks."""
-    bq, bk = pattern.block_size
-    columns = torch.arange(own.start // bk, own.stop // bk)
-    return _renumbered(pattern, -(own.start // bq), columns, own.stop, n, pattern.causal)
-
-
-def other_blocks(pattern: BlockSparse, queries: range, columns: Tensor, n: int) -> View:
-    """A call on key blocks of other ranks, `columns` int64, for queries that end where a block ends.
-
-    Ranks hold whole blocks, so that causality hides all of a block of another rank or none of it. Blocks of padding at
-    the end make the keys at least as many as the queries.
-    """
-    (bq, bk), both = pattern.block_size, math.lcm(*pattern.block_size)
-    rows = -(-max(len(columns) * bk, len(queries)) // both) * both
-    columns = torch.cat([columns, torch.full((rows // bk - len(columns),), -1)])
-    view = _renumbered(pattern, (rows - queries.stop) // bq, columns, queries.stop, n, False)
-    return View(view, _positions(columns, bk), len(queries))
 
 
 def seeing(view: View, queries: range, heads: int) -> list[range]:
@@ -202,7 +166,8 @@ def beside(pattern: Pattern, queries: range, own: range, needed: Tensor, n: int,
     """On the gathered key blocks followed by the rank's own rows, with the borders of blocks as in the sequence.
 
     Where a block is not all there, rows of zeros fill it up, which no query sees. A short last block of the sequence is
-    the last one here, too.
+    the last one here, too. own may be empty, at the end of the queries, for block-sparse ones in shards of whole
+    blocks: causality then hides all of a block of another rank or none of it.
     """
     bq, bk = (min(n, x) for x in pattern.block_of())
     both = math.lcm(bq, bk)
@@ -213,15 +178,23 @@ def beside(pattern: Pattern, queries: range, own: range, needed: Tensor, n: int,
     short = n % bk if high < n and n % bk and len(outside) and int(outside[-1]) == n // bk else 0
     ragged = outside[-1:] if short else outside[:0]
     outside = outside[: len(outside) - len(ragged)]
-    room = -(-len(outside) * bk // both) * both  # a multiple of both block sizes keeps the borders of what follows
+    # a multiple of both block sizes keeps the borders of what follows; the keys are at least as many as the queries
+    room = -(-max(len(outside) * bk, 0 if own else len(queries)) // both) * both
 
     gathered = torch.full((room // bk,), -1)
     gathered[: len(outside)] = outside
-    columns = torch.cat([gathered, torch.arange(low // bk, -(-high // bk)), ragged])
     position = torch.cat([_positions(gathered, bk), torch.arange(low, high), torch.arange(n - short, n)])
     here, moved = len(position) - (room + queries.start - low), (room - low) // bq
-    if isinstance(pattern, BlockSparse):
-        view = _renumbered(pattern, moved, columns, own.stop, n, pattern.causal)
-    else:
-        view = Gathered(pattern, 0, heads, n, position, moved)
+    if not isinstance(pattern, BlockSparse):
+        return View(Gathered(pattern, 0, heads, n, position, moved), position, here, here - len(queries))
+    columns = torch.cat([gathered, torch.arange(low // bk, -(-high // bk)), ragged])
+    grid, last = (-(-n // bq), -(-n // bk)), (own.stop - 1) // bq + moved
+
+    def visible(h, i, j, _):
+        column = columns.to(j.device)[j.long()]
+        seen = pattern.layout.visible(h, i - moved, column.clamp(min=0).to(j.dtype), grid)
+        return seen & (column >= 0) & (i <= last)
+
+    layout = Layout("gathered", {}, visible, pattern.layout.per_head)
+    view = BlockSparse(layout, pattern.block_size, pattern.causal and bool(own))
     return View(view, position, here, here - len(queries))

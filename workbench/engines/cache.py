@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from workbench.engines.check import check, refuse
-from workbench.engines.dispatch import attention
+from workbench.engines.dispatch import attention, even
 from workbench.engines.merge import merge_
 from workbench.engines.operators import lse_dtype
 from workbench.engines.torch import fused
@@ -89,7 +89,7 @@ class Lane:
         many = len(range(self._next(begin), min(n, self.end), self.rate)) * (self._next(n) < begin + self.segment)
         return min(self.limit, many) * len(range(key_heads)[self.key_heads])
 
-    def step(self, start: int, q: Tensor | None, k: Tensor, v: Tensor, scale: float | None) -> Iterator[Part]:
+    def step(self, start: int, q: Tensor | None, k: Tensor, v: Tensor, scale: float) -> Iterator[Part]:
         """Hold what is new from position start on, and where there are queries attend."""
         stop = start + k.shape[1]
         while start < stop:  # as far as a segment, or the keys
@@ -106,7 +106,7 @@ class Lane:
                     self.kept.hold(*new)
             start = upto
 
-    def _attend(self, q: Tensor, new: list[Tensor], scale: float | None) -> tuple[Tensor, Tensor]:
+    def _attend(self, q: Tensor, new: list[Tensor], scale: float) -> tuple[Tensor, Tensor]:
         kept, options = self.kept, {"scale": scale, "return_lse": True}
         if len(new) and q.shape[1] > 1 and kept.seen + q.shape[1] > kept.limit:  # the last replace what the first see
             old = kept.held(ordered=True) if kept.seen else [x[:, :0] for x in new]
@@ -117,7 +117,6 @@ class Lane:
             kept.hold(*new)
         if new and q.shape[1] > 1:
             return attention(q, *kept.held(), Dense(causal=True), **options)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
         out, lse = fused.forward(*(x.transpose(1, 2) for x in (q, *kept.held())), False, scale)
         return out.transpose(1, 2), lse
 
@@ -154,7 +153,7 @@ class Rest:
     def rows(self, n: int, key_heads: int) -> int:
         return key_heads * (n if self.last is None else int((self.last[:n] > n).sum()))
 
-    def step(self, start: int, q: Tensor | None, k: Tensor, v: Tensor, scale: float | None) -> Iterator[Part]:
+    def step(self, start: int, q: Tensor | None, k: Tensor, v: Tensor, scale: float) -> Iterator[Part]:
         stop, pattern, backend = start + k.shape[1], self.pattern, "auto"
         self.kept.hold(k, v)
         self.at = torch.cat([self.at, torch.arange(start, stop)])
@@ -227,14 +226,15 @@ class Cache:
         """
         refuse("Cache.step", unknown)
         q, k, v = check(q, k, v, Dense(True), scale)
-        like, stop = (q.shape[0], *q.shape[2:], k.shape[2], q.dtype, q.device), self.n + k.shape[1]
+        like, stop = (q.shape[0], *q.shape[2:], *v.shape[2:], q.dtype, q.device), self.n + k.shape[1]
         if self.like not in (None, like):
             raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, {q.dtype}: want the first step's, {self.like}")
         if self.max_len is not None and stop > self.max_len:
             raise ValueError(f"{stop} positions, where max_len={self.max_len}: want no more")
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError("a cache has no gradients: call it under torch.no_grad(), or attention for the whole")
-        q, k, v = map(fused.unit_stride, (q, k, v))
+        scale, width = q.shape[-1] ** -0.5 if scale is None else scale, v.shape[-1]
+        q, k, v = map(fused.unit_stride, even(q, k, v))
         if self.like is None:
             self.lanes, self.like = self._lanes(q.shape[2], k.shape[2]), like
         if self.n == 0 and k.shape[1] > 1 and not (self.by_length and stop < self.max_len):  # a prompt
@@ -244,9 +244,9 @@ class Cache:
             before = k.shape[1] - q.shape[1]
             self._run(None, k[:, :before], v[:, :before], scale)
             out, lse = self._merged(q, self._run(q, k[:, before:], v[:, before:], scale))
-        return (out, lse) if return_lse else out
+        return (out[..., :width], lse) if return_lse else out[..., :width]
 
-    def _run(self, q: Tensor | None, k: Tensor, v: Tensor, scale: float | None) -> list[Part]:
+    def _run(self, q: Tensor | None, k: Tensor, v: Tensor, scale: float) -> list[Part]:
         parts = [part for lane in self.lanes for part in lane.step(self.n, q, k, v, scale)] if k.shape[1] else []
         self.n += k.shape[1]
         return parts

@@ -13,7 +13,8 @@ _PADDED = "padding on the right is attention's lengths=(B,); on the left: move i
 _MASK = "which pairs attend is the pattern's to say, e.g. Predicate(lambda h, i, j: seen[i, j]); " + _PADDED
 _BIAS = "what changes scores is alibi_slopes and relative_bias; which pairs attend is the pattern's to say"
 _PACKED = "packed sequences are attention's documents=, as ids (B, N) or cumulative lengths"
-_RANKS = "over ranks, call it for each document, or give ranks whole documents and call workbench.attention there"
+_RANKS = "call it for each document, or, over ranks, give ranks whole documents and call workbench.attention there"
+_SCORES = "over ranks scores are not changed: give ranks whole sequences and call workbench.attention there"
 _DROPOUT = "the weights are not dropped out; apply dropout to the output"
 ELSEWHERE = {  # where the meaning of an option of other libraries goes
     "causal": _CAUSAL, "is_causal": _CAUSAL,
@@ -23,6 +24,7 @@ ELSEWHERE = {  # where the meaning of an option of other libraries goes
     "dropout": _DROPOUT, "dropout_p": _DROPOUT, "attention_dropout": _DROPOUT,
     "enable_gqa": "key heads are shared by groups of query heads wherever there are fewer of them",
     "cu_seqlens": _PACKED, "cu_seqlens_q": _PACKED, "document_ids": _PACKED, "lengths": _RANKS, "documents": _RANKS,
+    "softcap": _SCORES, "alibi_slopes": _SCORES, "relative_bias": _SCORES,
     "softmax_scale": "it is called scale", "need_weights": "the weights are never made", "window_size":
     "the pattern says it, e.g. Window(512, causal=True)",
 }  # fmt: skip

@@ -14,7 +14,7 @@ from workbench.engines import fa4, operators
 from workbench.engines.fa4.lists import SHIFT, TIMES
 from workbench.engines.torch.fused import unit_stride
 from workbench.engines.triton.block_lists import kind_of
-from workbench.patterns import BlockSparse, Dense, Dilated, tile_order
+from workbench.patterns import BlockSparse, Dense, Dilated, Window, tile_order
 from workbench.patterns.tile_order import TILE
 
 # The adapter (`fa4.hopper`) changes what is inside these versions. `pip install -e '.[hopper]'` has them.
@@ -75,8 +75,8 @@ def unfit(pattern, n: int, nq: int) -> str | None:
     elif isinstance(pattern, BlockSparse):
         if any(size % TILE for size in pattern.block_size):
             return f"the kernels want blocks of a multiple of {TILE}, not {pattern.block_size}"
-    elif kind_of(pattern) != "window":
-        windows = "windows on a line without dilation and sinks"
+    elif kind_of(pattern) != "window" and not (isinstance(pattern, Window) and pattern.dilation == 1):
+        windows = "windows on a line without dilation"
         return f"the kernels know dense, dilated and block-sparse patterns and {windows}, not {pattern.name}"
     if (n - nq) % unit:
         return f"the queries have to begin at a multiple of {unit:,} positions, not at {n - nq:,}"
@@ -86,7 +86,8 @@ def unfit(pattern, n: int, nq: int) -> str | None:
 def preferred(q: Tensor, k: Tensor, pattern) -> bool:
     """Whether the engine is there, takes the call, and was measured to be the faster for such (on an H200)."""
     least = 16_384 if isinstance(pattern, Dense) else 1024  # dense calls that are shorter wait for the host
-    if MISSING or q.shape[3] not in (32, 64, 128) or min(q.shape[1], k.shape[1]) < least or why_not(q, k, pattern):
+    widths = (32, 64, 128) if isinstance(pattern, (Dense, Dilated)) else (64, 128)
+    if MISSING or q.shape[3] not in widths or min(q.shape[1], k.shape[1]) < least or why_not(q, k, pattern):
         return False
     return not isinstance(pattern, Dilated) or pattern.answer(worthwhile, index(k.shape[1]))
 

@@ -39,7 +39,10 @@ def kernels(backend: str, q: Tensor, k: Tensor, pattern: Pattern) -> bool:
         return False  # torch's kernel for float32 is the faster one, on a single device too
     from workbench.engines import triton_backend
 
-    return backend == "triton" or backend == "auto" and triton_backend.why_not(q, k, pattern) is None
+    if backend != "auto":
+        return backend == "triton"
+    sizes = k.shape[1], q.shape[2], q.shape[1]
+    return not (triton_backend.why_not(q, k, pattern) or pattern.answer(triton_backend.too_many_masks, *sizes))
 
 
 def _fa4(backend: str, q: Tensor, k: Tensor, pattern: Pattern) -> bool:

@@ -83,7 +83,7 @@ def attend(one: Callable, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, lin
             entry, size = kind
             out, lse = one(*(x.unflatten(0, (-1, size)) if size else x[None] for x in part), patterns[entry])
         else:
-            out = torch.zeros_like(part[0][None])
+            out = part[0].new_zeros(1, *part[0].shape[:2], v.shape[-1])
             lse = out.new_full((1, q.shape[2], len(part[0])), -torch.inf, dtype=lse_dtype(q))
         outs.append(out.flatten(0, 1))
         lses.append(None if lse is None else lse.transpose(1, 2).flatten(0, 1))

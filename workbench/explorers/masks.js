@@ -2,7 +2,7 @@
 // analysis.reach; a test compares them.
 //
 // A spec is {kind, causal, ...}: "dense"; "dilated" {segments, dilations, offsets: "interleaved" or "blocked"};
-// "window" {radius}; "grid" {shape, radius}, both lists; "blocks" {block, local, global, strided}, a union of layouts,
+// "window" {width, dilation, sinks}; "grid" {shape, radius}, both lists; "blocks" {block, local, global, strided}, a union of layouts,
 // each a number or null where it is not wanted. n tokens, h a head of `heads`.
 const masks = (() => {
   const ceil = (a, b) => Math.floor((a + b - 1) / b);
@@ -31,7 +31,10 @@ const masks = (() => {
         if (i % w % r === o) for (let j = start + o, last = Math.min(end, start + w); j < last; j += r) out[j]++;
       });
     } else if (spec.kind === "window") {
-      for (let j = Math.max(0, i - spec.radius), last = Math.min(end, i + spec.radius + 1); j < last; j++) out[j]++;
+      const {width, dilation: d, sinks} = spec, low = i - (spec.causal ? width - 1 : Math.floor(width / 2)) * d;
+      const first = low < 0 ? i % d : low, last = Math.min(end - 1, i + Math.floor(width / 2) * d);
+      for (let j = first; j <= last; j += d) out[j]++;
+      for (let j = 0; j < Math.min(sinks, end); j++) if (j < first || j > last || (j - i) % d !== 0) out[j]++;
     } else if (spec.kind === "grid") {
       const [rows, cols] = spec.shape, [down, across] = spec.radius, y = Math.floor(i / cols), x = i % cols;
       for (let a = Math.max(0, y - down); a <= Math.min(rows - 1, y + down); a++)
@@ -53,13 +56,21 @@ const masks = (() => {
   function pairs(spec, n, heads) {
     const N = BigInt(n), H = BigInt(heads);
     if (spec.kind === "dense") return H * (spec.causal ? N * (N + 1n) / 2n : N * N);
-    if (spec.kind === "window") {
-      const r = BigInt(Math.min(spec.radius, n - 1));
-      return H * (spec.causal ? N * (r + 1n) - r * (r + 1n) / 2n : N * (2n * r + 1n) - r * (r + 1n));
-    }
-    if (spec.kind === "grid") return spec.shape.reduce((product, side, axis) => product * pairs({kind: "window", radius: spec.radius[axis]}, side, 1), H);
+    if (spec.kind === "window") return H * windowPairs(spec, N);
+    if (spec.kind === "grid") return spec.shape.reduce((product, side, axis) => product * pairs({kind: "window", width: 2 * spec.radius[axis], dilation: 1, sinks: 0}, side, 1), H);
     if (spec.kind === "dilated") return dilatedPairs(spec, n, heads);
     return H * blockPairs(spec, n);
+  }
+
+  function windowPairs({width, causal, dilation, sinks}, N) {
+    const min = (a, b) => a < b ? a : b, d = BigInt(dilation), s = min(BigInt(sinks), N), half = BigInt(Math.floor(width / 2));
+    // how many (i, j, m) have i = j + m d, i < x, j < y, m < many
+    const steps = (x, y, many) => {
+      const whole = min(many, x > y ? (x - y) / d + 1n : 0n), some = min(many, (x + d - 1n) / d) - whole;
+      return whole * y + (some > 0n ? some * (x - whole * d) - d * some * (some - 1n) / 2n : 0n);
+    };
+    const inside = y => steps(N, y, causal ? BigInt(width) : half + 1n) + steps(y, N, causal ? 1n : half + 1n) - min(N, y);
+    return inside(N) - inside(s) + (causal ? s * (s + 1n) / 2n + (N - s) * s : N * s);
   }
 
   function dilatedPairs(spec, n, heads) {

@@ -13,7 +13,10 @@ function start(root, data) {
     {name: "segments", label: "segments", kind: "text", parse: text => kit.list(text), show: one("dilated")},
     {name: "dilations", label: "dilations", kind: "text", parse: text => kit.list(text), show: one("dilated")},
     {name: "offsets", label: "offsets of heads", kind: "select", options: [["interleaved", "as in the paper"], ["blocked", "as in its code"]], show: one("dilated")},
-    {name: "radius", label: "radius", kind: "number", min: 0, max: 2 ** 30, show: state => state.kind === "grid" || state.kind === "window"},
+    {name: "radius", label: "radius", kind: "number", min: 0, max: 2 ** 30, show: one("grid")},
+    {name: "width", label: "window", kind: "number", min: 1, max: 2 ** 30, show: one("window")},
+    {name: "dilation", label: "dilation", kind: "number", min: 1, max: 2 ** 20, show: one("window")},
+    {name: "sinks", label: "first tokens, seen by all", kind: "number", min: 0, max: 2 ** 20, show: one("window")},
     {name: "block", label: "tokens per block", kind: "number", min: 1, max: 4096, show: one("blocks")},
     {name: "local", label: "neighbours each side", kind: "text", parse: optional, size: 3, show: one("blocks")},
     {name: "global", label: "global blocks", kind: "text", parse: optional, size: 3, show: one("blocks")},
@@ -44,7 +47,7 @@ function start(root, data) {
       return {kind, causal, segments: state.segments, dilations: state.dilations, offsets: state.offsets};
     }
     if (kind === "blocks") return {kind, causal, block: state.block, local: state.local, global: state.global, strided: state.strided};
-    if (kind === "window") return {kind, causal, radius: state.radius};
+    if (kind === "window") return {kind, causal, width: state.width, dilation: state.dilation, sinks: state.sinks};
     if (kind === "dense") return {kind, causal};
     if (state.shape.length !== 2) throw new Error("rows, columns: two numbers, please");
     return {kind, causal: false, shape: state.shape, radius: state.shape.map(() => state.radius)};

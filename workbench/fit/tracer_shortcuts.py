@@ -32,6 +32,7 @@ class Shortcuts:
         found = [
             (Blocks, "to", lambda *x, to=Blocks.to: self.moved(*x, to)),
             (block_sparse, "strips", lambda *x, make=block_sparse.strips: self.strips(*x, make)),
+            (block_sparse, "needed", lambda blocks, make=block_sparse.needed: self.needed(blocks, make)),
             (block_sparse, "split", few_stacks),
             (dilated, "pieces", lambda *x, make=dilated.pieces: repeated(make(*x), _shape, 4)),
             (dilated, "parts", lambda *x, make=dilated.parts: repeated(make(*x), _shape, 6)),
@@ -43,6 +44,9 @@ class Shortcuts:
         made = to(blocks, device)
         self.hosts[id(made)] = blocks
         return made
+
+    def needed(self, blocks: Blocks, make: Callable):
+        return self.births.onto_card(self.births.mirror(lambda: make(self.hosts[id(blocks)])))
 
     def strips(self, blocks: Blocks, limit: int, make: Callable) -> Iterator[Strips]:
         """The strips of the lists on the host, EACH of a shape, without contents."""

@@ -14,8 +14,8 @@ from workbench.patterns.predicate import Predicate
 from workbench.patterns.window import Window
 
 __all__ = [
-    "BlockSparse", "Blocks", "Combined", "Dense", "Dilated", "Neighborhood", "Pattern", "PerHead", "Predicate",
-    "Window", "from_spec", "layouts", "swin",
+    "BlockSparse", "Blocks", "Dense", "Dilated", "Neighborhood", "Pattern", "PerHead", "Predicate", "Window",
+    "from_spec", "layouts", "swin",
 ]  # fmt: skip
 
 

@@ -107,12 +107,8 @@ class Dilated(Pattern):
             total = total + ((i // w == j // w) & (i % w % r == o) & (j % w % r == o))
         return torch.where(j <= i, total, 0) if self.causal else total
 
-    def pairs_before(self, x: np.ndarray, n: int, heads: int) -> np.ndarray:
-        """How many (head, query, key) have a query before each of the positions x: Python ints, like x."""
-        return sum(self._before(x, n, heads), start=x * 0)
-
     def _before(self, x: np.ndarray, n: int, heads: int) -> list[np.ndarray]:
-        """`pairs_before` of each head."""
+        """Of each head, how many (query, key) have a query before each of the positions x: Python ints, like x."""
         total = [x * 0] * heads
         for branch, (w, r) in enumerate(zip(self.segment_lengths, self.dilation_rates, strict=True)):
             offsets = {h: self.offset(branch, h, heads) for h in self.head_range(branch, heads)}

@@ -128,17 +128,17 @@ class Neighborhood(Pattern):
             return [math.prod(side * (2 * r + 1) - r * (r + 1) for side, r in reaches)] * heads
         return [int(self.keys()[n - nq :].sum())] * heads
 
-    def pairs_before(self, x, n: int, heads: int):
-        """How many (head, query, key) have a query before each of the positions x, an array of Python ints."""
-        total = torch.cat([torch.zeros(1, dtype=torch.int64), self.keys().cumsum(0)])
-        return heads * total[x.tolist()].numpy().astype(object)
-
     def keys(self) -> Tensor:
         """int64 (N,): how many keys each token sees."""
-        cells = box_sums(self._laid(self.rank >= 0).long().view(self.shape), [window[1:] for window in self.windows])
-        for axis, (place, _, _) in enumerate(self.windows):
-            cells = cells.index_select(axis, place)
-        return cells.flatten()[self.curve]
+
+        def make():
+            cells = self._laid(self.rank >= 0).long().view(self.shape)
+            cells = box_sums(cells, [window[1:] for window in self.windows])
+            for axis, (place, _, _) in enumerate(self.windows):
+                cells = cells.index_select(axis, place)
+            return cells.flatten()[self.curve]
+
+        return self.kept("keys", (), make)
 
     def _laid(self, cells: Tensor) -> Tensor:
         """What the cells of the grid have, at their places."""

@@ -13,7 +13,7 @@ from workbench.harness.narrate import number as number
 # Colour-blind safe (after Okabe-Ito, the light ones darker: 3 to 1 on white); one meaning per colour, on all pages.
 COLORS = {
     "Dense": "#000000", "Dilated": "#0072B2", "BlockSparse": "#D55E00", "Neighborhood": "#009E73",
-    "Predicate": "#C2669A", "accent": "#C17F00", "muted": "#767676",
+    "Window": "#009E73", "Predicate": "#C2669A", "accent": "#C17F00", "muted": "#767676",
 }  # fmt: skip
 SEQUENTIAL = "mako_r"
 TOP, TOGETHER = 0.96, 0.02  # of an axis' height: no name of a line above, beside the title; ends that are one place

@@ -42,12 +42,10 @@ def time(case: Case, samples: int = 9) -> dict:
     """A record's row, whatever becomes of it."""
 
     def work():
-        cache, before = Cache(case.pattern, case.n), case.n - samples - WARMUP
-        shape, like = (
-            (case.batch, before - 1, case.kv_heads, case.head_dim),
-            {"dtype": case.dtype, "device": case.device},
-        )
-        k = torch.zeros(shape, **like)
+        # no max_len: on a card a sample may be several steps
+        cache, before = Cache(case.pattern), case.n - samples - WARMUP
+        shape = case.batch, before - 1, case.kv_heads, case.head_dim
+        k = torch.zeros(shape, dtype=case.dtype, device=case.device)
         token = k[:, :1].repeat_interleave(case.heads // case.kv_heads, 2), k[:, :1], k[:, :1]
         cache.step(*token)
         cache.step(token[0], k, k)  # held, and not attended to

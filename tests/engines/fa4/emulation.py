@@ -88,7 +88,11 @@ def hidden(variant: Variant, scalar, i: Tensor, j: Tensor, shift: int) -> Tensor
         segment, rate = variant.order
         i, j = (TileOrder(segment, segment, rate).position(x % segment) for x in (i, j))
         return j <= i if variant.mask == "later" else j < scalar
-    return j <= i + shift if scalar is None else inside(variant.mask, scalar, i + shift - j)
+    if scalar is None:
+        return j <= i + shift
+    apart, (reach, sinks) = i + shift - j, scalar if isinstance(scalar, tuple) else (scalar, 0)
+    seen = inside(variant.mask.removesuffix(" sinks"), reach, apart) | (j < sinks)
+    return seen & (apart >= 0) if variant.mask == "back sinks" else seen
 
 
 def inside(window: str, reach: int, apart: Tensor) -> Tensor:

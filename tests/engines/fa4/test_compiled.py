@@ -19,6 +19,7 @@ kinds = [  # mask, band, causal, order, natural, weighed
     (None, "window", False, None, False, False), (None, "back", False, None, False, False),
     ("none", None, False, None, False, False), ("causal", None, False, None, False, False),
     ("window", None, False, None, False, False), ("back", None, False, None, False, False),
+    ("window sinks", None, False, None, False, False), ("back sinks", None, False, None, False, False),
     ("none", None, False, order, True, True), ("later", None, False, order, True, True),
     ("later", None, False, order, False, True), ("padding", None, False, order, False, True),
 ]

@@ -168,7 +168,9 @@ def _backward_tile(variant: Variant):
 
 
 def _given(variant: Variant, scalar) -> AuxData:
-    """What the mask is given: the reach of a window, or the length of the last segment."""
+    """What the mask is given: the reach of a window (and how many sinks), or the length of the last segment."""
+    if variant.mask in ("window sinks", "back sinks"):
+        return AuxData(None, scalar if isinstance(scalar, tuple) else (scalar, scalar))
     return AuxData(None, (scalar,) if variant.mask in ("window", "back", "padding") else None)
 
 

@@ -28,7 +28,7 @@ from cutlass import Float32, Int32, const_expr
 from flash_attn.cute.block_sparsity import BlockSparseTensors
 from flash_attn.cute.mask import AttentionMask
 from flash_attn.cute.seqlen_info import SeqlenInfoQK
-from flash_attn.cute.utils import AuxData
+from flash_attn.cute.utils import AuxData, scalar_to_ssa
 
 from workbench.engines.fa4.lists import NUMBER, SHIFT
 from workbench.patterns.tile_order import TILE
@@ -84,7 +84,7 @@ class Mask(NamedTuple):
 
     kind: "causal"; "window", a reach to both sides, "back", to keys before the query alone; "later", causality between
     two runs of the tile order that begin together; "padding", at the end of the last segment's residues. order:
-    (segment, rate) of the tile order.
+    (segment, rate) of the tile order. "window sinks" and "back sinks": the first tokens are visible besides.
     """
 
     kind: str
@@ -93,8 +93,20 @@ class Mask(NamedTuple):
     def __call__(self, *_):
         raise NotImplementedError("marks partial blocks; it is applied block by block")
 
-    def apply(self, of: AttentionMask, acc_S, m_block, n_block, given, **more):
-        """Set the hidden scores of a block to -inf. given: the reach, or the tokens of the last segment."""
+    def seen(self, _batch, _head, i, j, lengths, _tensors, scalars):
+        """Which pairs of a window with sinks are visible, for the package's mask by a function of places."""
+        shift, zero, reach, sinks = (
+            scalar_to_ssa(x, Int32) for x in (lengths.seqlen_k - lengths.seqlen_q, 0, *scalars)
+        )  # fmt: skip
+        apart = i + shift - j
+        if self.kind == "back sinks":
+            return ((apart <= reach) | (j < sinks)) & (apart >= zero)
+        return ((apart <= reach) & (apart + reach >= zero)) | (j < sinks)
+
+    def apply(self, of: AttentionMask, acc_S, m_block, n_block, aux: AuxData, **more):
+        """Set the hidden scores of a block to -inf. aux: the reach (and how many sinks), or the tokens of the last
+        segment."""
+        given = None if aux.scalars is None else aux.scalars[0]
         hide = {"mask_seqlen": True, "mask_causal": False, "mask_local": False} | more
         if self.kind == "causal":
             of.apply_mask(acc_S, m_block=m_block, n_block=n_block, **hide | {"mask_causal": True})
@@ -102,6 +114,8 @@ class Mask(NamedTuple):
             ahead = given if self.kind == "window" else Int32(0)
             of = replace(of, window_size_left=given, window_size_right=ahead)
             of.apply_mask(acc_S, m_block=m_block, n_block=n_block, **hide | {"mask_local": True})
+        elif self.kind in ("window sinks", "back sinks"):
+            of.apply_mask(acc_S, m_block=m_block, n_block=n_block, mask_mod=self.seen, aux_data=aux, **hide)
         elif self.kind == "later":  # of one run of places: t + r i sees u + r j where j <= i - (u > t)
             t, u = self.residue(m_block * of.tile_m), self.residue(n_block * of.tile_n)
             lengths = of.seqlen_info
@@ -142,9 +156,8 @@ def hide(mask, acc_S, m_block, n_block, **options):
     if kind is None:
         of.apply_mask(acc_S, **keywords)
         return
-    scalars = keywords["aux_data"].scalars
     same = {x: keywords[x] for x in ("batch_idx", "head_idx", "thr_mma")}
-    kind.apply(of, acc_S, m_block, n_block, None if scalars is None else scalars[0], **same)
+    kind.apply(of, acc_S, m_block, n_block, keywords["aux_data"], **same)
 
 
 def produce(*args):

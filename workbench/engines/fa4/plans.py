@@ -24,7 +24,7 @@ class Variant(NamedTuple):
     head_dim: int
     group: int  # query heads of a key head
     causal: bool  # without lists
-    mask: str | None  # "none", "causal", "window", "back", "later", "padding"; None without lists
+    mask: str | None  # "none", or as of `hopper.Mask`; None without lists
     band: str | None  # a window without lists: "window", or "back", which has no keys after the query
     order: tuple[int, int] | None  # (segment, rate) of tile order
     natural: bool  # whether tokens lie in natural order and are walked in tile order
@@ -36,13 +36,13 @@ class Variant(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A pattern in the engine's terms. mask: see `Variant`; scalar: what the mask is given.
+    """A pattern in the engine's terms. mask: see `Variant`; scalar: what the mask is given, of sinks two numbers.
 
     order: None where blocks are those of the natural order. rest: the branches that the Triton kernels run.
     """
 
     mask: str | None
-    scalar: int | None
+    scalar: int | tuple[int, int] | None
     order: TileOrder | None
     both: Both | None
     rest: Dilated | None
@@ -75,7 +75,10 @@ def make_plan(pattern, b: int, n: int, nq: int, heads: int) -> Plan:
         if isinstance(pattern, BlockSparse):
             mask = "causal"
         elif isinstance(pattern, Window):
-            mask, scalar = "back" if pattern.causal else "window", pattern.reach(n)[0]
+            reach, *_, sinks = pattern.reach(n)
+            mask, scalar = "back" if pattern.causal else "window", reach
+            if sinks:
+                mask, scalar = f"{mask} sinks", (reach, sinks)
         else:
             mask, scalar = "window", min(n, pattern.radius[0])
     if not both.masked:

@@ -54,6 +54,11 @@ def strips(blocks: Blocks, limit: int) -> Iterator[Strips]:
                     yield Strips(who // blocks.rows, who % blocks.rows, cols[at], full)
 
 
+def needed(blocks: Blocks) -> Tensor:
+    """int64: the key blocks that some query sees, in order. A card is waited for."""
+    return blocks.columns.long().unique()
+
+
 def stacks(blocks: Blocks, row_elements: int) -> Iterator[Strips]:
     """The strips in stacks whose gathered keys and masks stay within ELEMENTS and SCORES."""
     a, c = blocks.block_size
@@ -85,12 +90,11 @@ class Grid:
         self.group = heads // key_heads
         self.front = blocks.n - blocks.nq - self.start  # rows of the first block that are no queries
         self.missing = blocks.cols * self.c - blocks.n  # positions that the last key block lacks
-        used = torch.zeros(blocks.cols, dtype=torch.bool, device=blocks.columns.device)
-        used[blocks.columns.long()] = True
-        self.place, used = used.cumsum(0) - 1, used.nonzero()  # few queries need few blocks: no others are read
-        self.cols, self.taken = len(used), None
-        if self.cols < blocks.cols:
-            self.taken = (used * self.c + torch.arange(self.c, device=used.device)).flatten()
+        self.place, self.cols, self.taken = torch.arange(blocks.cols, device=blocks.columns.device), blocks.cols, None
+        if blocks.nq < blocks.n:  # few queries need few blocks: no others are read
+            used = needed(blocks)
+            self.place[used], self.cols = torch.arange(len(used), device=used.device), len(used)
+            self.taken = (used[:, None] * self.c + torch.arange(self.c, device=used.device)).flatten()
 
     def query_units(self, x: Tensor, value: float = 0) -> Tensor:
         """x (Nq, H, ...) -> (U, a, heads of a unit, ...)."""
@@ -114,11 +118,13 @@ class Grid:
 
     def keys(self, units: Tensor) -> Tensor:
         """The inverse of `key_units`: (N, G, D), zeros where no key is needed."""
+        if not self.cols:
+            return units.new_zeros(self.blocks.n, self.heads // self.group, units.shape[-1])
         x = self._positions(units, self.cols)
         if self.taken is None:
             return x[: self.blocks.n]
-        here = self.taken[self.taken < self.blocks.n]
-        return x.new_zeros(self.blocks.n, *x.shape[1:]).index_copy_(0, here, x[: len(here)])
+        room = x.new_zeros(self.blocks.cols * self.c, *x.shape[1:])
+        return room.index_copy_(0, self.taken, x)[: self.blocks.n]
 
     def _positions(self, units, blocks):
         if self.split:  # (heads x blocks, size, 1, ...) -> (blocks, size, heads, ...)
