@@ -181,8 +181,10 @@ class Calls:
         if isinstance(pattern, Window):
             return views.window(pattern, chunk, self.n)
         if on_grid(pattern):
-            others = halo.neighborhood(pattern, chunk, chunk).positions
-            return views.neighborhood(pattern, torch.cat([others, torch.arange(chunk.start, chunk.stop)]), len(chunk))
+            own = torch.arange(chunk.start, chunk.stop)
+            seen = halo.near(pattern, own)
+            others = seen[(seen < chunk.start) | (seen >= chunk.stop)]
+            return views.neighborhood(pattern, torch.cat([others, own]), len(chunk))
         rows = halo.listed(pattern, self.n, self.heads, self.kv_heads, chunk, chunk)
         needed = torch.cat([x.positions for x in rows]).unique()
         return views.beside(pattern, chunk, chunk, needed, self.n, self.heads)
