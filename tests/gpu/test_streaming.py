@@ -27,15 +27,13 @@ def test_a_stream_gives_what_memory_gives_and_takes_what_was_planned(name, pinne
     pattern, leaves = PATTERNS[name], [x.cuda()[None].requires_grad_() for x in (q, k, v)]
     want, its_lse = wb.attention(*leaves, pattern, return_lse=True)
     dq, dk, dv = torch.autograd.grad(want, leaves, grad.cuda()[None])
-    row = streaming.attention((q, k, v), pattern, (out, lse), **SIZES, chunk=1 << 13)
-    assert abs(row["peak_bytes"] / row["planned_bytes"] - 1) < 0.01
-    same(out, want)
+    rows = [streaming.attention((q, k, v), pattern, (out, lse), **SIZES, chunk=1 << 13)]
     assert (lse - its_lse[0].T.cpu()).abs().max() < 1e-3
     if name in ("longnet", "causal", "window"):
-        row = streaming.gradients((q, k, v), pattern, grad, (out, lse), tuple(got), **SIZES, chunk=1 << 13)
-        assert abs(row["peak_bytes"] / row["planned_bytes"] - 1) < 0.01
-        for x, y in zip(got, (dq, dk, dv), strict=True):
-            same(x, y)
+        rows += [streaming.gradients((q, k, v), pattern, grad, (out, lse), got, **SIZES, chunk=1 << 13)]
+    assert all(abs(row["peak_bytes"] / row["planned_bytes"] - 1) < 0.01 for row in rows)
+    for x, y in zip([out, *got][: 4 if len(rows) > 1 else 1], (want, dq, dk, dv), strict=False):
+        same(x, y)
 
 
 def same(got, want):
