@@ -252,7 +252,7 @@ def test_every_committed_row_is_read_under_todays_names(path):
     assert len(frame) == sum(line["kind"] == "row" for line in lines(path)) and records.scrub(text) == text
     assert set(frame.status) <= set(records.STATUSES) and frame.run_device.notna().all()
     assert (frame[(frame.probe == "timing") & (frame.status == "ok")].median_ms > 0).all()
-    known = {*BACKENDS, *BASELINES, "auto", "nccl", "gloo", "torchscale"}
+    known = {*BACKENDS, *BASELINES, "auto", "nccl", "gloo", "torchscale", "flex"}  # which was one
     assert set(frame["backend"].dropna()) <= known
     if "asked" in frame:
         assert set(frame["asked"].dropna()) <= known
