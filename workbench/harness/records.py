@@ -72,7 +72,7 @@ class Recorder:
     def __init__(self, path: Path, probe: str, run: dict):
         self.path, self.probe, self.run = path, probe, run
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _append(path, run)
+        append(path, run)
 
     def row(self, **fields) -> dict:
         """Append one row, on disk when this returns; returns it as written.
@@ -86,7 +86,7 @@ class Recorder:
         row = plain(row)
         if isinstance(row.get("error"), str):
             row["error"] = scrub(row["error"])
-        _append(self.path, row)
+        append(self.path, row)
         DRAWN[_name(self.path)] = DRAWN.get(_name(self.path), 0) + 1
         return row
 
@@ -108,7 +108,7 @@ class Recorder:
 
     def _lines(self) -> tuple[list[dict], list[dict]]:
         """(runs, rows) that the journal has now."""
-        found = [*_parse(self.path.read_bytes())]
+        found = [*parse(self.path.read_bytes())]
         return tuple([line for line in found if line.get("kind") == kind] for kind in ("run", "row"))
 
 
@@ -138,7 +138,7 @@ def committed(kind: str, probe: str | None = None):
 
 def _lines(journals: list[Path], probe: str | None = None):
     for journal in journals:
-        lines = [x for x in _parse(journal.read_bytes()) if x.get("kind") != "row" or probe in (None, x.get("probe"))]
+        lines = [x for x in parse(journal.read_bytes()) if x.get("kind") != "row" or probe in (None, x.get("probe"))]
         if rows := sum(line.get("kind") == "row" for line in lines):
             DRAWN[_name(journal)] = rows
         yield from lines
@@ -209,7 +209,8 @@ def plain(value):
     return name
 
 
-def _append(path: Path, line: dict) -> None:
+def append(path: Path, line: dict) -> None:
+    """Append a line of JSON, which is on the disk when this returns."""
     data = json.dumps(line, allow_nan=False).encode() + b"\n"
     journal = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -224,7 +225,8 @@ def _append(path: Path, line: dict) -> None:
         os.close(journal)
 
 
-def _parse(data: bytes):
+def parse(data: bytes):
+    """Yield the lines of a journal but for what is half-written."""
     for text in data.decode(errors="replace").splitlines():
         try:
             line = json.loads(text)
