@@ -169,8 +169,8 @@ class Rest:
 
 
 class Cache:
-    """Attention of a causal pattern as its tokens come, one by one or some at a time: `step` gives what attention of
-    the whole sequence would. It holds the keys and values that queries to come can see, and no others:
+    """Decoding with a causal pattern: `step` takes the next tokens, one or several, and returns what attention over the
+    whole sequence would for them. It holds the keys and values that later queries can see, and no others:
 
     Dense: all. Window: width * dilation positions and the sinks. Dilated: for each branch and key head, what the
     current segment keeps, a copy for each offset that its query heads have. Others: all, or with max_len those whose
