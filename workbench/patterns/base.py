@@ -63,6 +63,12 @@ class Blocks:
         """int64 (blocks,): the row of each block, counted on through the layouts."""
         return torch.arange(len(self.starts) - 1, device=self.starts.device).repeat_interleave(self.starts.diff())
 
+    def spans(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """int64 (blocks,): ((first query, last + 1), (first key, last + 1)) of each block."""
+        (bq, bk), row, column = self.block_size, self.line % max(1, self.rows) + self.first, self.columns.long()
+        queries = (row * bq).clamp(min=self.n - self.nq), (row * bq + bq).clamp(max=self.n)
+        return queries, (column * bk, (column * bk + bk).clamp(max=self.n))
+
     def to(self, device) -> Blocks:
         moved = (t.to(device) for t in (self.starts, self.columns, self.full))
         return Blocks(self.block_size, self.n, self.nq, self.layouts, *moved)

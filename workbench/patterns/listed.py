@@ -83,14 +83,23 @@ class Listed(Pattern):
 
     def _distinct(self, n, heads, nq):
         blocks = self._blocks(n, heads, nq, self.block_of())
-        (bq, bk), line, row = blocks.block_size, blocks.line, blocks.line % max(1, blocks.rows) + blocks.first
-        high = (row * bq + bq).clamp(max=n) - (row * bq).clamp(min=n - nq)
-        pairs = high * ((blocks.columns + 1) * bk).clamp(max=n).sub(blocks.columns * bk)
-        part = (~blocks.full).nonzero()[:, 0]
+        (q0, q1), (k0, k1) = blocks.spans()
+        part, layout = (~blocks.full).nonzero()[:, 0], blocks.line // max(1, blocks.rows)
+        high, wide = q1 - q0, k1 - k0
+        wide[part] = 0
+        for some, pairs in self._inside(blocks, heads, part):
+            high[part[some]], wide[part[some]] = 1, pairs
+        # Sums of the products may not fit in 64 bits: those of equal heights are made in Python.
+        each = [0] * blocks.layouts
+        for height in high.unique().tolist():
+            total = torch.zeros(blocks.layouts, dtype=torch.int64).index_add_(0, layout, wide * (high == height))
+            each = [x + height * y for x, y in zip(each, total.tolist(), strict=True)]
+        return each if blocks.layouts == heads else each * heads
+
+    def _inside(self, blocks: Blocks, heads: int, part: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (slice of the partial blocks `part`, how many pairs each of these shows)."""
         for some, seen, _ in self._evaluated(blocks, heads, blocks.key[part]):
-            pairs[part[some]] = seen.sum((1, 2))
-        each = torch.zeros(blocks.layouts, dtype=torch.int64).index_add_(0, line // max(1, blocks.rows), pairs)
-        return each.tolist() if blocks.layouts == heads else each.tolist() * heads
+            yield some, seen.sum((1, 2))
 
     def _uncovered(self, n, heads, nq):
         blocks = self._blocks(n, heads, nq, self.block_of())
