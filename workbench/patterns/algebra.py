@@ -58,6 +58,14 @@ class _Made(Listed):
     def spec(self):
         return {"pattern": self.kind, "of": [part.spec() for part in self.of]}
 
+    @property
+    def short_name(self):
+        return self._joined(part.short_name for part in self.of)
+
+    @property
+    def name(self):
+        return self._joined(part.name for part in self.of)
+
 
 class Combined(_Made):
     """What a set operation makes of patterns: `a | b`, what one of them shows; `a & b`, what both show; `a - b`, what a
@@ -137,14 +145,6 @@ class Combined(_Made):
         each = zip(names, self.of, strict=True)
         return f" {self.kind} ".join(f"({x})" if isinstance(part, Combined) else x for x, part in each)
 
-    @property
-    def short_name(self):
-        return self._joined(part.short_name for part in self.of)
-
-    @property
-    def name(self):
-        return self._joined(part.name for part in self.of)
-
     def __repr__(self):
         return self._joined(map(repr, self.of))
 
@@ -221,15 +221,8 @@ class PerHead(_Made):
     def _joined(self, names) -> str:
         names = list(names)
         runs = [x for x in range(len(names)) if not x or self.of[x] is not self.of[x - 1]]
-        return ", ".join(f"{b - a} x {names[a]}" for a, b in zip(runs, [*runs[1:], len(names)], strict=True))
-
-    @property
-    def short_name(self):
-        return f"per-head[{self._joined(part.short_name for part in self.of)}]"
-
-    @property
-    def name(self):
-        return f"per-head[{self._joined(part.name for part in self.of)}]"
+        each = (f"{b - a} x {names[a]}" for a, b in zip(runs, [*runs[1:], len(names)], strict=True))
+        return f"per-head[{', '.join(each)}]"
 
     def __repr__(self):
         return f"PerHead([{', '.join(map(repr, self.of))}])"

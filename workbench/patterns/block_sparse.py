@@ -119,4 +119,3 @@ class BlockSparse(Listed):
 
     def __repr__(self):
         return f"BlockSparse({self.layout!r}, block_size={self.block_size}{', causal=True' * self.causal})"
-
