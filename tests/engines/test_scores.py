@@ -94,7 +94,7 @@ def test_scores_are_made_in_bounded_memory():
     from workbench.probes import memory
 
     n, q = 8192, torch.randn(1, 8192, 2, 8)
-    used = memory.measure(lambda: attention(q, q, q, Dense(True), alibi_slopes=torch.rand(2))).peak_allocated_bytes
+    used = memory.measure(lambda: attention(q, q, q, Dense(True), alibi_slopes=torch.rand(2)))
     assert used < n * n  # bytes: a quarter of the scores of one head
 
 

@@ -268,7 +268,7 @@ def _own(plan: Plan, rank: int) -> list[Partial]:
     def among(pattern: Pattern) -> Pattern:
         if isinstance(pattern, BlockSparse):
             return views.beside(pattern, queries, own, as_tensor(range(0)), plan.n, heads).pattern
-        return views.neighborhood(pattern, as_tensor(own), 0).pattern if on_grid(pattern) else pattern
+        return views.neighborhood(pattern, as_tensor(own)).pattern if on_grid(pattern) else pattern
 
     group, overwritten = head_group(plan, range(plan.kv_heads), queries, own), torch.cat(border) if border else None
     return [Partial(among(one), (group,), 0, b, overwritten) for b, one in _by_batch(plan.pattern)]
@@ -320,7 +320,7 @@ def _border(plan: Plan, rank: int) -> list[tuple[Tensor, views.View]]:
             border = Rows.of([near(pattern, needed)]).within(queries.start, queries.stop).positions
             around = Rows.of([near(pattern, border)]).within(own.start, own.stop).positions
             every = torch.cat([needed, around[~torch.isin(around, border)], border])
-            found = [(border, views.neighborhood(pattern, every, len(border)))] if len(border) else []
+            found = [(border, views.neighborhood(pattern, every))] if len(border) else []
         plan.views[rank, "border"] = found
     return plan.views[rank, "border"]
 
@@ -342,7 +342,7 @@ def _gathered(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
         if isinstance(pattern, Window):
             return [(queries, views.window(pattern, queries, plan.n))]
         if on_grid(pattern):
-            return [(queries, views.neighborhood(pattern, torch.cat([needed, as_tensor(own)]), len(queries)))]
+            return [(queries, views.neighborhood(pattern, torch.cat([needed, as_tensor(own)])))]
         return [(queries, views.beside(pattern, queries, own, needed, plan.n, heads))]
 
     return _on_views(plan, rank, stage, make)

@@ -57,7 +57,7 @@ def repeats(pattern: Pattern, n: int, heads: int) -> bool:
 
 
 def evaluated(pattern: Pattern, blocks: Blocks, heads: int, key: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield (slice of these blocks, how often each pair is seen, whether it exists): (blocks, bq, bk), a few at a time."""
+    """Yield (slice of these blocks, how often each pair is seen, which exist), (blocks, bq, bk), some at a time."""
     n, nq, (bq, bk), cols, rows = blocks.n, blocks.nq, blocks.block_size, max(1, blocks.cols), max(1, blocks.rows)
     below, beside = torch.arange(min(bq, n)).view(1, -1, 1), torch.arange(min(bk, n)).view(1, 1, -1)
     step = max(1, TILE // 4 // max(1, below.numel() * beside.numel()))
