@@ -4,22 +4,11 @@ import pytest
 import torch
 
 from tests import tools
-from workbench import BlockSparse, Dense, Dilated, attention, explain, layouts
+from tests.gpu.test_triton import LARGE  # several tiles of a kernel, with ragged ends
+from workbench import BlockSparse, Dilated, attention, explain, layouts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
 
-LARGE = [  # several tiles of a kernel, with ragged ends
-    tools.Case("dilated-longnet-large", tools.longnet(16), 2000, heads=12, kv_heads=4, head_dim=64, batch=2),
-    tools.Case("dilated-longnet-large-causal", tools.longnet(16, True), 2000, 777, 12, head_dim=64),
-    tools.Case("dilated-head-dim-128", lambda: Dilated([300, 700], [1, 3], causal=True), 1111, heads=4, head_dim=128),
-    tools.Case("dilated-head-dim-256", lambda: Dilated([300, 700], [1, 3]), 555, heads=2, head_dim=256),
-    tools.Case("dilated-head-dim-20", lambda: Dilated([300, 700], [1, 3]), 555, heads=2, head_dim=20),
-    tools.Case("dense-large-last-queries", lambda: Dense(True), 1000, 300, heads=4, kv_heads=2, head_dim=64),
-    tools.Case("local-large", lambda: BlockSparse(layouts.local(1) | layouts.global_(1), 128, causal=True), 1111,
-               heads=4, kv_heads=2, head_dim=64, batch=2),
-    tools.Case("random-large-by-head", lambda: BlockSparse(layouts.random(0.3, 1, per_head=True), (64, 128)), 1024,
-               heads=4, head_dim=128),
-]  # fmt: skip
 CASES = tools.TABLE | {case.id: case for case in LARGE}
 
 

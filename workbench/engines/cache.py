@@ -22,6 +22,7 @@ from workbench.engines.torch import fused
 from workbench.engines.torch.dilated import offset_slices, share_heads
 from workbench.patterns import Dense, Dilated, Neighborhood, Pattern, Window
 from workbench.patterns.checks import describe, whole
+from workbench.patterns.listed import Looked
 
 FAR = 1 << 62
 ALL = slice(None)
@@ -121,7 +122,7 @@ class Lane:
         return out.transpose(1, 2), lse
 
 
-class Held(Pattern):
+class Held(Looked):
     """A pattern of n positions on those that are held, `at`, ascending."""
 
     causal = True
