@@ -140,6 +140,7 @@ class Pattern(Value):
     same_heads = False  # whether all heads see the same, however many there are
     batch: int | None = None  # the batch size where the pattern differs by batch entry
     function: Callable | None = None  # a user's, which `count` asks
+    sees_itself = False  # whether every query sees its own key
     everywhere = False  # whether its blocks come from looking at all pairs
 
     def kept(self, what: str, key: tuple, make: Callable[[], T]) -> T:
@@ -272,6 +273,8 @@ class Pattern(Value):
 
     def _uncovered(self, n, heads, nq) -> Tensor:
         """int64 (heads,): rows that no key reaches."""
+        if self.sees_itself:
+            return torch.zeros(heads, dtype=torch.int64)
         rows = ((count <= 0).all(-1).sum(-1) for count in self._tiles(n, heads, nq))
         return sum(rows, start=torch.zeros(heads, dtype=torch.int64))
 

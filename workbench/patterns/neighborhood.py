@@ -33,7 +33,7 @@ class Neighborhood(Pattern):
     the same size; that of a row of cells which is cut short is the last cell's.
     """
 
-    same_heads = True
+    same_heads = sees_itself = True
 
     def __init__(
         self, shape, radius, ordering=None, causal=False, dilation=1, stride=1, offset=0, border="clip"
@@ -148,9 +148,6 @@ class Neighborhood(Pattern):
         return cells.flatten()
 
     _distinct = _pairs
-
-    def _uncovered(self, n, heads, nq):
-        return torch.zeros(heads, dtype=torch.int64)  # every token sees itself
 
     def _blocks(self, n, heads, nq, block_size):
         """Exact, in time that grows with the runs of cells, not with the pairs.
