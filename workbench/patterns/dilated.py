@@ -201,14 +201,8 @@ class Dilated(Pattern):
         return States(key, torch.where(full, ALL, PART), share)
 
     def spec(self):
-        return {
-            "pattern": "Dilated",
-            "segment_lengths": list(self.segment_lengths),
-            "dilation_rates": list(self.dilation_rates),
-            "causal": self.causal,
-            "heads": self.heads,
-            "offsets": self.offsets,
-        }
+        branches = {x: list(getattr(self, x)) for x in ("segment_lengths", "dilation_rates")}
+        return {"pattern": "Dilated"} | branches | {x: getattr(self, x) for x in ("causal", "heads", "offsets")}
 
     @property
     def short_name(self):
