@@ -32,6 +32,7 @@ class Blocks:
     starts: int64 (layouts * rows + 1), row x of layout g spans columns[starts[g * rows + x] : starts[g * rows + x + 1]]
     columns: int32, key blocks, ascending within a row
     full: bool, True only where every pair of the block that exists is visible exactly once (else ask `Pattern.count`)
+    used: int64, ascending, the key blocks of all rows together; None where nobody asked for them
     """
 
     block_size: tuple[int, int]
@@ -41,6 +42,7 @@ class Blocks:
     starts: Tensor
     columns: Tensor
     full: Tensor
+    used: Tensor | None = None
 
     @property
     def first(self) -> int:
@@ -56,7 +58,7 @@ class Blocks:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.starts, self.columns, self.full))
+        return sum(t.nbytes for t in (self.starts, self.columns, self.full, self.used) if t is not None)
 
     @property
     def line(self) -> Tensor:
@@ -76,7 +78,7 @@ class Blocks:
         return queries, (column * bk, (column * bk + bk).clamp(max=self.n))
 
     def to(self, device) -> Blocks:
-        moved = (t.to(device) for t in (self.starts, self.columns, self.full))
+        moved = (t if t is None else t.to(device) for t in (self.starts, self.columns, self.full, self.used))
         return Blocks(self.block_size, self.n, self.nq, self.layouts, *moved)
 
     def row_counts(self) -> Tensor:

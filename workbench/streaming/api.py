@@ -95,12 +95,13 @@ def layer(module: MultiheadAttention, x: Tensor, out: Tensor | None = None, budg
 
 def _options(heads, head_dim, dtype, budget_bytes, more: dict) -> SimpleNamespace:
     refuse("a stream", {key: value for key, value in more.items() if key not in MORE})
-    found = SimpleNamespace(dtype=dtype, budget_bytes=budget_bytes, **MORE | more)
+    more = MORE | more
+    sizes = {"budget_bytes": budget_bytes, "chunk": more.pop("chunk")}
+    sizes = {name: value and whole(name, value, 1) for name, value in sizes.items()}
+    found = SimpleNamespace(dtype=dtype, **sizes, **more)
     found.heads, found.head_dim = whole("heads", heads, 1), whole("head_dim", head_dim, 1)
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: want torch.float64, float32, bfloat16 or float16")
-    for name in ("budget_bytes", "chunk"):
-        setattr(found, name, (value := getattr(found, name)) and whole(name, value, 1))
     default = "cuda" if torch.cuda.is_available() else "cpu"
     found.device = device(choice("device", found.device or default, "cuda", "cpu"), here=True)
     found.scale = 1 / math.sqrt(head_dim) if found.scale is None else float(found.scale)

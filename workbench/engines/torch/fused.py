@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.engines import torch_rules
+from workbench.engines.torch import steps
 
 aten = torch.ops.aten
 GRID = 65_535  # the largest y and z of a CUDA grid, into which kernels fold batch and heads
@@ -133,7 +134,7 @@ def _unfused_forward(q, k, v, mask, causal, scale):
     k, v = _wide(expand_heads(k, q)), _wide(expand_heads(v, q))
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=k.dtype)
     step, length = _unfused_rows(q, k)
-    for start in range(0, length, step):
+    for start in steps.starts(length, step):
         rows = slice(start, start + step)
         s = _scores(q, k, mask, causal, scale, rows)
         lse[:, :, rows] = torch.logsumexp(s, -1)
@@ -146,7 +147,7 @@ def _unfused_backward(grad, q, k, v, mask, out, lse, causal, scale):
     wide_k, wide_v = _wide(expand_heads(k, q)), _wide(expand_heads(v, q))
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
     step, length = _unfused_rows(q, wide_k)
-    for start in range(0, length, step):
+    for start in steps.starts(length, step):
         rows = slice(start, start + step)
         do = _wide(grad[:, :, rows])
         p = torch.exp(_scores(q, wide_k, mask, causal, scale, rows) - lse[:, :, rows, None])
