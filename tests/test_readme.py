@@ -104,10 +104,6 @@ def test_what_torchrun_starts_exists():
         assert imported(target) and imported(f"{module}:main") and isinstance(json.loads(parameters), dict)
 
 
-def test_conda_has_its_file():
-    assert [arguments[-1] for arguments in commands("conda")] == ["environment.yml"]
-
-
 def test_the_map_has_every_folder_and_only_what_is_there():
     package = ROOT / "workbench"
     rows = [line.split("|")[2] for line in TEXTS["workbench/README.md"].splitlines() if line.startswith("| ")]

@@ -402,14 +402,3 @@ def poisoned(device="cpu"):
             yield
         finally:
             torch.use_deterministic_algorithms(False)
-
-
-def check_past(call, k, v, times) -> None:
-    """`call(k, v)` gives (out, lse): keys and values from t0 on change what is there, and nothing before, by a bit."""
-    out, lse = call(k, v)
-    for t0 in times:
-        k2, v2 = k.clone(), v.clone()
-        k2[:, t0:], v2[:, t0:] = 100 * k[:, t0:] + 3, -v[:, t0:]
-        out2, lse2 = call(k2, v2)
-        assert torch.equal(out[:, :t0], out2[:, :t0]) and torch.equal(lse[..., :t0], lse2[..., :t0])
-        assert not torch.equal(out[:, t0:], out2[:, t0:])

@@ -128,10 +128,11 @@ def test_a_value_that_is_not_finite_stays_in_its_sequence_and_with_its_heads(pat
 LOUD = {
     "dense": Dense(True), "dilated": Dilated([8, 16], [1, 2]), "blocks": BlockSparse(layouts.local(1), 4, True),
     "neighborhood": Neighborhood((4, 6), 1), "predicate": Predicate(tools.every_third),
+    "dilated-prime-causal": Dilated([7, 13, 4], [3, 1, 2], causal=True),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype, size", [(torch.float32, 1e4), (torch.float16, 3e2)], ids=["float32", "float16"])
+@pytest.mark.parametrize("dtype, size", [(torch.float64, 1e4), (torch.float32, 1e4), (torch.float16, 3e2)], ids=str)
 @pytest.mark.parametrize("pattern", LOUD.values(), ids=list(LOUD))
 def test_a_loud_key_changes_nothing_in_rows_that_do_not_see_it(pattern, dtype, size):
     q, k, v, g, gl = tools.Case("", None, 24).inputs(dtype)

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests import tools
-from workbench import Dense, Dilated, reference
+from workbench import Dense, Dilated, Window, reference
 
 
-def by_hand(q, k, v, keys_of, scale=None):
-    """out and lse, a number at a time; keys_of(h, i) lists the keys that query i of head h sees, some repeatedly."""
+def by_hand(q, k, v, keys_of, scale=None, change=lambda s, h, i, j: s):
+    """out and lse, a number at a time; keys_of(h, i) lists the keys that query i of head h sees, some repeatedly;
+    change: what is done to a score."""
     (batch, nq, heads, d), n = q.shape, k.shape[1]
     group, scale = heads // k.shape[2], 1 / math.sqrt(d) if scale is None else scale
     qs, ks, vs = q.tolist(), k.tolist(), v.tolist()
@@ -25,7 +26,7 @@ def by_hand(q, k, v, keys_of, scale=None):
                 total, sums = 0.0, [0.0] * d
                 for j in keys_of(h, n - nq + t):
                     score = sum(x * y for x, y in zip(qs[b][t][h], ks[b][j][h // group], strict=True))
-                    weight = math.exp(scale * score)
+                    weight = math.exp(change(scale * score, h, n - nq + t, j))
                     total += weight
                     sums = [s + weight * x for s, x in zip(sums, vs[b][j][h // group], strict=True)]
                 if total:
@@ -61,6 +62,22 @@ IDS = (
 @pytest.mark.parametrize("id", IDS)
 def test_is_the_softmax_over_the_keys_that_are_counted(id):
     agree(tools.TABLE[id])
+
+
+@pytest.mark.parametrize("pattern, back", [(Dense(True), None), (Window(3), 1), (Window(3, True), 2),
+                                           (Window(2, dilation=2), 1)], ids=str)  # fmt: skip
+def test_scores_are_changed_before_the_softmax(pattern, back):
+    (q, k, v), slopes, cap = torch.randn(3, 1, 7, 2, 4, dtype=torch.float64), torch.tensor([0.3, 0.1]).double(), 0.7
+    bias = None if back is None else torch.randn(2, 2 * back + 1, dtype=torch.float64)
+
+    def change(s, h, i, j):
+        place = (j - i) // getattr(pattern, "dilation", 1)
+        return cap * math.tanh(s / cap) - slopes[h] * abs(i - j) + (0 if bias is None else bias[h, place + back])
+
+    seen = pattern.multiplicity(7, 2)
+    want = by_hand(q, k, v, lambda h, i: keys(seen[h, i]), 0.5, change)
+    given = {"alibi_slopes": slopes, "softcap": cap, "relative_bias": bias}
+    torch.testing.assert_close(reference(q, k, v, pattern, 0.5, **given), want, rtol=1e-6, atol=1e-6)
 
 
 def test_with_a_scale():

@@ -114,6 +114,7 @@ def test_right_past_65_535_sequences_and_heads(sizes, dtype, mode):
     assert found.ok, found
 
 
-def test_right_past_65_535_segments():
-    _, found = alone(Dilated([64], [1]), {"n": 9_000_000, "heads": 1, "head_dim": 16}, "auto", "fwdbwd")
+@pytest.mark.parametrize("backend, dtype", [("auto", "bfloat16"), ("torch", "bfloat16"), ("torch", "float32")])
+def test_right_past_65_535_segments(backend, dtype):
+    _, found = alone(Dilated([64], [1]), {"n": 9_000_000, "heads": 1, "head_dim": 16}, backend, "fwdbwd", dtype)
     assert found.ok, found

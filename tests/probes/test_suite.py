@@ -39,10 +39,7 @@ def test_rates_are_over_attended_pairs_and_beside_the_baseline_of_the_group():
     assert rows.loc[rows["label"] == "triton", "tflops"].tolist() == pytest.approx([50, 50])
     assert rows.loc[rows["label"] == "dense cudnn", "of_dense"].tolist() == pytest.approx([1, 1])
     assert rows.loc[rows["label"] == "fa4", "of_dense"].tolist() == pytest.approx([0.5, 0.5])
-    assert set(suite.summary(rows).index) == {
-        "window of 2,048, 16 x 128",
-        "random blocks, 90% left out, 16 x 128",
-    }
+    assert set(suite.summary(rows).index) == {"window of 2,048, 16 x 128", "random blocks, 90% left out, 16 x 128"}
     assert set(suite.summary(rows)["speed relative to dense"].dropna()) == {"3.00 (2.90 to 3.10)"}
 
 

@@ -133,13 +133,14 @@ class Combined(_Made):
         more = last._distinct(n, heads, nq) if self.kind == "|" else [0] * heads
         return [x + y - z for x, y, z in zip(first, more, both, strict=True)]
 
+    @property
+    def sees_itself(self):
+        each = [part.sees_itself for part in self.of]
+        return any(each) if self.kind == "|" else all(each) and self.kind == "&"
+
     def _uncovered(self, n, heads, nq):
-        if self.everywhere:
-            return Pattern._uncovered(self, n, heads, nq)
-        for part in self.of if self.kind == "|" else ():
-            if not (found := part._uncovered(n, heads, nq)).any():
-                return found
-        return super()._uncovered(n, heads, nq)
+        own = Pattern if self.everywhere or self.sees_itself else Listed
+        return own._uncovered(self, n, heads, nq)
 
     def _joined(self, names) -> str:
         each = zip(names, self.of, strict=True)

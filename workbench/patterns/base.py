@@ -65,9 +65,15 @@ class Blocks:
         """int64 (blocks,): the row of each block, counted on through the layouts."""
         return torch.arange(len(self.starts) - 1, device=self.starts.device).repeat_interleave(self.starts.diff())
 
-    def spans(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """int64 (blocks,): ((first query, last + 1), (first key, last + 1)) of each block."""
-        (bq, bk), row, column = self.block_size, self.line % max(1, self.rows) + self.first, self.columns.long()
+    @property
+    def place(self) -> tuple[Tensor, Tensor]:
+        """int64 (blocks,): the layout of each block, and its row, counted from the first that holds a query."""
+        line = self.line
+        return line // max(1, self.rows), line % max(1, self.rows)
+
+    def spans(self, which: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """int64: ((first query, last + 1), (first key, last + 1)) of some blocks."""
+        (bq, bk), row, column = self.block_size, self.place[1][which] + self.first, self.columns[which].long()
         queries = (row * bq).clamp(min=self.n - self.nq), (row * bq + bq).clamp(max=self.n)
         return queries, (column * bk, (column * bk + bk).clamp(max=self.n))
 
@@ -111,7 +117,8 @@ class Blocks:
         new = Blocks(block_size, self.n, self.nq, self.layouts, self.starts, self.columns, self.full)
         if up == across == 1 or not self.rows:
             return new
-        layout, row = self.line // self.rows, self.line % self.rows + self.first
+        layout, row = self.place
+        row = row + self.first
         key = (layout * new.rows + row // up - new.first) * new.cols + self.columns // across
         key, place = key.unique(return_inverse=True)
         row, column = key // new.cols % new.rows + new.first, key % new.cols
@@ -142,6 +149,7 @@ class Pattern(Value):
     same_heads = False  # whether all heads see the same, however many there are
     batch: int | None = None  # the batch size where the pattern differs by batch entry
     function: Callable | None = None  # a user's, which `count` asks
+    sees_itself = False  # whether every query sees its own key
     everywhere = False  # whether its blocks come from looking at all pairs
 
     def kept(self, what: str, key: tuple, make: Callable[[], T]) -> T:
@@ -274,6 +282,8 @@ class Pattern(Value):
 
     def _uncovered(self, n, heads, nq) -> Tensor:
         """int64 (heads,): rows that no key reaches."""
+        if self.sees_itself:
+            return torch.zeros(heads, dtype=torch.int64)
         rows = ((count <= 0).all(-1).sum(-1) for count in self._tiles(n, heads, nq))
         return sum(rows, start=torch.zeros(heads, dtype=torch.int64))
 

@@ -98,7 +98,7 @@ class BlockSparse(Listed):
 
     def _inside(self, blocks, heads, part):
         """Query i sees i + 1 - k0 keys of a block, from 0 to all k1 - k0: the sum is of triangular numbers."""
-        (q0, q1), (k0, k1) = ((x[part] for x in span) for span in blocks.spans())
+        (q0, q1), (k0, k1) = blocks.spans(part)
         many = sum(sign * (x - y).clamp(min=0) * ((x - y).clamp(min=0) + 1) // 2
                    for sign, x, y in ((1, q1, k0), (-1, q1, k1), (-1, q0, k0), (1, q0, k1)))  # fmt: skip
         yield slice(None), many

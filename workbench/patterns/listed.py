@@ -1,6 +1,7 @@
 """Patterns that are known by their blocks: what else is asked of them is evaluated in the blocks that are visible in
 part, a few at a time."""
 
+import operator
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -104,17 +105,17 @@ class Listed(Pattern):
 
     def _distinct(self, n, heads, nq):
         blocks = self._blocks(n, heads, nq, self.block_of())
-        (q0, q1), (k0, k1) = blocks.spans()
-        part, layout = (~blocks.full).nonzero()[:, 0], blocks.line // max(1, blocks.rows)
-        high, wide = q1 - q0, k1 - k0
-        wide[part] = 0
+        (bq, bk), line, start = blocks.block_size, blocks.line, blocks.columns.long() * blocks.block_size[1]
+        wide = ((start + bk).clamp(max=n) - start) * blocks.full
+        wide = torch.zeros(blocks.layouts * blocks.rows, dtype=torch.int64).index_add_(0, line, wide)
+        row = (torch.arange(blocks.rows) + blocks.first) * bq
+        high = ((row + bq).clamp(max=n) - row.clamp(min=n - nq)).tolist()
+        part, found = (~blocks.full).nonzero()[:, 0], torch.zeros(blocks.layouts, dtype=torch.int64)
         for some, pairs in self._inside(blocks, heads, part):
-            high[part[some]], wide[part[some]] = 1, pairs
-        # Sums of the products may not fit in 64 bits: those of equal heights are made in Python.
-        each = [0] * blocks.layouts
-        for height in high.unique().tolist():
-            total = torch.zeros(blocks.layouts, dtype=torch.int64).index_add_(0, layout, wide * (high == height))
-            each = [x + height * y for x, y in zip(each, total.tolist(), strict=True)]
+            found.index_add_(0, line[part[some]] // blocks.rows, pairs)
+        # The products may not fit in 64 bits.
+        each = wide.view(blocks.layouts, blocks.rows).tolist()
+        each = [x + sum(map(operator.mul, high, y)) for x, y in zip(found.tolist(), each, strict=True)]
         return each if blocks.layouts == heads else each * heads
 
     def _inside(self, blocks: Blocks, heads: int, part: Tensor) -> Iterator[tuple[slice, Tensor]]:

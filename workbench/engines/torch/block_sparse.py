@@ -36,7 +36,7 @@ class Strips(NamedTuple):
 def strips(blocks: Blocks, limit: int) -> Iterator[Strips]:
     """Every block of the layout once, in strips of equal length and kind."""
     columns = blocks.columns.long()
-    units = torch.repeat_interleave(torch.arange(len(blocks.starts) - 1, device=columns.device), blocks.starts.diff())
+    units = blocks.line
     whole = blocks.full
     if blocks.n % blocks.block_size[1]:  # the last key block is padded, and the padding has to be masked
         whole = whole & (columns < blocks.cols - 1)

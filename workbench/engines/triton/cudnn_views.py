@@ -129,10 +129,6 @@ def groups(offsets: list[int], length: list[int]) -> list[tuple[int, int, int]]:
     for x, o in enumerate(offsets):
         residues.setdefault(o, []).append(x)
     apart = [(xs[0], xs[1] - xs[0] if len(xs) > 1 else 1, len(xs)) for xs in residues.values()]
-    if any(
-        xs != list(range(xs[0], xs[-1] + 1, step)) for xs, (_, step, _) in zip(residues.values(), apart, strict=True)
-    ):
-        apart = [(x, 1, 1) for x in range(len(offsets))]
     along, first = [], 0
     for x in range(1, len(offsets) + 1):
         if x == len(offsets) or offsets[x] != offsets[x - 1] + 1 or length[x] != length[first]:
