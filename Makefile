@@ -52,6 +52,7 @@ test: lint
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 test-all: lint
+	@-$(if $(SETUP),$(RUN) -m pip install --quiet -c constraints.txt -e '.[ray]')
 	$(PYTEST) $(ARGS)
 
 lint: $(SETUP)

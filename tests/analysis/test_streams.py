@@ -6,8 +6,8 @@ from workbench.analysis import streams
 from workbench.plots import streams as draw
 
 PLANS = pd.DataFrame([
-    {"pattern": "LongNet", "n": n, "chunk": 1 << 20, "in_memory_gib": n / 2**22, "streamed_gib": 0.25, "fits": fits,
-     "traffic_s": 0.5, "products_s": 20.0} for n, fits in ((1 << 20, True), (1 << 30, False))
+    {"pattern": "LongNet", "n": n, "chunk": 1 << 20, "in_memory_gib": n / 2**22, "streamed_gib": 0.25,
+     "fits_in_memory": fits, "traffic_s": 0.5, "products_s": 20.0} for n, fits in ((1 << 20, True), (1 << 30, False))
 ])  # fmt: skip
 BESIDE = pd.DataFrame([PLANS.iloc[-1].to_dict() | {"pattern": "dense", "products_s": 4e5}, PLANS.iloc[-1].to_dict()])
 RUNS = pd.DataFrame([
@@ -22,7 +22,7 @@ def test_sentences_are_of_the_rows():
     assert headline == "1,073,741,824 tokens on one card in 20.0 s" and said[0].startswith(
         f"**{headline}**, 281 TFLOP/s"
     )
-    assert said[1].startswith("In memory the card ends before 1,073,741,824 tokens")
+    assert said[1].startswith("1,073,741,824 tokens do not fit on the card at once")
     assert "take 400,000 s of dense attention, 20 s of LongNet" in said[2]
     assert said[-1].endswith("7 sampled rows are wrong.")
     said, headline = streams.answer(BESIDE, PLANS[:1], RUNS[:0], TOOK)

@@ -91,6 +91,19 @@ def test_without_a_process_group():
     assert torch.equal(one(x), other(x)) and "ranks=1" in repr(other)
 
 
+LONGNETS = {
+    "1x2-uneven": {"checkpoint": True},
+    "1x2-one-holds-all": {"num_kv_heads": 2},
+    "2x2-uneven": {"qk_norm": True},
+    "4x1": {"rope": None},
+}
+
+
+@pytest.mark.parametrize("mesh", tools.tiers([*LONGNETS], ["1x2-uneven"]))
+def test_a_longnet_over_ranks_has_the_loss_and_gradients_of_one_device(ranks, mesh):
+    assert max(ranks(world_of(mesh)).run(train.longnet, *MESHES[mesh], **LONGNETS[mesh])) < TOLERANCE
+
+
 @pytest.mark.slow
 def test_the_demo_learns_alike_on_any_mesh_and_says_its_bytes(ranks):
     one, two, four = (

@@ -209,3 +209,31 @@ def refused(rank, world):
 
 def demo(rank, world, **options):
     return training.demo(**options)
+
+
+def longnet(rank, world, parts, lengths, **options):
+    """The largest differences from one device of LongNet's loss and gradients, of two steps in a row, by DDP."""
+    mesh, sizes = training.mesh(len(parts), len(lengths)), (20, 16, 2, 4, [8, 40], [1, 2])
+    group, worst = mesh.get_group("sequence"), []
+    torch.manual_seed(0)
+    one = wb.LongNet(*sizes, dtype=torch.float64, **options)
+    one.norm.weight.data *= 3
+    mine = wb.LongNet(
+        *sizes, dtype=torch.float64, attention=wb.distributed.MultiheadAttention, group=group, **options
+    )
+    mine.load_state_dict(one.state_dict())
+    net = DistributedDataParallel(mine)
+    for seed in range(2):
+        tokens = torch.randint(20, (BATCH, N), generator=torch.Generator().manual_seed(seed))
+        some = Shards(tuple(parts))[mesh.get_local_rank("data")]
+        rows = Shards(tuple(lengths))[mesh.get_local_rank("sequence")]
+        want = one.loss(tokens)
+        found = training.loss(net, tokens[some.start : some.stop, rows.start : rows.stop], group=group)
+        want.backward(), found.backward()
+        found = found.detach()
+        dist.all_reduce(found)
+        worst += [float((found / dist.get_world_size() - want).abs())]
+        both = zip(one.parameters(), mine.parameters(), strict=True)
+        worst += [float((a.grad - b.grad).abs().max()) for a, b in both]
+        one.zero_grad(), mine.zero_grad()
+    return max(worst)

@@ -52,6 +52,23 @@ def test_steps_are_the_whole(pattern, steps):
             assert cache.rows(N, 6, 2) * 2 * 2 * 8 * dtype.itemsize <= cache.nbytes
 
 
+SCORES = {
+    "longnet": {"alibi_slopes": torch.rand(6)}, "local": {"softcap": 0.7},
+    "window": {"softcap": 2.0, "relative_bias": torch.randn(6, 9)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [STEPS["ones"], STEPS["prompt"]], ids=["ones", "prompt"])
+@pytest.mark.parametrize("name", SCORES)
+def test_steps_with_changed_scores_are_the_whole(name, steps):
+    q, k, v, *_ = tools.Case("", None, N, heads=6, kv_heads=2).inputs(torch.float64)
+    cache, parts = Cache(PATTERNS[name], N), zip(*(x.split(steps, 1) for x in (q, k, v)), strict=True)
+    out = torch.cat([cache.step(*part, **SCORES[name]) for part in parts], 1)
+    assert tools.relative(out, reference(q, k, v, PATTERNS[name], **SCORES[name])[0]) < tools.RELATIVE[torch.float64]
+    with pytest.raises(ValueError, match="want the first step's"):
+        cache.step(q[:, :1], k[:, :1], v[:, :1])
+
+
 @pytest.mark.parametrize("before", [0, 30])
 def test_the_last_of_a_chunk_alone(before):
     q, k, v, *_ = tools.Case("", None, N, heads=4).inputs(torch.float64)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from workbench import BlockSparse, Dense, Dilated, MultiheadAttention, attention, layouts, tile_order
+from workbench import BlockSparse, Dense, Dilated, MultiheadAttention, Window, attention, layouts, tile_order
 from workbench.engines import rotary
 
 CAUSAL = Dilated([4, 8, 16], [1, 2, 4], causal=True)
@@ -105,6 +105,19 @@ def test_a_layer_in_tile_order_is_the_layer_with_its_tokens_moved():
     natural, tiled = (layer(pattern, rope=100.0, sub_norm=True, tokens=x) for x in ("natural", "tile order"))
     order, x = tile_order(pattern, 1024), tokens(1024, 1)
     close(tiled(x[:, order]), natural(x)[:, order])
+
+
+def test_scores_are_changed_by_what_the_layer_keeps():
+    options = {"alibi_slopes": torch.rand(6), "softcap": 2.0, "relative_bias": True}
+    module, x = layer(Window(5), **options), tokens()
+    assert {"alibi_slopes", "relative_bias"} <= {*module.state_dict()} and module.relative_bias.shape == (6, 5)
+    module.relative_bias.data.normal_()
+    q, k, v = (f(x).unflatten(-1, (-1, 4)) for f in (module.q, module.k, module.v))
+    want = attention(q, k, v, Window(5), **options | {"relative_bias": module.relative_bias})
+    close(module(x), module.out(want.flatten(-2)))
+    assert torch.autograd.grad(module(x).sum(), module.relative_bias)[0].any()
+    with pytest.raises(ValueError, match="relative_bias with dense: want a Window"):
+        layer(Dense(), relative_bias=True)
 
 
 def test_every_parameter_has_a_gradient():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from workbench import Dense, Dilated, LongNet, Transformer
+from workbench import BlockSparse, Cache, Dense, Dilated, LongNet, Transformer, Window, layouts
 from workbench.models import loss
 
 SIZES = {"vocab": 40, "dim": 24, "depth": 2, "heads": 4}
@@ -105,6 +105,14 @@ def test_what_cannot_be_meant_is_refused():
         model.loss(words())
     with pytest.raises(ValueError, match=r"tokens is torch.float32 \(2, 50\): want integers \(B, N\)"):
         model(words().float())
+    for value in (words().float(), words()[:, :0]):
+        with pytest.raises(ValueError, match=r"want integers \(B, N\), N at least 1"):
+            longnet().generate(value, 3)
+    for options in ({"temperature": -1}, {"chunk": 0}, {"lengths": torch.tensor([50, 0])}):
+        with pytest.raises(ValueError, match=f"{[*options][0]}="):
+            longnet().generate(words(), 3, **options)
+    with pytest.raises(ValueError, match=r"a cache of Dense\(causal=True\): want one of the layer's pattern, Dilated"):
+        longnet().features(words(), [Cache(Dense(True))] * 2)
     for name, value in (("depth", 0), ("vocab", "many"), ("checkpoint", 1), ("rotary", True)):
         with pytest.raises(ValueError, match=f"^{name}="):
             Transformer(**SIZES | {"pattern": Dense(), name: value})
@@ -123,4 +131,65 @@ def test_documents_and_lengths_are_models_of_each_alone():
     padded = torch.cat([tokens, tokens.flip(1)])
     close(model(padded, lengths=lengths)[1, :7], model(padded[1:, :7])[0])
     each = [model.loss(padded[i : i + 1, :n]) * (n - 1) for i, n in enumerate(lengths.tolist())]
-    close(model.loss(padded, lengths=lengths), sum(each) / 55)
+    want = gradients(model, sum(each) / 55)
+    packed = torch.cat([padded[:1], padded[1:, :7]], 1), torch.tensor([0, 50, 57])
+    for found in (model.loss(padded, lengths=lengths), model.loss(packed[0], documents=packed[1])):
+        close(found, sum(each) / 55)
+        close(gradients(model, found), want)
+
+
+GENERATORS = {
+    "longnet": {"pattern": Dilated([16, 64], [1, 2], True), "num_kv_heads": 2, "qk_norm": True},
+    "in-tile-order": {"pattern": Dilated([256, 1024], [1, 2], True), "tokens": "tile order"},
+    "dense": {"pattern": Dense(True), "rope": None, "alibi_slopes": torch.tensor([0.5, 0.2, 0.1, 0.05])},
+    "window": {"pattern": Window(9, True), "softcap": 2.0, "relative_bias": True},
+    "random": {"pattern": BlockSparse(layouts.random(0.5, 1), 8, True)},
+}
+
+
+@pytest.mark.parametrize("options", GENERATORS.values(), ids=list(GENERATORS))
+def test_token_by_token_is_the_whole(options):
+    torch.manual_seed(0)
+    model, prompt = Transformer(**SIZES, **options, dtype=torch.float64), words(20)
+    if options.get("relative_bias"):
+        torch.nn.init.normal_(model.layers[1].attention.relative_bias)
+    out = model.generate(prompt, 30, chunk=7)
+    assert torch.equal(out[:, :20], prompt) and torch.equal(out, model.generate(prompt, 30))
+    assert torch.equal(model(out)[:, 19:-1].argmax(-1), out[:, 20:])
+    caches = [Cache(model.pattern, 50) for _ in model.layers]
+    with torch.no_grad():
+        steps = [model.features(x, caches) for x in out.split([13, *[1] * 37], 1)]
+        close(torch.cat(steps, 1), model.features(out))
+    if "relative_bias" not in options and options["pattern"].name != "random":
+        padded = model.generate(prompt, 5, lengths=torch.tensor([20, 8]))
+        alone = model.generate(prompt[1:, :8], 5)
+        assert torch.equal(padded[1, :13], alone[0]) and torch.equal(padded[:1], model.generate(prompt[:1], 5))
+        assert not padded[1, 13:].any()
+
+
+def test_what_is_drawn_follows_the_logits_and_the_generator():
+    model, prompt = longnet(), words(20, 1)
+    drawn = [model.generate(prompt, 9, temperature=2, generator=torch.Generator().manual_seed(s)) for s in (0, 0, 1)]
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    many = model.generate(prompt.expand(4000, -1), 1, temperature=0.7, generator=torch.Generator().manual_seed(0))
+    want = (model(prompt)[0, -1] / 0.7).softmax(-1)
+    assert (many[:, -1].bincount(minlength=40) / 4000 - want).abs().max() < 0.04
+    with torch.no_grad():
+        assert torch.equal(model.generate(prompt, 0), prompt)
+
+
+def test_two_steps_in_a_row_compiled_or_under_autocast_are_the_models():
+    torch._dynamo.reset()
+    model, tokens = longnet(), words()
+    fast = torch.compile(model, backend="aot_eager")
+    for batch in (tokens, tokens.flip(1)):
+        close(gradients(model, fast(batch, labels=batch)), gradients(model, model(batch, labels=batch)))
+    torch._dynamo.reset()
+    model = model.float()
+    want, exact = model.loss(tokens), gradients(model, model.loss(tokens))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(tokens).dtype == torch.bfloat16
+        found = model.loss(tokens)
+    assert found.dtype == torch.float32 and abs(found - want) < 0.02 * want
+    for name, x in gradients(model, found).items():
+        assert x.dtype == torch.float32 and (x - exact[name]).norm() < 0.1 * exact[name].norm() + 1e-3, name

@@ -32,7 +32,7 @@ def _row(name: str, pattern: Pattern, n: int, card: str) -> dict:
     held = 4 * x.nbytes  # q, k, v and out
     return {
         "pattern": name, "n": n, "chunk": plan.calls.chunk, "in_memory_gib": held / GIB,
-        "streamed_gib": plan.peak / GIB, "fits": held < cards.find(card).total_bytes,
+        "streamed_gib": plan.peak / GIB, "fits_in_memory": held < cards.find(card).total_bytes,
         "traffic_s": plan.traffic_ms / 1000, "products_s": products,
     }  # fmt: skip
 
@@ -61,7 +61,8 @@ def live(n: int, first: int, gib: float, heads: int = 1, head_dim: int = 32) -> 
 
 
 def measured(machine: str) -> pd.DataFrame:
-    """A row a run on record: what ran, ns a token, TFLOP/s over attended pairs, GB/s, and the peak over the plan's."""
+    """A row a run on record: what ran, ns a token, TFLOP/s over attended pairs, GB/s, the peak over the plan's, and how
+    many rows were checked, with the largest error."""
     found = records.committed(machine, "streaming")
     if found.empty:
         return found
@@ -73,6 +74,7 @@ def measured(machine: str) -> pd.DataFrame:
         "ns_a_token": 1e9 * seconds / found["n"], "tflops": operations / seconds / 1e12,
         "gb_s": found[["bytes_in", "bytes_out"]].max(axis=1) / seconds / 1e9,
         "of_planned_bytes": found["peak_bytes"] / found["planned_bytes"],
+        "sampled_rows": found["rows_sampled"], "relative_error": found["error_sampled"],
     }).reset_index(drop=True)  # fmt: skip
 
 
@@ -84,16 +86,16 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
         best = layers.loc[layers["n"].idxmax()]
         headline = f"{int(best['n']):,} tokens on one card in {best['seconds']:.1f} s"
         said.append(f"**{headline}**, {best['tflops']:.0f} TFLOP/s, on record.")
-    if len(long := plans[~plans["fits"]]):
-        said.append(f"In memory the card ends before {int(long['n'].min()):,} tokens; streamed, {last['n']:,} take "
+    if len(long := plans[~plans["fits_in_memory"]]):
+        said.append(f"{int(long['n'].min()):,} tokens do not fit on the card at once; streamed, {last['n']:,} take "
                     f"{last['streamed_gib']:.2f} GiB of it.")  # fmt: skip
     if dense["products_s"]:
         both = [_figure(x["products_s"]) for x in (dense, last)]
-        said.append(f"By the plan {last['n']:,} tokens take {both[0]} s of dense attention, {both[1]} s of LongNet.")
-    said.append(f"Host traffic of {last['n']:,} tokens takes {_figure(last['traffic_s'])} s, beside the products.")
+        said.append(f"Modelled: {last['n']:,} tokens take {both[0]} s of dense attention, {both[1]} s of LongNet.")
+    said.append(f"Their copies to the card and back take {_figure(last['traffic_s'])} s, during the computation.")
     right = "right" if here["right"] else "wrong"
-    said.append(f"Here {here['n']:,} tokens streamed through {here['peak_bytes']:,} bytes, {here['planned_bytes']:,} "
-                f"planned; {here['sampled_rows']} sampled rows are {right}.")  # fmt: skip
+    said.append(f"Here {here['n']:,} tokens took at most {here['peak_bytes']:,} bytes, planned were "
+                f"{here['planned_bytes']:,}; {here['sampled_rows']} sampled rows are {right}.")  # fmt: skip
     return said, headline or f"{last['n']:,} tokens planned on one card"
 
 

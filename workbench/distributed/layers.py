@@ -2,10 +2,12 @@
 
 import copy
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from workbench.distributed.api import attention
+from workbench.distributed.group import Ranks
 from workbench.engines import layers
 
 
@@ -19,6 +21,8 @@ class MultiheadAttention(layers.MultiheadAttention):
     strategy: as in `workbench.distributed.attention`. Other arguments, parameters and their names are those of
     `workbench.MultiheadAttention`, so that a state_dict fits both.
 
+    rope: positions are those in the whole sequence, for which ranks tell each other how many rows they have.
+
     Each rank has a copy of the parameters, which get the gradient of its rows only: `training` says how to sum them.
     All ranks of the group call this, and its backward, together. Dropout is drawn on each rank: seed ranks differently.
     A deepcopy is on the same group. A process group cannot be pickled: save the state_dict.
@@ -31,8 +35,15 @@ class MultiheadAttention(layers.MultiheadAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         return attention(q, k, v, self.pattern, self.group, self.strategy, backend=self.backend, **options)
 
-    def rotation(self, n: int, device=None) -> Tensor:
-        raise ValueError(f"rope={self.rope}: want rotation=rotary.table of the positions that this rank has")
+    def rotation(self, n: int, device=None, cache=None) -> Tensor:
+        ranks = Ranks.of(self.group)
+        first = sum(rows for (rows,) in ranks.gather(("rows",), [n]).wait()[: ranks.rank]) if ranks.world > 1 else 0
+        return self._table(torch.arange(first, first + n, device=device))
+
+    def forward(self, query: Tensor, *keys, cache=None, **options):
+        if cache is not None:
+            raise ValueError("a cache over ranks: want a layer of one device to decode with, which has the state_dict")
+        return super().forward(query, *keys, **options)
 
     def __deepcopy__(self, memo):
         memo[id(self.group)] = self.group

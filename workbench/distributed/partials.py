@@ -260,8 +260,8 @@ def _by_batch(pattern: Pattern) -> list[tuple[int | None, Pattern]]:
 
 
 def _own(plan: Plan, rank: int) -> list[Partial]:
-    """Attention of all of a rank's queries to its own rows. Of windows and grids it is right for those that see no row
-    of another rank."""
+    """Attention of all of a rank's queries to its own rows. On windows and grids that is the result of queries that see
+    no row of another rank; those of the others are overwritten."""
     own, queries, heads = plan.shards[rank], plan.queries(rank), plan.heads
     border = [] if isinstance(plan.pattern, BlockSparse) else [of for of, _ in _border(plan, rank)]
 

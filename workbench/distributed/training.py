@@ -2,10 +2,13 @@
 
     mesh = training.mesh(data=2, sequence=4)
     rows = Shards.even(n, 4)[mesh.get_local_rank("sequence")]  # of the sequences that this rank's data index has
-    layer = wb.distributed.MultiheadAttention(512, 8, pattern, group=mesh.get_group("sequence"))  # in your model
-    model = DistributedDataParallel(model)  # over all ranks, both axes of the mesh
-    losses = cross_entropy(model(x), y, reduction="none")  # x and y: this rank's rows
-    training.mean(losses).backward()  # now every rank has the gradient that one device would have: clip it, and step
+    sharded = {"attention": wb.distributed.MultiheadAttention, "group": mesh.get_group("sequence")}
+    model = DistributedDataParallel(wb.LongNet(..., **sharded))  # over all ranks, both axes of the mesh
+    loss = training.loss(model, tokens, group=sharded["group"])  # tokens: this rank's rows
+    loss.backward()  # now every rank has the gradient that one device would have: clip it, and step
+
+In a model of yours the layer is `wb.distributed.MultiheadAttention(512, 8, pattern, group=...)`, and the loss
+`training.mean(losses)` of this rank's losses, one for each token.
 
 Why it is that gradient. Attention's backward returns the gradients of keys and values to the ranks that hold the rows.
 So a rank's parameters get their gradient through the rank's own rows, of all losses of its sequences. Summed over the W
@@ -25,15 +28,15 @@ import functools
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from workbench.distributed.group import Ranks
 from workbench.distributed.layers import MultiheadAttention
 from workbench.distributed.shards import Shards
 from workbench.distributed.traffic import Traffic
-from workbench.models.layer import Layer
-from workbench.patterns import Dilated
+from workbench.models.transformer import IGNORED, LongNet
 
 
 def mesh(data: int = 1, sequence: int | None = None) -> DeviceMesh:
@@ -65,38 +68,56 @@ def mean(losses: Tensor, group=None) -> Tensor:
     so). Returns a scalar whose mean over the ranks is the mean over all elements. All ranks call it together: it adds
     up their counts.
     """
-    count = torch.tensor(losses.numel(), device=losses.device)
+    return _scaled(losses.sum(), torch.tensor(losses.numel(), device=losses.device), group)
+
+
+def _scaled(total: Tensor, count: Tensor, group=None) -> Tensor:
+    """W / T of a sum over the `count` tokens of this rank."""
     dist.all_reduce(count, group=group)
-    return losses.sum() / count * dist.get_world_size(group)
+    return total / count.clamp(min=1) * dist.get_world_size(group)
+
+
+def loss(model, tokens: Tensor, labels: Tensor | None = None, group=None) -> Tensor:
+    """`Transformer.loss` of sequences that the ranks of a group share, scaled as by `mean`: a scalar.
+
+    model: of `wb.distributed.MultiheadAttention` on this group, in DistributedDataParallel over all ranks or alone.
+    tokens, labels (B, L): this rank's; labels are by default the next tokens, the last of them the next rank's first.
+    """
+    if labels is None:
+        labels, ranks = getattr(model, "module", model).next_tokens(tokens), Ranks.of(group)
+        first = tokens[:, :1].flatten().tolist() or [IGNORED] * len(tokens)
+        told = ranks.gather(("rows", *["token"] * len(first)), [tokens.shape[1], *first]).wait()
+        if following := next((heads for rows, *heads in told[ranks.rank + 1 :] if rows), None):
+            labels[:, -1:] = labels.new_tensor(following)[:, None]
+    count = (labels != IGNORED).sum()
+    return _scaled(model(tokens, labels) * count.clone(), count)  # which is then the count of all
 
 
 def demo(steps: int = 40, n: int = 512, data: int = 1) -> dict:
-    """Train a small model to tell the level of a noisy sequence from the positions so far; each step draws new ones.
+    """Train a small LongNet to foresee walks of 16 places, which at each token stay or go on; each step draws new ones.
 
         torchrun --nproc_per_node 2 -m workbench.harness.ranks workbench.distributed.training:demo '{"steps": 20}'
 
-    n: positions; data: into how many parts the 8 sequences of a step are divided.
+    n: tokens; data: into how many parts the 8 sequences of a step are divided.
     Returns {"losses": by step, the same on any number of ranks; "bytes": what this rank sent in the last step}.
     """
     ranks = mesh(data)
     torch.manual_seed(0)  # the same weights and sequences everywhere
-    pattern, group = Dilated([n // 8, n], [1, 4], causal=True), ranks.get_group("sequence")
-    layers = (Layer(64, MultiheadAttention(64, 8, pattern, group=group)) for _ in range(2))
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(1, 64), *layers, nn.Linear(64, 1)).to(ranks.device_type))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    group = ranks.get_group("sequence")
+    sharded = {"attention": MultiheadAttention, "group": group, "device": ranks.device_type}
+    model = DistributedDataParallel(LongNet(16, 64, 2, 8, [max(1, n // 8), n], [1, 4], **sharded))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     some = Shards.even(8, data)[ranks.get_local_rank("data")]
     rows = Shards.even(n, dist.get_world_size(group))[dist.get_rank(group)]
     losses = []
     for _ in range(steps):
-        levels = torch.linspace(-1.5, 1.5, 8)[:, None, None]
-        x = (levels + 2 * torch.randn(8, n, 1))[:, rows.start : rows.stop]
-        x, levels = (t[some.start : some.stop].to(ranks.device_type) for t in (x, levels))
+        tokens = torch.randint(2, (8, n)).cumsum(1)[some.start : some.stop, rows.start : rows.stop] % 16
         optimizer.zero_grad()
         with Traffic() as traffic:
-            loss = mean((model(x) - levels).square())
-            loss.backward()
+            mine = loss(model, tokens.to(ranks.device_type), group=group)
+            mine.backward()
         optimizer.step()
-        total = loss.detach() / dist.get_world_size()
+        total = mine.detach() / dist.get_world_size()
         dist.all_reduce(total)
         losses.append(float(total))
     return {"losses": losses, "bytes": traffic.by_collective}

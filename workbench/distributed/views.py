@@ -137,7 +137,7 @@ def neighborhood(pattern: Neighborhood, position: Tensor) -> View:
 
 
 def window(pattern: Window, queries: range, n: int) -> View:
-    """A window of what these queries see, which lies as in the sequence but for what is between sinks and window."""
+    """A window on the keys that these queries see: the sinks, and right behind them the window's, in their order."""
     sinks, near = halo.window(pattern, n, queries)
     position = torch.cat([as_tensor(sinks), as_tensor(near)]) if sinks else near
     return View(pattern, position, max(sinks.stop, near.stop) - queries.stop)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workbench.engines import scores
 from workbench.engines.check import check, refuse
 from workbench.engines.dispatch import attention, even
 from workbench.engines.merge import merge_
@@ -144,6 +145,7 @@ class Rest:
 
     def __init__(self, pattern: Pattern, n: int | None, heads: int):
         self.pattern, self.n, self.kept, self.at, self.last = pattern, n, Rows(FAR), torch.arange(0), None
+        self.changes: dict = {}  # what is done to scores, where all keys are held
         if n is not None:  # of each key, the end of the last block of queries that sees some of its block
             blocks = pattern.blocks(n, heads)
             row = torch.arange(len(blocks.starts) - 1).repeat_interleave(blocks.starts.diff()) % blocks.rows
@@ -161,7 +163,8 @@ class Rest:
         if q is not None:
             if len(self.at) < (n := self.n or stop):
                 pattern, backend = Held(pattern, self.at, n), "torch"  # which takes any pattern
-            found = attention(q, *self.kept.held(), pattern, scale=scale, backend=backend, return_lse=True)
+            options = {"scale": scale, "backend": backend, "return_lse": True} | self.changes
+            found = attention(q, *self.kept.held(), pattern, **options)
             yield ALL, ALL, *found
         seen = self.at if self.last is None else (self.last[self.at] > stop).nonzero().squeeze(1)
         if 2 * len(seen) <= len(self.at):  # a copy now and then
@@ -170,12 +173,12 @@ class Rest:
 
 
 class Cache:
-    """Attention of a causal pattern as its tokens come, one by one or some at a time: `step` gives what attention of
-    the whole sequence would. It holds the keys and values that queries to come can see, and no others:
+    """Decoding with a causal pattern: `step` takes the next tokens, one or several, and returns what attention over the
+    whole sequence would for them. It holds the keys and values that later queries can see, and no others:
 
     Dense: all. Window: width * dilation positions and the sinks. Dilated: for each branch and key head, what the
     current segment keeps, a copy for each offset that its query heads have. Others: all, or with max_len those whose
-    block a block of later queries sees, and at most as many again.
+    block a block of later queries sees, and at most as many again. Where scores are changed: all.
 
     max_len: the greatest length; longer is refused. Patterns that differ by it (layouts.random, explicit ones, a
     Neighborhood) are those of max_len positions, and need it. Sizes, dtype and device are the first step's.
@@ -220,14 +223,19 @@ class Cache:
         return sum(lane.kept.room.nbytes for lane in self.lanes if lane.kept.room is not None)
 
     @torch._disable_dynamo
-    def step(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, return_lse=False, **unknown):
+    def step(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, return_lse=False, **options):
         """The next positions: k, v (B, C, G, D), and q (B, Cq, H, D) of the last Cq -> out, or (out, lse (B, H, Cq)).
 
+        options: what changes scores, as of `attention`, the same at each step.
         Without gradients, which are refused; torch.compile breaks its graph here.
         """
-        refuse("Cache.step", unknown)
+        refuse("Cache.step", scores.others(options))
         q, k, v = check(q, k, v, Dense(True), scale)
-        like, stop = (q.shape[0], *q.shape[2:], *v.shape[2:], q.dtype, q.device), self.n + k.shape[1]
+        changes = scores.of(options, q, self.pattern)
+        if changes and self.by_length:
+            raise ValueError(f"{changes} with {self.pattern!r}: a cache changes scores of patterns of any length only")
+        like = (q.shape[0], *q.shape[2:], *v.shape[2:], q.dtype, q.device, str(changes))
+        stop = self.n + k.shape[1]
         if self.like not in (None, like):
             raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, {q.dtype}: want the first step's, {self.like}")
         if self.max_len is not None and stop > self.max_len:
@@ -238,9 +246,12 @@ class Cache:
         q, k, v = map(fused.unit_stride, even(q, k, v))
         if self.like is None:
             self.lanes, self.like = self._lanes(q.shape[2], k.shape[2]), like
+            if changes:
+                self.lanes = [Rest(self.pattern, None, q.shape[2])]
+                self.lanes[0].changes = options
         if self.n == 0 and k.shape[1] > 1 and not (self.by_length and stop < self.max_len):  # a prompt
             self._run(None, k, v, scale)
-            out, lse = attention(q, k, v, self.pattern, scale=scale, return_lse=True)
+            out, lse = attention(q, k, v, self.pattern, scale=scale, return_lse=True, **options)
         else:
             before = k.shape[1] - q.shape[1]
             self._run(None, k[:, :before], v[:, :before], scale)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from workbench.engines import rotary
+from workbench.engines import rotary, scores
 from workbench.engines.check import autocast, refuse
 from workbench.engines.dispatch import BACKENDS, TOKENS, attention
 from workbench.patterns import Pattern, tile_order
@@ -14,11 +14,13 @@ class MultiheadAttention(nn.Module):
     """Attention with projections: query (B, Nq, embed_dim) -> (B, Nq, embed_dim), named as in torch.nn.
 
     num_heads divides embed_dim, num_kv_heads (default num_heads) divides num_heads.
-    dropout acts on the output, in training only; dropout of the attention weights and score biases are refused by name.
+    dropout acts on the output, in training only; dropout of the attention weights is refused by name.
     qk_norm: each head's queries and keys are normalised by nn.RMSNorm (QK norm, arXiv 2010.04245).
     rope: the base of rotary positions (`engines.rotary`), e.g. 10_000, of even head_dims.
     sub_norm: a LayerNorm before the output projection (Sub-LN of MAGNETO, arXiv 2210.06423).
     tokens: "tile order" where they come in the pattern's `tile_order`; their positions are then those of that order.
+    options: what changes scores, as of `attention`: softcap; alibi_slopes (H,), which are kept as a buffer; and
+        relative_bias=True, a table of biases by relative position, which is learned.
 
     It stands where an nn.MultiheadAttention(batch_first=True) stood, in nn.TransformerEncoderLayer too, and loads the
     state_dict of one; not one with bias_k or projections of their own (kdim, vdim).
@@ -30,10 +32,10 @@ class MultiheadAttention(nn.Module):
     def __init__(
         self, embed_dim, num_heads, pattern, *, num_kv_heads=None, bias=True, dropout=0.0, attention_dropout=0.0,
         backend="auto", qk_norm=False, rope=None, sub_norm=False, tokens="natural", device=None, dtype=None,
-        **unknown,
+        **options,
     ):  # fmt: skip
         super().__init__()
-        refuse("MultiheadAttention", unknown)
+        refuse("MultiheadAttention", scores.others(options))
         if not isinstance(pattern, Pattern):
             raise ValueError(f"pattern={pattern!r}: want a pattern, e.g. Dense() or Dilated([2048, 4096], [1, 2])")
         embed_dim, num_heads = whole("embed_dim", embed_dim, 1), whole("num_heads", num_heads, 1)
@@ -61,22 +63,29 @@ class MultiheadAttention(nn.Module):
         self.q_norm, self.k_norm = norms
         self.norm = nn.LayerNorm(embed_dim, **to) if flag("sub_norm", sub_norm) else nn.Identity()
         self.dropout = nn.Dropout(dropout)
+        self.softcap = options.get("softcap")
+        self.register_buffer("alibi_slopes", options.get("alibi_slopes"))
+        learned = flag("relative_bias", options.get("relative_bias", False))
+        table = torch.zeros(num_heads, *scores.shape_of(pattern), **to) if learned else None
+        self.relative_bias = None if table is None else nn.Parameter(table)
 
     def forward(
-        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, rotation=None, **options
-    ) -> Tensor | tuple[Tensor, None]:
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, rotation=None, cache=None,
+        **options,
+    ) -> Tensor | tuple[Tensor, None]:  # fmt: skip
         """out (B, Nq, embed_dim); with a value, as nn.MultiheadAttention is called, (out, None): there are no weights.
 
         key (B, N, embed_dim): what is attended to, by default the queries, which else are the last Nq of its N
         positions. value (B, N, embed_dim): by default the key.
         rotation: `rotary.table` of the key's positions, for layers that share one; by default 0, 1, 2, ...
+        cache: a `Cache` of the layer's pattern, and the tokens are the next after those that it has, in natural order.
         options: lengths and documents, as of `attention`; of nn.MultiheadAttention's need_weights=False, is_causal=True
         for a causal pattern (with its attn_mask), and a key_padding_mask that hides the end of sequences.
         """
         returned = (lambda out: out) if value is None else lambda out: (out, None)
         key = query if key is None else key
         value = key if value is None else value
-        options = self._options(options, key)
+        options = self._options(options, key, cache)
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if not isinstance(tensor, Tensor) or tensor.dim() != 3 or tensor.shape[-1] != self.q.in_features:
                 raise ValueError(f"{name} is {describe(tensor)}: want a tensor (B, N, {self.q.in_features})")
@@ -88,15 +97,19 @@ class MultiheadAttention(nn.Module):
         q = self.q_norm(self.q(query).unflatten(-1, heads))  # (B, Nq, H, D)
         k, v = self.k_norm(self.k(key).unflatten(-1, heads)), self.v(value).unflatten(-1, heads)  # (B, N, Hkv, D)
         if self.rope is not None:
-            by = self.rotation(k.shape[1], k.device) if rotation is None else rotation
+            by = self.rotation(k.shape[1], k.device, cache) if rotation is None else rotation
             q, k = rotary.turned(q, by[k.shape[1] - q.shape[1] :]), rotary.turned(k, by)
-        out = self.attend(q, k, v, **options).flatten(-2)
-        return returned(self.dropout(self.out(self.norm(out))))
+        attend = self.attend if cache is None else cache.step
+        return returned(self.dropout(self.out(self.norm(attend(q, k, v, **options).flatten(-2)))))
 
-    def rotation(self, n: int, device=None) -> Tensor:
-        """`rotary.table` of n tokens in the layer's order."""
-        tiled = self.tokens == "tile order"
-        positions = tile_order.tile_order(self.pattern, n).to(device) if tiled else torch.arange(n, device=device)
+    def rotation(self, n: int, device=None, cache=None) -> Tensor:
+        """`rotary.table` of n tokens in the layer's order, or of those that come next in a cache."""
+        if cache is None and self.tokens == "tile order":
+            return self._table(tile_order.tile_order(self.pattern, n).to(device))
+        first = 0 if cache is None else cache.n
+        return self._table(torch.arange(first, first + n, device=device))
+
+    def _table(self, positions: Tensor) -> Tensor:
         dtype = torch.float64 if self.q.weight.dtype == torch.float64 else torch.float32
         return rotary.table(positions, self.head_dim, self.rope, dtype)
 
@@ -104,7 +117,7 @@ class MultiheadAttention(nn.Module):
         """The attention between the projections: q (B, Nq, H, D), k and v (B, N, Hkv, D) -> (B, Nq, H, D)."""
         return attention(q, k, v, self.pattern, backend=self.backend, **options)
 
-    def _options(self, options: dict, key: Tensor) -> dict:
+    def _options(self, options: dict, key: Tensor, cache) -> dict:
         """Those of `attend`; ValueError for what nn.MultiheadAttention has and the pattern does not mean."""
         options = {name: x for name, x in options.items() if x is not None and x is not False}
         if options.get("is_causal") is True and self.pattern.causal:
@@ -112,9 +125,15 @@ class MultiheadAttention(nn.Module):
         if "key_padding_mask" in options and "lengths" not in options:
             options["lengths"] = lengths_of(options.pop("key_padding_mask"), *key.shape[:2])
         refuse("MultiheadAttention", {x: y for x, y in options.items() if x not in ("lengths", "documents")})
-        if self.tokens != "natural" and options:
+        changes = {name: getattr(self, name) for name in scores.Scores._fields}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        if cache is not None and cache.pattern is not self.pattern and cache.pattern.spec() != self.pattern.spec():
+            raise ValueError(f"a cache of {cache.pattern!r}: want one of the layer's pattern, {self.pattern!r}")
+        if self.tokens == "natural" or cache is not None:
+            return options | changes
+        if options:
             raise ValueError(f"tokens={self.tokens!r} with {', '.join(options)}: want 'natural', each has its order")
-        return options | ({"tokens": self.tokens} if self.tokens != "natural" else {})
+        return {"tokens": self.tokens} | changes
 
     def _load_from_state_dict(self, state_dict, prefix, *rest):
         for name in ("bias_k", "bias_v", "q_proj_weight"):

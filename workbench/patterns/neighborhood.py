@@ -230,8 +230,9 @@ class Neighborhood(Pattern):
 def swin(shape, window, shift=0, ordering=None) -> Neighborhood:
     """Windows that do not overlap (Swin, arXiv 2103.14030): a token sees those of its own window of the grid.
 
-    window, shift (below the window): an int, or one an axis. The windows begin `shift` cells behind the border, so that
-    those at the border are smaller: what Swin's cyclic shift and its masks amount to.
+    shape, ordering: the grid and the order of its cells, as of `Neighborhood`. window, shift (below the window): an
+    int, or one an axis. The windows begin `shift` cells behind the border, so that those at the border are smaller:
+    what Swin's cyclic shift and its masks amount to.
     """
     window = axes("window", window, len(orderings.shape_of(shape)), 1)
     radius = [w // 2 if w % 2 else (w - 1) / 2 for w in window]

@@ -17,7 +17,7 @@ def against_n(plans: pd.DataFrame, runs: pd.DataFrame, card: str):
     memory.plot(plans["n"], plans["in_memory_gib"], color=style.COLORS["muted"], ls="--", label="in memory")
     memory.plot(plans["n"], plans["streamed_gib"], color=LONGNET, label="streamed")
     memory.axhline(cards.find(card).total_bytes / 2**30, color="#444444", lw=1, label=f"all of an {card.upper()}")
-    time.plot(plans["n"], plans["traffic_s"], color=style.COLORS["accent"], ls=":", label="host traffic")
+    time.plot(plans["n"], plans["traffic_s"], color=style.COLORS["accent"], ls=":", label="copies")
     if plans["products_s"].notna().any():
         time.plot(plans["n"], plans["products_s"], color=LONGNET, label="products")
     forward = runs[runs["mode"] == "fwd"] if len(runs) else runs

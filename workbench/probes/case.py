@@ -170,7 +170,7 @@ def _baseline(name: str, case: Case) -> Callable:
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Dense attention as it is written on a blackboard, with all Nq x N scores: q, k, v -> out (B, Nq, H, D)."""
+    """Dense attention by its formula, with all Nq x N scores in memory: q, k, v -> out (B, Nq, H, D)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
     scores = q @ expand_heads(k, q).transpose(-1, -2) * q.shape[-1] ** -0.5  # (B, H, Nq, N)
     if causal:

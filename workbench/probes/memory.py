@@ -1,4 +1,4 @@
-"""Memory of a call: what torch allocates for it at once."""
+"""Memory of a call: the most that torch allocates for it at one time."""
 
 import contextlib
 import gc

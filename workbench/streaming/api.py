@@ -38,7 +38,7 @@ def attention(
         watch(positions done, seconds): called as it runs.
 
     Returns a record's fields. `explain` says beforehand what it will take. ValueError, before any work, for what cannot
-    run, too little memory among it.
+    run, such as a budget that is too small.
     """
     sink = tuple(sink) if isinstance(sink, (tuple, list)) else (sink, None)
     return _run(Forward(source, sink), pattern, _options(heads, head_dim, dtype, budget_bytes, more))
@@ -47,7 +47,7 @@ def attention(
 def explain(
     source, pattern: Pattern, *, heads: int, head_dim: int, dtype: torch.dtype, budget_bytes=None, card=None, **more
 ) -> Plan:
-    """The plan of `attention` to out alone, without running it: print it.
+    """What `attention` to out, without an lse, will take, without running it: a `Plan`, which prints as a sentence.
 
     card: by default this machine's, or the processor. Tensors of the source may be without contents, of any length:
     torch.empty(n, heads, head_dim, dtype=dtype, device="meta").

@@ -12,7 +12,7 @@ from workbench.streaming import host
 from workbench.streaming.calls import Calls
 from workbench.streaming.run import Forward, Stream
 
-CHUNK = 1 << 20  # queries: a card is busy long enough with them to hide the copies of the next, and of the last
+CHUNK = 1 << 20  # queries: work enough for a card to hide the copies of the next chunk, and of the last
 LEAST = 64
 HOST_GBS = 48.0  # each way, both ways at once, between pinned memory and an H200, as measured
 
@@ -24,8 +24,8 @@ class Plan:
     kept: rows of the long branches of a dilated pattern, gathered before the first chunk; their results stay there
     bytes_in, bytes_out: to the card and from it. peak: of all tensors on the card, weights too; reserved: of its
         allocator; None where the program looks at data. pinned: on the host, beside source and sink
-    traffic_ms, products_ms: modelled; no run takes less than the longer one. products_ms is None where nothing alike
-        was measured
+    traffic_ms, products_ms: modelled, the copies and the kernels (at the rate that they reached on record): a
+        long run takes about the longer one. products_ms is None where no such kernel was measured
     """
 
     calls: Calls
