@@ -105,6 +105,11 @@ def test_what_cannot_be_meant_is_refused():
         model.loss(words())
     with pytest.raises(ValueError, match=r"tokens is torch.float32 \(2, 50\): want integers \(B, N\)"):
         model(words().float())
+    for labels in (words()[:, 1:], words().float()):
+        with pytest.raises(ValueError, match=r"labels is .*: want integers \(B, N\), of tokens and labels alike"):
+            model.loss(words(), labels)
+    with pytest.raises(ValueError, match=r"lengths=\[3, 4\]: want an int32 or int64 tensor"):
+        longnet().loss(words(), lengths=[3, 4])
     for name, value in (("depth", 0), ("vocab", "many"), ("checkpoint", 1), ("rotary", True)):
         with pytest.raises(ValueError, match=f"^{name}="):
             Transformer(**SIZES | {"pattern": Dense(), name: value})

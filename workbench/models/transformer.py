@@ -55,8 +55,7 @@ class Transformer(nn.Module):
 
     def features(self, tokens: Tensor, **options) -> Tensor:
         """What the head sees, (B, N, dim), normalised."""
-        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"tokens is {describe(tokens)}: want integers (B, N)")
+        _check("tokens", tokens)
         order = tile_order(self.pattern, tokens.shape[1]).to(tokens.device) if self.tokens != "natural" else None
         x = self.embedding(tokens if order is None else tokens[:, order]) * self.embedding.embedding_dim**0.5
         attention = self.layers[0].attention
@@ -74,8 +73,12 @@ class Transformer(nn.Module):
         Labels of -100 do not count, nor do by default what is behind a sequence's length and the first token of another
         document. All logits at once, N times vocab, are never held.
         """
-        if labels is None and not self.pattern.causal:
+        if labels is not None:
+            _check("labels", labels, tokens)
+        elif not self.pattern.causal:
             raise ValueError("labels=None: want labels (B, N), since a pattern that is not causal sees the next token")
+        ragged = {name: x for name, x in (("lengths", lengths), ("documents", documents)) if x is not None}
+        features = self.features(tokens, **ragged)
         if labels is None:
             labels = nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED)
             if lengths is not None:
@@ -85,8 +88,7 @@ class Transformer(nn.Module):
                 labels = labels.index_fill(1, documents[1:] - 1, IGNORED)
             elif documents is not None:
                 labels[:, :-1].masked_fill_(documents[:, 1:] != documents[:, :-1], IGNORED)
-        ragged = {name: x for name, x in (("lengths", lengths), ("documents", documents)) if x is not None}
-        return cross_entropy(self.features(tokens, **ragged), self.head.weight, labels, IGNORED)
+        return cross_entropy(features, self.head.weight, labels, IGNORED)
 
 
 class LongNet(Transformer):
@@ -98,3 +100,9 @@ class LongNet(Transformer):
     def __init__(self, vocab, dim, depth, heads, segment_lengths, dilation_rates, *, causal=True, **options):
         pattern = Dilated(segment_lengths, dilation_rates, causal, offsets=options.pop("offsets", "interleaved"))
         super().__init__(vocab, dim, depth, heads, pattern, **options)
+
+
+def _check(name: str, value: Tensor, like: Tensor | None = None) -> None:
+    fits = isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
+    if not fits or like is not None and value.shape != like.shape:
+        raise ValueError(f"{name} is {describe(value)}: want integers (B, N), of tokens and labels alike")

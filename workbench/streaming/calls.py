@@ -184,7 +184,7 @@ class Calls:
             own = torch.arange(chunk.start, chunk.stop)
             seen = halo.near(pattern, own)
             others = seen[(seen < chunk.start) | (seen >= chunk.stop)]
-            return views.neighborhood(pattern, torch.cat([others, own]), len(chunk))
+            return views.neighborhood(pattern, torch.cat([others, own]))
         rows = halo.listed(pattern, self.n, self.heads, self.kv_heads, chunk, chunk)
         needed = torch.cat([x.positions for x in rows]).unique()
         return views.beside(pattern, chunk, chunk, needed, self.n, self.heads)
