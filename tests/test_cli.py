@@ -80,23 +80,16 @@ def test_list_tells_notebooks_and_their_parameters(folder, capsys):
     ]
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (
-            ["-p", "m", "1"],
-            "parameter m=1: no notebook here declares it. Declared: 01_one: n, lengths, scale; 02_two: none",
-        ),
-        (["-p", "n", '"1"'], "parameter n='1' of 01_one: should be int, such as 512"),
-        (["-p", "lengths", "5"], "parameter lengths=5 of 01_one: should be list of int"),
-        (["-p", "lengths", "[1,"], "parameter lengths=[1,: not JSON; Expecting value: line 1 column 4 (char 3)"),
-        (["-p", "scale", "NaN"], "parameter scale=nan of 01_one: should be float"),
-        (["-p", "n", "four"], "parameter n=four: not JSON; a string has quotes of its own: -p n '\"four\"'"),
-        (["-p", "profile", '"gpu"'], "--profile tiny|quick|gpu"),
-        (["03"], "notebook='03': neither a file nor one of the notebooks here (01_one, 02_two)"),
-        (["--timeout", "-1"], "timeout=-1.0: a positive number"),
-    ],
-)
+@pytest.mark.parametrize("arguments, message", [
+    (["-p", "m", "1"], "m=1: no notebook here declares it. Declared: 01_one: n, lengths, scale; 02_two: none"),
+    (["-p", "n", '"1"'], "parameter n='1' of 01_one: should be int, such as 512"),
+    (["-p", "lengths", "5"], "parameter lengths=5 of 01_one: should be list of int"),
+    (["-p", "lengths", "[1,"], "parameter lengths=[1,: not JSON; Expecting value: line 1 column 4 (char 3)"),
+    (["-p", "scale", "NaN"], "parameter scale=nan of 01_one: should be float"),
+    (["-p", "n", "four"], "parameter n=four: not JSON; a string has quotes of its own: -p n '\"four\"'"),
+    (["-p", "profile", '"gpu"'], "--profile tiny|quick|gpu"), (["--timeout", "-1"], "timeout=-1.0: a positive number"),
+    (["03"], "notebook='03': neither a file nor one of the notebooks here (01_one, 02_two)"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_in_one_line_and_nothing_is_written(folder, machine, capsys, arguments, message):
     assert message in refusal(capsys, "report", *arguments)
     assert not (folder / "outputs").exists()

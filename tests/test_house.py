@@ -9,8 +9,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "workbench"
 # From the ground up: a folder imports those before it, and files of its own.
 FOLDERS = (
-    "patterns", "harness", "engines", "models", "probes", "distributed", "fit", "scaling", "analysis", "plots",
-    "explorers", "report", "top",
+    "patterns", "harness", "engines", "models", "probes", "distributed", "fit", "streaming", "scaling", "analysis",
+    "plots", "explorers", "report", "top",
 )  # fmt: skip
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in SOURCES}

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.readme_answers import answers
+from workbench.analysis import claims, frontiers, multicard, streams
+from workbench.probes import speed, suite
 from workbench.probes.case import imported
 
 ROOT = Path(__file__).parent.parent
@@ -34,6 +35,32 @@ def test_a_block_runs_by_itself(sample):
 def test_it_is_short():
     assert len(README.splitlines()) <= 120 and len(README.encode()) <= 7680
     assert len(TEXTS["workbench/README.md"].encode()) <= 4096
+
+
+def answers() -> dict[str, str]:
+    """{notebook's number: words that its line of the README has}."""
+    group = suite.recorded("h200x1").query("suite == 'neighborhood'").set_index("label")
+    orders = group.loc["row_major", "median_ms"] / group.loc["hilbert", "median_ms"]
+
+    searched = frontiers.recorded("h200x1").dropna(subset=["predicted_n", "measured_n"])
+    equal = (searched["predicted_n"] == searched["measured_n"]).sum()
+
+    rows = multicard.ok(multicard.recorded(["h200x2"])[0])
+    longnet = rows[rows["kind"] == "longnet-geometric"]
+    row = longnet.query("n == 1048576 and mode == 'fwd' and strategy == 'sequence'").iloc[0]
+
+    timed = speed.recorded("h200x1")[0].query("mode == 'fwd' and n == 131072 and status == 'ok'")
+    by = timed.groupby("label")["median_ms"].min()
+    billion = streams.measured("h200x1").query("execution == 'layer'").nlargest(1, "n").iloc[0]
+    longest = claims.RULES[11].facts(claims.lengths(cuda=False))
+    return {
+        "02": f"Hilbert is {orders:.1f} times as fast as row-major (H200, {int(group.loc['hilbert', 'n']):,} cells)",
+        "03": f"{equal} of {len(searched)} predictions equal to the measurement",
+        "04": f"LongNet, {int(row['n']):,} tokens on two: {row['speedup']:.2f} times",
+        "05": f"LongNet, 131,072 tokens: {by['dense'] / by['dilated']:.1f} times as fast as dense",
+        "06": f"8 GB hold {longest['times']:.0f} times the tokens of one",
+        "08": f"{int(billion['n']):,} tokens on one card in {billion['seconds']:.1f} s, exact (H200)",
+    }
 
 
 def test_the_answers_are_those_of_the_committed_records():
@@ -75,10 +102,6 @@ def test_what_torchrun_starts_exists():
     for arguments in commands("torchrun"):
         module, target, parameters = arguments[arguments.index("-m") + 1 :]
         assert imported(target) and imported(f"{module}:main") and isinstance(json.loads(parameters), dict)
-
-
-def test_conda_has_its_file():
-    assert [arguments[-1] for arguments in commands("conda")] == ["environment.yml"]
 
 
 def test_the_map_has_every_folder_and_only_what_is_there():

@@ -6,10 +6,12 @@ wrote poisoned with NaN.
 
 import contextlib
 import functools
+import os
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from workbench import (
 )
 from workbench.distributed.views import some_heads
 from workbench.patterns import orderings
+from workbench.probes import error
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 RELATIVE = {torch.float64: 1e-10, torch.float32: 2e-6}
@@ -51,6 +54,28 @@ def slowness(clock=time.perf_counter) -> float:
     begin = clock()
     sum(x * x for x in range(1_000_000))
     return max(1.0, (clock() - begin) / 0.06)
+
+
+def alive(pid: int) -> bool:
+    """Whether this process, or a thread of it, runs."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
+    except OSError:
+        return False
+
+
+def until(holds, seconds=3600.0) -> bool:
+    """Wait for holds(); whether it came to hold."""
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.02)
+    return bool(holds())
+
+
+def gone(*pids: int) -> bool:
+    """Whether these processes end."""
+    return until(lambda: not any(map(alive, pids)))
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -307,21 +332,8 @@ def budgets(pattern, inputs, want) -> dict[str, float]:
 
 
 def torch_own(q, k, v, pattern):
-    """(out, zeros for lse) by torch's attention of the inputs' dtype; a key that counts twice is there twice."""
-    n, heads = k.shape[1], q.shape[2]
-    if getattr(pattern, "batch", None):
-        count = torch.stack([pattern.for_batch(x).multiplicity(n, heads, q.shape[1]) for x in range(len(q))])
-    else:
-        count = pattern.multiplicity(n, heads, q.shape[1])[None]
-    count = count.to(q.device)
-    copies = max(1, int(count.max()))
-    mask = torch.cat([count > x for x in range(copies)], -1).expand(len(q), -1, -1, -1)
-    seen = mask.any(-1, keepdim=True)
-    k, v = (x.repeat(1, copies, 1, 1).repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in (k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask | ~seen)
-    out = out.masked_fill(~seen, 0).transpose(1, 2)
-    if hasattr(pattern, "divisor"):
-        out = out / pattern.divisor(heads)
+    """(out, zeros for lse) by torch's attention of the inputs' dtype."""
+    out = error._torch_own(q, k, v, pattern)
     return out, out.sum(-1).transpose(1, 2) * 0
 
 
@@ -390,14 +402,3 @@ def poisoned(device="cpu"):
             yield
         finally:
             torch.use_deterministic_algorithms(False)
-
-
-def check_past(call, k, v, times) -> None:
-    """`call(k, v)` gives (out, lse): keys and values from t0 on change what is there, and nothing before, by a bit."""
-    out, lse = call(k, v)
-    for t0 in times:
-        k2, v2 = k.clone(), v.clone()
-        k2[:, t0:], v2[:, t0:] = 100 * k[:, t0:] + 3, -v[:, t0:]
-        out2, lse2 = call(k2, v2)
-        assert torch.equal(out[:, :t0], out2[:, :t0]) and torch.equal(lse[..., :t0], lse2[..., :t0])
-        assert not torch.equal(out[:, t0:], out2[:, t0:])

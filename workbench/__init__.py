@@ -38,7 +38,7 @@ _HOMES = {
 }  # fmt: skip
 _NAMES = {name: f"workbench.{home}:{name}" for home, names in _HOMES.items() for name in names} | {
     "orderings": "workbench.patterns.orderings", "records": "workbench.harness.records",
-    "machine": "workbench.harness.machine", "cards": "workbench.fit.cards",
+    "machine": "workbench.harness.machine", "cards": "workbench.fit.cards", "streaming": "workbench.streaming",
 }  # fmt: skip
 __all__ = [*_NAMES]
 __getattr__ = files_of(__name__, **_NAMES)

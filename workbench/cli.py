@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     listing = commands.add_parser("list", help="the notebooks and their parameters")
     listing.set_defaults(command=_list)
 
-    doctor = commands.add_parser("doctor", help="what works on this machine, and why not what does not")
+    doctor = commands.add_parser("doctor", help="what works on this machine, and what does not and why")
     doctor.set_defaults(command=_doctor)
 
     fit = commands.add_parser(
@@ -85,16 +85,17 @@ def parser() -> argparse.ArgumentParser:
     )
     add = fit.add_argument
     add("--card", default="h100", help="such as h100, a100-80gb, gtx1080 (default: %(default)s)")
-    _add_call(fit, "dense, longnet-paper and window-blocks", "also show what each needs for N tokens: 1000000, 1e6, 1M")
+    n = "also show what each needs for N tokens: 1000000, 1e6, 1M (1,024^2)"
+    _add_call(fit, "dense, longnet-paper and window-blocks", n)
     dtypes = ("bfloat16", "float16", "float32")
     add("--dtype", type=_dtype, choices=dtypes, default="bfloat16", help="or bf16, fp16, fp32 (%(default)s)")
     backend = "a backend, or your module:function of q, k and v (default: those that run the pattern well)"
     add("--backend", nargs="+", default=[], metavar="NAME", help=backend)
     add("--budget-gib", type=float, metavar="GIB", help="what tensors may take (default: the card's, less its context)")
     add("--seconds", type=float, default=60.0, metavar="S", help="time limit of a call (default: %(default)g)")
-    add("--layers", type=int, metavar="L", help="of a whole model instead of attention alone, trained with:")
-    add("--width", type=int, metavar="E", help="of its embeddings (default: heads x head_dim)")
-    add("--vocab", type=_count, metavar="V", help="(default: 32000)")
+    add("--layers", type=int, metavar="L", help="layers of a transformer that is trained, instead of attention alone")
+    add("--width", type=int, metavar="E", help="width of the transformer (default: heads x head_dim)")
+    add("--vocab", type=_count, metavar="V", help="its vocabulary (default: 32000)")
     add("--optimizer", choices=("adamw", "adam", "sgd"), help="(default: adamw)")
     add("--checkpoint", action="store_true", default=None, help="keep only each layer's input for the backward")
     fit.set_defaults(command=_fit)
@@ -135,7 +136,7 @@ def _add_call(command: argparse.ArgumentParser, patterns: str, n: str) -> None:
     add, name = command.add_argument, "a name (any other word is refused with the list), or a pattern's spec as JSON"
     add("--pattern", nargs="+", default=[], metavar="NAME", help=f"{name} (default: {patterns})")
     add("--n", type=_count, metavar="N", help=n)
-    add("--heads", type=int, metavar="H", help="query heads (default: 12; where there is a --width, width / head_dim)")
+    add("--heads", type=int, metavar="H", help="query heads (default: 12, or width / head_dim)")
     add("--kv-heads", type=int, metavar="H", help="key heads (default: as many)")
     add("--head-dim", type=int, default=64, metavar="D", help="(default: %(default)s)")
     add("--batch", type=int, default=1, metavar="B", help="(default: %(default)s)")
@@ -220,7 +221,7 @@ def _fit(arguments) -> int:
     of_model = {x: getattr(arguments, x) for x in ("layers", "width", "vocab", "optimizer", "checkpoint")}
     of_model = {name: x for name, x in of_model.items() if x is not None}
     if of_model and arguments.layers is None:
-        raise ValueError(f"--{', --'.join(of_model)}: want --layers, too; of a model")
+        raise ValueError(f"--{', --'.join(of_model)}: want --layers, too: they are of a transformer")
     kind, mode = (Model, "fwdbwd") if of_model else (Case, "fwd")
     _defaults(arguments, of_model.pop("width", None), mode)
     sizes = {x: getattr(arguments, x) for x in ("heads", "kv_heads", "head_dim", "batch", "dtype", "mode")}

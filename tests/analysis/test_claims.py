@@ -134,6 +134,7 @@ def test_the_table_has_every_claim_and_leads_to_its_section():
         assert f'<a href="#{words["section"]}">{claim}</a>' in html
         assert words["section"].replace("-", " ") in said.lower().replace(",", "").replace("`", "")
         assert claims.about(found, claim).startswith(f"**{claim}. {words['question']}**")
+    assert "Here: **not measurable here (nothing was measured)**.\n" in claims.about(found, 6)
     assert claims.tally(found["here"]) == "**3** true under a condition, **3** false and **15** not measurable here"
 
 

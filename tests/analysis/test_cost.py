@@ -1,7 +1,11 @@
+"""What notebook 01 counts, and its sentences."""
+
+import pandas as pd
 import pytest
 
 import workbench as wb
 from workbench.analysis import cost
+from workbench.plots import exactness
 
 
 def test_bytes_are_inputs_output_lse_and_the_index():
@@ -24,3 +28,48 @@ def test_growth_is_the_power_of_n():
     rise = cost.growth(cost.table(makers, [1024, 64, 256], heads=1, head_dim=8))
     assert list(rise.index) == ["wide", "local"]
     assert rise["wide"] == pytest.approx(2) and rise["local"] == pytest.approx(1)
+
+
+def table(**rows):
+    lines = [{"pattern": x, "n": 64, "pairs": pairs, "predicted_bytes": size} for x, (pairs, size) in rows.items()]
+    return pd.DataFrame(lines)
+
+
+def test_extremes_name_who_and_say_where_memory_differs():
+    same = cost.extremes(table(dense=(972, 2**31), window=(1, 2**31)))
+    assert same == "At N = 64 dense computes **972 times** as many pairs as window; all need about the same 2 GiB."
+    assert cost.extremes(table(a=(5, 1e9), b=(5, 4e9))).endswith(
+        "all patterns compute as many pairs; b needs **4 times** the bytes of a."
+    )
+
+
+def test_more_pairs_than_dense_attention_are_named():
+    assert "**1.50 times** as many under a at N = 64" in cost.beyond(table(dense=(2, 1), a=(3, 1), b=(1, 1)))
+    assert cost.beyond(table(dense=(2, 1), a=(2, 1))) == ""
+
+
+def test_what_each_pattern_sees_at_a_glance():
+    patterns = {"dense": wb.Dense(), "gappy": wb.Dilated([4], [4])}
+    shown = cost.glance(patterns, 16, 2, {"dense": 1, "gappy": None})
+    assert shown["pairs seen (%)"].tolist() == [100, 100 * patterns["gappy"].density(16, 2)]
+    assert shown["rows without a key"].tolist() == [0, 24] and shown["layers to reach all"].isna().tolist() == [0, 1]
+
+
+def test_the_worth_of_a_pair():
+    rows = [("a", "window", 0.1, 0.5), ("a", "window", 0.1, 0.3), ("a", "top blocks of q.k", 0.2, 0.2)]
+    worth = cost.worth(pd.DataFrame(rows, columns=["source", "pattern", "density", "mass"]))
+    assert worth["worth of a pair"].tolist() == [4, 1] and worth["weight kept (%)"].tolist() == [40, 20]
+    said = cost.best_and_worst(worth, "a")
+    assert said.startswith("On the a a pair of the window pattern holds **4.0 times**") and "**1.0 times**" in said
+
+
+def test_layers_that_are_never_enough():
+    assert cost.layers({"a": 1, "b": None}).endswith("other: a **1**. No number of layers is enough for b.")
+    assert cost.layers({"a": None}) == "No number of layers is enough for a."
+
+
+def test_a_budget_that_is_exceeded_is_not_said_to_be_kept():
+    rows = pd.DataFrame({"status": ["ok", "ok"], "worst": [0.5, 2.3], "pattern": "p", "backend": ["torch", "flex"]})
+    said = exactness.kept(rows.assign(dtype="float32"))
+    assert said == "**1 of 2** runs keep their budgets; the worst uses 230% (p, FlexAttention, float32)."
+    assert exactness.kept(rows.assign(status="refused")).startswith("Nothing ran")

@@ -19,7 +19,7 @@ from workbench.distributed import call
     ("queries", "rank 0 has 32 queries on 32 keys: the last 63 of 64 positions"),
     ("v", "k (1, 32, 4, 8), v (1, 31, 4, 8)"), ("strategy", "strategy='ring': want one of"),
     ("heads", "3 heads on 3 key heads, want multiples of 2"),
-    ("lengths", "or give ranks whole documents"), ("softcap", "give ranks whole sequences"),
+    ("lengths", "give ranks whole documents"), ("softcap", "give ranks whole sequences"),
     ("tokens", "n=64 on a neighborhood of shape (9, 9)"),
 ])  # fmt: skip
 def test_refused_on_every_rank_before_data_moves(ranks, what, words):

@@ -1,4 +1,4 @@
-"""The oracle against its definition: a double loop over a list of visible keys, written without torch's operations."""
+"""The oracle against its definition: loops over a list of visible keys, written without torch's operations."""
 
 import math
 
@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests import tools
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, layouts, reference
-from workbench.patterns import orderings
+from workbench import Dense, Dilated, Window, reference
 
 
-def by_hand(q, k, v, keys_of, scale=None):
-    """out and lse, a number at a time; keys_of(h, i) lists the keys that query i of head h sees, some repeatedly."""
+def by_hand(q, k, v, keys_of, scale=None, change=lambda s, h, i, j: s):
+    """out and lse, a number at a time; keys_of(h, i) lists the keys that query i of head h sees, some repeatedly;
+    change: what is done to a score."""
     (batch, nq, heads, d), n = q.shape, k.shape[1]
     group, scale = heads // k.shape[2], 1 / math.sqrt(d) if scale is None else scale
     qs, ks, vs = q.tolist(), k.tolist(), v.tolist()
@@ -26,7 +26,7 @@ def by_hand(q, k, v, keys_of, scale=None):
                 total, sums = 0.0, [0.0] * d
                 for j in keys_of(h, n - nq + t):
                     score = sum(x * y for x, y in zip(qs[b][t][h], ks[b][j][h // group], strict=True))
-                    weight = math.exp(scale * score)
+                    weight = math.exp(change(scale * score, h, n - nq + t, j))
                     total += weight
                     sums = [s + weight * x for s, x in zip(sums, vs[b][j][h // group], strict=True)]
                 if total:
@@ -34,58 +34,54 @@ def by_hand(q, k, v, keys_of, scale=None):
     return torch.tensor(out, dtype=torch.float64), torch.tensor(lse, dtype=torch.float64)
 
 
-def dilated(n, branches, causal, offset):
-    def keys_of(h, i):
-        keys = []
-        for w, r in branches:
-            kept = [j for j in range(n) if j // w == i // w and (j % w) % r == offset(h, r)]
-            keys += [j for j in kept if not causal or j <= i] if i in kept else []
-        return keys
-
-    return keys_of
-
-
-def agree(pattern, case, keys_of, scale=None):
-    q, k, v = case.inputs(torch.float64)[:3]
-    got, want = reference(q, k, v, pattern, scale), by_hand(q, k, v, keys_of, scale)
-    for x, y in zip(got, want, strict=True):
-        assert x.dtype == torch.float64
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+def agree(case, scale=None, seed=0):
+    """Keys are those that `multiplicity` counts, which tests/patterns hold to definitions of their own."""
+    pattern, (q, k, v, *_) = case.pattern(), case.inputs(torch.float64, seed=seed)
+    found, divided = reference(q, k, v, pattern, scale), pattern.divisor(case.heads)
+    for b, one in enumerate(pattern.each() if pattern.batch else [pattern] * case.batch):
+        seen = one.multiplicity(case.n, case.heads)
+        want = by_hand(*(x[b : b + 1] for x in (q, k, v)), lambda h, i, seen=seen: keys(seen[h, i]), scale)
+        for got, right in zip(found, (want[0] / divided, want[1]), strict=True):
+            assert got.dtype == torch.float64
+            torch.testing.assert_close(got[b : b + 1], right, rtol=1e-12, atol=1e-12)
 
 
-def sizes(n, nq=None, heads=2, kv_heads=None, batch=1):
-    return tools.Case("", None, n, nq, heads, kv_heads, 3, batch)
+def keys(row):
+    """The keys of a row of counts, as often as they count."""
+    return torch.arange(len(row)).repeat_interleave(row).tolist()
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("nq", [29, 10])
-def test_dilated_counts_a_key_once_for_each_branch(causal, nq):
-    branches = [(4, 1), (8, 2), (16, 4)]
-    pattern = Dilated(*zip(*branches, strict=True), causal=causal)
-    keys_of = dilated(29, branches, causal, lambda h, r: h % r)
-    assert max(keys_of(0, 28).count(j) for j in range(29)) == 3
-    agree(pattern, sizes(29, nq, heads=6, kv_heads=2, batch=2), keys_of)
+IDS = (
+    "dense-last-9-queries-causal", "dilated-29-tokens-causal", "dilated-same-branch-thrice", "dilated-blocked-offsets",
+    "dilated-partition-fewer-heads", "dilated-last-query", "local-global-causal", "layout-of-each-sequence",
+    "blocks-with-a-predicate", "window-dilated-sinks-causal", "only-key-block-0", "one-dark-row", "sees-nothing",
+    "neighborhood-hilbert", "each-head-its-own-causal", "dilated-partition",
+)  # fmt: skip
 
 
-def test_dilated_with_blocked_offsets():
-    branches = [(8, 2), (12, 3)]
-    pattern = Dilated(*zip(*branches, strict=True), offsets="blocked")
-    agree(pattern, sizes(26, heads=7), dilated(26, branches, False, lambda h, r: h // math.ceil(7 / r)))
+@pytest.mark.parametrize("id", IDS)
+def test_is_the_softmax_over_the_keys_that_are_counted(id):
+    agree(tools.TABLE[id])
 
 
-def test_partition_gives_each_head_one_branch_and_averages():
-    branches, owner = [(4, 1), (8, 2), (16, 4)], [0, 0, 0, 1, 1, 2, 2]  # 7 heads: 3, 2 and 2
-    pattern = Dilated(*zip(*branches, strict=True), heads="partition")
-    q, k, v = sizes(21, heads=7).inputs(torch.float64)[:3]
+@pytest.mark.parametrize("pattern, back", [(Dense(True), None), (Window(3), 1), (Window(3, True), 2),
+                                           (Window(2, dilation=2), 1)], ids=str)  # fmt: skip
+def test_scores_are_changed_before_the_softmax(pattern, back):
+    (q, k, v), slopes, cap = torch.randn(3, 1, 7, 2, 4, dtype=torch.float64), torch.tensor([0.3, 0.1]).double(), 0.7
+    bias = None if back is None else torch.randn(2, 2 * back + 1, dtype=torch.float64)
 
-    def keys_of(h, i):
-        b = owner[h]
-        return dilated(21, [branches[b]], False, lambda h, r: b % r)(h, i)
+    def change(s, h, i, j):
+        place = (j - i) // getattr(pattern, "dilation", 1)
+        return cap * math.tanh(s / cap) - slopes[h] * abs(i - j) + (0 if bias is None else bias[h, place + back])
 
-    out, lse = by_hand(q, k, v, keys_of)
-    got = reference(q, k, v, pattern)
-    torch.testing.assert_close(got[0], out / 3, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(got[1], lse, rtol=1e-12, atol=1e-12)
+    seen = pattern.multiplicity(7, 2)
+    want = by_hand(q, k, v, lambda h, i: keys(seen[h, i]), 0.5, change)
+    given = {"alibi_slopes": slopes, "softcap": cap, "relative_bias": bias}
+    torch.testing.assert_close(reference(q, k, v, pattern, 0.5, **given), want, rtol=1e-6, atol=1e-6)
+
+
+def test_with_a_scale():
+    agree(tools.TABLE["dilated-29-tokens"], scale=1.7)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -95,46 +91,7 @@ def test_partition_gives_each_head_one_branch_and_averages():
 )  # fmt: skip
 def test_dilated_on_drawn_shapes(n, less, heads, causal, branches):
     pattern = Dilated(*zip(*branches, strict=True), causal=causal)
-    agree(pattern, sizes(n, max(1, n - less), heads), dilated(n, branches, causal, lambda h, r: h % r))
-
-
-def test_block_sparse():
-    def keys_of(h, i):
-        return [j for j in range(29) if j <= i and (abs(i // 4 - j // 8) <= 0 or i // 4 < 1 or j // 8 < 1)]
-
-    agree(BlockSparse(layouts.local(0) | layouts.global_(1), (4, 8), causal=True), sizes(29, 17, batch=2), keys_of)
-
-
-def test_a_layout_of_each_sequence():
-    layout = tools.batch_layout(2, 2, 4, 4)
-    case = sizes(29, batch=2)
-    out, lse = reference(*case.inputs(torch.float64)[:3], BlockSparse(layout, 8))
-    for b in range(2):
-        q, k, v = (x[b : b + 1] for x in case.inputs(torch.float64)[:3])
-        table = layout.tensor[b].tolist()
-        want = by_hand(q, k, v, lambda h, i, table=table: [j for j in range(29) if table[h][i // 8][j // 8]])
-        torch.testing.assert_close(out[b : b + 1], want[0], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(lse[b : b + 1], want[1], rtol=1e-12, atol=1e-12)
-
-
-def test_neighborhood_in_any_order():
-    ordering = orderings.hilbert((5, 6))
-    place = [divmod(cell, 6) for cell in ordering.curve.tolist()]
-
-    def keys_of(h, i):
-        (y, x) = place[i]
-        return [j for j in range(30) if abs(place[j][0] - y) <= 1 and abs(place[j][1] - x) <= 2]
-
-    agree(Neighborhood((5, 6), (1, 2), ordering), sizes(30, kv_heads=1), keys_of)
-
-
-def test_predicate_and_rows_that_see_nothing():
-    def keys_of(h, i):
-        return [j for j in range(23) if j <= i and i % 7 != 5 and (i * 7 + j + h) % 5 != 0]
-
-    assert not keys_of(0, 5)
-    agree(Predicate(tools.some_rows_only, causal=True), sizes(23, 20), keys_of)
-    agree(Predicate(tools.some_rows_only, causal=True), sizes(23, 20), keys_of, scale=1.7)
+    agree(tools.Case("", lambda: pattern, n, max(1, n - less), heads, None, 3))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

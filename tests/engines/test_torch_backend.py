@@ -1,10 +1,8 @@
 """The torch operators among torch's machinery: autograd, compilation, checkpointing, fake tensors, copies."""
 
-import copy
 import gc
 import itertools
 import operator
-import pickle
 import weakref
 
 import pytest
@@ -154,15 +152,6 @@ def test_a_compiled_function_takes_one_pattern_after_another(compiled, grad):
         assert same(got, want)
         if grad:
             close(torch.autograd.grad(got[0].sum(), (q, k, v)), torch.autograd.grad(want[0].sum(), (q, k, v)))
-
-
-@every_pattern
-def test_a_copy_of_a_pattern_is_a_pattern_of_its_own(pattern):
-    q, k, v = inputs()
-    want = run(q, k, v, pattern)  # blocks are kept with the pattern; they are not copied
-    for twin in (copy.copy(pattern), copy.deepcopy(pattern), pickle.loads(pickle.dumps(pattern))):
-        assert handle_of(twin) != handle_of(pattern) and repr(twin) == repr(pattern)
-        assert same(run(q, k, v, twin), want)
 
 
 def test_a_pattern_serves_sizes_in_turn():

@@ -1,13 +1,12 @@
-"""What the torch backend's fused calls compute and hold, and that no future key comes into them."""
-
-import json
+"""What the torch backend's fused calls compute and hold."""
 
 import pytest
 import torch
 
 from tests import tools
-from workbench import BlockSparse, Dense, Dilated, Predicate, attention, layouts, reference
+from workbench import BlockSparse, Predicate, attention, layouts, reference
 from workbench.engines.torch import block_sparse, fused
+from workbench.probes import memory
 
 
 def inputs(n, heads=2, d=8, dtype=torch.float64):
@@ -61,35 +60,11 @@ def test_a_predicate_is_never_asked_about_positions_that_do_not_exist():
     assert max(x[1] for x in asked) < n and max(x[3] for x in asked) < n
 
 
-@pytest.mark.parametrize("dtype", tools.DTYPES, ids=tools.name_of)
-@pytest.mark.parametrize("pattern", [
-    Dense(True), tools.longnet(512, True)(), Dilated([7, 13, 4], [3, 1, 2], causal=True),
-    BlockSparse(layouts.local(1) | layouts.global_(1), 8, causal=True),
-], ids=["dense", "longnet", "prime", "blocks"])  # fmt: skip
-def test_the_past_does_not_change_by_a_bit_with_the_future(pattern, dtype):
-    q, k, v = inputs(67, heads=12, dtype=dtype)
-    tools.check_past(lambda k, v: run(q, k, v, pattern), k, v, (1, 8, 33, 66))
-
-
-def peak_above_inputs(call, trace) -> int:
-    """The largest sum of live bytes that torch allocates during call()."""
-    with torch.profiler.profile(profile_memory=True) as profile:
-        result = call()
-    profile.export_chrome_trace(str(trace))
-    del result
-    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e["ts"]):
-        live += event["args"]["Bytes"]
-        peak = max(peak, live)
-    return peak
-
-
-def test_a_forward_holds_at_most_three_times_its_output(tmp_path):
+def test_a_forward_holds_at_most_three_times_its_output():
     q, k, v = inputs(16384, 12, 64, torch.float32)
     pattern, output = tools.longnet(8)(), q.numel() * q.element_size()
     with torch.no_grad():
-        peak = peak_above_inputs(lambda: attention(q, k, v, pattern, backend="torch"), tmp_path / "trace.json")
+        peak = memory.measure(lambda: attention(q, k, v, pattern, backend="torch"))
     assert output <= peak <= 3 * output
 
 

@@ -26,9 +26,3 @@ def test_every_kernel_and_length_is_a_mark_that_names_itself():
         fewer = int((device["points"]["mode"] == "fwd").sum())
         assert f"{fewer} points" in tab.run("document.querySelector('canvas').getAttribute('aria-label')")
         assert not tab.requests[1:]
-
-
-def test_a_sentence_where_no_row_ran():
-    rows, best = speed.recorded("h100x1")
-    assert "No row ran" in found.bound(found.device(rows.assign(status="oom"), best))
-    assert "arithmetic is the limit" in found.bound(found.device(rows, best))

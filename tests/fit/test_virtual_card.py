@@ -27,7 +27,7 @@ def gradients(q, k, v, pattern=PATTERN):
 
 
 def peaks(card):
-    return card.peak_requested_bytes, card.peak_allocated_bytes, card.peak_reserved_bytes
+    return card.peak_requested_bytes, card.peak_reserved_bytes
 
 
 def test_births_and_deaths():
@@ -41,7 +41,7 @@ def test_births_and_deaths():
         del c
         d = torch.zeros(2 * MIB, dtype=torch.uint8)
         assert card.allocated_bytes == 2 * MIB + 512
-    assert peaks(card) == (3 * MIB + 401, 3 * MIB + 1024, 22 * MIB)
+    assert peaks(card) == (3 * MIB + 401, 22 * MIB)
     del b, d  # they outlive the block
     assert card.allocated_bytes == 0
 
@@ -96,7 +96,7 @@ def test_python_inside_operators_counts():
     with VirtualCard(1) as card:
         wb.attention(q, k, v, PATTERN, backend="torch")
     q, k, v = inputs(n, grad=False)
-    visible = memory.measure(lambda: wb.attention(q, k, v, PATTERN, backend="torch")).peak_allocated_bytes
+    visible = memory.measure(lambda: wb.attention(q, k, v, PATTERN, backend="torch"))
     inside = card.peak_requested_bytes - 3 * n * 64 * 4
     out_and_lse = n * 2 * 33 * 4
     assert out_and_lse + n * 2 * 32 * 4 // 4 < inside <= visible  # the parts to be merged, but no kernel's scratch

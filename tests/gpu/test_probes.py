@@ -24,26 +24,14 @@ def test_compare_finds_itself_equal():
     assert 1.5 < frame.speedup["one"] < 2.5 and 0.9 < frame.speedup["A/A"] < 1.1
 
 
-def test_three_numbers():
+def test_the_peak_is_above_what_there_was():
     kept = torch.zeros(4 * MB, dtype=torch.uint8, device="cuda")
 
     def fn():
         a = torch.zeros(64 * MB, dtype=torch.uint8, device="cuda")
         return torch.zeros(32 * MB, dtype=torch.uint8, device="cuda"), a.sum()
 
-    got = memory.measure(fn, "cuda")
-    assert got.allocated_before_bytes >= kept.numel()
-    assert got.extra_bytes >= 96 * MB
-    assert 32 * MB <= got.allocated_after_bytes - got.allocated_before_bytes < 33 * MB
-    assert got.allocated_after_bytes < got.peak_allocated_bytes
-
-
-@pytest.mark.parametrize("backend", ["sdpa", "cudnn", "flash", "efficient"])
-@pytest.mark.parametrize("mode", ["fwd", "fwdbwd"])
-def test_fused_baselines(backend, mode):
-    case = Case(wb.Dense(causal=True), 1024, 4, 64, torch.bfloat16, backend, mode, "cuda")
-    row = timing.time(case, samples=3)
-    assert (row["status"], row["error"]) == ("ok", None)
+    assert 96 * MB <= memory.measure(fn, "cuda") < 97 * MB and kept.is_cuda
 
 
 def test_a_kernel_that_does_not_take_the_input_is_unsupported():

@@ -1,4 +1,7 @@
-"""The Triton kernels on a CUDA card: the table of tests/tools.py, and what only large sizes can get wrong."""
+"""The Triton kernels on a CUDA card: the table of tests/tools.py, and what only large sizes can get wrong.
+
+For memory errors: `compute-sanitizer python -m pytest tests/gpu/test_triton.py -k "bfloat16 and 1111"` or the like.
+"""
 
 import pytest
 import torch

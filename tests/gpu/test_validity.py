@@ -25,6 +25,11 @@ TWICE = {"n": 8_400_000, "heads": 8, "head_dim": 64}  # 0.1 % more than 2^32
 APART = {"n": 4_900_000, "heads": 8, "head_dim": 64}  # with the heads outside, the last one begins past 2^31
 WIDE = {"n": 10_496, "heads": 4, "head_dim": 128, "batch": 400}
 
+
+def window(sizes):
+    return Neighborhood((sizes["n"],), 128)
+
+
 PAST = {
     "dense": (Dense(), SEGMENTS, "auto", "fwd"), "dense-gradients": (Dense(), SEGMENTS, "auto", "fwdbwd"),
     "dense-causal-gradients": (Dense(True), SEGMENTS, "auto", "fwdbwd"),
@@ -34,14 +39,10 @@ PAST = {
     "longnet": (LONGNET, TOKENS, "auto", "fwd"), "longnet-gradients": (LONGNET, TOKENS, "auto", "fwdbwd"),
     "longnet-past-2^32": (LONGNET, TWICE, "auto", "fwd"), "longnet-torch": (LONGNET, TOKENS, "torch", "fwd"),
     "longnet-torch-gradients": (LONGNET, TOKENS, "torch", "fwdbwd"),
-    "window": (Neighborhood((TOKENS["n"],), 128), TOKENS, "auto", "fwd"),
-    "window-gradients": (Neighborhood((TOKENS["n"],), 128), TOKENS, "auto", "fwdbwd"),
+    "window": (window(TOKENS), TOKENS, "auto", "fwd"),
+    "window-gradients": (window(TOKENS), TOKENS, "auto", "fwdbwd"),
 }  # fmt: skip
-OUTSIDE = {
-    "longnet": (LONGNET, APART, "auto", "fwd"), "longnet-gradients": (LONGNET, APART, "auto", "fwdbwd"),
-    "window": (Neighborhood((APART["n"],), 128), APART, "auto", "fwd"),
-    "window-gradients": (Neighborhood((APART["n"],), 128), APART, "auto", "fwdbwd"),
-}  # fmt: skip
+OUTSIDE = [(x, APART, "auto", mode) for x in (LONGNET, window(APART)) for mode in ("fwd", "fwdbwd")]
 MANY = {
     "70,000-sequences": {"n": 16, "heads": 2, "head_dim": 64, "batch": 70_000},
     "20,000-sequences-of-4-heads": {"n": 16, "heads": 4, "head_dim": 64, "batch": 20_000},
@@ -79,20 +80,15 @@ def alone(*call, **options) -> tuple[str, validity.Validity]:
 
 
 @large
-@pytest.mark.parametrize("call", PAST.values(), ids=list(PAST))
-def test_right_past_2_31_elements(call):
+@pytest.mark.parametrize(("call", "heads_outside"), [*((x, False) for x in PAST.values()),
+                                                     *((x, True) for x in OUTSIDE)],
+                         ids=[*PAST, *(f"{x[0].short_name}-{x[3]}-heads-outside" for x in OUTSIDE)])  # fmt: skip
+def test_right_past_2_31_elements(call, heads_outside):
     pattern, _, backend, mode = call
-    said, found = alone(*call)
+    said, found = alone(*call, heads_outside=heads_outside)
     assert found.ok and found.rows > validity.RANDOM, found
     assert mode == "fwd" or found.keys > validity.RANDOM // 2, found
     assert ("by memory-efficient" in said) == (isinstance(pattern, Dense) and backend == "auto" and mode == "fwdbwd")
-
-
-@large
-@pytest.mark.parametrize("call", OUTSIDE.values(), ids=list(OUTSIDE))
-def test_right_past_2_31_elements_with_the_heads_outside(call):
-    _, found = alone(*call, heads_outside=True)
-    assert found.ok and found.rows > validity.RANDOM, found
 
 
 @large
@@ -100,7 +96,7 @@ def test_right_past_2_31_elements_with_the_heads_outside(call):
 def test_torchs_fast_backwards_fail_past_2_31_elements(kernel):
     """Fails once a torch is installed in which one is right: `dispatch.gradients_past_2_31` may let it run then."""
     if not torch.__version__.startswith("2.11."):
-        pytest.skip(f"known of torch 2.11, this is {torch.__version__}: see sdpa_backward_past_2_31.py")
+        pytest.skip(f"known of torch 2.11, this is {torch.__version__}")
     outcome = attempted(Dense(), SEGMENTS, kernel, "fwdbwd")
     if kernel == "cudnn":
         assert not outcome.result[1].ok and outcome.result[1].errors["dq"] > 0.05, outcome
@@ -118,6 +114,7 @@ def test_right_past_65_535_sequences_and_heads(sizes, dtype, mode):
     assert found.ok, found
 
 
-def test_right_past_65_535_segments():
-    _, found = alone(Dilated([64], [1]), {"n": 9_000_000, "heads": 1, "head_dim": 16}, "auto", "fwdbwd")
+@pytest.mark.parametrize("backend, dtype", [("auto", "bfloat16"), ("torch", "bfloat16"), ("torch", "float32")])
+def test_right_past_65_535_segments(backend, dtype):
+    _, found = alone(Dilated([64], [1]), {"n": 9_000_000, "heads": 1, "head_dim": 16}, backend, "fwdbwd", dtype)
     assert found.ok, found

@@ -8,6 +8,7 @@ import pytest
 
 import workbench as wb
 from tests import tools
+from tests.tools import alive, gone, until
 from workbench.harness import processes
 from workbench.harness.processes import Process, Server, shared
 from workbench.probes.case import Case
@@ -79,20 +80,6 @@ def mine(tmp_path, monkeypatch):
     return tmp_path
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def until(holds, seconds=3600.0) -> bool:
-    end = time.monotonic() + seconds
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.02)
-    return holds()
-
-
 def pids(path: Path) -> list[int]:
     assert until(lambda: path.exists() and path.read_text())
     return [int(x) for x in path.read_text().split()]
@@ -158,7 +145,7 @@ def test_a_job_past_its_time_ends_with_all_that_it_started(running, mine):
     outcome = running.run("mine:leaves_a_child", (str(mine / "pid"),), timeout_s=3)
     assert (outcome.status, outcome.error) == ("timeout", "no answer within 3 s")
     (child,) = pids(mine / "pid")
-    assert until(lambda: not alive(child))
+    assert gone(child)
 
 
 def test_an_interrupt_ends_the_job_and_leaves_no_answer_behind(running, mine, monkeypatch):
@@ -169,7 +156,7 @@ def test_an_interrupt_ends_the_job_and_leaves_no_answer_behind(running, mine, mo
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Process, "outcome", interrupted)
         running.run("mine:pid", (str(mine / "pid"),))
-    assert until(lambda: not alive(pids(mine / "pid")[0])) and alive(pids(mine / "pid")[1])
+    assert gone(pids(mine / "pid")[0]) and alive(pids(mine / "pid")[1])
     assert running.run("mine:adds", (5,)).result == 5
 
 
@@ -180,7 +167,7 @@ def test_a_job_does_not_outlive_the_one_who_asked(mine):
         job, forker = pids(mine / "pid")
         assert alive(job) and alive(forker)
         asker.kill()
-    assert until(lambda: not alive(job) and not alive(forker))
+    assert gone(job, forker)
 
 
 def test_a_server_of_its_own_has_its_environment_and_no_threads_and_its_death_is_data(mine):

@@ -1,6 +1,5 @@
 """Every way in which a rank can fail, for real, while others wait for it; and the launchers beside the pool."""
 
-import contextlib
 import json
 import os
 import signal
@@ -8,13 +7,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 import workbench as wb
 from tests import tools
+from tests.tools import gone, until
 from workbench.harness import ranks as worker
 from workbench.harness.ranks import Pool
 
@@ -100,30 +99,11 @@ def pair(folder):
         yield pool
 
 
-def gone(pids, seconds=600.0) -> bool:
-    end = time.monotonic() + seconds
-    while any(map(alive, pids)) and time.monotonic() < end:
-        time.sleep(0.02)
-    return not any(map(alive, pids))
-
-
-def alive(pid: int) -> bool:
-    """Whether this process, or a thread of it, runs."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
-    except OSError:
-        return False
-
-
 def when_told(folder: Path) -> list[int]:
     """The process ids that two ranks have written into this folder."""
-    end = time.monotonic() + LONGEST_S
-    while time.monotonic() < end:
-        with contextlib.suppress(OSError, ValueError):
-            return [int((folder / str(rank)).read_text()) for rank in range(2)]
-        time.sleep(0.02)
-    raise AssertionError("the ranks did not start")
+    files = [folder / str(rank) for rank in range(2)]
+    assert until(lambda: all(file.exists() and file.read_text() for file in files)), "the ranks did not start"
+    return [int(file.read_text()) for file in files]
 
 
 def test_the_ranks_are_a_group_and_stay_for_the_next_job(pair):
@@ -164,7 +144,7 @@ def test_a_rank_that_fails_is_named_with_the_reason_and_the_stack_and_nothing_is
     assert first == outcome.error and "\n".join(beneath) == outcome.stacks[1].rstrip() and "stacks" not in repr(outcome)
     if how != "returns_a_function":  # where rank 0 has what it waits for
         assert ("in fails\n" if how == "raises_at_once" else "all_reduce") in outcome.stacks[0]
-    assert gone(before + children)
+    assert gone(*before, *children)
 
 
 @pytest.mark.parametrize("function, reason", [
@@ -225,16 +205,16 @@ def test_an_interrupt_ends_the_job(pair, tmp_path):
         pair.run("faults:pid", [str(tmp_path)])
     thread.join()
     signal.signal(signal.SIGINT, before)
-    assert found and gone(found)
+    assert found and gone(*found)
     assert pair.run("faults:whoami")[0]["sum"] == 3.0  # by new ranks: no answer is left of the old ones
 
 
 def test_ranks_that_died_between_jobs_are_replaced(pair):
     first = pair.run("faults:whoami")
     os.kill(first[1]["pid"], signal.SIGKILL)
-    assert gone([first[1]["pid"]])
+    assert gone(first[1]["pid"])
     second = pair.run("faults:whoami")
-    assert gone([first[0]["pid"]]) and not {x["pid"] for x in first} & {x["pid"] for x in second}
+    assert gone(first[0]["pid"]) and not {x["pid"] for x in first} & {x["pid"] for x in second}
 
 
 def test_ranks_that_cannot_start_are_data(folder, monkeypatch):
@@ -249,7 +229,7 @@ def test_one_rank_is_a_group_of_one(folder):
         (only,) = pool.run("faults:whoami")
         assert (only["world"], only["sum"]) == (1, 1.0)
         pool.close()
-        assert gone([only["pid"]])
+        assert gone(only["pid"])
 
 
 def launch(command: list[str], folder: Path, stderr=None, **environment: str) -> subprocess.Popen:

@@ -92,10 +92,10 @@ def test_half_written_last_line_is_ignored_and_does_not_spoil_the_next(recorder)
     with open(recorder.path, "a") as journal:
         journal.write('{"kind": "row", "n": 2, "stat')
     assert records.load(recorder.path).n.tolist() == [1]
-    assert not recorder.done(n=2)
+    assert not recorder.settled(n=2)
     recorder.row(n=3, status="ok")
     assert records.load(recorder.path).n.tolist() == [1, 3]
-    assert recorder.done(n=3)
+    assert recorder.settled(n=3)
 
 
 def test_odd_files_load(tmp_path):
@@ -122,11 +122,11 @@ def test_resume_skips_what_is_settled(tmp_path, monkeypatch):
         first.row(n=n, dtype="float32", status=status)
     again = records.start("timing", "quick", tmp_path)
     assert again.path == first.path
-    settled = {s for n, s in enumerate(records.STATUSES) if again.done(n=n, dtype=torch.float32)}
+    settled = {s for n, s in enumerate(records.STATUSES) if again.settled(n=n, dtype=torch.float32)}
     assert settled == {"ok", "oom", "refused", "unsupported"}
-    assert not again.done(n=0, dtype="float64") and not again.done(n=0, absent=None)
+    assert not again.settled(n=0, dtype="float64") and not again.settled(n=0, absent=None)
     first.row(n=9, status="ok")  # by somebody else, meanwhile
-    assert again.done(n=9)
+    assert again.settled(n=9)
 
 
 @pytest.mark.parametrize("field", ["source", "device", "torch", "driver", "triton", "fa4", "threads"])
@@ -134,7 +134,7 @@ def test_resume_does_not_trust_other_code_or_machines(recorder, field):
     recorder.row(n=1, status="ok")
     later = records.Recorder(recorder.path, "timing", recorder.run | {"run": "later"})
     other = records.Recorder(recorder.path, "timing", recorder.run | {"run": "other", field: "another"})
-    assert later.done(n=1) and not other.done(n=1)
+    assert later.settled(n=1) and not other.settled(n=1)
 
 
 def test_resume_goes_on_in_the_journal_of_an_earlier_day(recorder):
@@ -252,7 +252,7 @@ def test_every_committed_row_is_read_under_todays_names(path):
     assert len(frame) == sum(line["kind"] == "row" for line in lines(path)) and records.scrub(text) == text
     assert set(frame.status) <= set(records.STATUSES) and frame.run_device.notna().all()
     assert (frame[(frame.probe == "timing") & (frame.status == "ok")].median_ms > 0).all()
-    known = {*BACKENDS, *BASELINES, "auto", "nccl", "gloo", "torchscale"}
+    known = {*BACKENDS, *BASELINES, "auto", "nccl", "gloo", "torchscale", "flex"}  # which was one
     assert set(frame["backend"].dropna()) <= known
     if "asked" in frame:
         assert set(frame["asked"].dropna()) <= known

@@ -38,10 +38,13 @@ def leaf(draw, n: int):
         rule = draw.choice([{}, {"offsets": "blocked"}, {"heads": "partition"}])
         return Dilated(*zip(*branches, strict=True), causal, **rule)
     if kind == "blocks":
-        layout = draw.choice([layouts.local(1), layouts.strided(3), layouts.random(0.3, 2, per_head=True)])
+        by_head = layouts.random(0.3, draw.randint(0, 9), per_head=True)
+        layout = draw.choice([layouts.local(1), layouts.strided(3), by_head])
         return BlockSparse(layout, draw.choice([2, 3, 4, (2, 4)]), causal)
     if kind == "grid":
-        return Neighborhood((n,), draw.randint(0, 4), orderings.random((n,), 1))
+        shape = next((x, n // x) for x in (4, 3, 2, 1) if n % x == 0)
+        order = draw.choice([None, orderings.random(shape, 1)])
+        return Neighborhood(shape, (draw.randint(0, 2), draw.randint(0, 4)), order)
     by_head = draw.random() < 0.5
     return Dense(causal) if kind == "dense" else Predicate(lambda h, i, j: (i - j + h * by_head) % 3 > 0, causal)
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from workbench.patterns import orderings
-from workbench.patterns.neighborhood import Neighborhood
 
 SHAPES = [(1,), (7,), (1, 1), (1, 9), (9, 1), (8, 8), (5, 12), (13, 6), (97, 131), (1, 1, 5), (2, 3, 4), (5, 7, 3)]
 MAKERS = {
@@ -100,33 +99,6 @@ def test_snake_never_jumps_and_walks_each_row_where_row_major_does():
 def test_random_is_seeded():
     one, same, other = (orderings.random((9, 9), seed).curve for seed in (1, 1, 2))
     assert torch.equal(one, same) and not torch.equal(one, other)
-
-
-ORDERS = [orderings.row_major, orderings.hilbert, orderings.morton, lambda shape: orderings.tiles(shape, (8, 16))]
-
-
-@pytest.mark.parametrize("shape, radius, percents", [
-    ((128, 128), 8, [12.84, 5.90, 6.18, 6.18]), ((128, 128), 16, [24.12, 10.93, 9.94, 9.94]),
-    ((97, 131), 8, [18.10, 10.86, 8.48, 12.36]),
-], ids=str)  # fmt: skip
-def test_blocks_touched_by_a_sliding_window(shape, radius, percents):
-    got = [Neighborhood(shape, radius, order(shape)).block_density(math.prod(shape), 1) for order in ORDERS]
-    assert [round(100 * density, 2) for density in got] == percents
-
-
-def test_attention_on_permuted_tokens_is_the_same_attention():
-    shape, radius = (6, 5), 1
-    q, k, v = torch.randn(3, 1, 2, 30, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-    def attend(q, k, v, order):
-        mask = Neighborhood(shape, radius, order).multiplicity(30, 1)[0] > 0
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-    want = attend(q, k, v, orderings.row_major(shape))
-    order = orderings.random(shape, 1)  # not its own inverse, so that mixing up curve and rank fails
-    assert not torch.equal(order.curve, order.rank)
-    got = order.restore(attend(*(order.arrange(x, dim=2) for x in (q, k, v)), order), dim=2)
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
 def test_restricting_to_an_irregular_region():

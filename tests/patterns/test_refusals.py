@@ -62,10 +62,7 @@ REFUSED = [
     (lambda: PerHead([Dense(), Dilated([4, 4], [1, 2], heads="partition")]).pairs(9, 2), "divided by different num"),
     (lambda: (BlockSparse(NEAR, 4) | Window(9)).blocks(9, 1, block_size=6), r"want \(4, 4\), the pattern's own"),
     (lambda: BlockSparse(explicit(MASK[0, :3]), 8).pairs(32, 1), r"\(3, 4\): its last .* \(3, 4\), want \(4, 4\) bl"),
-    (
-        lambda: BlockSparse(explicit(MASK) | NEAR, 8).pairs(32, 3),
-        r"shape \(2, 4, 4\): it has 2 heads, want 3",
-    ),
+    (lambda: BlockSparse(explicit(MASK) | NEAR, 8).pairs(32, 3), r"shape \(2, 4, 4\): it has 2 heads, want 3"),
     (lambda: BlockSparse(NEAR, 8).blocks(32, 1, None, 12), r"block_size=12: want \(8, 8\), the pattern's own"),
     (lambda: (BlockSparse(NEAR, 8) & Predicate(lambda h, i, j: i - j)).pairs(32, 1), "predicate returned torch.int64"),
     (lambda: Predicate("i == j"), r"fn='i == j': want a function of \(h, i, j\)"),

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.patterns import Neighborhood, Window
+from workbench.patterns import Dense, Neighborhood, Window
 
 LONG = 1 << 24
 
@@ -31,6 +31,12 @@ def test_any_configuration(agree, n, queries, width, causal, dilation, sinks):
 def test_numbers_of_any_size(agree):
     agree(Window(1 << 80, True, sinks=1 << 80), count(9, 9, True, 1, 9))
     agree(Window(1 << 80, dilation=1 << 80), count(9, 1, False, 1, 0))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_is_a_window_of_all(agree, causal):
+    for n, nq in ((0, 0), (1, 1), (7, 7), (29, 29), (29, 5), (29, 0), (12, 11)):
+        agree(Dense(causal), count(n, 99, causal, 1, 0, heads=2), nq)
 
 
 def test_it_is_the_neighborhood_on_a_line():

@@ -91,12 +91,8 @@ def test_attention_maps_draw_each_source_and_head():
 
 
 def test_mass_draws_a_ring_a_head_and_a_bar_a_pattern():
-    rows = [
-        dict(source=s, pattern=p, family="Dense", head=h, density=0.5, mass=0.1 * h)
-        for s in ("a", "b")
-        for p in ("x", "y")
-        for h in range(3)
-    ]
+    rows = [dict(source=s, pattern=p, family="Dense", head=h, density=0.5, mass=0.1 * h)
+            for s in ("a", "b") for p in ("x", "y") for h in range(3)]  # fmt: skip
     fig = draw.mass(pd.DataFrame(rows))
     for ax in fig.axes:
         assert len(ax.patches) == 2 and [float(p.get_width()) for p in ax.patches] == [0.5, 0.5]

@@ -6,7 +6,6 @@ from matplotlib import pyplot
 from tests.analysis.test_multicard import rows  # noqa: F401 (a fixture)
 from workbench.analysis import many_ranks, multicard
 from workbench.patterns import orderings
-from workbench.plots import distributed as draw_plans
 from workbench.plots import scaling as draw
 from workbench.scaling.link import Rates
 
@@ -69,7 +68,7 @@ def test_borders_have_a_line_an_order():
         "order": ["row_major", "row_major", "hilbert", "hilbert"], "world": [4, 16, 4, 16],
         "bytes": [100 << 20, 400 << 20, 80 << 20, 200 << 20], "halo": [0.5, 2, 0.4, 1],
     })  # fmt: skip
-    fig = draw_plans.borders(moved)
+    fig = draw.borders(moved)
     for ax, want in zip(fig.axes, ([100, 400], [0.5, 2]), strict=True):
         assert ax.get_lines()[0].get_ydata().tolist() == want
     assert [text.get_text() for text in fig.axes[0].texts] == ["row-major", "Hilbert"]
@@ -83,7 +82,7 @@ def test_borders_have_a_line_an_order():
 @pytest.mark.parametrize("rank", [None, 0])
 def test_a_ranks_cells_and_those_it_gets_are_coloured(rank):
     order = orderings.row_major((8, 8))
-    fig = draw_plans.shards([order], world=4, radius=1, rank=rank)
+    fig = draw.shards([order], world=4, radius=1, rank=rank)
     image = np.asarray(fig.axes[0].images[0].get_array())
     colors, count = np.unique(image.reshape(-1, 3), axis=0, return_counts=True)
     got = 8 if rank == 0 else 16  # a strip of two rows has a neighbour on one side, or on both

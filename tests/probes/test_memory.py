@@ -14,16 +14,12 @@ def test_allocations_are_counted_exactly():
         c = torch.zeros(MB, dtype=torch.uint8)
         return c, b[:7]
 
-    got = memory.measure(fn)
-    assert (got.allocated_before_bytes, got.allocated_after_bytes, got.peak_allocated_bytes) == (0, 4 * MB, 5 * MB)
-    assert got.extra_bytes == 5 * MB
+    assert memory.measure(fn) == 5 * MB
 
 
 def test_scratch_inside_an_op_is_counted():
-    x = torch.randn(1 << 20)
-    got = memory.measure(lambda: x.sort().values)
-    assert got.allocated_after_bytes == 4 * MB  # the values
-    assert got.peak_allocated_bytes >= 12 * MB  # and their int64 indices, which nothing here names
+    x = torch.randn(1 << 20)  # its values, and their int64 indices, which nothing here names
+    assert memory.measure(lambda: x.sort().values) >= 12 * MB
 
 
 def test_profiler_says_nothing(capfd):

@@ -39,10 +39,7 @@ def test_rates_are_over_attended_pairs_and_beside_the_baseline_of_the_group():
     assert rows.loc[rows["label"] == "triton", "tflops"].tolist() == pytest.approx([50, 50])
     assert rows.loc[rows["label"] == "dense cudnn", "of_dense"].tolist() == pytest.approx([1, 1])
     assert rows.loc[rows["label"] == "fa4", "of_dense"].tolist() == pytest.approx([0.5, 0.5])
-    assert set(suite.summary(rows).index) == {
-        "window of 2,048, 16 x 128",
-        "random blocks, 90% left out, 16 x 128",
-    }
+    assert set(suite.summary(rows).index) == {"window of 2,048, 16 x 128", "random blocks, 90% left out, 16 x 128"}
     assert set(suite.summary(rows)["speed relative to dense"].dropna()) == {"3.00 (2.90 to 3.10)"}
 
 
@@ -118,8 +115,7 @@ def test_what_is_on_record_is_not_measured_again(monkeypatch):
     rows = suite.gathered(["window"], ["h100x1"], within_s=5)
     (groups, options) = asked[0]
     assert groups == ["window"] and options["within_s"] == 5 and "window fwd" in set(options["known"]["suite"])
-    assert (
-        set(rows["suite"]) == set(known["suite"]) and (rows.loc[rows["suite"] == "window fwd", "median_ms"] == 7).all()
-    )
+    assert set(rows["suite"]) == set(known["suite"])
+    assert (rows.loc[rows["suite"] == "window fwd", "median_ms"] == 7).all()
     monkeypatch.setattr(suite, "run", lambda *_, **__: new[:0])
     assert len(suite.gathered(["window"], ["h100x1"])) == len(known) == len(suite.gathered([], ["h100x1"]))

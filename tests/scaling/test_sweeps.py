@@ -98,13 +98,8 @@ def test_inputs_are_counted_once_for_who_holds_them(rows):
 
 
 def test_bytes_on_the_wire_are_the_plans(rows):
-    for label, strategy in (
-        ("dilated", "sequence"),
-        ("dilated", "heads"),
-        ("pair", "sequence"),
-        ("blocks", "sequence"),
-    ):
-        row = rows[label, strategy]
+    for key in (("dilated", "sequence"), ("dilated", "heads"), ("pair", "sequence"), ("blocks", "sequence")):
+        row = rows[key]
         assert row["sent_bytes"] == row["planned_bytes"] and sum(row["sent_bytes"]) > 0
         assert all(0 < x < 1000 for x in row["control_bytes"])
     assert rows["pair", "distributed data parallel"]["sent_bytes"] == [0, 0]
@@ -113,9 +108,8 @@ def test_bytes_on_the_wire_are_the_plans(rows):
 def test_results_are_compared_row_by_row(rows):
     for key, row in rows.items():
         if row["status"] == "ok" and key[1] not in (ONE, AA):
-            assert row["valid"] is True and row["compared"] == row["nq"] * (
-                2 if key[0] == "pair" and "data" in key[1] else 1
-            )
+            twice = key[0] == "pair" and "data" in key[1]
+            assert row["valid"] is True and row["compared"] == row["nq"] * (1 + twice)
             assert set(row["errors"]) == ({"out"} if key[0] == "blocks" else {"out", "dq", "dk", "dv"})
     assert rows["dilated", "sequence"]["max_abs_error"] < 1e-12
 
@@ -192,9 +186,8 @@ def test_a_wrong_strategy_is_caught_and_has_no_speed(own):
 
 
 def test_a_rank_that_fails_is_a_row_and_the_sweep_goes_on(own):
-    assert own["fails"]["status"] == "oom" and own["fails"]["error"].startswith(
-        "rank 1 of 2: MemoryError: no room here"
-    )
+    assert own["fails"]["status"] == "oom"
+    assert own["fails"]["error"].startswith("rank 1 of 2: MemoryError: no room here")
     assert own["mine"]["status"] == own[AA]["status"] == "ok"
     assert sweeps.failed(pd.DataFrame([own["fails"]]))
 
@@ -202,9 +195,9 @@ def test_a_rank_that_fails_is_a_row_and_the_sweep_goes_on(own):
 def test_what_is_settled_is_not_measured_again(rows, folder, monkeypatch):
     asked, real = [], sweeps.ask
 
-    def ask(pool, name, arguments):
-        asked.append((name, arguments[1]))
-        return real(pool, name, arguments)
+    def ask(pool, name, case, strategy, *more):
+        asked.append((name, strategy))
+        return real(pool, name, case, strategy, *more)
 
     monkeypatch.setattr(sweeps, "ask", ask)
     case = {"dilated": Case(DILATED, dtype="float64", **SIZES)}
@@ -275,11 +268,8 @@ def test_the_link_is_measured_by_message_and_a_call_beside_it(folder):
     rates = link.fit(found)
     moving = cost["message_bytes"] / rates.bytes_per_second + rates.latency_s * (cost["exchanges"] - 1)
     assert rates.call_s == pytest.approx(max(0, cost["median_ms"] / 1000 - moving))
-    for options, message in (
-        ({"nproc": 1}, "nproc=1: want an int >= 2"),
-        ({"nproc": 3, "sizes": [1]}, r"sizes.*want .*>= 2"),
-        ({"device": "cuda:1"}, "device='cuda:1': want 'cpu' or 'cuda'"),
-    ):
+    for options, message in (({"nproc": 1}, "nproc=1: want an int >= 2"), ({"nproc": 3, "sizes": [1]}, "sizes.*>= 2"),
+                             ({"device": "cuda:1"}, "device='cuda:1': want 'cpu' or 'cuda'")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             link.measure(**options, folder=folder / "link")
 
@@ -294,6 +284,8 @@ def measured(*ms, sizes=(1 << 16, 1 << 20, 1 << 24), call=4.0):
 def test_latency_and_bandwidth_are_those_of_the_messages():
     exact = link.fit(measured(*(1000 * (2e-4 + x / 5e9) for x in (1 << 16, 1 << 20, 1 << 24))))
     assert exact == pytest.approx((2e-4, 5e9, 4e-3)) and exact.message_s(5e9) == pytest.approx(1.0002)
+    near = link.fit(measured(0.3, 0.8, 9))  # on no line: a short message counts as much as a long one
+    assert [1000 * near.message_s(x) for x in (1 << 16, 1 << 20, 1 << 24)] == pytest.approx([0.3, 0.8, 9], rel=0.01)
     free = link.fit(measured(0.01, 1, 20))  # short messages that cost less than their share of a long one
     assert free.latency_s == 1e-5 and free.message_s(1 << 24) == pytest.approx(0.02)
     assert link.fit(measured(3, 2, 1)).message_s(1 << 24) == pytest.approx(0.001)  # noise alone
@@ -396,14 +388,8 @@ def test_shards_are_rows_of_one_tensor_whoever_makes_them(monkeypatch):
 def test_shares_are_everything_once():
     case = Case(Dense(True), 24, 4, 8, batch=3)
     for strategy in sweeps.STRATEGIES:
-        held = [
-            (b, j)
-            for rank in range(2)
-            for share in [strategies.share(strategy, case, rank, 2)]
-            for b in share.batch
-            for part in share.keys
-            for j in part
-        ]
+        shares = [strategies.share(strategy, case, rank, 2) for rank in range(2)]
+        held = [(b, j) for share in shares for b in share.batch for part in share.keys for j in part]
         assert sorted(held) == [(b, j) for b in range(3) for j in range(24)]
 
 

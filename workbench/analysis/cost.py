@@ -1,7 +1,4 @@
-"""What a pattern costs as its sequence grows, by counting and by a model: nothing here is measured.
-
-Dimensions: N tokens, H heads, D head_dim.
-"""
+"""What a pattern costs as its sequence grows, by counting and by a model: nothing here is measured."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -41,9 +38,8 @@ def predicted_bytes(pattern: Pattern, n: int, heads: int, head_dim: int) -> int:
 
 def growth(table: pd.DataFrame) -> pd.Series:
     """pattern -> the x of pairs ~ N^x, between the shortest and the longest length of `table`."""
-    table = table.sort_values("n", kind="stable")
-    ends = table.groupby("pattern", sort=False)[["n", "pairs"]].agg(["first", "last"])
-    rise = np.log(ends.xs("last", axis=1, level=1) / ends.xs("first", axis=1, level=1))
+    by = table.sort_values("n", kind="stable").groupby("pattern", sort=False)[["n", "pairs"]]
+    rise = np.log(by.last() / by.first())
     return rise.pairs / rise.n
 
 

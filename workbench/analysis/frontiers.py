@@ -1,7 +1,4 @@
-"""What the notebook on frontiers asks: tables of predictions, traces and records, and their sentences.
-
-Dimensions: B batch, N tokens, H heads, D head_dim.
-"""
+"""What the notebook on frontiers asks: tables of predictions, traces and records, and their sentences."""
 
 import math
 from bisect import bisect_right
@@ -83,28 +80,21 @@ def promised(found: Mapping[str, frontier.Lengths], card: str) -> pd.DataFrame:
 def numbers(traces: Mapping[str, estimate.Estimate]) -> pd.DataFrame:
     """A line per way: requested, allocated, reserved and device, bytes at the peak of what was traced."""
     kinds = ("requested", "allocated", "reserved", "device")
-    lines = [[title(name), *(getattr(one, f"{x}_bytes") for x in kinds)] for name, one in traces.items()]
-    return pd.DataFrame(lines, columns=["way", *kinds])
+    return pd.DataFrame([{"way": title(name)} | {x: getattr(one, f"{x}_bytes") for x in kinds}
+                         for name, one in traces.items()])  # fmt: skip
 
 
 def peaks(traces: Mapping[str, estimate.Estimate]) -> pd.DataFrame:
     """The table of what is alive at each way's peak: a line per tensor, its bytes."""
-    lines = [(title(way), name, size) for way, found in traces.items() for name, size in found.at_peak]
-    return pd.DataFrame(lines, columns=["way", "tensor", "bytes at the peak"])
+    return pd.DataFrame([{"way": title(way), "tensor": name, "bytes at the peak": size}
+                         for way, found in traces.items() for name, size in found.at_peak])  # fmt: skip
 
 
 def alive(events: Sequence[Event]) -> pd.DataFrame:
     """Bytes alive after each event, a column a name of tensor (those of one name added up), in order of birth."""
-    born, now, lines = {}, {}, []
-    for event in events:
-        if event.nbytes >= 0:
-            born[event.id] = event
-            now[event.name] = now.get(event.name, 0) + event.nbytes
-        else:
-            dead = born.pop(event.id)
-            now[dead.name] -= dead.nbytes
-        lines.append(dict(now))
-    return pd.DataFrame(lines).fillna(0).astype("int64")
+    born = {event.id: event for event in events if event.nbytes >= 0}
+    changes = [{born[x.id].name: x.nbytes if x.nbytes >= 0 else -born[x.id].nbytes} for x in events]
+    return pd.DataFrame(changes).fillna(0).cumsum().astype("int64")
 
 
 def _largest(lines: pd.DataFrame) -> pd.DataFrame:
@@ -158,7 +148,7 @@ def agreement(measured: pd.DataFrame) -> list[str]:
     said = [f"Not measured, {title(x.label)}: {x.error}" for x in measured[measured["status"] != "ok"].itertuples()]
     if done.empty:
         return ["No search has both a prediction and a measurement.", *said]
-    searches = "1 search" if len(done) == 1 else f"{len(done)} searches"
+    searches = f"{len(done)} search{'es' * (len(done) > 1)}"
     within = f"In **{right(measured)} of {searches}** the prediction is within a step of what was measured"
     worst = done["off"].abs().max()
     off = f"at worst off by {worst:.1%}" if worst >= 0.0005 else "none is off by 0.1%"
@@ -184,13 +174,11 @@ def overpromised(lines: pd.DataFrame, card: str) -> str:
 
 def limits(table: pd.DataFrame) -> list[str]:
     """What limits the cells of a map (rows of `frontier.sweep`), and whose time is not known."""
-    done, said = table[table["status"] == "ok"], []
+    done = table[table["status"] == "ok"]
     names = {"search": "nothing as far as was searched"}
-    by = [f"{n} by {names.get(x, title(x))}" for x, n in done["limiter"].value_counts().items()]
-    if by:
-        said.append(f"Of the {counted(len(done), 'frontier')} here, {listed(by).replace(' by', ' are limited by', 1)}.")
-    else:
-        said.append("None of these ways runs on any of these cards.")
+    by = listed(f"{n} by {names.get(x, title(x))}" for x, n in done["limiter"].value_counts().items())
+    limited = f"Of the {counted(len(done), 'frontier')} here, {by.replace(' by', ' are limited by', 1)}."
+    said = [limited if len(done) else "None of these ways runs on any of these cards."]
     timed = done.groupby("label", sort=False)["predicted_ms"].count()
     if len(unknown := timed.index[timed == 0]):
         said.append(f"The time of {listed(map(title, unknown))} is not modelled, so time never limits it here.")

@@ -17,8 +17,6 @@ from workbench.patterns import Dilated, Neighborhood, Pattern, Predicate, orderi
 from workbench.patterns.neighborhood import box_sums, clipped
 from workbench.patterns.orderings import Ordering
 
-# --- what is compared -------------------------------------------------------------------------------------------------
-
 
 def orders(shape, tile=(8, 16), seed: int | None = None, mask=None) -> list[Ordering]:
     """row_major, tiles, morton, hilbert and, with a seed, snake and random; with a mask (bool, grid) its True cells."""
@@ -50,12 +48,10 @@ def project(features: Tensor, heads: int, head_dim: int, seed: int = 0) -> list[
 
 def steps(compared: list[Ordering]) -> pd.DataFrame:
     """grid, order, jumps (steps to a cell that is no neighbour), longest and mean step, in cells summed over axes."""
-    rows = []
-    for order in compared:
-        x = order.steps.double()
-        row = {"grid": " x ".join(map(str, order.shape)), "order": order.name, "jumps": order.jumps}
-        rows.append(row | {"longest": int(x.max()), "mean": float(x.mean())})
-    return pd.DataFrame(rows)
+    return pd.DataFrame([
+        {"grid": " x ".join(map(str, order.shape)), "order": order.name, "jumps": order.jumps,
+         "longest": int(order.steps.max()), "mean": float(order.steps.double().mean())} for order in compared
+    ])  # fmt: skip
 
 
 def extent(compared: list[Ordering], lengths) -> pd.DataFrame:

@@ -6,11 +6,6 @@ import pandas as pd
 from workbench.harness.narrate import beyond_noise, listed, number, title
 
 
-def _best(values: pd.Series, digits: int = 2) -> str:
-    """The names of the largest, ties in what is shown included."""
-    return listed(title(x) for x in values.index[values.round(digits) == values.round(digits).max()])
-
-
 def pays(percents: pd.DataFrame) -> str:
     """From which side of the window on each order touches fewer blocks than row-major in all larger ones."""
     since = {}
@@ -52,9 +47,10 @@ def same_results(worst: float, largest: float) -> str:
 def surroundings(seen: pd.DataFrame) -> str:
     """What a token sees of its surroundings under each order: `neighbours` as a table, a line a branch, "any" last."""
     any_, branches = seen.loc["any"], seen.drop(index="any")
+    best = listed(title(x) for x in any_.index[any_.round(2) == any_.round(2).max()])
     said = (
         f"Over all branches a token sees **{any_['hilbert']:.0%}** of its surroundings under Hilbert and "
-        f"**{any_['row_major']:.0%}** in row-major; most under {_best(any_)}."
+        f"**{any_['row_major']:.0%}** in row-major; most under {best}."
     )
     for which, line in (("shortest", branches.iloc[0]), ("longest", branches.iloc[-1])) if len(branches) > 1 else ():
         said += f" By the {which} segments alone {line['hilbert']:.0%} against {line['row_major']:.0%}."

@@ -1,10 +1,6 @@
-"""What notebook 04 asks of several cards: cases by name, sweeps and summaries, modelled curves, borders of shards.
-
-Dimensions: B batch, N positions, H heads, D head_dim, P ranks.
-"""
+"""What notebook 04 asks of several cards: cases by name, sweeps and summaries, modelled curves, borders of shards."""
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -70,11 +66,6 @@ def possible(nproc: Iterable[int]) -> list[int]:
     ranks are then processes."""
     cards = torch.cuda.device_count()
     return [x for x in nproc if not cards or x <= cards] or [1]
-
-
-def processors() -> int:
-    """How many processors ranks without cards share."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def sweep(chosen: Mapping[str, Case], worlds: Iterable[int], strategies=STRATEGIES, **options) -> pd.DataFrame:

@@ -249,7 +249,7 @@ def listed(pattern: Pattern, n: int, heads: int, key_heads: int, own: range, que
 
 
 def window(pattern: Window, n: int, queries: range) -> list[range]:
-    """The positions up to the last that some queries, one at least, see, and from the first: sinks, then a window."""
+    """Two ranges that hold every position which some queries, one at least, see: of the sinks, and of the window."""
     back, ahead, step, sinks = pattern.reach(n)
     stop = min(n, queries.stop + ahead * step)
     sinks = min(sinks, stop) if pattern.causal else sinks
@@ -257,7 +257,7 @@ def window(pattern: Window, n: int, queries: range) -> list[range]:
 
 
 def near(pattern: Neighborhood, tokens: Tensor) -> Tensor:
-    """Those that see one of these tokens, which are those that one of these sees: within the radius of its cell.
+    """The tokens within the radius of one of these: those that it sees, which are those that see it.
 
     tokens: positions in the sequence, int64 (M,) -> positions, int64, ascending, `tokens` among them
     """

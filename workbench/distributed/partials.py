@@ -260,15 +260,15 @@ def _by_batch(pattern: Pattern) -> list[tuple[int | None, Pattern]]:
 
 
 def _own(plan: Plan, rank: int) -> list[Partial]:
-    """Attention of all of a rank's queries to its own rows. Of windows and grids it is right for those that see no row
-    of another rank."""
+    """Attention of all of a rank's queries to its own rows. On windows and grids that is the result of queries that see
+    no row of another rank; those of the others are overwritten."""
     own, queries, heads = plan.shards[rank], plan.queries(rank), plan.heads
     border = [] if isinstance(plan.pattern, BlockSparse) else [of for of, _ in _border(plan, rank)]
 
     def among(pattern: Pattern) -> Pattern:
         if isinstance(pattern, BlockSparse):
             return views.beside(pattern, queries, own, as_tensor(range(0)), plan.n, heads).pattern
-        return views.neighborhood(pattern, as_tensor(own), 0).pattern if on_grid(pattern) else pattern
+        return views.neighborhood(pattern, as_tensor(own)).pattern if on_grid(pattern) else pattern
 
     group, overwritten = head_group(plan, range(plan.kv_heads), queries, own), torch.cat(border) if border else None
     return [Partial(among(one), (group,), 0, b, overwritten) for b, one in _by_batch(plan.pattern)]
@@ -320,7 +320,7 @@ def _border(plan: Plan, rank: int) -> list[tuple[Tensor, views.View]]:
             border = Rows.of([near(pattern, needed)]).within(queries.start, queries.stop).positions
             around = Rows.of([near(pattern, border)]).within(own.start, own.stop).positions
             every = torch.cat([needed, around[~torch.isin(around, border)], border])
-            found = [(border, views.neighborhood(pattern, every, len(border)))] if len(border) else []
+            found = [(border, views.neighborhood(pattern, every))] if len(border) else []
         plan.views[rank, "border"] = found
     return plan.views[rank, "border"]
 
@@ -342,7 +342,7 @@ def _gathered(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
         if isinstance(pattern, Window):
             return [(queries, views.window(pattern, queries, plan.n))]
         if on_grid(pattern):
-            return [(queries, views.neighborhood(pattern, torch.cat([needed, as_tensor(own)]), len(queries)))]
+            return [(queries, views.neighborhood(pattern, torch.cat([needed, as_tensor(own)])))]
         return [(queries, views.beside(pattern, queries, own, needed, plan.n, heads))]
 
     return _on_views(plan, rank, stage, make)

@@ -50,7 +50,6 @@ class Layout(NamedTuple):
 
     apart: a rank attends to its own rows in a call of their own; else they are copied beside what arrives
     merged: a row of out may be merged from several calls' results, in float32 unless a kernel does it in 16 bits
-    merged_by_kernel: the kernel that attends to what arrives also merges its result
     ahead: how many stages travel at once
     few: a row of dq is a sum of few parts, so that it may be rounded to 16 bits after each: of two parts that is one
         rounding, and a single device rounds each branch of a dilated pattern
@@ -59,7 +58,6 @@ class Layout(NamedTuple):
 
     apart: bool
     merged: bool
-    merged_by_kernel: bool
     ahead: int
     few: bool
     sources: int
@@ -103,7 +101,7 @@ class Plan:
         merged = blocks or dilated or isinstance(self.pattern, Dense)
         ahead = AHEAD if merged and not self.zigzag and not apart else 1
         sources = len(self.pattern.segment_lengths) if dilated else int(blocks)
-        return Layout(apart, merged, blocks, ahead, apart or dilated, sources)
+        return Layout(apart, merged, ahead, apart or dilated, sources)
 
     def _apart(self) -> bool:
         """Blocks: for shards of whole ones. Windows and grids: where few queries see rows of other ranks."""

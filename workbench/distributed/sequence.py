@@ -32,6 +32,7 @@ from workbench.distributed.group import Ranks
 from workbench.distributed.partials import Partial, head_group
 from workbench.distributed.plans import Plan, Stage
 from workbench.engines import partial
+from workbench.patterns import BlockSparse
 
 
 class Buffers(NamedTuple):
@@ -225,7 +226,7 @@ class Forward(Run):
     def attend(self, placed: Placed, x: int) -> None:
         keys = placed.gather(self.k, self.v, self.buffers.received[x % len(self.buffers.received)])
         this = placed.take(self.q), *keys, placed.partial.pattern, self.call
-        if placed.stage is not None and self.executor.layout.merged_by_kernel:
+        if placed.stage is not None and self.executor.layout.merged and isinstance(placed.partial.pattern, BlockSparse):
             to = placed.take(self.out), placed.take(self.lse.transpose(1, 2)).transpose(1, 2)  # views
             if partial.merge_into(*to, *this):
                 return

@@ -12,6 +12,7 @@ from torch import Tensor
 from workbench.distributed import halo
 from workbench.distributed.shards import as_tensor, clip
 from workbench.patterns import Blocks, BlockSparse, Dense, Dilated, Neighborhood, Pattern, Window
+from workbench.patterns.base import ranges
 from workbench.patterns.layouts import Layout
 from workbench.patterns.orderings import Ordering
 
@@ -95,20 +96,22 @@ class Gathered(Pattern):
     def _blocks(self, n, heads, nq, block_size):
         """Those of the whole, renumbered."""
         (every,), (bq, bk) = halo.lists(self.whole, self.n or n, self.all_heads), block_size
-        first = (n - nq) // bq
-        layouts, rows, cols = 1, -(-n // bq) - first if nq else 0, max(1, -(-n // bk))
-        row, column = every.line % max(1, every.rows) + self.moved - first, every.columns.long()
-        head = torch.zeros_like(row)
-        if every.layouts > 1:
-            layouts, head = heads, every.line // max(1, every.rows) - self.first
+        first, cols, apart = (n - nq) // bq, max(1, -(-n // bk)), every.layouts > 1
+        start, rows, head = max(0, first - self.moved), -(-n // bq) - first if nq else 0, torch.arange(heads)[:, None]
+        row = torch.arange(start, max(start, min(every.rows, first - self.moved + rows)))  # of the whole
+        head = head if apart else head[:1]
+        line = ((head + self.first * apart) * every.rows + row).flatten()
+        many = every.starts.diff()[line]
+        some = ranges(every.starts[line], many)
+        column = every.columns[some].long()
         if self.position is not None:
             block = self.position[::bk].div(bk, rounding_mode="floor")
             where = torch.full((every.cols,), -1)
             where[block[block >= 0]] = (block >= 0).nonzero().flatten()
             column = where[column]
-        keep = (head >= 0) & (head < layouts) & (row >= 0) & (row < rows) & (column >= 0)
-        key, order = ((head * rows + row) * cols + column)[keep].sort()
-        return Blocks.of(block_size, n, nq, layouts, key, every.full[keep][order])
+        line = (head * rows + row + self.moved - first).flatten().repeat_interleave(many)
+        key, order = (line * cols + column)[column >= 0].sort()
+        return Blocks.of(block_size, n, nq, heads if apart else 1, key, every.full[some][column >= 0][order])
 
     def spec(self):
         return self.whole.spec()
@@ -119,27 +122,25 @@ class View:
     """A call on gathered keys: the pattern in the call's own numbering, where the queries are the last rows.
 
     position: of each of the call's keys, int64 (M,) or a range; -1 for padding, which no query sees
-    queries: how many queries the call has; the last `spare` of them are padding, which the numbering needs
+    spare: how many of the call's queries, its last ones, are padding, which the numbering needs
     """
 
     pattern: Pattern
     position: range | Tensor
-    queries: int
     spare: int = 0
 
 
-def neighborhood(pattern: Neighborhood, position: Tensor, queries: int) -> View:
+def neighborhood(pattern: Neighborhood, position: Tensor) -> View:
     """A neighborhood of the cells of these tokens, the last of which are the queries."""
     curve = Ordering("gathered", pattern.shape, pattern.curve[position])
-    return View(Neighborhood(pattern.shape, pattern.radius, curve), position, queries)
+    return View(Neighborhood(pattern.shape, pattern.radius, curve), position)
 
 
 def window(pattern: Window, queries: range, n: int) -> View:
-    """A window of what these queries see, which lies as in the sequence but for what is between sinks and window."""
+    """A window on the keys that these queries see: the sinks, and right behind them the window's, in their order."""
     sinks, near = halo.window(pattern, n, queries)
     position = torch.cat([as_tensor(sinks), as_tensor(near)]) if sinks else near
-    spare = max(sinks.stop, near.stop) - queries.stop
-    return View(pattern, position, len(queries) + spare, spare)
+    return View(pattern, position, max(sinks.stop, near.stop) - queries.stop)
 
 
 def _positions(columns: Tensor, bk: int) -> Tensor:
@@ -184,9 +185,9 @@ def beside(pattern: Pattern, queries: range, own: range, needed: Tensor, n: int,
     gathered = torch.full((room // bk,), -1)
     gathered[: len(outside)] = outside
     position = torch.cat([_positions(gathered, bk), torch.arange(low, high), torch.arange(n - short, n)])
-    here, moved = len(position) - (room + queries.start - low), (room - low) // bq
+    spare, moved = len(position) - (room + queries.stop - low), (room - low) // bq
     if not isinstance(pattern, BlockSparse):
-        return View(Gathered(pattern, 0, heads, n, position, moved), position, here, here - len(queries))
+        return View(Gathered(pattern, 0, heads, n, position, moved), position, spare)
     columns = torch.cat([gathered, torch.arange(low // bk, -(-high // bk)), ragged])
     grid, last = (-(-n // bq), -(-n // bk)), (own.stop - 1) // bq + moved
 
@@ -197,4 +198,4 @@ def beside(pattern: Pattern, queries: range, own: range, needed: Tensor, n: int,
 
     layout = Layout("gathered", {}, visible, pattern.layout.per_head)
     view = BlockSparse(layout, pattern.block_size, pattern.causal and bool(own))
-    return View(view, position, here, here - len(queries))
+    return View(view, position, spare)

@@ -23,6 +23,7 @@ from workbench.engines.torch import fused
 from workbench.engines.torch.dilated import offset_slices, share_heads
 from workbench.patterns import Dense, Dilated, Neighborhood, Pattern, Window
 from workbench.patterns.checks import describe, whole
+from workbench.patterns.listed import Looked
 
 FAR = 1 << 62
 ALL = slice(None)
@@ -122,7 +123,7 @@ class Lane:
         return out.transpose(1, 2), lse
 
 
-class Held(Pattern):
+class Held(Looked):
     """A pattern of n positions on those that are held, `at`, ascending."""
 
     causal = True
@@ -172,8 +173,8 @@ class Rest:
 
 
 class Cache:
-    """Attention of a causal pattern as its tokens come, one by one or some at a time: `step` gives what attention of
-    the whole sequence would. It holds the keys and values that queries to come can see, and no others:
+    """Decoding with a causal pattern: `step` takes the next tokens, one or several, and returns what attention over the
+    whole sequence would for them. It holds the keys and values that later queries can see, and no others:
 
     Dense: all. Window: width * dilation positions and the sinks. Dilated: for each branch and key head, what the
     current segment keeps, a copy for each offset that its query heads have. Others: all, or with max_len those whose

@@ -152,7 +152,7 @@ def gradients_past_2_31(*tensors: Tensor) -> bool:
     """Whether a backward may follow in which torch's fast kernels fail, because offsets exceed 2^31 elements.
 
     Past 2^31 the gradients of cuDNN are silently wrong and FlashAttention accesses memory that is not its own, both in
-    torch 2.11 on an H100 (tests/gpu/sdpa_backward_past_2_31.py); the memory-efficient kernel is right. What counts is
+    torch 2.11 on an H100 (tests/gpu/test_validity.py); the memory-efficient kernel is right. What counts is
     the largest offset in a tensor, by its own strides and by those of its gradient, which is contiguous.
     """
     if tensors[0].device.type != "cuda" or not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
@@ -186,8 +186,8 @@ def kernels_right_past_2_31() -> tuple[str, ...]:
 kernels_right_past_2_31._dynamo_marked_constant = True
 
 
-def _run_reference(q, k, v, pattern, scale, return_lse):
-    out, lse = reference(q, k, v, pattern, scale)
+def _run_reference(q, k, v, pattern, scale, return_lse, changes=None):
+    out, lse = reference(q, k, v, pattern, scale, **(changes._asdict() if changes else {}))
     return out.to(q.dtype), lse if q.dtype == torch.float64 else lse.float()
 
 
@@ -202,8 +202,7 @@ def _run_torch(q, k, v, pattern, scale, return_lse):
                 return _dense(q, k, v, pattern.causal, scale, past), None
             parts = zip(*(tensor.split(GRID) for tensor in (q, k, v)), strict=True)
             return torch.cat([_dense(*part, pattern.causal, scale, past) for part in parts]), None
-    out, lse = call(attend, q, k, v, handle_of(pattern), scale)
-    return _divided(out, pattern), lse
+    return _by(attend, q, k, v, pattern, scale)
 
 
 def _dense(q, k, v, causal, scale, efficient=False):
@@ -219,25 +218,21 @@ def _dense(q, k, v, causal, scale, efficient=False):
 def _run_triton(q, k, v, pattern, scale, return_lse):
     from workbench.engines.triton_backend import attend
 
-    out, lse = call(attend, q, k, v, handle_of(pattern), scale)
-    return _divided(out, pattern), lse
+    return _by(attend, q, k, v, pattern, scale)
 
 
 def _run_fa4(q, k, v, pattern, scale, return_lse):
     from workbench.engines.fa4_backend import attend
 
-    out, lse = call(attend, q, k, v, handle_of(pattern), scale)
-    return _divided(out, pattern), lse
+    return _by(attend, q, k, v, pattern, scale)
 
 
 def _run_scored(backend, changes, q, k, v, pattern, scale, return_lse):
     if backend == "reference":
-        out, lse = reference(q, k, v, pattern, scale, **changes._asdict())
-        return out.to(q.dtype), lse if q.dtype == torch.float64 else lse.float()
+        return _run_reference(q, k, v, pattern, scale, return_lse, changes)
     from workbench.engines.torch.scored import attend
 
-    slopes, bias, cap = changes
-    out, lse = call(attend, q, k, v, slopes, bias, handle_of(pattern), scale, cap or 0.0)
+    out, lse = call(attend, q, k, v, *changes[:2], handle_of(pattern), scale, changes.softcap or 0.0)
     return _divided(out, pattern), lse
 
 
@@ -250,12 +245,16 @@ def _run_tiled(run, backend, q, k, v, pattern, scale, return_lse):
         from workbench.engines.fa4_backend import attend_tiled, in_its_order
 
         if pattern.answer(in_its_order, operator.index(n)):
-            out, lse = call(attend_tiled, q, k, v, handle_of(pattern), scale)
-            return _divided(out, pattern), lse
+            return _by(attend_tiled, q, k, v, pattern, scale)
     order = tile_order.tile_order(pattern, n).to(q.device)
     back = order.argsort()
     out, lse = run(*(x.index_select(1, back) for x in (q, k, v)), pattern, scale, return_lse)
     return out.index_select(1, order), lse if lse is None else lse.index_select(2, order)
+
+
+def _by(attend, q, k, v, pattern, scale):
+    out, lse = call(attend, q, k, v, handle_of(pattern), scale)
+    return _divided(out, pattern), lse
 
 
 def _divided(out, pattern):

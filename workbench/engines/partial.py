@@ -93,7 +93,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, call) -> tuple[Te
     out, lse = cudnn.attend(*(_inner(x) for x in (q, k[:, before:], v[:, before:])), pattern.causal, scale)
     if before:
         some, its_lse = cudnn.attend(*(_inner(x) for x in (q, k[:, :before], v[:, :before])), False, scale)
-        cudnn.merge(some, its_lse, out, lse, False)
+        cudnn.merge(some, its_lse, out, lse)
     return _inner(out), lse
 
 
@@ -166,7 +166,7 @@ def merge(out: Tensor, lse: Tensor, some: Tensor, its_lse: Tensor) -> None:
 
     every = some, its_lse, out, lse
     if out.shape[2] == 1:
-        cudnn_views.merge(*(_inner(x.squeeze(2)) for x in every), False)
+        cudnn_views.merge(*(_inner(x.squeeze(2)) for x in every))
     else:
         for b in range(out.shape[0]):
-            cudnn_views.merge(*(x[b].movedim(0, 2) for x in every), False)
+            cudnn_views.merge(*(x[b].movedim(0, 2) for x in every))

@@ -43,7 +43,9 @@ def blocks_of(pattern, q: Tensor, n: int):
 
     def make():
         found = pattern.blocks(*sizes)  # in blocks no longer than the sequence: what is gathered is whole blocks
-        return replace(found, block_size=tuple(min(x, max(1, n)) for x in found.block_size)).to(q.device)
+        used = found.columns.long().unique() if q.shape[1] < n else None
+        size = tuple(min(x, max(1, n)) for x in found.block_size)
+        return replace(found, block_size=size, used=used).to(q.device)
 
     return pattern.kept("blocks", (*sizes, str(q.device)), make)
 

@@ -24,7 +24,7 @@ import torch
 HALF = (torch.float16, torch.bfloat16)
 PROCESSOR = (0, 0)  # the capability of a card in software, for which this processor computes
 CUDNN_FIRST = ((9, 0), (10, 0), (10, 3))  # the cards on which torch prefers cuDNN; on others it comes after math
-# Measured with torch 2.11 on an H100 and an H200 (tests/gpu/sdpa_backward_past_2_31.py); the others are right.
+# Measured with torch 2.11 on an H100 and an H200 (tests/gpu/test_validity.py); the others are right.
 WRONG_PAST_2_31 = {
     "cudnn": "past 2^31 elements cuDNN's gradients are wrong, silently",
     "flash": "past 2^31 elements FlashAttention's gradients fail",

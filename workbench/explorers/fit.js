@@ -2,7 +2,7 @@
 function start(root, data) {
   const {el} = kit, model = fitModel(data), first = data.state;
   const COLORS = {memory: "var(--x-memory)", time: "var(--x-time)", validity: "var(--x-wrong)", search: "var(--x-none)"};
-  const WORDS = {memory: "memory", time: "time", validity: "wrong results beyond", search: "not looked further"};
+  const WORDS = {memory: "memory", time: "time", validity: "wrong results beyond", search: "search ends there"};
   const table = el("table", {class: "x-fit"}), head = el("tr"), body = el("tbody"), said = el("p", {class: "x-note", role: "status"});
   table.append(el("caption", {class: "x-unseen"}, "The longest sequence of each way, and what it needs at N"), el("thead", {}, head), body);
   const select = (name, label, options, value) => ({name, label, kind: "select", options, value});

@@ -35,28 +35,12 @@ class OutOfMemory(torch.OutOfMemoryError):
     """The allocation does not fit the limit, free segments given back."""
 
 
-class _Pool:
-    """The free blocks, small or large: (size, address, block), in order."""
-
-    __slots__ = ("small", "free")
-
-    def __init__(self, small: bool):
-        self.small = small
-        self.free: list[tuple[int, int, _Block]] = []
-
-    def add(self, block: _Block) -> None:
-        insort(self.free, (block.size, block.address, block))
-
-    def remove(self, block: _Block) -> None:
-        del self.free[bisect_left(self.free, (block.size, block.address))]
-
-
 class _Block:
     """A run of addresses in a segment, between its neighbours `before` and `after`."""
 
     __slots__ = ("address", "size", "pool", "before", "after", "used", "requested")
 
-    def __init__(self, address: int, size: int, pool: _Pool):
+    def __init__(self, address: int, size: int, pool: list[tuple[int, int, _Block]]):
         self.address, self.size, self.pool = address, size, pool
         self.before: _Block | None = None
         self.after: _Block | None = None
@@ -73,11 +57,18 @@ class _Block:
         self.size -= size
         return first
 
+    def offer(self) -> None:
+        """It is free: it stands in its pool, a list of (size, address, block) in order."""
+        insort(self.pool, (self.size, self.address, self))
+
+    def withdraw(self) -> None:
+        del self.pool[bisect_left(self.pool, (self.size, self.address))]
+
     def merge(self, other: _Block | None) -> None:
         """Absorb a neighbour if there is one that is free."""
         if other is None or other.used:
             return
-        self.pool.remove(other)
+        other.withdraw()
         self.size += other.size
         if other is self.before:
             self.address, self.before = other.address, other.before
@@ -103,7 +94,7 @@ class Allocator:
         self.limit = None if limit is None else whole("limit", limit, 0)
         self.requested = self.allocated = self.reserved = 0
         self.peak_requested = self.peak_allocated = self.peak_reserved = 0
-        self._pools = {True: _Pool(True), False: _Pool(False)}  # small, large
+        self._pools: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}  # small, large
         self._used: dict[int, _Block | None] = {}
         self._next_handle = 0
         self._top = 0
@@ -118,12 +109,12 @@ class Allocator:
             return self._next_handle
         size = -(-nbytes // ROUND) * ROUND
         pool = self._pools[size <= SMALL]
-        at = bisect_left(pool.free, (size,))  # the free block that fits best, if any does
-        block = pool.free.pop(at)[2] if at < len(pool.free) else self._new(pool, size, nbytes)
+        at = bisect_left(pool, (size,))  # the free block that fits best, if any does
+        block = pool.pop(at)[2] if at < len(pool) else self._new(pool, size, nbytes)
         left = block.size - size
-        if left >= ROUND if pool.small else left > SMALL:
+        if left >= ROUND if size <= SMALL else left > SMALL:
             rest, block = block, block.split_off(size)
-            pool.add(rest)
+            rest.offer()
         block.used, block.requested = True, nbytes
         self._used[self._next_handle] = block
         self.requested += nbytes
@@ -144,22 +135,20 @@ class Allocator:
         block.used = False
         block.merge(block.before)
         block.merge(block.after)
-        block.pool.add(block)
+        block.offer()
 
     def empty_cache(self) -> None:
         """Give back every segment that no tensor lies in."""
         for pool in self._pools.values():
-            for _, _, block in list(pool.free):
+            for _, _, block in list(pool):
                 if block.before is None and block.after is None:
-                    pool.remove(block)
+                    block.withdraw()
                     self.reserved -= block.size
 
-    def _new(self, pool: _Pool, size: int, nbytes: int) -> _Block:
+    def _new(self, pool: list, size: int, nbytes: int) -> _Block:
         """A block of new memory of at least `size` bytes, not in its pool."""
-        if pool.small:
-            segment = SMALL_SEGMENT
-        else:
-            segment = LARGE_SEGMENT if size < OWN_SEGMENT else -(-size // ROUND_SEGMENT) * ROUND_SEGMENT
+        large = LARGE_SEGMENT if size < OWN_SEGMENT else -(-size // ROUND_SEGMENT) * ROUND_SEGMENT
+        segment = SMALL_SEGMENT if size <= SMALL else large
         if self.limit is not None and self.reserved + segment > self.limit:
             self.empty_cache()
             if self.reserved + segment > self.limit:

@@ -126,13 +126,13 @@ def words(frame: pd.DataFrame, card: cards.Card, sizes: dict, n, budget_bytes, s
     if "layers" in sizes:
         step = f", {sizes['optimizer']}" + ", checkpointed" * sizes["checkpoint"] if sizes["mode"] == "fwdbwd" else ""
         width = sizes["heads"] * sizes["head_dim"]
-        lines.append(f"a model: {sizes['layers']} layers of width {width:,}, {sizes['vocab']:,} words{step}")
+        lines.append(f"a model: {sizes['layers']} layers of width {width:,}, vocabulary {sizes['vocab']:,}{step}")
     searched, longest = frame["limiter"].eq("search"), frame["longest_n"]  # no limit up to the longest N tried
     if n is not None:
         longest = longest.mask(searched & frame["fits"], longest.clip(lower=n))
     shown = pd.DataFrame({"execution": frame["way"], "longest N": longest.map(_number)})
     shown["longest N"] = shown["longest N"].where(~searched, "at least " + shown["longest N"])
-    shown["limited by"] = frame["limiter"].fillna("").map(title).mask(searched, "not looked further")
+    shown["limited by"] = frame["limiter"].fillna("").map(title).mask(searched, "search ends there")
     timeless = frame["limiter"].eq("memory") & frame["longest_n"].astype(float).gt(0) & frame["longest_ms"].isna()
     shown["limited by"] = shown["limited by"].mask(timeless, "memory; time unknown")
     if n is not None:

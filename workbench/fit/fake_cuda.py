@@ -170,17 +170,14 @@ def impersonate(card: Card, functions: OnCard):
 @contextlib.contextmanager
 def replaced(what: list[tuple]):
     """While the block lasts, attributes have other values: what is a list of (object, name, value)."""
-    kept = [(where, name, getattr(where, name, _NOTHING)) for where, name, _ in what]
+    kept = [(where, name, getattr(where, name)) for where, name, _ in what]
     try:
         for where, name, new in what:
             setattr(where, name, new)
         yield
     finally:
         for where, name, old in kept:
-            if old is _NOTHING:  # `fused.range`, say, stood in for a builtin
-                delattr(where, name)
-            else:
-                setattr(where, name, old)
+            setattr(where, name, old)
 
 
-LOCK, _NOTHING = threading.RLock(), object()  # the latter for an attribute that is not there
+LOCK = threading.RLock()

@@ -91,12 +91,3 @@ class OnOneStream(OneStream):
     def joined(self):
         """A backward runs outside of what tells a program that it is on a card."""
         return OnCard(self.card)
-
-
-def busiest(case: Case, world: int, strategy: str) -> int:
-    """The rank to which a forward brings the most bytes, the first of several."""
-    if world == 1:
-        return 0
-    sizes = case.pattern, Shards.even(case.n, world), case.heads, case.kv_heads, case.nq
-    plan = call.choose(strategy, sizes, case.dtype.itemsize, case.head_dim)
-    return int(plan.bytes(case.dtype.itemsize, case.head_dim, case.batch).sum(0).argmax())

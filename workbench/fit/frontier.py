@@ -4,8 +4,6 @@ A prediction looks for it in traces of the program (`fit.estimate`), a measureme
 (`harness.processes`); one way of looking, `search.largest`, serves both. What stands in the way at the next length has
 a name, the limiter: memory, time, validity (the call runs and computes wrongly), launch (the execution or the device
 refuses such a size) or search (nothing does, up to the longest length asked for).
-
-Dimensions: N keys, H heads, D head_dim.
 """
 
 import itertools
@@ -18,7 +16,7 @@ import pandas as pd
 import torch
 
 from workbench.engines import dispatch
-from workbench.fit import allocator, cards, estimate, fake_ranks
+from workbench.fit import allocator, cards, estimate
 from workbench.fit.search import Stopped, Tried, largest
 from workbench.fit.tracer import uncollected
 from workbench.fit.trial import probed
@@ -31,7 +29,6 @@ from workbench.probes.case import Case
 GRAIN = 128  # lengths are multiples of it
 FIRST = 1024  # the length to begin a measurement with where nothing is known
 FIRST_TRACED = 1 << 16  # the length to begin a prediction with
-LONGEST_WHOLE = 1 << 17  # over several cards, lengths are multiples of the segment lengths below this
 STEP = 0.005  # a search ends when the longest N that works and the shortest that fails are this share of N apart
 TIME_STEP = 0.1  # the same where time is the limit: two runs of one call may differ by so much
 Lengths = Callable[[int], Case]
@@ -45,9 +42,6 @@ class Options:
     step: a measurement ends when what works and what does not are this share of N apart, or a tenth where that is time;
         a prediction is ten times as close.
     server: in whose processes calls are measured; by default this process's shared one.
-    world, rank, strategy: N tokens over so many such cards, as `estimate.trace` has it, predicted only, and of memory
-        only; rank None: whichever of the first, the middle, the last and the one that receives most holds most.
-        Lengths are then multiples of which each rank has whole segments.
     """
 
     limit_n: int = 1 << 30
@@ -55,29 +49,6 @@ class Options:
     first: int | None = None
     step: float = STEP
     server: Server | None = None
-    world: int = 1
-    rank: int | None = None
-    strategy: str = "auto"
-
-    def __post_init__(self):
-        fake_ranks.check(self.world, self.rank or 0, self.strategy)
-
-    @property
-    def place(self) -> dict:
-        """The fields of a row over several cards."""
-        return {"world": self.world, "rank": self.rank, "strategy": self.strategy} if self.world > 1 else {}
-
-    def begin(self, first: int) -> int:
-        return self.first or max(first, FIRST_TRACED)
-
-    def space(self, case: Case) -> dict:
-        """limit_n and grain, such that each of several ranks has whole segments."""
-        grain = _whole(self.grain, case, self.world) if self.world > 1 else self.grain
-        if self.world > 1 and self.limit_n < grain:
-            raise ValueError(
-                f"limit_n={self.limit_n}: want at least {grain}, whole segments on each of {self.world} ranks"
-            )
-        return {"limit_n": self.limit_n // grain * grain, "grain": grain}
 
 
 def search(
@@ -89,8 +60,7 @@ def search(
     case: at any N, or a function of N that gives it, for a pattern that depends on N.
     card: a key of `cards.CARDS`, or a Card; for a case on CUDA by default the card in this machine. A case on the CPU
         has none: its card is in software (`VirtualCard`).
-    budget_bytes: what the allocator may reserve, the CUDA context not in it; by default what the card has, less that,
-        and less what a process group takes where there are several cards.
+    budget_bytes: what the allocator may reserve, the CUDA context not in it; by default what the card has, less that.
     measure: do the calls, each in a fresh process; else the search is in traces alone.
     recorder: of records.start("frontier", ...); takes a row a probe ("stage": "probe"), as it is done, and the result
         ("stage": "search"). What it has settled, of an interrupted search too, is not measured again.
@@ -100,7 +70,6 @@ def search(
     not known; predicted_n, measured_n; limiter, which is the measured one if there is one, and predicted_limiter;
     predicted_bytes (reserved) and predicted_ms at predicted_n; peak_bytes (requested), reserved_bytes and median_ms at
     n; probes: how many lengths were measured; error: what it is that limits or stopped it.
-    Of several cards also communicator_bytes: what each has for its process group, beside the budget.
     An execution that cannot be traced is measured only: predicted_n is None, and predicted_error says why.
     Nothing but a limiter says that a length does not work: a probe that dies or times out is repeated once; where it
     dies again, or is refused at every length, the search ends with that status.
@@ -108,16 +77,13 @@ def search(
     """
     how = Options(**options)
     at = lengths_of(case, how.grain, how.limit_n, how.step, seconds)
-    if measure and how.world != 1:
-        raise ValueError(f"world={how.world}: want 1 for a measurement; over several cards a frontier is predicted")
     example = at(FIRST) if callable(case) else case
     card = _card(card, example.device)
-    asked = _asked(example, card, budget_bytes, seconds, how)
-    space = how.space(example)
+    asked = _asked(example, card, budget_bytes, seconds)
+    space = {"limit_n": how.limit_n // how.grain * how.grain, "grain": how.grain}
     first = FIRST if example.nq == example.n else max(FIRST, example.nq + space["grain"])
-    predicted = _predicted(
-        at, card, asked, how.place, space | {"first": how.begin(first), "step": how.step / 10}
-    )
+    begin = how.first or max(first, FIRST_TRACED)
+    predicted = _predicted(at, card, asked, space | {"first": begin, "step": how.step / 10})
     row = dict.fromkeys(FOUND) | {"measured": measure, "measured_n": None, "probes": 0}
     row |= {f"predicted_{x}": predicted.get(y) for x, y in PREDICTED.items()}
     if measure:
@@ -132,16 +98,16 @@ def search(
     row = shown | asked | space | {"stage": "search", "step": how.step, "check": True} | row
     if say:
         say(words(row))
-    if recorder is not None and not recorder.done(**row):
+    if recorder is not None and not recorder.settled(**row):
         recorder.row(**row)
     return {"probe": "frontier"} | row
 
 
-def _asked(example: Case, card, budget_bytes: int | None, seconds: float, how: Options) -> dict:
+def _asked(example: Case, card, budget_bytes: int | None, seconds: float) -> dict:
     """The fields of a row that say what is searched for; ValueError where no budget is known."""
-    several, capped = how.world > 1, budget_bytes is not None
+    capped = budget_bytes is not None
     if not capped and card is not None:
-        budget_bytes = card.total_bytes - card.context_bytes - (card.communicator_bytes if several else 0)
+        budget_bytes = card.total_bytes - card.context_bytes
     if budget_bytes is None:
         raise ValueError(
             "card=None, budget_bytes=None: want a card, e.g. card='h100', for a case on device='cuda', or, for one on "
@@ -150,7 +116,7 @@ def _asked(example: Case, card, budget_bytes: int | None, seconds: float, how: O
     return {
         "asked": example.fields()["backend"], "device": example.device, "card": card.key if card else cards.VIRTUAL,
         "budget_bytes": checks.whole("budget_bytes", budget_bytes, 1), "capped": capped, "seconds": seconds,
-    } | how.place | ({"communicator_bytes": card and card.communicator_bytes} if several else {})  # fmt: skip
+    }  # fmt: skip
 
 
 def sweep(
@@ -213,8 +179,7 @@ def words(row: dict) -> str:
     limit = f"{row['budget_bytes'] / 2**30:.2f} GiB" if row["limiter"] == "memory" else f"{row['seconds']:g} s"
     because = f"{row['limiter']} ({limit})" if row["limiter"] in ("memory", "time") else row["limiter"]
     said = f": {row['error']}" if row["limiter"] in ("validity", "launch") else ""
-    alone = "; how long it takes over several cards is not modelled" if row.get("world", 1) > 1 else ""
-    return f"  N = {row['n']:,}, {how}; limited by {because}{said}{alone}"
+    return f"  N = {row['n']:,}, {how}; limited by {because}{said}"
 
 
 def _card(card, device: str):
@@ -228,14 +193,12 @@ FOUND = ("backend", "peak_bytes", "reserved_bytes", "extra_bytes", "median_ms", 
 PREDICTED = {"n": "n", "limiter": "limiter", "error": "error", "bytes": "reserved_bytes", "ms": "milliseconds"}
 
 
-def _predicted(at: Lengths, card, asked: dict, place: dict, where: dict) -> dict:
+def _predicted(at: Lengths, card, asked: dict, where: dict) -> dict:
     """A search's fields, from traces."""
 
     def tried(n: int) -> Tried:
         try:
-            case = at(n)
-            each = [(_trace(case, card, **here), here) for here in _places(case, place)]
-            found, here = max(each, key=lambda one: one[0].reserved_bytes)  # the first rank that runs out ends them all
+            found = _trace(at(n), card)
         except (Exception, SystemExit) as error:
             why = Outcome(status_of(error), sentence(error))
             raise Stopped(why, always=isinstance(error, estimate.CannotTrace)) from None
@@ -247,26 +210,10 @@ def _predicted(at: Lengths, card, asked: dict, place: dict, where: dict) -> dict
             "backend": found.backend, "peak_bytes": found.requested_bytes, "reserved_bytes": reserved,
             "extra_bytes": found.requested_bytes - found.inputs_bytes, "milliseconds": found.milliseconds,
             "error": found.wrong if limiter == "validity" else None,
-        } | (here and here | {"strategy": found.strategy}))  # fmt: skip
+        })  # fmt: skip
 
     with uncollected():
         return largest(tried, time_step=where["step"], **where).fields()
-
-
-def _places(case: Case, place: dict) -> list[dict]:
-    """Which ranks are traced: the one asked for, or those that may have most, at the ends, amid, and the busiest."""
-    if not place or place["rank"] is not None:
-        return [place]
-    world = place["world"]
-    busiest = fake_ranks.busiest(case, world, place["strategy"])
-    return [place | {"rank": rank} for rank in sorted({0, world // 2, world - 1, busiest})]
-
-
-def _whole(grain: int, case: Case, world: int) -> int:
-    """Lengths of which each rank has whole segments of a dilated pattern, as far as they are much shorter: rows of a
-    segment that is cut are held twice, and what fits would not grow with what is there."""
-    lengths = [w for w in getattr(case.pattern, "segment_lengths", ()) if w < LONGEST_WHOLE]
-    return math.lcm(grain, *lengths) * world
 
 
 def reserves(found: estimate.Estimate, budget_bytes: int) -> int | None:

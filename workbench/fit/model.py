@@ -1,4 +1,4 @@
-"""A model to be fitted on a card: steps of `models.Transformer` as a case, which else is a call of attention.
+"""Training steps of `models.Transformer` as a case, so that `fit` says of a model, too, whether a card has room for it.
 
 Dimensions: B batch, N tokens.
 """

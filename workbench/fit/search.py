@@ -75,13 +75,12 @@ def largest(
         if low == limit_n or high is not None and high - low <= apart:
             return Found(low, high, tried, None)
         if high is None:
-            n = _above(tried, low, apart, near)
-        elif low == 0:
-            n = max(grain, min(_below(tried, high, step), high - grain))
+            n = min(_above(tried, low, apart, near), limit_n)
         else:
-            stalled = stalled + 1 if high - low > width / 2 else 0
-            n = (low + high) / 2 if stalled > 1 else _between(tried, low, high, apart)
-        n = min(int(n) // grain * grain, limit_n)
+            stalled = low and (stalled + 1) * (high - low > width / 2)
+            apart = max(apart, (not low) * high * step)
+            n = min((low + high) / 2 if stalled > 1 else _below(tried, low, high, apart), high - grain)
+        n = max(int(n) // grain, 1) * grain
 
 
 def _above(tried: dict[int, Tried], low: int, apart: float, near: bool) -> float:
@@ -91,26 +90,17 @@ def _above(tried: dict[int, Tried], low: int, apart: float, near: bool) -> float
     return least if near and not steps else min(max(_root(tried, low, math.inf) - apart / 2, least), GROWTH * low)
 
 
-def _below(tried: dict[int, Tried], high: int, step: float) -> float:
-    """Where to look next when nothing that was tried works."""
-    if tried[high].limiter in OTHER:
-        return high / 2
-    if tried[high].load:
-        return max(min(_root(tried, high, high), high * (1 - step)), high / GROWTH)
-    if tried[high].limiter == "memory":  # a prediction may have missed by little
-        return high * (1 - step * 2 ** (len(tried) - 1))
-    return high / 2
-
-
-def _between(tried: dict[int, Tried], low: int, high: int, apart: float) -> float:
-    """Where to look next between what works and what does not: where the load is 1, which may be just below `high`."""
-    if tried[high].limiter in OTHER:
-        return (low + high) / 2
-    if not tried[high].load:  # it is the further below, the more such tries have failed
-        apart *= 4 ** (sum(x.limiter is not None and not x.load for x in tried.values()) - 1)
+def _below(tried: dict[int, Tried], low: int, high: int, apart: float) -> float:
+    """Where to look next below what does not work: where the load is 1, which may be just below `high`."""
+    middle, blind = (low + high) / 2, not tried[high].load
+    if tried[high].limiter in OTHER or blind and tried[high].limiter == "time" and not low:
+        return middle
+    if blind:  # it is the further below, the more such tries have failed
+        apart *= (4 if low else 2) ** (sum(x.limiter is not None and not x.load for x in tried.values()) - 1)
     if 2 * apart >= high - low:
-        return (low + high) / 2
-    return min(max(_root(tried, low, (low + high) / 2) - apart / 2, low + apart), high - apart)
+        return middle
+    least = low + apart if low else high / GROWTH
+    return min(max(_root(tried, low or high, middle if low else high) - apart / 2, least), high - apart)
 
 
 def _root(tried: dict[int, Tried], near: int, unknown: float) -> float:

@@ -8,16 +8,12 @@ import collections
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 
-from torch.utils._python_dispatch import _disable_current_modes
-
-from workbench.engines.torch import block_sparse, dilated, fused
+from workbench.engines.torch import block_sparse, dilated, steps
 from workbench.engines.torch.block_sparse import Strips
 from workbench.fit.fake_cuda import replaced
-from workbench.models import loss
 from workbench.patterns.base import Blocks
 
 EACH = 2  # strips of a shape that are followed
-STACKS = 16  # stacks of a shape that are followed, where one call does not hold many others
 
 
 class Shortcuts:
@@ -32,21 +28,15 @@ class Shortcuts:
         found = [
             (Blocks, "to", lambda *x, to=Blocks.to: self.moved(*x, to)),
             (block_sparse, "strips", lambda *x, make=block_sparse.strips: self.strips(*x, make)),
-            (block_sparse, "needed", lambda blocks, make=block_sparse.needed: self.needed(blocks, make)),
-            (block_sparse, "split", few_stacks),
             (dilated, "pieces", lambda *x, make=dilated.pieces: repeated(make(*x), _shape, 4)),
-            (dilated, "parts", lambda *x, make=dilated.parts: repeated(make(*x), _shape, 6)),
+            (steps, "starts", few_starts),
         ]
-        found += [(module, "range", _few_of_range) for module in (fused, loss)]
         return replaced(found)
 
     def moved(self, blocks: Blocks, device, to: Callable) -> Blocks:
         made = to(blocks, device)
         self.hosts[id(made)] = blocks
         return made
-
-    def needed(self, blocks: Blocks, make: Callable):
-        return self.births.onto_card(self.births.mirror(lambda: make(self.hosts[id(blocks)])))
 
     def strips(self, blocks: Blocks, limit: int, make: Callable) -> Iterator[Strips]:
         """The strips of the lists on the host, EACH of a shape, without contents."""
@@ -58,13 +48,10 @@ class Shortcuts:
             del one
 
 
-def few_stacks(s: Strips, height: int) -> Iterator[Strips]:
-    """As `block_sparse.split`, of many stacks a few."""
-    stacks, rest = divmod(len(s.rows), height)
-    some = few(stacks, STACKS) * height + rest
-    with _disable_current_modes():
-        views = [x[:some].split(height) for x in s[:3]]
-    return (Strips(*x, s.full) for x in zip(*views, strict=True))
+def few_starts(length: int, step: int, followed: int = 6) -> range:
+    """As `steps.starts`, of many whole steps a few: the same as of a shorter `length`."""
+    whole, rest = divmod(length, step)
+    return range(0, few(whole, followed) * step + rest, step)
 
 
 def repeated(items: Iterable, shape: Callable, most: int) -> Iterator:
@@ -81,10 +68,6 @@ def few(times: int, most: int) -> int:
     may alternate between two places.
     """
     return times if times <= most + 1 else most + (times - most) % 2
-
-
-def _few_of_range(*x) -> Iterator[int]:
-    return repeated(range(*x), lambda start: start + x[2] <= x[1], 6)
 
 
 def _shape(piece) -> tuple:

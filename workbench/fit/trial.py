@@ -143,20 +143,17 @@ def _valid(case: Case, made: list, results: list) -> dict:
 
     Where the call has left no room for that on the card, its tensors move to the host's memory, if they fit there.
     """
-    outcome = attempt(lambda: _checked(case, made, results))
+    names = ("dq", "dk", "dv") if case.mode == "fwdbwd" else ("out",)
+    pairs = PAIRS.get(made[0].device.type) if case.mode == "fwdbwd" else None
+    check = lambda: validity.check(case, dict(zip(names, results, strict=True)), made, pairs=pairs)  # noqa: E731
+    outcome = attempt(check)
     size = sum(x.numel() * x.element_size() for x in (*made, *results))
     if outcome.status == "oom" and made[0].is_cuda and size < 0.8 * psutil.virtual_memory().available:
         for tensors in (results, made):
             for i, x in enumerate(tensors):
                 tensors[i] = x.detach().cpu()
-        outcome = attempt(lambda: _checked(case, made, results))
+        outcome = attempt(check)
     if outcome.status == "ok":
         found = outcome.result
         return {"valid": False if found.wrong else found.ok or None, "error": None if found.ok else str(found)}
     return {"valid": None if outcome.status == "oom" else False, "error": f"rows not checked: {outcome.error}"}
-
-
-def _checked(case: Case, made: list, results: list) -> validity.Validity:
-    gradients = case.mode == "fwdbwd"
-    returned = dict(zip(("dq", "dk", "dv") if gradients else ("out",), results, strict=True))
-    return validity.check(case, returned, made, pairs=PAIRS.get(made[0].device.type) if gradients else None)

@@ -72,10 +72,6 @@ class VirtualCard:
         return self._births.allocator.peak_requested
 
     @property
-    def peak_allocated_bytes(self) -> int:
-        return self._births.allocator.peak_allocated
-
-    @property
     def peak_reserved_bytes(self) -> int:
         return self._births.allocator.peak_reserved
 

@@ -2,8 +2,8 @@
 
 The scratch of a kernel is a constant, so much a row (B x H x N queries) and so much an element (rows x D), where N and
 D are rounded up to the kernel's tiles; `workspace.json` holds these with the card and the versions that they were
-measured on. Where that is not how an operator
-takes its scratch, its own rule stands here (RULES), as torch's sources have it, and is measured against, too.
+measured on. Where that is not how an operator takes its scratch, its own rule stands here (RULES), as torch's sources
+have it, and is measured against, too.
 """
 
 import functools
@@ -23,10 +23,7 @@ def of(name: str, args: tuple, card) -> list[int]:
     if name in RULES:
         steps = RULES[name](*tensors, card=card)
         return steps if isinstance(steps, list) else [steps] if steps else []
-    line = table().get(name)
-    if line is None or not tensors:
-        return []
-    found = line.get(str(tensors[0].dtype).removeprefix("torch."))
+    found = table().get(name, {}).get(str(tensors[0].dtype).removeprefix("torch.")) if tensors else None
     if found is None:
         return []
     shape = tensors[name.endswith("_backward")].shape  # the backward's first is the upstream gradient
@@ -110,14 +107,10 @@ def efficient_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *__
     return [*steps, 4 * b * h * n * d, delta, delta, ~first, ~(first + 1), workspace]
 
 
-def softmax_backward(grad: torch.Tensor, *_, card) -> int:
-    """Bytes of grad * output, which the kernel is given (SoftMax.cu of torch 2.11)."""
-    return grad.numel() * grad.element_size()
-
-
 LARGE_SHARED = ((8, 0), (9, 0), (10, 0))  # whose blocks may have enough shared memory for tiles of 128 queries
 RULES = {
     "_scaled_dot_product_flash_attention": flash, "_scaled_dot_product_flash_attention_backward": flash_backward,
     "_scaled_dot_product_efficient_attention": efficient,
-    "_scaled_dot_product_efficient_attention_backward": efficient_backward, "_softmax_backward_data": softmax_backward,
+    "_scaled_dot_product_efficient_attention_backward": efficient_backward,
+    "_softmax_backward_data": lambda grad, *_, card: grad.numel() * grad.element_size(),  # grad * output (SoftMax.cu)
 }  # fmt: skip

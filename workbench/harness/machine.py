@@ -1,5 +1,6 @@
 """What this machine is, in words that can be published: no host name, no path."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -28,7 +29,7 @@ def describe() -> dict:
         "fa4": _version("flash-attn-4"),
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        "processors": len(os.sched_getaffinity(0)),
+        "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),
         "kind": kind(),
     }
@@ -51,24 +52,18 @@ def short_name(device: str) -> str:
 
 
 def _processor() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return found[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def _driver() -> str | None:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return lines[0] if lines else None
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        return next(iter(subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()), None)
 
 
 def _version(package: str) -> str | None:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -40,15 +40,13 @@ def start(probe: str, profile: str, folder: str | Path | None = None) -> Recorde
     """Begin a run: append its line to the journal of this probe and commit, and return what appends the rows.
 
     folder: where the journal is; by default <machine kind>/ in the folder that WORKBENCH_RECORDS names, or in
-    outputs/records. A journal that this commit already has for the probe is continued, so that `Recorder.done` finds
+    outputs/records. A journal that this commit already has for the probe is continued, so that `Recorder.settled` finds
     what an interrupted run measured. ValueError for a folder that cannot be written.
     """
     from workbench.harness import machine
 
     if not isinstance(probe, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", probe):
         raise ValueError(f"probe={probe!r}: want a lower-case word, e.g. 'timing': it names the file")
-    if folder is not None and not isinstance(folder, (str, os.PathLike)):
-        raise ValueError(f"folder={folder!r}: want a path")
     commit, dirty = revision()
     described = machine.describe()
     machine_kind = described.pop("kind")  # in a line, `kind` is what the line is
@@ -74,7 +72,7 @@ class Recorder:
     def __init__(self, path: Path, probe: str, run: dict):
         self.path, self.probe, self.run = path, probe, run
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _append(path, run)
+        append(path, run)
 
     def row(self, **fields) -> dict:
         """Append one row, on disk when this returns; returns it as written.
@@ -88,13 +86,13 @@ class Recorder:
         row = plain(row)
         if isinstance(row.get("error"), str):
             row["error"] = scrub(row["error"])
-        _append(self.path, row)
+        append(self.path, row)
         DRAWN[_name(self.path)] = DRAWN.get(_name(self.path), 0) + 1
         return row
 
-    def done(self, **key) -> bool:
-        """Whether `rows` has one with a settled status (killed and timeout are tried again)."""
-        return any(row.get("status") in SETTLED for row in self.rows(**key))
+    def settled(self, **key) -> dict | None:
+        """The last of `rows` with a settled status, None if there is none (killed and timeout are tried again)."""
+        return next((row for row in reversed(self.rows(**key)) if row.get("status") in SETTLED), None)
 
     def rows(self, **key) -> list[dict]:
         """The journal's rows with these fields, in order, of the same code, card or processor, versions and threads
@@ -110,7 +108,7 @@ class Recorder:
 
     def _lines(self) -> tuple[list[dict], list[dict]]:
         """(runs, rows) that the journal has now."""
-        found = [*_parse(self.path.read_bytes())]
+        found = [*parse(self.path.read_bytes())]
         return tuple([line for line in found if line.get("kind") == kind] for kind in ("run", "row"))
 
 
@@ -140,7 +138,7 @@ def committed(kind: str, probe: str | None = None):
 
 def _lines(journals: list[Path], probe: str | None = None):
     for journal in journals:
-        lines = [x for x in _parse(journal.read_bytes()) if x.get("kind") != "row" or probe in (None, x.get("probe"))]
+        lines = [x for x in parse(journal.read_bytes()) if x.get("kind") != "row" or probe in (None, x.get("probe"))]
         if rows := sum(line.get("kind") == "row" for line in lines):
             DRAWN[_name(journal)] = rows
         yield from lines
@@ -211,7 +209,8 @@ def plain(value):
     return name
 
 
-def _append(path: Path, line: dict) -> None:
+def append(path: Path, line: dict) -> None:
+    """Append a line of JSON, which is on the disk when this returns."""
     data = json.dumps(line, allow_nan=False).encode() + b"\n"
     journal = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -226,7 +225,8 @@ def _append(path: Path, line: dict) -> None:
         os.close(journal)
 
 
-def _parse(data: bytes):
+def parse(data: bytes):
+    """Yield the lines of a journal but for what is half-written."""
     for text in data.decode(errors="replace").splitlines():
         try:
             line = json.loads(text)
@@ -244,9 +244,6 @@ def _parse(data: bytes):
 
 def _journals(paths) -> list[Path]:
     found = {}
-    for path in paths:
-        if not isinstance(path, (str, os.PathLike)):
-            raise ValueError(f"path={path!r}: want a journal or a folder of them")
     for path in map(Path, paths or [default_folder(), *filter(None, [os.environ.get(FOLDER)])]):
         if not path.exists() and paths:
             raise FileNotFoundError(f"{path}: no such journal or folder")

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from workbench.engines.torch import steps
+
 LOGITS = 1 << 26  # of a chunk: 256 MiB in float32
 
 
@@ -26,7 +28,7 @@ class _CrossEntropy(torch.autograd.Function):
         dx, dweight = (torch.zeros_like(x), torch.zeros_like(weight, dtype=exact)) if wanted else (None, None)
         kept = labels != ignored
         total, count = torch.zeros((), dtype=exact, device=x.device), kept.sum().clamp(min=1)
-        for at in range(0, len(x), rows):
+        for at in steps.starts(len(x), rows):
             part, keep = x[at : at + rows], kept[at : at + rows]
             logits = linear(part, weight)  # in 16 bits under autocast
             low, scores = logits.dtype, torch.log_softmax(logits.to(exact), -1)

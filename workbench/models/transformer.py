@@ -24,7 +24,8 @@ class Transformer(nn.Module):
     Layers are pre-norm with MAGNETO's Sub-LN (sub_norm) and initialisation (arXiv 2210.06423), positions rotary
     (rope; None for none), the head shares the embedding's weights where tied.
     checkpoint: layers keep their input only and are computed again in the backward (activation checkpointing).
-    tokens: "tile order" moves tokens into the pattern's `tile_order` once, at the door, and back at the head.
+    tokens: "tile order" moves tokens into the pattern's `tile_order` once, before the first layer, and back
+        after the last.
     hidden, dropout: of `Layer`. options: of `wb.MultiheadAttention`, such as num_kv_heads, qk_norm, backend, dtype.
     attention: what has these options; with wb.distributed.MultiheadAttention the tokens are spread over ranks.
     """

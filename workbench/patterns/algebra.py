@@ -9,7 +9,7 @@ import torch
 from workbench.patterns.base import Blocks, Pattern
 from workbench.patterns.checks import listed
 from workbench.patterns.dilated import Dilated
-from workbench.patterns.listed import ALL, OPEN, PART, Listed, States, merged, repeats
+from workbench.patterns.listed import ALL, OPEN, PART, Listed, Looked, States, by_head, merged, refined, repeats
 
 
 class _Made(Listed):
@@ -58,6 +58,14 @@ class _Made(Listed):
     def spec(self):
         return {"pattern": self.kind, "of": [part.spec() for part in self.of]}
 
+    @property
+    def short_name(self):
+        return self._joined(part.short_name for part in self.of)
+
+    @property
+    def name(self):
+        return self._joined(part.name for part in self.of)
+
 
 class Combined(_Made):
     """What a set operation makes of patterns: `a | b`, what one of them shows; `a & b`, what both show; `a - b`, what a
@@ -92,15 +100,15 @@ class Combined(_Made):
     @property
     def everywhere(self) -> bool:
         """Whether its blocks come from looking at all pairs."""
-        looked = [everywhere(part) for part in self.of]
-        return looked[0] if self.kind == "-" else any(looked) if self.kind == "|" else all(looked)
+        each = [part.everywhere for part in self.of]
+        return each[0] if self.kind == "-" else any(each) if self.kind == "|" else all(each)
 
     def _blocks(self, n, heads, nq, block_size):
         if self.everywhere or not (n and heads and nq):
-            return Pattern._blocks(self, n, heads, nq, block_size)
-        lists = [None if everywhere(part) else _states(part, n, heads, nq, block_size) for part in self.of]
+            return Looked._blocks(self, n, heads, nq, block_size)
+        lists = [None if part.everywhere else _states(part, n, heads, nq, block_size) for part in self.of]
         layouts = max(x[0] for x in lists if x is not None)
-        if layouts < heads and any(x is None and _by_head(p, n, heads) for x, p in zip(lists, self.of, strict=True)):
+        if layouts < heads and any(x is None and by_head(p, n, heads) for x, p in zip(lists, self.of, strict=True)):
             layouts = heads
         grid = Blocks.joined(block_size, n, nq, layouts, [])
         known = [_spread(x, layouts, grid) for x in lists if x is not None]
@@ -108,7 +116,7 @@ class Combined(_Made):
             shown = known[0] if self.kind == "-" else merged("&", known)
             unknown = States(shown.key, torch.full_like(shown.key, OPEN))
             known = [unknown if x is None else known.pop(0) for x in lists]
-        return self._refined(grid, heads, merged(self.kind, known))
+        return refined(self, grid, heads, merged(self.kind, known))
 
     def _pairs(self, n, heads, nq):
         return self._distinct(n, heads, nq)
@@ -125,25 +133,18 @@ class Combined(_Made):
         more = last._distinct(n, heads, nq) if self.kind == "|" else [0] * heads
         return [x + y - z for x, y, z in zip(first, more, both, strict=True)]
 
+    @property
+    def sees_itself(self):
+        each = [part.sees_itself for part in self.of]
+        return any(each) if self.kind == "|" else all(each) and self.kind == "&"
+
     def _uncovered(self, n, heads, nq):
-        if self.everywhere:
-            return Pattern._uncovered(self, n, heads, nq)
-        for part in self.of if self.kind == "|" else ():
-            if not (found := part._uncovered(n, heads, nq)).any():
-                return found
-        return super()._uncovered(n, heads, nq)
+        own = Pattern if self.everywhere or self.sees_itself else Listed
+        return own._uncovered(self, n, heads, nq)
 
     def _joined(self, names) -> str:
         each = zip(names, self.of, strict=True)
         return f" {self.kind} ".join(f"({x})" if isinstance(part, Combined) else x for x, part in each)
-
-    @property
-    def short_name(self):
-        return self._joined(part.short_name for part in self.of)
-
-    @property
-    def name(self):
-        return self._joined(part.name for part in self.of)
 
     def __repr__(self):
         return self._joined(map(repr, self.of))
@@ -221,28 +222,11 @@ class PerHead(_Made):
     def _joined(self, names) -> str:
         names = list(names)
         runs = [x for x in range(len(names)) if not x or self.of[x] is not self.of[x - 1]]
-        return ", ".join(f"{b - a} x {names[a]}" for a, b in zip(runs, [*runs[1:], len(names)], strict=True))
-
-    @property
-    def short_name(self):
-        return f"per-head[{self._joined(part.short_name for part in self.of)}]"
-
-    @property
-    def name(self):
-        return f"per-head[{self._joined(part.name for part in self.of)}]"
+        each = (f"{b - a} x {names[a]}" for a, b in zip(runs, [*runs[1:], len(names)], strict=True))
+        return f"per-head[{', '.join(each)}]"
 
     def __repr__(self):
         return f"PerHead([{', '.join(map(repr, self.of))}])"
-
-
-def everywhere(pattern: Pattern) -> bool:
-    """Whether a pattern's blocks come from looking at all pairs."""
-    return pattern.everywhere if isinstance(pattern, Combined) else type(pattern)._blocks is Pattern._blocks
-
-
-def _by_head(pattern: Pattern, n: int, heads: int) -> bool:
-    last = torch.full((1, 1, 1), n - 1)
-    return len(pattern.count(torch.arange(heads).view(-1, 1, 1), last, last, n, heads)) > 1
 
 
 def _states(pattern: Pattern, n, heads, nq, block_size) -> tuple[int, States]:

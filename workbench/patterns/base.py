@@ -32,6 +32,7 @@ class Blocks:
     starts: int64 (layouts * rows + 1), row x of layout g spans columns[starts[g * rows + x] : starts[g * rows + x + 1]]
     columns: int32, key blocks, ascending within a row
     full: bool, True only where every pair of the block that exists is visible exactly once (else ask `Pattern.count`)
+    used: int64, ascending, the key blocks of all rows together; None where nobody asked for them
     """
 
     block_size: tuple[int, int]
@@ -41,6 +42,7 @@ class Blocks:
     starts: Tensor
     columns: Tensor
     full: Tensor
+    used: Tensor | None = None
 
     @property
     def first(self) -> int:
@@ -56,15 +58,27 @@ class Blocks:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.starts, self.columns, self.full))
+        return sum(t.nbytes for t in (self.starts, self.columns, self.full, self.used) if t is not None)
 
     @property
     def line(self) -> Tensor:
         """int64 (blocks,): the row of each block, counted on through the layouts."""
         return torch.arange(len(self.starts) - 1, device=self.starts.device).repeat_interleave(self.starts.diff())
 
+    @property
+    def place(self) -> tuple[Tensor, Tensor]:
+        """int64 (blocks,): the layout of each block, and its row, counted from the first that holds a query."""
+        line = self.line
+        return line // max(1, self.rows), line % max(1, self.rows)
+
+    def spans(self, which: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """int64: ((first query, last + 1), (first key, last + 1)) of some blocks."""
+        (bq, bk), row, column = self.block_size, self.place[1][which] + self.first, self.columns[which].long()
+        queries = (row * bq).clamp(min=self.n - self.nq), (row * bq + bq).clamp(max=self.n)
+        return queries, (column * bk, (column * bk + bk).clamp(max=self.n))
+
     def to(self, device) -> Blocks:
-        moved = (t.to(device) for t in (self.starts, self.columns, self.full))
+        moved = (t if t is None else t.to(device) for t in (self.starts, self.columns, self.full, self.used))
         return Blocks(self.block_size, self.n, self.nq, self.layouts, *moved)
 
     def row_counts(self) -> Tensor:
@@ -103,7 +117,8 @@ class Blocks:
         new = Blocks(block_size, self.n, self.nq, self.layouts, self.starts, self.columns, self.full)
         if up == across == 1 or not self.rows:
             return new
-        layout, row = self.line // self.rows, self.line % self.rows + self.first
+        layout, row = self.place
+        row = row + self.first
         key = (layout * new.rows + row // up - new.first) * new.cols + self.columns // across
         key, place = key.unique(return_inverse=True)
         row, column = key // new.cols % new.rows + new.first, key % new.cols
@@ -122,7 +137,7 @@ _answer._dynamo_marked_constant = True
 
 
 class Pattern(Value):
-    """What attends to what. Subclasses define `count`, and override what they have a closed form for.
+    """What attends to what. Subclasses define `count` and `_blocks`, and override what they have a closed form for.
 
     Every method takes `n` (keys), `heads` (query heads) and `nq` (queries: the last nq of the n positions; default n).
     A pattern does not change once it is made; tensors that it is made of are copied. What a user's function reads may
@@ -134,6 +149,8 @@ class Pattern(Value):
     same_heads = False  # whether all heads see the same, however many there are
     batch: int | None = None  # the batch size where the pattern differs by batch entry
     function: Callable | None = None  # a user's, which `count` asks
+    sees_itself = False  # whether every query sees its own key
+    everywhere = False  # whether its blocks come from looking at all pairs
 
     def kept(self, what: str, key: tuple, make: Callable[[], T]) -> T:
         """make(), kept with the pattern as `what` until it is asked for under another key: the last sizes only.
@@ -265,34 +282,13 @@ class Pattern(Value):
 
     def _uncovered(self, n, heads, nq) -> Tensor:
         """int64 (heads,): rows that no key reaches."""
+        if self.sees_itself:
+            return torch.zeros(heads, dtype=torch.int64)
         rows = ((count <= 0).all(-1).sum(-1) for count in self._tiles(n, heads, nq))
         return sum(rows, start=torch.zeros(heads, dtype=torch.int64))
 
-    def _blocks(self, n, heads, nq, block_size):
-        bq, bk = (max(1, min(size, n)) for size in block_size)
-        cols, first = -(-n // bk), (n - nq) // bq
-        rows = -(-n // bq) - first if nq and heads else 0
-        wide = min(cols, max(1, TILE // max(1, heads * bq * bk)))  # a tile is high x wide blocks
-        high = max(1, TILE // max(1, heads * bq * bk * wide))
-        parts = [torch.zeros(2, min(1, heads), 0, cols, dtype=torch.bool)] if not rows else []
-        for a in watched(range(first, first + rows, high), self.name, -(-rows // high)):
-            i = torch.arange(max(a * bq, n - nq), min((a + high) * bq, n))
-            tiles = (torch.arange(b * bk, min((b + wide) * bk, n)) for b in range(0, cols, wide))
-            parts.append(torch.cat([self._tile(i, j, n, heads, bq, bk) for j in tiles], -1))
-        visible, full = torch.cat(parts, 2)
-        found = visible.sum(-1).flatten(), visible.nonzero()[:, -1].int(), full[visible]
-        return Blocks.joined(block_size, n, nq, len(visible), [found])
-
-    def _tile(self, i, j, n, heads, bq, bk):
-        """bool (2, layouts, rows, cols), for the blocks of these queries and keys: some pair is visible, all are once.
-
-        The keys begin with a block.
-        """
-        count = self.count(torch.arange(heads).view(-1, 1, 1), i.view(1, -1, 1), j.view(1, 1, -1), n, heads)
-        above, below, behind = int(i[0]) % bq, -int(i[-1] + 1) % bq, -len(j) % bk  # what fills up the blocks
-        seen = torch.nn.functional.pad(torch.stack([count > 0, count != 1]), (0, behind, above, below))
-        seen = seen.unflatten(3, (-1, bk)).unflatten(2, (-1, bq)).any(-1).any(3)
-        return torch.stack([seen[0], ~seen[1]])
+    def _blocks(self, n, heads, nq, block_size) -> Blocks:
+        raise NotImplementedError
 
     def spec(self) -> dict:
         """The constructor call as JSON-able data: {"pattern": class name, ...arguments}; `from_spec` is its inverse."""

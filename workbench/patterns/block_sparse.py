@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
 
 from workbench.patterns import layouts
 from workbench.patterns.base import Blocks
@@ -13,22 +10,6 @@ from workbench.patterns.checks import axes, describe, flag
 from workbench.patterns.listed import Listed
 
 CHUNK = 1 << 20  # cells of the block grid held at once: a few MB
-
-
-@dataclass
-class Part:
-    """Visible blocks of one layout in the query blocks [start, end): row, column int64 (absolute), full bool."""
-
-    head: int
-    start: int
-    end: int
-    row: Tensor
-    column: Tensor
-    full: Tensor
-
-    def only(self, chosen: Tensor, full: Tensor | None = None) -> Part:
-        full = self.full if full is None else full
-        return Part(self.head, self.start, self.end, self.row[chosen], self.column[chosen], full[chosen])
 
 
 class BlockSparse(Listed):
@@ -86,23 +67,17 @@ class BlockSparse(Listed):
         return asked
 
     def _blocks(self, n, heads, nq, block_size):
-        rows = (
-            (part.row.sub(part.start).bincount(minlength=part.end - part.start), part.column.int(), part.full)
-            for part in self._parts(n, heads, nq)
-        )
         layouts = heads if self.layout.per_head else 1
-        return Blocks.joined(self.block_size, n, nq, layouts, rows).coarser(block_size)
-
-    def _parts(self, n, heads, nq):
-        """The visible blocks of a few whole rows at a time, row by row, layout by layout."""
         first, (rows, cols) = (n - nq) // self.block_size[0], self._grid(n)
         step = max(1, CHUNK // max(1, cols))
-        for head in range(heads if self.layout.per_head else 1):
-            for start in range(first, rows if nq else first, step):
-                yield self._part(head, start, min(rows, start + step), n, nq)
+        some = (
+            self._rows(head, start, min(rows, start + step), n, nq)
+            for head in range(layouts) for start in range(first, rows if nq else first, step)
+        )  # fmt: skip
+        return Blocks.joined(self.block_size, n, nq, layouts, some).coarser(block_size)
 
-    def _part(self, head, start, end, n, nq) -> Part:
-        """Rows [start, end) of one layout."""
+    def _rows(self, head, start, end, n, nq):
+        """(how many blocks each row of [start, end) has, their columns, full) of one layout."""
         bq, bk = self.block_size
         cols = self._grid(n)[1]
         a = torch.arange(start, end, dtype=torch.int32).view(1, -1, 1)
@@ -115,34 +90,18 @@ class BlockSparse(Listed):
         if self.causal:
             visible = visible & (b[0].long() * bk <= last)
         row, column = visible.nonzero(as_tuple=True)
-        full = torch.ones_like(row, dtype=torch.bool)
-        if self.causal:
-            full = (column * bk + bk).clamp(max=n) - 1 <= first[row, 0]
-        return Part(head, start, end, row + start, column, full)
+        full = (column * bk + bk).clamp(max=n) - 1 <= first[row, 0] if self.causal else torch.ones_like(row).bool()
+        return visible.sum(1), column.int(), full
 
     def _pairs(self, n, heads, nq):
-        total = [0] * (heads if self.layout.per_head else 1)
-        for part in self._parts(n, heads, nq):
-            total[part.head] += self._pairs_of(part, n, nq)
-        return total if self.layout.per_head else total * heads
+        return self._distinct(n, heads, nq)
 
-    _distinct = _pairs
-
-    def _pairs_of(self, part: Part, n, nq) -> int:
-        (q0, q1), (k0, k1) = self._spans(part, n, nq)
-        total = _inner((q1 - q0)[part.full], (k1 - k0)[part.full])
-        rest = part.only(~part.full)
-        # Query i sees i + 1 - k0 keys of the block, clamped to [0, k1 - k0]: the sum is of triangular numbers.
-        (q0, q1), (k0, k1) = self._spans(rest, n, nq)
-        return total + sum(
-            sign * _triangles(x - y) for sign, x, y in ((1, q1, k0), (-1, q1, k1), (-1, q0, k0), (1, q0, k1))
-        )
-
-    def _spans(self, part: Part, n, nq):
-        """The queries [q0, q1) and keys [k0, k1) of each block."""
-        bq, bk = self.block_size
-        queries = (part.row * bq).clamp(min=n - nq), (part.row * bq + bq).clamp(max=n)
-        return queries, (part.column * bk, (part.column * bk + bk).clamp(max=n))
+    def _inside(self, blocks, heads, part):
+        """Query i sees i + 1 - k0 keys of a block, from 0 to all k1 - k0: the sum is of triangular numbers."""
+        (q0, q1), (k0, k1) = blocks.spans(part)
+        many = sum(sign * (x - y).clamp(min=0) * ((x - y).clamp(min=0) + 1) // 2
+                   for sign, x, y in ((1, q1, k0), (-1, q1, k1), (-1, q0, k0), (1, q0, k1)))  # fmt: skip
+        yield slice(None), many
 
     def spec(self):
         spec = {"pattern": "BlockSparse", "layout": self.layout.spec(), "block_size": list(self.block_size)}
@@ -160,15 +119,3 @@ class BlockSparse(Listed):
 
     def __repr__(self):
         return f"BlockSparse({self.layout!r}, block_size={self.block_size}{', causal=True' * self.causal})"
-
-
-def _inner(a: Tensor, b: Tensor) -> int:
-    """sum(a * b), of a few small numbers or, where that could overflow, in Python ints."""
-    if not len(a) or int(a.max()) * int(b.max()) * len(a) < 1 << 62:
-        return int((a * b).sum())
-    return sum(x * y for x, y in zip(a.tolist(), b.tolist(), strict=True))
-
-
-def _triangles(sides: Tensor) -> int:
-    sides = sides.clamp(min=0)
-    return _inner(sides, sides + 1) // 2

@@ -11,7 +11,7 @@ from workbench.patterns.checks import flag
 class Dense(Pattern):
     """visible(h, i, j) = True, or j <= i with causal=True."""
 
-    same_heads = True
+    same_heads = sees_itself = True
 
     def __init__(self, causal: bool = False):
         self.causal = flag("causal", causal)
@@ -24,9 +24,6 @@ class Dense(Pattern):
         return [nq * n - skipped] * heads
 
     _distinct = _pairs
-
-    def _uncovered(self, n, heads, nq):
-        return torch.zeros(heads, dtype=torch.int64)
 
     def _blocks(self, n, heads, nq, block_size):
         return BlockSparse(layouts.local(max(1, n)), block_size, self.causal).blocks(n, 1, nq)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,26 +106,6 @@ class Dilated(Pattern):
             total = total + ((i // w == j // w) & (i % w % r == o) & (j % w % r == o))
         return torch.where(j <= i, total, 0) if self.causal else total
 
-    def _before(self, x: np.ndarray, n: int, heads: int) -> list[np.ndarray]:
-        """Of each head, how many (query, key) have a query before each of the positions x: Python ints, like x."""
-        total = [x * 0] * heads
-        for branch, (w, r) in enumerate(zip(self.segment_lengths, self.dilation_rates, strict=True)):
-            offsets = {h: self.offset(branch, h, heads) for h in self.head_range(branch, heads)}
-            segments, inside = x // w, x % w
-            length = np.minimum(w, n - segments * w)  # of the segment that x is in
-            for o in set(offsets.values()):
-                whole = max(0, -((o - w) // r))  # kept positions of a whole segment, a Python int: squares overflow
-                part, last = (np.maximum(0, -((o - y) // r)) for y in (inside, length))
-                if self.causal:
-                    pairs = segments * (whole * (whole + 1) // 2) + part * (part + 1) // 2
-                else:
-                    pairs = segments * whole * whole + part * last
-                total = [all + pairs if offsets.get(h) == o else all for h, all in enumerate(total)]
-        return total
-
-    def _pairs(self, n, heads, nq):
-        return [int(every - first) for first, every in self._before(np.array([n - nq, n], dtype=object), n, heads)]
-
     def _by_offsets(self, heads: int, answer) -> list:
         """answer(the branches that a head is in, as (w, r, its offset)), of each head."""
         lengths, rates = self.segment_lengths, self.dilation_rates
@@ -136,6 +115,21 @@ class Dilated(Pattern):
             for line in set(map(tuple, offsets))
         }
         return [known[tuple(line)] for line in offsets]
+
+    def _pairs(self, n, heads, nq):
+        def before(x, branches):  # how many (query, key) have a query before position x: Python ints, squares overflow
+            total = 0
+            for w, r, o in branches:
+                segments, inside = divmod(x, w)
+                # kept positions: of a whole segment, of that of x before x, of all of that of x
+                whole, part, last = (max(0, -((o - y) // r)) for y in (w, inside, min(w, n - segments * w)))
+                if self.causal:
+                    total += segments * (whole * (whole + 1) // 2) + part * (part + 1) // 2
+                else:
+                    total += segments * whole**2 + part * last
+            return total
+
+        return self._by_offsets(heads, lambda branches: before(n, branches) - before(n - nq, branches))
 
     def _distinct(self, n, heads, nq):
         if 1 << len(self.segment_lengths) > max(1, n):
@@ -201,14 +195,8 @@ class Dilated(Pattern):
         return States(key, torch.where(full, ALL, PART), share)
 
     def spec(self):
-        return {
-            "pattern": "Dilated",
-            "segment_lengths": list(self.segment_lengths),
-            "dilation_rates": list(self.dilation_rates),
-            "causal": self.causal,
-            "heads": self.heads,
-            "offsets": self.offsets,
-        }
+        branches = {x: list(getattr(self, x)) for x in ("segment_lengths", "dilation_rates")}
+        return {"pattern": "Dilated"} | branches | {x: getattr(self, x) for x in ("causal", "heads", "offsets")}
 
     @property
     def short_name(self):

@@ -47,13 +47,13 @@ class Layout(Value):
         object.__setattr__(self, "arguments", MappingProxyType(self.arguments))
 
     def __or__(self, other):
-        return _combine("|", self, other, lambda *where: self.visible(*where) | other.visible(*where))
+        return _combine("|", self, other)
 
     def __and__(self, other):
-        return _combine("&", self, other, lambda *where: self.visible(*where) & other.visible(*where))
+        return _combine("&", self, other)
 
     def __sub__(self, other):
-        return _combine("-", self, other, lambda *where: self.visible(*where) & ~other.visible(*where))
+        return _combine("-", self, other)
 
     def __invert__(self):
         return Layout("~", {}, lambda *where: ~self.visible(*where), self.per_head, (self,))
@@ -132,11 +132,16 @@ class Layout(Value):
         return from_spec, (self.spec(),)
 
 
-def _combine(kind, left, right, visible) -> Layout:
+def _combine(kind, left, right) -> Layout:
     if not isinstance(right, Layout):
         return NotImplemented
     if left.batch is not None and right.batch is not None and left.batch != right.batch:
         raise ValueError(f"layouts of batch {left.batch} and {right.batch}: want one batch size")
+
+    def visible(*where):
+        one, other = left.visible(*where), right.visible(*where)
+        return one | other if kind == "|" else one & (other if kind == "&" else ~other)
+
     return Layout(kind, {}, visible, left.per_head or right.per_head, (left, right))
 
 

@@ -1,13 +1,14 @@
 """Patterns that are known by their blocks: what else is asked of them is evaluated in the blocks that are visible in
 part, a few at a time."""
 
+import operator
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from workbench.patterns.base import TILE, Blocks, Pattern
+from workbench.patterns.base import TILE, Blocks, Pattern, watched
 
 PART, ALL, OPEN = 1, 2, 3  # of a block: some pairs are visible, not all; all are; evaluation has to tell
 
@@ -56,41 +57,71 @@ def repeats(pattern: Pattern, n: int, heads: int) -> bool:
     return bool(n and heads) and pattern.for_batch(0).count(zero, zero, zero, n, heads).dtype != torch.bool
 
 
+def evaluated(pattern: Pattern, blocks: Blocks, heads: int, key: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield (slice of these blocks, how often each pair is seen, which exist), (blocks, bq, bk), some at a time."""
+    n, nq, (bq, bk), cols, rows = blocks.n, blocks.nq, blocks.block_size, max(1, blocks.cols), max(1, blocks.rows)
+    below, beside = torch.arange(min(bq, n)).view(1, -1, 1), torch.arange(min(bk, n)).view(1, 1, -1)
+    step = max(1, TILE // 4 // max(1, below.numel() * beside.numel()))
+    starts = range(0, len(key), step)
+    for some in watched((slice(x, min(len(key), x + step)) for x in starts), pattern.name, len(starts)):
+        line, column = (x.view(-1, 1, 1) for x in (key[some] // cols, key[some] % cols))
+        i, j = (line % rows + blocks.first) * bq + below, column * bk + beside
+        exists = (i >= n - nq) & (i < n) & (j < n)
+        # A function may look up tensors of n entries: it is only asked about positions that exist.
+        i, j = i.clamp(n - nq, n - 1), j.clamp(max=n - 1)
+        yield some, pattern.count(line // rows, i, j, n, heads) * exists, exists
+
+
+def refined(pattern: Pattern, grid: Blocks, heads: int, found: States) -> Blocks:
+    """The blocks with a visible pair: what is OPEN is evaluated."""
+    seen, full = torch.ones_like(found.key, dtype=torch.bool), found.state == ALL
+    asked = (found.state == OPEN).nonzero()[:, 0]
+    for some, shown, exists in evaluated(pattern, grid, heads, found.key[asked]):
+        seen[asked[some]] = shown.flatten(1).any(1)
+        full[asked[some]] = ((shown == 1) == exists).flatten(1).all(1)
+    return Blocks.of(grid.block_size, grid.n, grid.nq, grid.layouts, found.key[seen], full[seen])
+
+
+def by_head(pattern: Pattern, n: int, heads: int) -> bool:
+    """Whether what a pattern counts depends on the head."""
+    last = torch.full((1, 1, 1), n - 1)
+    return len(pattern.count(torch.arange(heads).view(-1, 1, 1), last, last, n, heads)) > 1
+
+
+class Looked(Pattern):
+    """A pattern whose blocks come from looking at all pairs."""
+
+    everywhere = True
+
+    def _blocks(self, n, heads, nq, block_size):
+        layouts = heads if n and heads and nq and by_head(self, n, heads) else min(1, heads)
+        grid = Blocks.joined(block_size, n, nq, layouts, [])
+        key = torch.arange(layouts * grid.rows * grid.cols)
+        return refined(self, grid, heads, States(key, torch.full_like(key, OPEN)))
+
+
 class Listed(Pattern):
     """A pattern that shows a pair once at most and has lists of blocks that do not come from looking at all pairs."""
 
-    def _evaluated(self, blocks: Blocks, heads: int, key: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield (slice of these blocks, seen, exists), bool (blocks, bq, bk) both, a few at a time."""
-        n, nq, (bq, bk), cols, rows = blocks.n, blocks.nq, blocks.block_size, max(1, blocks.cols), max(1, blocks.rows)
-        below, beside = torch.arange(min(bq, n)).view(1, -1, 1), torch.arange(min(bk, n)).view(1, 1, -1)
-        step = max(1, TILE // 4 // max(1, below.numel() * beside.numel()))
-        for some in (slice(start, min(len(key), start + step)) for start in range(0, len(key), step)):
-            line, column = (x.view(-1, 1, 1) for x in (key[some] // cols, key[some] % cols))
-            i, j = (line % rows + blocks.first) * bq + below, column * bk + beside
-            exists = (i >= n - nq) & (i < n) & (j < n)
-            # A function may look up tensors of n entries: it is only asked about positions that exist.
-            i, j = i.clamp(n - nq, n - 1), j.clamp(max=n - 1)
-            yield some, (self.count(line // rows, i, j, n, heads) > 0).expand(exists.shape) & exists, exists
-
-    def _refined(self, grid: Blocks, heads: int, found: States) -> Blocks:
-        """The blocks with a visible pair: what is OPEN is evaluated."""
-        seen, full = torch.ones_like(found.key, dtype=torch.bool), found.state == ALL
-        asked = (found.state == OPEN).nonzero()[:, 0]
-        for some, shown, exists in self._evaluated(grid, heads, found.key[asked]):
-            seen[asked[some]] = shown.flatten(1).any(1)
-            full[asked[some]] = (shown == exists).flatten(1).all(1)
-        return Blocks.of(grid.block_size, grid.n, grid.nq, grid.layouts, found.key[seen], full[seen])
-
     def _distinct(self, n, heads, nq):
         blocks = self._blocks(n, heads, nq, self.block_of())
-        (bq, bk), line, row = blocks.block_size, blocks.line, blocks.line % max(1, blocks.rows) + blocks.first
-        high = (row * bq + bq).clamp(max=n) - (row * bq).clamp(min=n - nq)
-        pairs = high * ((blocks.columns + 1) * bk).clamp(max=n).sub(blocks.columns * bk)
-        part = (~blocks.full).nonzero()[:, 0]
-        for some, seen, _ in self._evaluated(blocks, heads, blocks.key[part]):
-            pairs[part[some]] = seen.sum((1, 2))
-        each = torch.zeros(blocks.layouts, dtype=torch.int64).index_add_(0, line // max(1, blocks.rows), pairs)
-        return each.tolist() if blocks.layouts == heads else each.tolist() * heads
+        (bq, bk), line, start = blocks.block_size, blocks.line, blocks.columns.long() * blocks.block_size[1]
+        wide = ((start + bk).clamp(max=n) - start) * blocks.full
+        wide = torch.zeros(blocks.layouts * blocks.rows, dtype=torch.int64).index_add_(0, line, wide)
+        row = (torch.arange(blocks.rows) + blocks.first) * bq
+        high = ((row + bq).clamp(max=n) - row.clamp(min=n - nq)).tolist()
+        part, found = (~blocks.full).nonzero()[:, 0], torch.zeros(blocks.layouts, dtype=torch.int64)
+        for some, pairs in self._inside(blocks, heads, part):
+            found.index_add_(0, line[part[some]] // blocks.rows, pairs)
+        # The products may not fit in 64 bits.
+        each = wide.view(blocks.layouts, blocks.rows).tolist()
+        each = [x + sum(map(operator.mul, high, y)) for x, y in zip(found.tolist(), each, strict=True)]
+        return each if blocks.layouts == heads else each * heads
+
+    def _inside(self, blocks: Blocks, heads: int, part: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (slice of the partial blocks `part`, how many pairs each of these shows)."""
+        for some, seen, _ in evaluated(self, blocks, heads, blocks.key[part]):
+            yield some, seen.sum((1, 2))
 
     def _uncovered(self, n, heads, nq):
         blocks = self._blocks(n, heads, nq, self.block_of())
@@ -98,7 +129,7 @@ class Listed(Pattern):
         seen = torch.zeros(blocks.layouts * blocks.rows, min(bq, n), dtype=torch.int32)  # how many blocks show a query
         seen[line[blocks.full]] = 1
         part = (seen[line] == 0).any(1).nonzero()[:, 0]
-        for some, shown, _ in self._evaluated(blocks, heads, blocks.key[part]):
+        for some, shown, _ in evaluated(self, blocks, heads, blocks.key[part]):
             seen.index_add_(0, line[part[some]], shown.any(2).int())
         position = (torch.arange(len(seen))[:, None] % rows + blocks.first) * bq + torch.arange(min(bq, n))
         dark = (seen == 0) & (position >= n - nq) & (position < n)

@@ -1,6 +1,5 @@
 """Local attention on a grid whose cells are tokens in any order."""
 
-import itertools
 import math
 from functools import cached_property
 
@@ -33,7 +32,7 @@ class Neighborhood(Pattern):
     the same size; that of a row of cells which is cut short is the last cell's.
     """
 
-    same_heads = True
+    same_heads = sees_itself = True
 
     def __init__(
         self, shape, radius, ordering=None, causal=False, dilation=1, stride=1, offset=0, border="clip"
@@ -149,71 +148,41 @@ class Neighborhood(Pattern):
 
     _distinct = _pairs
 
-    def _uncovered(self, n, heads, nq):
-        return torch.zeros(heads, dtype=torch.int64)  # every token sees itself
-
     def _blocks(self, n, heads, nq, block_size):
-        """Exact, in time that grows with the runs of cells, not with the pairs.
-
-        The tokens of a query block are runs of places along the last axis. Each run is widened to the windows of its
-        cells and intersected, on each line within reach, with the runs of places that share a key block.
-        """
+        """Exact, in time that grows with the cells in the windows of each block of queries, not with the pairs."""
         bq, bk = block_size
         first, cols = (n - nq) // bq, -(-n // bk)
         rows = -(-n // bq) - first if nq else 0
-        token = self._laid(self.rank)
-        query_block = torch.where(token >= n - nq, token // bq - first, -1)
-        key_block = torch.where(token >= 0, token // bk, -1)
-        run_block, _, run_of_cell = self._runs(key_block)
-        row, stop, _ = self._runs(query_block)
-        start = torch.cat([stop.new_zeros(1), stop[:-1] + 1])
-        by_row = row.argsort()[int((row < 0).sum()) :]
-        runs = row[by_row], start[by_row], stop[by_row]
-        inside = self._bounds(torch.arange(n - nq, n), bq, first, rows, False)
-        boxes = self._bounds(torch.arange(n), bk, 0, cols, True)
-
+        token, queries = self._laid(self.rank), torch.arange(n - nq, n)
+        cell, key_block = token.argsort()[len(token) - nq :], torch.where(token >= 0, token // bk, cols)
+        inside, boxes = self._bounds(queries, bq, first, rows, False), self._bounds(torch.arange(n), bk, 0, cols, True)
         reach = math.prod(int((high - low).max()) + 1 for _, low, high in self.windows)
         step = max(1, CHUNK // max(1, cols, min(math.prod(self.shape), bq * reach)))
         parts = []
         for a in range(0, rows, step):
-            end = min(rows, a + step)
-            visible = torch.zeros(end - a, cols, dtype=torch.bool)
-            low, high = torch.searchsorted(runs[0], torch.tensor([a, end])).tolist()
-            row, start, stop = self._widen(*(x[low:high] for x in runs))
-            begin = run_of_cell[start]
-            many = run_of_cell[stop] - begin + 1
-            seen = run_block[ranges(begin, many)]
-            visible[(row - a).repeat_interleave(many)[seen >= 0], seen[seen >= 0]] = True
-            x, y = visible.nonzero(as_tuple=True)
-            parts.append((visible.sum(1), y.int(), _within(inside[:, :, x + a], boxes[:, :, y])))
+            some = slice(max(0, (first + a) * bq - (n - nq)), max(0, (first + a + step) * bq - (n - nq)))
+            block, seen = self._widen(queries[some] // bq - first - a, cell[some])
+            visible = torch.zeros(min(step, rows - a), cols + 1, dtype=torch.bool)  # the last of cells without a token
+            visible[block, key_block[seen]] = True
+            x, y = visible[:, :cols].nonzero(as_tuple=True)
+            parts.append((visible[:, :cols].sum(1), y.int(), _within(inside[:, :, x + a], boxes[:, :, y])))
         return Blocks.joined(block_size, n, nq, 1, parts)
 
-    def _runs(self, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Runs of cells of one label >= -1 along the last axis: each run's label and last cell, and each cell's run."""
-        line, labels = torch.arange(len(label)) // self.shape[-1], int(label.max()) + 2
-        found, run, many = (line * labels + label + 1).unique_consecutive(return_inverse=True, return_counts=True)
-        return found % labels - 1, many.cumsum(0) - 1, run
-
-    def _widen(self, block: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The windows of runs of cells, as disjoint runs: (block, first cell, last cell)."""
-        side, (_, low, high) = self.shape[-1], self.windows[-1]
-        left, right = low[start % side], high[stop % side]
-        line, inside = torch.zeros(1, len(start), dtype=torch.int64), torch.ones(1, len(start), dtype=torch.bool)
-        place = torch.unravel_index(start // side, self.shape[:-1]) if len(self.shape) > 1 else ()
-        longest = [range(int((high - low).max()) + 1) for _, low, high in self.windows[:-1]]
-        shifts = torch.tensor(list(itertools.product(*longest)), dtype=torch.int64)  # (lines in reach, axes but one)
-        for axis, x in enumerate(place):
-            _, low, high = self.windows[axis]
-            moved = low[x] + shifts[:, axis, None]
-            inside = inside & (moved <= high[x])
-            line = line * self.shape[axis] + moved
-        origin, cells = (block * (math.prod(self.shape) // side) + line) * side, math.prod(self.shape)
-        begin, end = (origin + left)[inside], (origin + right)[inside]
-        order = begin.argsort()
-        begin, end = begin[order], end[order].cummax(0).values if len(order) else end
-        apart, edge = begin[1:] > end[:-1], begin.new_ones(min(1, len(begin))).bool()
-        begin, end = begin[torch.cat([edge, apart])], end[torch.cat([apart, edge])]
-        return begin // cells, begin % cells, end % cells
+    def _widen(self, block: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+        """The cells in the windows of cells, each once a block: (block, cell). Axis by axis, from the cells of a line
+        in order, each of which adds what the one before has not: windows begin and end no earlier than that one's."""
+        stride, cells = 1, math.prod(self.shape)
+        for side, (_, low, high) in zip(self.shape[::-1], self.windows[::-1], strict=True):
+            x = cell // stride % side
+            key = ((block * cells + cell - x * stride) * side + x).sort().values
+            line, x = key // side, key % side
+            begin, after = low[x], torch.where(line[1:] == line[:-1], high[x[:-1]] + 1, 0)
+            begin[1:] = begin[1:].maximum(after)
+            many = (high[x] - begin + 1).clamp(min=0)
+            line = line.repeat_interleave(many)
+            block, cell = line // cells, line % cells + ranges(begin, many) * stride
+            stride *= side
+        return block, cell
 
     def _bounds(self, token: Tensor, size: int, first: int, blocks: int, keys: bool) -> Tensor:
         """int64 (axes, 2, blocks): of each block, from which place to which its tokens are (keys), or what is in the
@@ -261,8 +230,9 @@ class Neighborhood(Pattern):
 def swin(shape, window, shift=0, ordering=None) -> Neighborhood:
     """Windows that do not overlap (Swin, arXiv 2103.14030): a token sees those of its own window of the grid.
 
-    window, shift (below the window): an int, or one an axis. The windows begin `shift` cells behind the border, so that
-    those at the border are smaller: what Swin's cyclic shift and its masks amount to.
+    shape, ordering: the grid and the order of its cells, as of `Neighborhood`. window, shift (below the window): an
+    int, or one an axis. The windows begin `shift` cells behind the border, so that those at the border are smaller:
+    what Swin's cyclic shift and its masks amount to.
     """
     window = axes("window", window, len(orderings.shape_of(shape)), 1)
     radius = [w // 2 if w % 2 else (w - 1) / 2 for w in window]

@@ -6,11 +6,11 @@ import textwrap
 import torch
 from torch import Tensor
 
-from workbench.patterns.base import Pattern
 from workbench.patterns.checks import flag
+from workbench.patterns.listed import Looked
 
 
-class Predicate(Pattern):
+class Predicate(Looked):
     """visible(h, i, j) = fn(h, i, j), and j <= i if causal.
 
     fn takes broadcastable int64 tensors (head, query, key: absolute positions) and returns a bool tensor that

@@ -17,7 +17,7 @@ class Window(Pattern):
     sinks: how many first tokens every query sees besides (StreamingLLM, arXiv 2309.17453). Any N.
     """
 
-    same_heads = True
+    same_heads = sees_itself = True
 
     def __init__(self, width, causal=False, dilation=1, sinks=0):
         self.width, self.causal = whole("width", width, 1), flag("causal", causal)
@@ -56,9 +56,6 @@ class Window(Pattern):
         return [self._before(n, n) - self._before(n - nq, n)] * heads
 
     _distinct = _pairs
-
-    def _uncovered(self, n, heads, nq):
-        return torch.zeros(heads, dtype=torch.int64)  # every token sees itself
 
     def _blocks(self, n, heads, nq, block_size):
         """Exact: of each row of blocks, those of the sinks, then those of stretches of keys that a few steps reach."""

@@ -59,8 +59,8 @@ def refusals(rows: pd.DataFrame) -> pd.DataFrame:
     """Who refused what, and why: gradients alone where another row of the same case has the values."""
     ran = (rows.status == "ok").groupby([rows[x] for x in ("pattern", "causal", "backend", "dtype")]).transform("any")
     refused = rows.assign(refuses=np.where(ran, "gradients", "all"))[rows.status == "refused"]
-    groups = refused.assign(pattern=refused.pattern.map(title), backend=refused.backend.map(title))
-    groups = groups.rename(columns={"error": "why"}).groupby(["backend", "refuses", "why"], sort=False)
+    named = {"pattern": refused.pattern.map(title), "backend": refused.backend.map(title), "why": refused.get("error")}
+    groups = refused.assign(**named).groupby(["backend", "refuses", "why"], sort=False)
     shown = groups.agg(patterns=("pattern", _listed), types=("dtype", _listed)).reset_index()
     return shown.set_index("backend")[["refuses", "patterns", "types", "why"]]
 

@@ -5,12 +5,14 @@ Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H quer
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from workbench.engines.torch.fused import expand_heads
@@ -107,20 +109,14 @@ class Case:
             for n, heads in ((self.nq, self.heads), (self.n, self.kv_heads), (self.n, self.kv_heads))
         )
         function, name = self.function(q, k, v)
-        if not backward:
+        upstream = make(q.shape) if backward else None
 
-            def forward():
-                with torch.no_grad():
-                    return function(q, k, v)
+        def call():
+            with torch.set_grad_enabled(backward):
+                out = function(q, k, v)
+                return torch.autograd.grad(out, (q, k, v), upstream) if backward else out
 
-            return forward, name
-        upstream = make(q.shape)
-
-        def forward_and_backward():
-            with torch.enable_grad():
-                return torch.autograd.grad(function(q, k, v), (q, k, v), upstream)
-
-        return forward_and_backward, name
+        return call, name
 
     def function(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable, str]:
         """(the function of q, k and v that `backend` names, its name)."""
@@ -167,22 +163,14 @@ def _baseline(name: str, case: Case) -> Callable:
     def sdpa(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
         grouped = {"enable_gqa": True} if case.kv_heads != case.heads else {}
-        return scaled_dot_product_attention(q, k, v, is_causal=case.pattern.causal, **grouped).transpose(1, 2)
+        with sdpa_kernel(getattr(SDPBackend, FUSED[name])) if name in FUSED else contextlib.nullcontext():
+            return scaled_dot_product_attention(q, k, v, is_causal=case.pattern.causal, **grouped).transpose(1, 2)
 
-    if name == "sdpa":
-        return sdpa
-
-    def one_kernel(q, k, v):
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        with sdpa_kernel(getattr(SDPBackend, FUSED[name])):
-            return sdpa(q, k, v)
-
-    return one_kernel
+    return sdpa
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Dense attention as it is written on a blackboard, with all Nq x N scores: q, k, v -> out (B, Nq, H, D)."""
+    """Dense attention by its formula, with all Nq x N scores in memory: q, k, v -> out (B, Nq, H, D)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
     scores = q @ expand_heads(k, q).transpose(-1, -2) * q.shape[-1] ** -0.5  # (B, H, Nq, N)
     if causal:

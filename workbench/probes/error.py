@@ -129,11 +129,11 @@ def _budgets(want: dict[str, Tensor], leaves, upstream: Tensor, pattern, backwar
 
 
 def _torch_own(q: Tensor, k: Tensor, v: Tensor, pattern) -> Tensor:
-    """out (B, Nq, H, D) by torch's attention with the pattern's multiplicities as a mask, (H, Nq, N)."""
+    """out (B, Nq, H, D) by torch's attention with the pattern as a mask; a key that counts twice is there twice."""
     heads = q.shape[2]
-    count = pattern.multiplicity(k.shape[1], heads, q.shape[1]).to(q.device)
-    mask = count > 0 if count.max() <= 1 else count.to(torch.float32).log().to(q.dtype)
-    q, k, v = (x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[None].expand(len(q), -1, -1, -1))
-    out = torch.where((count > 0).any(-1, keepdim=True), out, 0).transpose(1, 2)
-    return out / pattern.divisor(heads)
+    count = torch.stack([x.multiplicity(k.shape[1], heads, q.shape[1]) for x in pattern.each()]).to(q.device)
+    mask = torch.cat([count > x for x in range(max(1, int(count.max())))], -1).expand(len(q), -1, -1, -1)
+    seen, copies = mask.any(-1, keepdim=True), mask.shape[-1] // k.shape[1]
+    k, v = (x.repeat(1, copies, 1, 1).repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask | ~seen)
+    return out.masked_fill(~seen, 0).transpose(1, 2) / pattern.divisor(heads)

@@ -1,54 +1,33 @@
-"""Memory of a call: what torch allocates for it, at once and when it is over."""
+"""Memory of a call: the most that torch allocates for it at one time."""
 
+import contextlib
 import gc
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from workbench.patterns import checks
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that were allocated before a call, are after it, its result kept, and were at its peak.
+def measure(fn: Callable[[], object], device: str = "cpu") -> int:
+    """Bytes at the peak of one call of fn() in this process, above what was allocated before.
 
-    On CUDA from torch's caching allocator, with all that was allocated before. On a CPU torch's own tensors and
-    scratch, by its profiler, exactly, from the start of the call; what a library takes by malloc is not in them.
-    """
-
-    allocated_before_bytes: int
-    allocated_after_bytes: int
-    peak_allocated_bytes: int
-
-    @property
-    def extra_bytes(self) -> int:
-        """The peak above what was allocated before the call, which is the inputs."""
-        return self.peak_allocated_bytes - self.allocated_before_bytes
-
-
-def measure(fn: Callable[[], object], device: str = "cpu") -> Memory:
-    """The memory of one call of fn() in this process, its result kept until it is read.
-
-    device: "cpu", or a CUDA card of this machine, whose allocator is read. What fn raises is raised.
+    device: "cpu", or a CUDA card of this machine, whose caching allocator is read. On a CPU torch's own tensors and
+    scratch, by its profiler, exactly; what a library takes by malloc is not in them. What fn raises is raised.
     """
     checks.callable_("fn", fn)
-    device = checks.device(device, here=True)
-    if device == "cpu":
-        return Memory(0, *_allocations(fn)[1:])
-    device = torch.device(device)
+    if checks.device(device, here=True) == "cpu":
+        return _allocations(fn)[2]
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    result = fn()
+    fn()
     torch.cuda.synchronize(device)
-    found = Memory(before, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
-    del result
-    return found
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _allocations(fn) -> tuple[object, int, int]:
@@ -69,15 +48,13 @@ def _allocations(fn) -> tuple[object, int, int]:
     return result, alive, peak
 
 
-class _quiet:
+@contextlib.contextmanager
+def _quiet():
     """The profiler's own log lines, which it writes to file descriptor 2 as it starts and stops, go nowhere."""
-
-    def __enter__(self):
-        sys.stderr.flush()
-        self.kept = os.dup(2)
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-
-    def __exit__(self, *_):
-        os.dup2(self.kept, 2)
-        os.close(self.kept)
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    yield
+    os.dup2(kept, 2)
+    os.close(kept)

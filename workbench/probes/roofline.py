@@ -1,7 +1,7 @@
 """Roofline: what this device can do at best, measured, so that a rate can be given as a share of it."""
 
+import functools
 import math
-from collections.abc import Callable
 
 import pandas as pd
 import torch
@@ -93,15 +93,9 @@ def _matmul(dtype: torch.dtype, device: str, seconds: float) -> tuple[int, Timin
     """(side, timing) of a matrix product large enough to be at its ceiling, small enough for the time there is."""
     side = 512
     while True:
-        product = _product(side, dtype, device)
+        a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+        product = functools.partial(torch.mm, a, b, out=torch.empty_like(a))
         once = min(measure(product, warmup=1, samples=3, seconds=seconds / 8).samples_ms)
         if side >= 8192 or 8 * once > 1000 * seconds / 3:  # the next one takes eight times as long
             return side, measure(product, warmup=0, samples=100, seconds=seconds)
         side *= 2
-
-
-def _product(side: int, dtype: torch.dtype, device: str) -> Callable[[], object]:
-    random = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(side, side, generator=random, device=device, dtype=dtype) for _ in range(2))
-    out = torch.empty_like(a)
-    return lambda: torch.mm(a, b, out=out)

@@ -1,7 +1,4 @@
-"""Speed: patterns timed over lengths, each row a record; and the sparsity from which sparse attention pays.
-
-Dimensions: N tokens, H heads, D head_dim.
-"""
+"""Speed: patterns timed over lengths, each row a record; and the sparsity from which sparse attention pays."""
 
 import itertools
 import json
@@ -12,7 +9,7 @@ import pandas as pd
 
 from workbench.harness import records
 from workbench.harness.narrate import MODES, counted, first_mode, listed, number, spread, title
-from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, checks, layouts
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, checks, layouts, orderings
 from workbench.probes import catalog, roofline, timing
 from workbench.probes.case import Case, case_of
 
@@ -27,17 +24,11 @@ def lineup(segments, rates, sparsity: float, radius: int, block_size: int = 128,
     The neighborhood is on the squarest grid of N = rows x cols, its tokens along a Hilbert curve. sizes: what else a
     `Case` takes (heads, head_dim, dtype, device).
     """
-    from workbench.patterns import orderings
-
-    def neighborhood(n: int) -> Pattern:
-        shape = catalog.grid(n)
-        return Neighborhood(shape, radius, orderings.hilbert(shape))
-
     makers = {
         "dense": lambda n: Dense(),
         "dilated": lambda n: Dilated(segments, rates),
         "block-sparse": lambda n: BlockSparse(layouts.random(1 - sparsity), block_size),
-        "neighborhood": neighborhood,
+        "neighborhood": lambda n: Neighborhood(catalog.grid(n), radius, orderings.hilbert(catalog.grid(n))),
     }
     return {name: lambda n, make=make: Case(make(n), n, **sizes) for name, make in makers.items()}
 
@@ -70,8 +61,8 @@ def sweep(
             say(f"{lengths.index(n) + 1}/{len(lengths)}: N = {n:,}")
         before, fields = n, case.fields()
         asked = {"asked": fields.pop("backend"), "label": label} | rounds
-        known = [x for x in recorder.rows(**fields, **asked) if x["status"] in records.SETTLED] if resume else []
-        rows.append(known[-1] if known else recorder.row(**timing.time(case, warmup=1, **rounds) | asked))
+        known = recorder.settled(**fields, **asked) if resume else None
+        rows.append(known or recorder.row(**timing.time(case, warmup=1, **rounds) | asked))
     return table(recorder.frame(rows))
 
 
@@ -172,9 +163,7 @@ def busy(rows: pd.DataFrame) -> list[str]:
 def settings(*frames: pd.DataFrame | None) -> pd.DataFrame:
     """What was timed where, in words: a column a device, a line for the inputs and one a pattern, at the longest N."""
     columns = {}
-    for frame in frames:
-        if frame is None or frame.empty:
-            continue
+    for frame in (x for x in frames if x is not None and len(x)):
         last = frame.sort_values("n").drop_duplicates("label", keep="last").to_dict("records")
         first = last[0]
         inputs = f"{first['dtype']}, {int(first['heads'])} heads x {int(first['head_dim'])}"
@@ -212,8 +201,6 @@ def break_even(
     measured against itself: what noise alone does. All are recorded.
     """
     sparsities, n = checks.listed("sparsities", sparsities), case_of(dense).n
-    for x in sparsities:
-        checks.number("1 - sparsity", 1 - x if isinstance(x, (int, float)) else x, most=1)
     cases = {"dense": replace(dense, backend=fastest_dense(dense)) if dense.backend == "auto" else dense}
     for sparsity in sparsities:
         pattern = BlockSparse(layouts.random(1 - sparsity), block_size)

@@ -2,8 +2,6 @@
 
 A group's rows say `suite` (its name), `label` (the alternative), and `against` (the one that `speedup` is over).
 Rates are over attended pairs. `run` measures all groups, or some, and records every row.
-
-Dimensions: N tokens, H heads, D head_dim.
 """
 
 import math
@@ -70,7 +68,7 @@ def measure(cases: Mapping[str, Case], recorder, samples=9, seconds=8.0, **more)
         rows[label] = fields[of] | {"label": label, "backend": calls[of][1], "against": first} | line
         rows[label] |= {"status": "ok", "error": None, "extra_bytes": None}
         if label != AA and cases[of].device != "cpu" and not fields[of]["graph"]:  # which took its memory before
-            rows[label]["extra_bytes"] = memory.measure(calls[of][0], cases[of].device).extra_bytes
+            rows[label]["extra_bytes"] = memory.measure(calls[of][0], cases[of].device)
     return [recorder.row(**rows[label]) for label in (*cases, AA)]
 
 
@@ -135,12 +133,10 @@ def rates(rows: pd.DataFrame) -> pd.DataFrame:
     rows["in_noise"] = ~(above | below)
     rows["who"] = [_who(row) for row in rows.to_dict("records")]
     others = rows[(rows["label"] != rows["against"]) & (rows["label"] != "A/A")].groupby("suite")["pattern"]
-    patterns = others.first()[others.nunique() == 1]
+    patterns = others.first()[others.nunique() == 1].to_dict()
     sizes = [f", {r.heads:g} x {r.head_dim:g}" + ", causal" * (r.causal is True) if r.heads == r.heads else ""
              for r in rows.itertuples()]  # fmt: skip
-    names = (
-        rows["suite"].map(patterns).where(rows["suite"] != "neighborhood", "neighborhood-16").fillna(rows["pattern"])
-    )
+    names = rows["suite"].map(patterns | {"neighborhood": "neighborhood-16"}).fillna(rows["pattern"])
     rows["what"] = [title(str(name)) + size for name, size in zip(names, sizes, strict=True)]
     return rows
 

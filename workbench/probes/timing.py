@@ -77,14 +77,12 @@ def compare(
             reads[name].append(_sample(runs[name]))
         if _on_gpu():
             torch.cuda.synchronize()
-    timings = {name: Timing([read() for read in taken]) for name, taken in reads.items()}
+    taken = {name: [read() for read in each] for name, each in reads.items()}
     rows = []
-    for timing in timings.values():
-        quantiles = np.quantile(timing.samples_ms, [0.5, 0.1, 0.9]).tolist()
-        row = dict(zip(("median_ms", "q10_ms", "q90_ms"), quantiles, strict=True))
-        row |= speedup(timings[first].samples_ms, timing.samples_ms, seed)
-        rows.append(row | {"samples_ms": timing.samples_ms})
-    return pd.DataFrame(rows, index=pd.Index(timings, name="name"))
+    for took in taken.values():
+        row = dict(zip(("median_ms", "q10_ms", "q90_ms"), np.quantile(took, [0.5, 0.1, 0.9]).tolist(), strict=True))
+        rows.append(row | speedup(taken[first], took, seed) | {"samples_ms": took})
+    return pd.DataFrame(rows, index=pd.Index(taken, name="name"))
 
 
 def time(case: Case, *, warmup: int = 2, samples: int = 9, seconds: float = 10.0) -> dict:
@@ -101,8 +99,8 @@ def time(case: Case, *, warmup: int = 2, samples: int = 9, seconds: float = 10.0
         return pairs, name, measure(call, warmup=warmup, samples=samples, seconds=seconds)
 
     outcome = attempt(work)
-    row |= {"status": outcome.status, "samples_ms": None, "median_ms": None, "pairs": None, "measured": True}
-    row |= {"error": outcome.error}
+    row |= {"status": outcome.status, "error": outcome.error, "measured": True}
+    row |= dict.fromkeys(("samples_ms", "median_ms", "pairs"))
     if outcome.status == "ok":
         row["pairs"], row["backend"], timing = outcome.result
         row |= {"samples_ms": timing.samples_ms, "median_ms": timing.median_ms}
@@ -112,8 +110,7 @@ def time(case: Case, *, warmup: int = 2, samples: int = 9, seconds: float = 10.0
 def _check(samples: int, warmup: int, seconds: float) -> None:
     checks.whole("samples", samples, 1)
     checks.whole("warmup", warmup, 0)
-    if seconds != 0:
-        checks.number("seconds", seconds)
+    checks.number("seconds", seconds, above=-1)
 
 
 def _sample(fn) -> Callable[[], float]:

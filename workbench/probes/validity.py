@@ -15,7 +15,7 @@ head_dim; m rows and M keys of one head at a time. i and j are absolute position
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -86,25 +86,48 @@ def check(
     pattern, (q, k, v, *upstream) = getattr(case, "pattern", case), inputs
     dispatch.check(q, k, v, pattern)
     given = _given(returned, q, k, upstream)
-    exact = Exact(pattern, q, k, v, *(upstream if "dq" in given else ()))
-    report, shift = _Report(given, q.dtype), k.shape[1] - q.shape[1]
+    exact, shift = Exact(pattern, q, k, v, *(upstream if "dq" in given else ())), k.shape[1] - q.shape[1]
+    measured = []  # (name, place, error)
     rows = list(sample(q.shape, pattern, shift) if rows is None else rows)
     for b, i, h in rows:
         found = exact.rows(b, h, torch.tensor([i + shift]))
         for name in given.keys() & found.keys():
-            report.compare(name, (b, h, i) if name == "lse" else (b, i, h), *(x[0] for x in found[name]))
-    if "dq" not in given:
-        return report.validity(len(rows), 0, None)
-    keys = list(sample(k.shape, pattern, 0, seed=1) if keys is None else keys)
+            at = (b, h, i) if name == "lse" else (b, i, h)
+            measured.append((name, at, _error(given[name][at], *(x[0] for x in found[name]))))
+    keys = [] if "dq" not in given else list(sample(k.shape, pattern, 0, seed=1) if keys is None else keys)
     left, done = PAIRS.get(k.device.type, PAIRS["cpu"]) if pairs is None else pairs, 0
     for b, j, g in keys:
         spent = exact.pairs(b, g, j, left)
         if spent <= left:
             done, left = done + 1, left - spent
             for name, found in exact.key(b, g, j).items():
-                report.compare(name, (b, j, g), *found)
+                measured.append((name, (b, j, g), _error(given[name][b, j, g], *found)))
     more = f"{len(keys) - done} keys left out: the softmaxes of their queries are too many pairs"
-    return report.validity(len(rows), done, more if done < len(keys) else None)
+    return _report(given, q.dtype, measured, len(rows), done, more if done < len(keys) else None)
+
+
+def _report(given: Mapping[str, Tensor], dtype: torch.dtype, measured: list, *counts) -> Validity:
+    allowed = dict.fromkeys(given, RELATIVE.get(dtype, 2 * torch.finfo(dtype).eps)) | {"lse": LSE[dtype]}
+    errors = {x: max(error for name, _, error in measured if name == x) for x in dict.fromkeys(x[0] for x in measured)}
+    over = sorted((x for x in measured if x[2] > allowed[x[0]]), key=lambda x: -x[2])
+    wrong = tuple(f"{_where(name, at, given[name])} is off by {error:.3g} of its size, more than {allowed[name]:.3g}"
+                  for name, at, error in over)  # fmt: skip
+    unchecked = tuple(name for name, x in given.items() if x.numel() and name not in errors)
+    return Validity(errors, {name: allowed[name] for name in errors}, wrong, *counts, unchecked)
+
+
+def _error(got: Tensor, want: Tensor, size: Tensor) -> float:
+    """Of a row (D) or an lse () beside what it should be, relative to size ()."""
+    least = torch.finfo(got.dtype).smallest_normal * math.sqrt(max(1, want.numel()))
+    difference = torch.where(got == want, 0.0, got.double() - want).norm()  # -inf is -inf
+    return float(difference / size.clamp(min=least)) if bool(difference.isfinite()) else math.inf
+
+
+def _where(name: str, at: tuple[int, int, int], x: Tensor) -> str:
+    b, row, head = (at[0], at[2], at[1]) if name == "lse" else at
+    steps = torch.empty(x.shape, device="meta").stride()  # of a contiguous tensor
+    element = sum(place * step for place, step in zip(at, steps, strict=False))
+    return f"{name} of sequence {b:,}, row {row:,}, head {head:,} (from element {element:,} on)"
 
 
 def _given(returned: Mapping[str, Tensor], q: Tensor, k: Tensor, upstream: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -153,43 +176,6 @@ def edges(pattern, n: int) -> list[int]:
     """Positions on both sides of the first and of the last edge between segments (or blocks) of each length."""
     lengths = {*getattr(pattern, "segment_lengths", ()), *getattr(pattern, "block_size", ())}
     return sorted({x for w in lengths if w < n for edge in (w, (n - 1) // w * w) for x in (edge - 1, edge)})
-
-
-@dataclass
-class _Report:
-    """Errors as they are found."""
-
-    given: dict[str, Tensor]
-    dtype: torch.dtype
-    errors: dict[str, float] = field(default_factory=dict)
-    wrong: list[tuple[float, str]] = field(default_factory=list)
-
-    def __post_init__(self):
-        most = RELATIVE.get(self.dtype, 2 * torch.finfo(self.dtype).eps)
-        self.allowed = {name: LSE[self.dtype] if name == "lse" else most for name in self.given}
-
-    def compare(self, name: str, at: tuple[int, int, int], want: Tensor, size: Tensor) -> None:
-        """A row (D) or an lse () with what it should be; size () is what the error is relative to."""
-        x = self.given[name]
-        got, least = x[at].double(), torch.finfo(self.dtype).smallest_normal * math.sqrt(max(1, want.numel()))
-        difference = torch.where(got == want, 0.0, got - want).norm()  # -inf is -inf
-        error = float(difference / size.clamp(min=least)) if bool(difference.isfinite()) else math.inf
-        self.errors[name] = max(self.errors.get(name, 0.0), error)
-        if error <= self.allowed[name]:
-            return
-        b, row, head = (at[0], at[2], at[1]) if name == "lse" else at
-        steps = torch.empty(x.shape, device="meta").stride()  # of a contiguous tensor
-        element = sum(place * step for place, step in zip(at, steps, strict=False))
-        self.wrong.append((error, (
-            f"{name} of sequence {b:,}, row {row:,}, head {head:,} (from element {element:,} on) is off by {error:.3g} "
-            f"of its size, more than {self.allowed[name]:.3g}"
-        )))  # fmt: skip
-
-    def validity(self, rows: int, keys: int, note: str | None) -> Validity:
-        worst = sorted(self.wrong, key=lambda found: -found[0])
-        allowed = {name: self.allowed[name] for name in self.errors}
-        unchecked = tuple(name for name, x in self.given.items() if x.numel() and name not in self.errors)
-        return Validity(self.errors, allowed, tuple(text for _, text in worst), rows, keys, note, unchecked)
 
 
 class Exact:

@@ -116,7 +116,7 @@ def _(pattern: BlockSparse, h, j, n, heads):
 
 def _positions(blocks: Tensor, size: int, n: int) -> Tensor:
     """The positions below n in blocks of a size."""
-    found = (blocks[:, None] * size + torch.arange(size)).flatten()
+    found = (blocks[:, None] * size + torch.arange(min(size, n))).flatten()
     return found[found < n]
 
 

@@ -47,7 +47,8 @@ def run(
     parameters: override those that the notebooks declare; each goes to every notebook that declares it.
     timeout: seconds that one cell may take.
     say: takes the progress, piece by piece.
-    Raises ValueError, before anything runs, for a notebook, profile or parameter that does not exist or does not fit.
+    Raises ValueError, before anything runs, for a notebook, profile or parameter that does not exist or does not fit,
+    and OSError for a folder that cannot be written to.
     A notebook that fails is exported as far as it came and the next one runs; so it is on KeyboardInterrupt, which is
     raised again when the interrupted notebook and the index are written.
     """
@@ -63,12 +64,8 @@ def run(
     settled = settle(read, chosen, parameters or {})
     home = Path.cwd() if nbs.root() == nbs.SHARED else nbs.root()
     folder = Path(out) if out else home / "outputs" / "reports" / chosen
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as room:
-            room.write(bytes(MOST_BYTES))
-    except OSError as error:
-        raise ValueError(f"out={str(folder)!r}: want a folder that can be written to ({error})") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()  # OSError, before anything runs, where nothing can be written
     origin = "" if profile else f" (by default: {'no CUDA here' if chosen == 'quick' else 'CUDA is present'})"
     say(f"profile {chosen}{origin}, on {machine['device']}\n")
 
@@ -87,12 +84,12 @@ def run(
             size = report.path.stat().st_size if report.path.exists() else 0
             note = f"  ({size / 1e6:.1f} MB: more than {MOST_BYTES / 1e6:g} MB)" if size > MOST_BYTES else ""
             why = f"  {report.failure}" if report.failure else ""
-            say(f"{report.status} {_duration(report.seconds)}  {_shown(report.path)}{note}{why}\n")
+            say(f"{report.status} {_duration(report.seconds)}  {os.path.relpath(report.path)}{note}{why}\n")
     return reports
 
 
 def _export(state, path: Path, profile: str, asked: dict, folder: Path, machine: dict, begun) -> Report:
-    """Write the page and the index. A page that cannot be made is a banner; one that cannot be stored, a sentence."""
+    """Write the page and the index. A page that cannot be made is a banner."""
     from nbformat.v4 import new_notebook
 
     from workbench.report import index, page  # nbconvert: a second
@@ -120,12 +117,8 @@ def _export(state, path: Path, profile: str, asked: dict, folder: Path, machine:
         facts |= {"status": state.status, "failure": failure, "cell": None}
         html = page.render(new_notebook(), path, facts)
     written = folder / f"{path.stem}.html"
-    try:
-        index.write(written, html)
-        index.refresh(folder)
-    except OSError as error:
-        state.status = "error" if state.status == "ok" else state.status
-        failure = f"{failure} It could not be written: {error}.".strip()
+    index.write(written, html)
+    index.refresh(folder)
     return Report(path.stem, title, state.status, failure, state.seconds, written)
 
 
@@ -154,10 +147,6 @@ def _sentence(state) -> str:
 def _duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
-
-
-def _shown(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def describe() -> dict:

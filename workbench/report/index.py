@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import tempfile
 from pathlib import Path
 
 from workbench.harness.narrate import title
@@ -16,15 +15,9 @@ FACTS = re.compile(r'<script\b[^>]*\bid="report-facts"[^>]*>(.*?)</script>', re.
 
 def write(path: Path, text: str) -> None:
     """Whole or not at all, whoever else writes it: under another name first, then moved."""
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(draft, 0o644)
-        os.replace(draft, path)
-    except BaseException:
-        os.unlink(draft)
-        raise
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
 
 
 def refresh(folder: Path) -> Path:

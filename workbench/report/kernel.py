@@ -32,7 +32,6 @@ KERNEL_OPTIONS = (
     "--IPKernelApp.extra_extensions=workbench.report.outputs",
     "--InlineBackend.figure_formats=svg",  # sharp on a phone and on paper
 )
-SOCKET_PATH = 100  # bytes that a Unix socket's path may have, a little less than the 104 of macOS
 
 
 @dataclass
@@ -137,7 +136,8 @@ class Engine(NBClientEngine):
         if client.timed_out:
             run.fail("timeout", f"over the limit of {limit:g} s for a cell")
         elif run.status == "error" and not run.message:
-            _name_error(run)
+            errors = [out for out in run.nb.cells[run.cell].outputs if out.output_type == "error"]
+            run.message = f"{errors[-1].ename}: {errors[-1].evalue.strip()}".splitlines()[0] if errors else "it failed"
 
 
 def execute(path: Path, parameters: dict[str, object], limit: float, run: Run) -> None:
@@ -156,16 +156,6 @@ def execute(path: Path, parameters: dict[str, object], limit: float, run: Run) -
         run.seconds = time.monotonic() - start
 
 
-def _name_error(run: Run) -> None:
-    """Note the last error of the cell that ended the run; none where that is `sys.exit(0)`, which ends a notebook."""
-    errors = [out for out in run.nb.cells[run.cell].outputs if out.output_type == "error"]
-    if errors and errors[-1].ename == "SystemExit" and errors[-1].evalue in ("", "0", "None"):
-        run.status = "ok"
-        return
-    message = f"{errors[-1].ename}: {errors[-1].evalue.strip()}" if errors else "the cell failed"
-    run.message = message.splitlines()[0]
-
-
 def load(path: Path) -> Run:
     return Run(load_notebook_node(str(path)))
 
@@ -173,7 +163,8 @@ def load(path: Path) -> Run:
 def kill(mark: str) -> None:
     """End every process that carries this mark: the kernel, its children, and theirs, wherever they have moved to."""
     for _ in range(5):  # again, for what was born meanwhile; but not for ever, for what cannot be killed
-        found = [process for process in psutil.process_iter() if _marked(process, mark)]
+        marked = (x for x in psutil.process_iter(["environ", "status"]) if (x.info["environ"] or {}).get(MARK) == mark)
+        found = [x for x in marked if x.info["status"] != psutil.STATUS_ZOMBIE]
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -182,21 +173,10 @@ def kill(mark: str) -> None:
             break
 
 
-def _marked(process: psutil.Process, mark: str) -> bool:
-    try:
-        return process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, OSError):
-        return False  # gone, or somebody else's
-
-
 def _manager(kernel_name: str, scratch: str) -> AsyncKernelManager:
     """Sockets in a folder that only we can read: no ports that two reports could race for, and nothing to encrypt."""
     manager = AsyncKernelManager(kernel_name=kernel_name, kernel_spec_manager=OwnInterpreter())
-    manager.connection_file = str(Path(scratch, "kernel.json"))
-    if len(os.fsencode(manager.connection_file)) + len("-ipc-0") <= SOCKET_PATH:
-        manager.transport = "ipc"
-    else:
-        manager.transport_encryption = "auto"
+    manager.connection_file, manager.transport = str(Path(scratch, "k")), "ipc"  # a socket's path is short
     return manager
 
 

@@ -14,13 +14,10 @@ VIEW = "application/vnd.jupyter.widget-view+json"
 def load_ipython_extension(ip) -> None:
     """Figures carry an alternative text, and the last words of a kernel that dies reach the log that a report keeps."""
     # by name: matplotlib is not imported for a notebook that does not draw
-    ip.display_formatter.mimebundle_formatter.for_type_by_name("matplotlib.figure", "Figure", _metadata)
+    alternative = lambda fig, **_: ({}, {"alt": describe(fig)} if describe(fig) else {})  # noqa: E731
+    ip.display_formatter.mimebundle_formatter.for_type_by_name("matplotlib.figure", "Figure", alternative)
     with contextlib.suppress(io.UnsupportedOperation):  # where ipykernel does not capture file descriptors
         faulthandler.enable(sys.stderr, all_threads=False)
-
-
-def _metadata(fig, include=None, exclude=None) -> tuple[dict, dict]:
-    return {}, {"alt": describe(fig)} if describe(fig) else {}
 
 
 def describe(fig) -> str:

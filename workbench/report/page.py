@@ -180,8 +180,7 @@ def offline(html: str) -> str:
     body = re.sub(r"(?is)<(meta|link|base)\b[^>]*>", r"<x-\1></x-\1>", body)  # not nothing, which could join its ends
     body = re.sub(r"(?i)(<script\b[^>]*)\bspeculationrules\b", r"\1text/plain", body)
     body = re.sub(r"(?i)(<(?:img|source)\b[^>]*?\s)(srcset\s*=)", r"\1data-\2", body)
-    body = re.sub(rf"(?is)<script\b[^>]*\bsrc\s*=\s*{there}[^>]*>.*?</script>", note, body)
-    paired = rf"(?is)<(iframe|video|audio|object)\b[^>]*\b(?:src|data)\s*=\s*{there}[^>]*>.*?</\1>"
+    paired = rf"(?is)<(script|iframe|video|audio|object)\b[^>]*\b(?:src|data)\s*=\s*{there}[^>]*>.*?</\1>"
     body = re.sub(paired, note, body)
     return head + end + re.sub(rf"(?is)<(?:img|embed|source|input)\b[^>]*?\bsrc\s*=\s*{there}[^>]*>", note, body)
 

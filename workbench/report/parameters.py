@@ -176,13 +176,10 @@ def _settled(name: str, nb: dict, own: dict, profile: str, asked: dict) -> dict[
     return settled
 
 
-def set_of(own: dict[str, object]) -> list[str]:
-    """What a user may set: everything but the profile, which has an option of its own."""
-    return [key for key in own if key != "profile"]
-
-
 def _known(defaults: dict[str, dict[str, object]]) -> str:
-    return "Declared: " + "; ".join(f"{name}: {', '.join(set_of(own)) or 'none'}" for name, own in defaults.items())
+    """What a user may set: everything but the profile, which has an option of its own."""
+    own = {name: ", ".join(key for key in keys if key != "profile") or "none" for name, keys in defaults.items()}
+    return "Declared: " + "; ".join(f"{name}: {keys}" for name, keys in own.items())
 
 
 def apply(notebook: str, values: dict[str, object]) -> None:

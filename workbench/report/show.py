@@ -14,8 +14,7 @@ from html import escape, unescape
 from workbench.harness.narrate import heads, number
 from workbench.report.outputs import describe
 
-HEAVY = 5000  # points in one axes: where there are more, the artists that have them are pixels inside the SVG
-DPI = 200  # of what is pixels there
+DPI = 200  # of what is pixels in an SVG
 
 
 def figure(fig, caption: str, data=None) -> None:
@@ -105,13 +104,12 @@ def _heading(found: re.Match) -> str:
 
 
 def svg(fig) -> str:
-    """The figure as SVG with text as paths; axes of more than HEAVY points become pixels inside it. The same again
-    where the figure is shown again, for a layout moves a little each time that it is drawn."""
+    """The figure as SVG with text as paths. The same again where the figure is shown again, for a layout moves a little
+    each time that it is drawn."""
     import matplotlib
 
     if hasattr(fig, "workbench_svg"):
         return fig.workbench_svg
-    _rasterize(fig)
     out = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "workbench"}):
         plain = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -124,25 +122,6 @@ def svg(fig) -> str:
 
 def _rounded(path: str) -> str:
     return re.sub(r"\d*\.\d{3,}", lambda x: f"{float(x[0]):.2f}", path)
-
-
-def _rasterize(fig) -> None:
-    for ax in fig.axes:
-        marks = {artist: _marks(artist) for artist in [*ax.lines, *ax.collections, *ax.patches]}
-        for artist, number_of in marks.items():
-            if sum(marks.values()) > HEAVY and (number_of > HEAVY / 100 or artist in ax.patches):
-                artist.set_rasterized(True)
-
-
-def _marks(artist) -> int:
-    """How many points an artist has."""
-    if hasattr(artist, "get_xdata"):
-        return len(artist.get_xdata())
-    if not hasattr(artist, "get_paths"):
-        return 1
-    values = artist.get_array()  # of a mesh
-    points = sum(len(path.vertices) for path in artist.get_paths())
-    return max(points, len(artist.get_offsets()), 0 if values is None else values.size)
 
 
 def _png(fig) -> str:

@@ -35,7 +35,8 @@ def arrange(nb, inline) -> dict | None:
             caption = f"{name} {inline(about['caption'])}"
             if kind == "figure":
                 places[data["image/svg+xml"]] = (anchor, f"{kind.title()} {count[kind]}")
-                html = _figure(about, data["image/svg+xml"], caption)
+                image = picture(data["image/svg+xml"], about["alt"] or about["caption"], about["inches"])
+                html = f'<div class="scroll picture">{image}</div><figcaption>{caption}</figcaption>'
             else:
                 html = _table(about, data["text/html"], caption)
             wide = " wide" * (about.get("inches", 0) > COLUMN)
@@ -48,12 +49,7 @@ def picture(svg: str, alt: str, inches: float) -> str:
     """An SVG as an image with its text inside: drawn sharp, saved from there, and apart from the ids of the page."""
     width = min(WIDE, round(inches * PIXELS))
     size = f' width="{width}"' if width > SMALL else f' style="width: {width}px"'
-    return f'<img alt="{escape(alt)}"{size} src="data:image/svg+xml,{svg.translate(ENCODED)}">'
-
-
-def _figure(about: dict, svg: str, caption: str) -> str:
-    image = picture(svg, about["alt"] or re.sub(r"[*`$]", "", about["caption"]), about["inches"])
-    return f'<div class="scroll picture">{image}</div><figcaption>{caption}</figcaption>'
+    return f'<img alt="{escape(re.sub(r"[*`$]", "", alt))}"{size} src="data:image/svg+xml,{svg.translate(ENCODED)}">'
 
 
 def _table(about: dict, html: str, caption: str) -> str:

@@ -8,7 +8,7 @@ from workbench.fit.frontier import GRAIN, TIME_STEP, Lengths, lengths_of
 from workbench.fit.search import Stopped, Tried, largest
 from workbench.fit.trial import COLD_S, SETUP_S
 from workbench.harness import records
-from workbench.harness.outcome import Outcome, attempt
+from workbench.harness.outcome import Outcome
 from workbench.harness.ranks import Pool
 from workbench.patterns import checks
 from workbench.probes.case import Case
@@ -87,13 +87,9 @@ def _lengths(at: Lengths, whose: dict, pool: Pool, recorder, say) -> Callable[[i
 
 def _length(case: Case, whose: dict, pool: Pool) -> dict:
     """A row's fields for one length: status and error, peaks, time and load (see `Tried`)."""
-    row = dict.fromkeys((*FOUND, "load"))
-    refused = attempt(lambda: ways.check(whose["strategy"], case, whose["world"]))
-    if refused.status != "ok":
-        return row | {"status": refused.status, "error": refused.error}
-    arguments = [case, whose["strategy"], whose["budget_bytes"]]
-    outcome = ask(pool, "fits", arguments, 2 * whose["seconds"] + COLD_S + SETUP_S)
-    row |= {"status": outcome.status, "error": outcome.error}
+    limit = 2 * whose["seconds"] + COLD_S + SETUP_S
+    outcome = ask(pool, "fits", case, whose["strategy"], whose["budget_bytes"], timeout_s=limit)
+    row = dict.fromkeys((*FOUND, "load")) | {"status": outcome.status, "error": outcome.error}
     if outcome.status == "ok":
         row |= {x: max(rank[x] for rank in outcome.result) for x in ("peak_bytes", "reserved_bytes")}
         row["median_ms"] = max(rank["milliseconds"] for rank in outcome.result)

@@ -1,7 +1,5 @@
 """The link between ranks: how fast it moves data and what a call costs, measured; and what many ranks would do with
 them, predicted.
-
-Dimensions: N positions, B batch.
 """
 
 from collections.abc import Iterable
@@ -15,7 +13,7 @@ from workbench.fit.frontier import Lengths
 from workbench.harness import records
 from workbench.harness.ranks import Pool
 from workbench.patterns import Dense, checks
-from workbench.probes.case import Case
+from workbench.probes.case import Case, case_of
 from workbench.scaling import strategies as ways
 
 CALL_S = 5.0  # seconds after which no further round of the small call is begun
@@ -96,8 +94,7 @@ def fit(rows: pd.DataFrame) -> Rates | None:
     seconds = seconds / 1000
     if len(set(size)) < 2:
         return None
-    terms = np.stack([1 / seconds, size / seconds], 1)  # each message's time is 1 in units of itself
-    latency, per_byte = np.linalg.lstsq(terms, np.ones(len(size)), rcond=None)[0]
+    per_byte, latency = np.polyfit(size, seconds, 1, w=1 / seconds)  # each message's time is 1 in units of itself
     if latency <= 0 or per_byte <= 0:  # noise, or a link whose small messages are free: the largest one tells
         latency, most = float(seconds.min()), seconds[size.argmax()]
         latency = latency if latency < most else 0.0
@@ -122,11 +119,9 @@ def modelled(
     ValueError for another scaling.
     """
     checks.choice("scaling", scaling, "strong", "weak")
-    if not isinstance(case, Case):
-        raise ValueError(f"case={case!r}: want a Case")
     checks.number("pairs_per_second", pairs_per_second)
     worlds = checks.wholes("worlds", checks.listed("worlds", worlds), 1)
-    at, rows = at or case.at, []
+    at, rows = at or case_of(case).at, []
     for world in worlds:
         one = at(case.n * world) if scaling == "weak" else case
         plan = ways.plan("sequence", one, world)

@@ -110,8 +110,8 @@ def facts(case: Case, strategy: str, checked: bool = True) -> dict:
 def _extra(work: Work, cards: int) -> list[int]:
     """Peak bytes of a call above what was allocated before, on each of so many cards."""
     if cards == 1:
-        device = torch.cuda.current_device() if work.case.device.startswith("cuda") else None
-        return [memory.measure(work, "cpu" if device is None else f"cuda:{device}").extra_bytes]
+        cuda = work.case.device.startswith("cuda")
+        return [memory.measure(work, f"cuda:{torch.cuda.current_device()}" if cuda else "cpu")]
     before = []
     for card in range(cards):
         torch.cuda.reset_peak_memory_stats(card)

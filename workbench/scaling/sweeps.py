@@ -2,8 +2,6 @@
 
 `sweep` measures strategies (`scaling.strategies`), a row each. Ranks run in a `Pool`, on CUDA with a card each, else as
 processes over gloo. What they run is in `on_ranks`. How long a sequence can be is in `lengths`.
-
-Dimensions: B batch, N keys, H heads, D head_dim.
 """
 
 import contextlib
@@ -20,7 +18,7 @@ from workbench.harness.narrate import beyond_noise
 from workbench.harness.outcome import Outcome, attempt
 from workbench.harness.ranks import JobOutcome, Pool
 from workbench.patterns import checks
-from workbench.probes.case import Case, source_of
+from workbench.probes.case import Case, case_of, source_of
 from workbench.probes.timing import AA, speedup
 from workbench.scaling import strategies as ways
 from workbench.scaling.strategies import ONE, STRATEGIES
@@ -72,7 +70,7 @@ def sweep(
             for_times = pools.enter_context(Pool(nproc, backend))
         for number, (label, case) in enumerate(cases.items(), 1):
             fields = {"stage": "sweep", "nproc": nproc, "check": True, "rounds": samples} | case.fields()
-            known = {name: _settled(recorder, fields | who(name, nproc)) for name in (*wanted[label], AA)}
+            known = {name: recorder.settled(**fields | who(name, nproc)) for name in (*wanted[label], AA)}
             todo = [name for name in wanted[label] if known[name] is None]
             if todo and time.monotonic() > end:
                 say(f"{number}/{len(cases)}: {label}: not begun, time is over; run it again to go on", flush=True)
@@ -105,19 +103,15 @@ def _wanted(strategies: Iterable[str] | Callable, cases: Mapping[str, Case]) -> 
     found = {}
     for label, case in cases.items():
         names = checks.listed("strategies", strategies(case) if callable(strategies) else strategies)
-        found[label] = [ONE, *dict.fromkeys(x for x in names if x != ONE)]
-        for name in found[label]:
-            ways.check_name(name)
+        found[label] = [*dict.fromkeys([ONE, *names])]
+    for name in {x for names in found.values() for x in names}:
+        ways.check_name(name)
     return found
 
 
 def backend_of(cases: Iterable[Case]) -> str:
     """The backend of a pool for cases; ValueError for what is no case, and for cases on several kinds of device."""
-    cases = list(cases)
-    for case in cases:
-        if not isinstance(case, Case):
-            raise ValueError(f"case={case!r}: want a Case")
-    kinds = {case.device.partition(":")[0] for case in cases}
+    kinds = {case_of(case).device.partition(":")[0] for case in cases}
     if len(kinds) != 1:
         raise ValueError(f"devices {sorted(kinds)}: want cases on one kind of device, 'cpu' or 'cuda'")
     return "nccl" if kinds == {"cuda"} else "gloo"
@@ -129,24 +123,14 @@ def who(name: str, nproc: int) -> dict:
     return {"strategy": name, "world": 1 if name in (ONE, AA) else nproc, "strategy_source": source}
 
 
-def _settled(recorder, key: dict) -> dict | None:
-    found = [row for row in recorder.rows(**key) if row["status"] in records.SETTLED]
-    return found[-1] if found else None
-
-
 def _facts(name: str, case: Case, nproc: int, pool: Pool) -> dict:
     """A row's fields except times: status and error, memory, bytes, busy share, exactness."""
-    refused = attempt(lambda: ways.check(name, case, nproc))
+    outcome = ask(pool, "facts", case, name, name != ONE)
     pairs = attempt(lambda: case.pattern.pairs(case.n, case.heads, case.nq)).result
-    row = {"status": refused.status, "error": refused.error, "pairs": pairs}
-    if refused.status != "ok":
-        return row
-    plan = ways.plan(name, case, nproc)
+    row = {"status": outcome.status, "error": outcome.error, "pairs": pairs}
+    plan, sizes = attempt(lambda: ways.plan(name, case, nproc)).result, (case.dtype.itemsize, case.head_dim, case.batch)
     if plan is not None:
-        sizes = (case.dtype.itemsize, case.head_dim, case.batch)
         row["planned_bytes"] = plan.bytes(*sizes, mode=case.mode).sum(1).tolist()
-    outcome = ask(pool, "facts", [case, name, name != ONE])
-    row |= {"status": outcome.status, "error": outcome.error}
     return row | _together(name, outcome.result) if outcome.status == "ok" else row
 
 
@@ -184,10 +168,9 @@ def _times(facts: dict[str, dict], case: Case, pool: Pool, samples: int, seconds
     rows = dict(facts)
     if not able:
         return rows
-    arguments = [case, able, samples, seconds]
-    outcome = ask(pool, "times", arguments)
+    outcome = ask(pool, "times", case, able, samples, seconds)
     if outcome.status == "oom":  # each is able, but not beside the inputs of the others
-        outcome = ask(pool, "times", [*arguments, False])
+        outcome = ask(pool, "times", case, able, samples, seconds, False)
     if outcome.status != "ok":
         return rows | {name: rows[name] | {"status": outcome.status, "error": outcome.error} for name in able}
     taken = {name: np.max([rank[name] for rank in outcome.result], axis=0).tolist() for name in outcome.result[0]}
@@ -203,11 +186,15 @@ def _times(facts: dict[str, dict], case: Case, pool: Pool, samples: int, seconds
 
 
 def ask(
-    pool: Pool, function: str, arguments: list, timeout_s: float = JOB_S, module: str = "on_ranks"
+    pool: Pool, function: str, case: Case, strategy: str | list[str], *more, timeout_s=JOB_S, module="on_ranks"
 ) -> JobOutcome | Outcome:
-    """The outcome of a job of a module of `scaling`; the pool's ValueError, as for no such module, is "refused"."""
+    """The outcome of a job of a module of `scaling` with a case and a strategy, or several: "refused" or "unsupported"
+    where a strategy cannot do the case, or the case cannot be sent."""
+    for name in [strategy] if isinstance(strategy, str) else ():  # of several, each has run alone
+        if (refused := attempt(lambda name=name: ways.check(name, case, pool.nproc))).status != "ok":
+            return refused
     try:
-        return pool.attempt(f"workbench.scaling.{module}:{function}", arguments, timeout_s)
+        return pool.attempt(f"workbench.scaling.{module}:{function}", [case, strategy, *more], timeout_s)
     except ValueError as error:
         return Outcome("refused", str(error))
 

@@ -3,8 +3,6 @@
 On cards the events are kernels: NCCL's exchange; of the others, those on the stream that works longest compute, and
 those beside it pack rows. On a CPU they are torch's operations: copies outside of attention calls pack, the others
 compute, and gloo's transfers, which run in threads of their own, exchange.
-
-Dimensions: N positions.
 """
 
 from collections import defaultdict
@@ -15,7 +13,6 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from workbench.harness import records
-from workbench.harness.outcome import attempt
 from workbench.harness.ranks import Pool
 from workbench.probes.case import Case
 from workbench.scaling import strategies as ways
@@ -48,9 +45,7 @@ def measure(
         for label, case in cases.items():
             for name in (x for x in strategies if (label, x) not in skip):
                 row = case.fields() | who(name, nproc) | {"stage": "spans", "label": label, "nproc": nproc}
-                outcome = attempt(lambda name=name, case=case: ways.check(name, case, nproc))
-                if outcome.status == "ok":
-                    outcome = ask(pool, "one_call", [case, name], module="timeline")
+                outcome = ask(pool, "one_call", case, name, module="timeline")
                 row |= {"status": outcome.status, "error": outcome.error, "milliseconds": None, "events": None}
                 if outcome.status == "ok":
                     row |= together(outcome.result)

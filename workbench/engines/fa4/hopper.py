@@ -121,9 +121,7 @@ class Mask(NamedTuple):
             lengths = of.seqlen_info
             shift = lengths.seqlen_q - lengths.seqlen_k - cutlass.min(cutlass.max(u - t, 0), 1)
             of = replace(of, window_size_right=shift)
-            of.apply_mask(
-                acc_S, m_block=m_block % (TILE // of.tile_m), n_block=Int32(0), **hide | {"mask_local": True}
-            )
+            of.apply_mask(acc_S, m_block=m_block % (TILE // of.tile_m), n_block=Int32(0), **hide | {"mask_local": True})
         elif self.kind == "padding":
             place = n_block * of.tile_n
             segment, rate = self.order
@@ -302,9 +300,7 @@ class Backward(backward.FlashAttentionBackwardSm90):
         dq_sum: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, scale: Float32, lists: BlockSparseTensors | None,
         aux: AuxData, stream=None,
     ):  # fmt: skip
-        q, k, v, dout, lse, dpsum, dq_sum, dk, dv = [
-            align(x) for x in (q, k, v, dout, lse, dpsum, dq_sum, dk, dv)
-        ]
+        q, k, v, dout, lse, dpsum, dq_sum, dk, dv = [align(x) for x in (q, k, v, dout, lse, dpsum, dq_sum, dk, dv)]
         if const_expr(self.order is not None):
             q, k, v, dout = [tile_ordered(x, 1, *self.order) for x in (q, k, v, dout)]
             if const_expr(self.qhead_per_kvhead == 1):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from workbench.engines.triton.block_lists import every
 from workbench.patterns.base import Blocks
 from workbench.patterns.tile_order import TILE, Pairs, turn
 
@@ -86,20 +87,15 @@ def _of_heads(part: Lists, found: Pairs, batch: int, tiles: int) -> Lists:
 
 def of_blocks(each: list[Blocks]) -> Both:
     """The lists of the blocks of each sequence, or of all: of multiples of 128 queries and keys, each counted once."""
-    one, layouts = each[0], each[0].layouts
-    width = torch.cat([x.starts.diff() for x in each])
-    line = torch.arange(len(width)).repeat_interleave(width)
-    col, partial = torch.cat([x.columns for x in each]).long(), ~torch.cat([x.full for x in each])
-    row, layout = line % max(1, one.rows), line // max(1, one.rows)
+    one, (layout, row, col, full) = each[0], every(each)
     (high, wide), rows, cols = (x // TILE for x in one.block_size), -(-one.nq // TILE), -(-one.n // TILE)
     if high * wide > 1:  # each block as blocks of 128; of partial ones some are full or empty, which the mask finds too
         row = (row[:, None, None] * high + torch.arange(high)[:, None]).expand(-1, high, wide).flatten()
         col = (col[:, None, None] * wide + torch.arange(wide)).expand(-1, high, wide).flatten()
-        layout, partial = (x.repeat_interleave(high * wide) for x in (layout, partial))
+        layout, full = (x.repeat_interleave(high * wide) for x in (layout, full))
         there = (row < rows) & (col < cols)
-        row, col, layout, partial = row[there], col[there], layout[there], partial[there]
-    shape = (len(each), layouts, rows, cols)
-    return _both(layout, row, col, torch.zeros_like(row), partial, shape)
+        row, col, layout, full = row[there], col[there], layout[there], full[there]
+    return _both(layout, row, col, torch.zeros_like(row), ~full, (len(each), one.layouts, rows, cols))
 
 
 def _both(layout, row, col, times, partial, shape) -> Both:

@@ -11,18 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workbench.engines.triton import tile_ops, tile_sizes
+from workbench.engines.triton import tile_ops
 from workbench.patterns.tile_order import TileOrder
 
-ROWS = 64  # of a program of `rows_kernel`
 ELEMENTS = 4096  # of a program of `move_kernel`
-
-
-@triton.jit
-def position(place, segment, run, rate):
-    """The position of the token at a place (`TileOrder.position`)."""
-    inside = place % segment
-    return place - inside + inside % run * rate + inside // run
 
 
 @triton.jit(do_not_specialize=["n", "places", "segment", "run", "rate"])
@@ -30,7 +22,7 @@ def move_kernel(TOKENS, PLACES, t_b, t_n, p_b, p_n, n, places, segment, run, rat
                 WIDTH: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr, BACK: tl.constexpr):  # fmt: skip
     """Rows of WIDTH elements from their positions to their places, zeros where there is no token; or BACK."""
     place, b = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1).to(tl.int64)
-    at, x = position(place, segment, run, rate), tl.arange(0, BLOCK)
+    at, x = tile_ops.position(place, segment, run, rate), tl.arange(0, BLOCK)
     exists, inside = (place < places)[:, None] & (x < WIDTH)[None, :], (at < n)[:, None]
     TOKENS += b * t_b + at.to(tl.int64)[:, None] * t_n + x[None, :]
     PLACES += b * p_b + place.to(tl.int64)[:, None] * p_n + x[None, :]
@@ -64,36 +56,9 @@ def _move(tokens: Tensor, places: Tensor, order: TileOrder, back: bool) -> None:
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["heads", "n", "places", "segment", "run", "rate"])
-def rows_kernel(OUT, DO, LSE, DLSE, LSE2, DELTA, o_b, o_n, o_h, g_b, g_n, g_h, l_b, l_h, l_n, r_b, r_h, heads, n,
-                places, segment, run, rate, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr):  # fmt: skip
-    """LSE2: lse in base 2, +inf for a row that sees nothing or is padding; DELTA: rowsum(dO * out) - dlse."""
-    tiles, x = tl.cdiv(places, M), tl.program_id(0)
-    tile, x = x % tiles, x // tiles
-    h, b = (x % heads).to(tl.int64), (x // heads).to(tl.int64)
-    place, d = tile * M + tl.arange(0, M), tl.arange(0, BLOCK_D)
-    at = position(place, segment, run, rate)
-    exists, row = (at < n) & (place < places), at.to(tl.int64)
-    out = tile_ops.load(OUT + b * o_b + h * o_h + row[:, None] * o_n + d[None, :], exists, d, D, True)
-    do = tile_ops.load(DO + b * g_b + h * g_h + row[:, None] * g_n + d[None, :], exists, d, D, True)
-    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-    lse = tl.load(LSE + b * l_b + h * l_h + row * l_n, exists, float("-inf"))
-    if DLSE is not None:  # of a row that sees nothing it may be anything, NaN too
-        given = tl.load(DLSE + b * l_b + h * l_h + row * l_n, exists, 0.0)
-        delta -= tl.where(lse == float("-inf"), 0.0, given)
-    to = b * r_b + h * r_h + place
-    tl.store(LSE2 + to, tl.where(lse == float("-inf"), float("inf"), lse * tile_ops.LOG2E), place < places)
-    tl.store(DELTA + to, delta, place < places)
-
-
 def rows(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, order: TileOrder) -> tuple[Tensor, Tensor]:
     """lse in base 2 and delta, float32 (H, B, P) in tile order, of out and its gradient (B, N, H, D), lse (B, H, N)."""
-    b, _, h, d = out.shape
-    lse = lse.contiguous()
-    lse2, delta = torch.empty((2, h, b, order.padded), dtype=torch.float32, device=out.device)
-    rows_kernel[(b * h * triton.cdiv(order.padded, ROWS),)](
-        out, grad, lse, None if grad_lse is None else grad_lse.contiguous(), lse2, delta, *out.stride()[:3],
-        *grad.stride()[:3], *lse.stride(), lse2.stride(1), lse2.stride(0), h, order.n, order.padded,
-        order.segment, order.run, order.rate, D=d, BLOCK_D=tile_sizes.padded(d), M=ROWS,
-    )  # fmt: skip
-    return lse2, delta
+    found = torch.empty((2, out.shape[2], out.shape[0], order.padded), dtype=torch.float32, device=out.device)
+    sizes = order.n, order.padded, order.segment, order.run, order.rate
+    tile_ops.write_rows(grad, grad_lse, out, lse, *found.transpose(1, 2), sizes)
+    return tuple(found)

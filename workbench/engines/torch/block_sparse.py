@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from workbench.engines.merge import merge_
-from workbench.engines.torch import fused
+from workbench.engines.torch import fused, steps
 from workbench.patterns.base import Blocks
 
 ELEMENTS = 1 << 20  # gathered key elements a fused call: 4 MB in float32, which stay in a CPU's cache
@@ -36,7 +36,7 @@ class Strips(NamedTuple):
 def strips(blocks: Blocks, limit: int) -> Iterator[Strips]:
     """Every block of the layout once, in strips of equal length and kind."""
     columns = blocks.columns.long()
-    units = torch.repeat_interleave(torch.arange(len(blocks.starts) - 1, device=columns.device), blocks.starts.diff())
+    units = blocks.line
     whole = blocks.full
     if blocks.n % blocks.block_size[1]:  # the last key block is padded, and the padding has to be masked
         whole = whole & (columns < blocks.cols - 1)
@@ -54,11 +54,6 @@ def strips(blocks: Blocks, limit: int) -> Iterator[Strips]:
                     yield Strips(who // blocks.rows, who % blocks.rows, cols[at], full)
 
 
-def needed(blocks: Blocks) -> Tensor:
-    """int64: the key blocks that some query sees, in order. A card is waited for."""
-    return blocks.columns.long().unique()
-
-
 def stacks(blocks: Blocks, row_elements: int) -> Iterator[Strips]:
     """The strips in stacks whose gathered keys and masks stay within ELEMENTS and SCORES."""
     a, c = blocks.block_size
@@ -67,14 +62,8 @@ def stacks(blocks: Blocks, row_elements: int) -> Iterator[Strips]:
         height = max(1, limit // s.columns.shape[1])
         if not s.full:
             height = max(1, min(height, SCORES // (a * c * s.columns.shape[1])))
-        yield from split(s, height)
-
-
-def split(s: Strips, height: int) -> Iterator[Strips]:
-    """The strips in stacks of `height`."""
-    parts = (t.split(height) for t in (s.layout, s.rows, s.columns))
-    for layout, rows, columns in zip(*parts, strict=True):
-        yield Strips(layout, rows, columns, s.full)
+        for x in steps.starts(len(s.rows), height, 16):
+            yield Strips(*(of[x : x + height] for of in s[:3]), s.full)
 
 
 class Grid:
@@ -91,8 +80,7 @@ class Grid:
         self.front = blocks.n - blocks.nq - self.start  # rows of the first block that are no queries
         self.missing = blocks.cols * self.c - blocks.n  # positions that the last key block lacks
         self.place, self.cols, self.taken = torch.arange(blocks.cols, device=blocks.columns.device), blocks.cols, None
-        if blocks.nq < blocks.n:  # few queries need few blocks: no others are read
-            used = needed(blocks)
+        if (used := blocks.used) is not None:  # few queries need few blocks: no others are read
             self.place[used], self.cols = torch.arange(len(used), device=used.device), len(used)
             self.taken = (used[:, None] * self.c + torch.arange(self.c, device=used.device)).flatten()
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.engines.merge import merge_
-from workbench.engines.torch import fused
+from workbench.engines.torch import fused, steps
 
 ELEMENTS = 1 << 24  # of a fused call's output: bounds a forward's memory beyond its result
 
@@ -111,7 +111,7 @@ def parts(piece: Piece, d: int) -> Iterator[Piece]:
     """The same in runs of segments whose output stays under ELEMENTS."""
     each = len(range(*piece.queries.indices(piece.length))) * len(range(piece.heads.stop)[piece.heads]) * d
     step = max(1, ELEMENTS // max(1, each))
-    for s in range(0, piece.count, step):
+    for s in steps.starts(piece.count, step):
         yield piece._replace(start=piece.start + s * piece.length, count=min(step, piece.count - s))
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.engines import torch_rules
+from workbench.engines.torch import steps
 
 aten = torch.ops.aten
 GRID = 65_535  # the largest y and z of a CUDA grid, into which kernels fold batch and heads
@@ -27,7 +28,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: T
     A row that the mask hides entirely gets out 0 and lse -inf.
     """
     kind = kernel(q, mask)
-    parts = [_FORWARD[kind](*part, causal, scale) for part in _split(q, k, v, mask)]
+    parts = [_FORWARD[kind](*part, causal, scale) for part in _split(q, k, v, mask, MAX_BATCH)]
     out, lse = parts[0] if len(parts) == 1 else (torch.cat(p) for p in zip(*parts, strict=True))
     if mask is not None:
         seen = (mask > -torch.inf).any(-1)  # (X, 1, L)
@@ -44,9 +45,7 @@ def backward(grad: Tensor, q, k, v, out: Tensor, lse: Tensor, causal: bool, scal
         kind, most = ("efficient", most) if each > OFFSETS else (kind, min(most, OFFSETS // each))
     parts = [
         _BACKWARD[kind](g, *part, o, s, causal, scale)
-        for part, g, o, s in zip(
-            _split(q, k, v, mask, most), *(_chunks(t, most) for t in (grad, out, lse)), strict=True
-        )
+        for part, g, o, s in zip(_split(q, k, v, mask, most), *(t.split(most) for t in (grad, out, lse)), strict=True)
     ]
     return parts[0] if len(parts) == 1 else tuple(torch.cat(p) for p in zip(*parts, strict=True))
 
@@ -64,13 +63,9 @@ def kernel(q: Tensor, mask: Tensor | None = None) -> str:
     return next((x for x in ("flash", "efficient") if x in taken), "unfused")
 
 
-def _chunks(t: Tensor, most: int = MAX_BATCH):
-    return t.split(most)
-
-
-def _split(q, k, v, mask, most: int = MAX_BATCH):
-    masks = [None] * len(_chunks(q, most)) if mask is None else _chunks(mask, most)
-    return list(zip(*(_chunks(x, most) for x in (q, k, v)), masks, strict=True))
+def _split(q, k, v, mask, most: int):
+    masks = [None] * len(q.split(most)) if mask is None else mask.split(most)
+    return list(zip(*(x.split(most) for x in (q, k, v)), masks, strict=True))
 
 
 def _cpu_forward(q, k, v, mask, causal, scale):
@@ -139,7 +134,7 @@ def _unfused_forward(q, k, v, mask, causal, scale):
     k, v = _wide(expand_heads(k, q)), _wide(expand_heads(v, q))
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=k.dtype)
     step, length = _unfused_rows(q, k)
-    for start in range(0, length, step):
+    for start in steps.starts(length, step):
         rows = slice(start, start + step)
         s = _scores(q, k, mask, causal, scale, rows)
         lse[:, :, rows] = torch.logsumexp(s, -1)
@@ -152,7 +147,7 @@ def _unfused_backward(grad, q, k, v, mask, out, lse, causal, scale):
     wide_k, wide_v = _wide(expand_heads(k, q)), _wide(expand_heads(v, q))
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
     step, length = _unfused_rows(q, wide_k)
-    for start in range(0, length, step):
+    for start in steps.starts(length, step):
         rows = slice(start, start + step)
         do = _wide(grad[:, :, rows])
         p = torch.exp(_scores(q, wide_k, mask, causal, scale, rows) - lse[:, :, rows, None])
@@ -189,9 +184,4 @@ def sum_heads(x: Tensor, groups: int) -> Tensor:
 
 
 _FORWARD = {"cpu": _cpu_forward, "flash": _flash_forward, "efficient": _efficient_forward, "unfused": _unfused_forward}
-_BACKWARD = {
-    "cpu": _cpu_backward,
-    "flash": _flash_backward,
-    "efficient": _efficient_backward,
-    "unfused": _unfused_backward,
-}
+_BACKWARD = dict(zip(_FORWARD, (_cpu_backward, _flash_backward, _efficient_backward, _unfused_backward), strict=True))

@@ -52,14 +52,17 @@ class Plan(NamedTuple):
     rate: int = 0
 
 
+def every(each: list[Blocks]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each block its layout, counted on through batch entries, its row, its column, and whether it is full."""
+    layout = torch.cat([x.place[0] + place * x.layouts for place, x in enumerate(each)])
+    row, column, full = (torch.cat(x) for x in zip(*((x.place[1], x.columns, x.full) for x in each), strict=True))
+    return layout, row, column.long(), full
+
+
 def sides(each: list[Blocks]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each block its layout, counted on through batch entries, its row, its column, and whether it needs no mask."""
-    one = each[0]
+    """`every`, but what needs no mask for full."""
+    one, (layout, row, column, full) = each[0], every(each)
     (bq, bk), rows, cols = one.block_size, one.rows, one.cols
-    width = torch.cat([x.starts.diff() for x in each])
-    line = torch.arange(len(width), device=width.device).repeat_interleave(width)
-    column, full = torch.cat([x.columns for x in each]).long(), torch.cat([x.full for x in each])
-    row, layout = line % max(1, rows), line // max(1, rows)
     # A block that does not exist as a whole needs the mask.
     if one.n % bk:
         full = full & (column < cols - 1)

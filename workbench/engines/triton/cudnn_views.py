@@ -129,10 +129,6 @@ def groups(offsets: list[int], length: list[int]) -> list[tuple[int, int, int]]:
     for x, o in enumerate(offsets):
         residues.setdefault(o, []).append(x)
     apart = [(xs[0], xs[1] - xs[0] if len(xs) > 1 else 1, len(xs)) for xs in residues.values()]
-    if any(
-        xs != list(range(xs[0], xs[-1] + 1, step)) for xs, (_, step, _) in zip(residues.values(), apart, strict=True)
-    ):
-        apart = [(x, 1, 1) for x in range(len(offsets))]
     along, first = [], 0
     for x in range(1, len(offsets) + 1):
         if x == len(offsets) or offsets[x] != offsets[x - 1] + 1 or length[x] != length[first]:
@@ -165,7 +161,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out, lse, branch, segments: range, 
     for view in views(branch, segments, q.shape[3] * q.element_size(), room(out, 24), most(branch.w, q, k, v)):
         for b in range(q.shape[0]):
             results = attend(view.of(q, b, shift), view.of(k, b), view.of(v, b), causal, scale)
-            merge(*results, view.of(out, b, shift), view.of(lse, b, shift), branch.whole)
+            merge(*results, view.of(out, b, shift), view.of(lse, b, shift), first=branch.whole)
             del results  # before the next ones are made
 
 
@@ -194,7 +190,7 @@ def backward(grad, q, k, v, out, lse, dq, dk, dv, branch, segments: range, causa
                 view.of(lse, b, shift), causal, scale,
             )  # fmt: skip
             for x in range(3):
-                add(results[x], to[x], branch.whole and (x == 0 or shift == 0))
+                launch(add_kernel, results[x], to[x], first=branch.whole and (x == 0 or shift == 0))
             del results
 
 
@@ -226,14 +222,9 @@ def add_kernel(SOME, TO, s_s, s_h, s_n, t_s, t_h, t_n, heads, length,
     tile_ops.add(TO + s * t_s + h * t_h + row[:, None] * t_n + d[None, :], some, ours, d, D, FIRST)
 
 
-def merge(some: Tensor, its_lse: Tensor, out: Tensor, lse: Tensor, first: bool) -> None:
-    """Merge `some` and its_lse into out (S, H, L, D) and lse (S, H, L), in place; `first`: overwrite them."""
-    launch(merge_kernel, some, its_lse, out, lse, first=first)
-
-
-def add(some: Tensor, to: Tensor, first: bool) -> None:
-    """to (S, H, L, D) += some; `first`: = some."""
-    launch(add_kernel, some, to, first=first)
+def merge(*tensors: Tensor, first: bool = False) -> None:
+    """Merge some and its lse into out (S, H, L, D) and lse (S, H, L), in place; `first`: overwrite them."""
+    launch(merge_kernel, *tensors, first=first)
 
 
 def launch(kernel, *tensors: Tensor, first: bool) -> None:

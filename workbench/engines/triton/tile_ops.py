@@ -22,6 +22,7 @@ from workbench.engines.triton import tile_sizes as tiles
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton read it when it made these kernels
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+ROWS = 64  # of a program of `rows_kernel`
 
 
 @triton.jit
@@ -150,31 +151,46 @@ def finish(acc, peak, total):
 
 
 @triton.jit
-def rows_kernel(OUT, DO, LSE, DLSE, ROWS, o_b, o_n, o_h, g_b, g_n, g_h, nq, heads,
-                D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr):  # fmt: skip
-    """ROWS (B, H, Nq, 2): lse in base 2 (+inf for a row that sees nothing) and delta = rowsum(dO * out) - dlse."""
-    tiles = tl.cdiv(nq, M)
-    row = tl.program_id(0) // tiles
-    b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
-    i = (tl.program_id(0) % tiles) * M + tl.arange(0, M)
-    d, wide = tl.arange(0, BLOCK_D), i.to(tl.int64)[:, None]
-    out = load(OUT + b * o_b + h * o_h + wide * o_n + d[None, :], i < nq, d, D, True)
-    do = load(DO + b * g_b + h * g_h + wide * g_n + d[None, :], i < nq, d, D, True)
+def position(place, segment, run, rate):
+    """The position of the token at a place (`TileOrder.position`)."""
+    inside = place % segment
+    return place - inside + inside % run * rate + inside // run
+
+
+@triton.jit(do_not_specialize=["heads", "n", "places", "segment", "run", "rate"])
+def rows_kernel(OUT, DO, LSE, DLSE, LSE2, DELTA, o_b, o_n, o_h, g_b, g_n, g_h, l_b, l_h, l_n, r_b, r_h, r_n, heads, n,
+                places, segment, run, rate, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr):  # fmt: skip
+    """LSE2: lse in base 2, +inf for a row that sees nothing or is padding; DELTA: rowsum(dO * out) - dlse."""
+    tiles, x = tl.cdiv(places, M), tl.program_id(0)
+    tile, x = x % tiles, x // tiles
+    h, b = (x % heads).to(tl.int64), (x // heads).to(tl.int64)
+    place, d = tile * M + tl.arange(0, M), tl.arange(0, BLOCK_D)
+    at = position(place, segment, run, rate)
+    exists, row = (at < n) & (place < places), at.to(tl.int64)
+    out = load(OUT + b * o_b + h * o_h + row[:, None] * o_n + d[None, :], exists, d, D, True)
+    do = load(DO + b * g_b + h * g_h + row[:, None] * g_n + d[None, :], exists, d, D, True)
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-    at = row.to(tl.int64) * nq + i
-    lse = tl.load(LSE + at, i < nq, 0.0) * LOG2E
+    lse = tl.load(LSE + b * l_b + h * l_h + row * l_n, exists, float("-inf"))
     if DLSE is not None:  # of a row that sees nothing it may be anything, NaN too
-        delta -= tl.where(lse == float("-inf"), 0.0, tl.load(DLSE + at, i < nq, 0.0))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    tl.store(ROWS + 2 * at[:, None] + tl.arange(0, 2)[None, :], tl.join(lse, delta), (i < nq)[:, None])
+        given = tl.load(DLSE + b * l_b + h * l_h + row * l_n, exists, 0.0)
+        delta -= tl.where(lse == float("-inf"), 0.0, given)
+    to = b * r_b + h * r_h + place.to(tl.int64) * r_n
+    tl.store(LSE2 + to, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), place < places)
+    tl.store(DELTA + to, delta, place < places)
+
+
+def write_rows(grad, grad_lse: Tensor | None, out: Tensor, lse: Tensor, lse2: Tensor, delta: Tensor, order) -> None:
+    """lse2, delta (B, H, places), of the same strides; order: (positions, places, segment, run, rate)."""
+    (b, _, h, d), lse = out.shape, lse.contiguous()
+    rows_kernel[(b * h * triton.cdiv(order[1], ROWS),)](
+        out, grad, lse, None if grad_lse is None else grad_lse.contiguous(), lse2, delta, *out.stride()[:3],
+        *grad.stride()[:3], *lse.stride(), *lse2.stride(), h, *order, D=d, BLOCK_D=tiles.padded(d), M=ROWS,
+    )  # fmt: skip
 
 
 def rows(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
     """float32 (B, H, Nq, 2): what the backward needs of each row of queries, beside q and the gradient of out."""
-    b, nq, h, d = out.shape
-    result, M = torch.empty((b, h, nq, 2), dtype=torch.float32, device=out.device), 64
-    rows_kernel[(b * h * triton.cdiv(nq, M),)](
-        out, grad, lse, None if grad_lse is None else grad_lse.contiguous(), result, *out.stride()[:3],
-        *grad.stride()[:3], nq, h, D=d, BLOCK_D=tiles.padded(d), M=M,
-    )  # fmt: skip
+    b, nq, h, _ = out.shape
+    result = torch.empty((b, h, nq, 2), dtype=torch.float32, device=out.device)
+    write_rows(grad, grad_lse, out, lse, *result.unbind(-1), (nq, nq, nq, nq, 1))
     return result

@@ -1,0 +1,35 @@
+"""Pictures of a stream: memory and time against the number of tokens, across the point where the card ends."""
+
+import pandas as pd
+
+from workbench.fit import cards
+from workbench.plots import style
+
+LONGNET = style.family_color("Dilated")
+
+
+def against_n(plans: pd.DataFrame, runs: pd.DataFrame, card: str):
+    """Left the GiB on the card, right the seconds; lines are planned, dots measured.
+
+    plans: of `analysis.streams.planned`; runs: of its `measured`, or no rows.
+    """
+    fig, (memory, time) = style.subplots(1, 2, figsize=(10, 4))
+    memory.plot(plans["n"], plans["in_memory_gib"], color=style.COLORS["muted"], ls="--", label="in memory")
+    memory.plot(plans["n"], plans["streamed_gib"], color=LONGNET, label="streamed")
+    memory.axhline(cards.find(card).total_bytes / 2**30, color="#444444", lw=1, label=f"all of an {card.upper()}")
+    time.plot(plans["n"], plans["traffic_s"], color=style.COLORS["accent"], ls=":", label="copies")
+    if plans["products_s"].notna().any():
+        time.plot(plans["n"], plans["products_s"], color=LONGNET, label="products")
+    forward = runs[runs["mode"] == "fwd"] if len(runs) else runs
+    for x, marker in (("in memory", "o"), ("streamed", "s"), ("layer", "D")):
+        some = forward[forward["execution"] == x] if len(forward) else forward
+        if len(some):
+            color = style.COLORS["muted"] if x == "in memory" else LONGNET
+            time.plot(some["n"], some["seconds"], marker, color=color, label=f"{x}, measured", ms=5)
+    for ax, what in ((memory, "GiB on the card"), (time, "seconds")):
+        ax.set(xscale="log", yscale="log", xlabel="tokens", title=what)
+        style.log_ticks(ax.xaxis, style.length, [*plans["n"]][::2])
+        ax.legend()
+    return style.finish(
+        fig, "Memory on the card and time of a forward against the number of tokens, planned and measured."
+    )
