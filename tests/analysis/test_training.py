@@ -30,8 +30,8 @@ def test_models_learn_and_the_figures_and_sentences_say_so():
     assert table["pairs per token"].tolist() == [16.5, patterns["longnet"].pairs(32, 2) / 64]
     table = table.assign(**{"learnt at step": [20, float("nan")], "loss": [0.0, 2.0]})
     said = training.answer(table)
-    assert said[0] == "Dense answers from step **20** on (loss 0.00; a guess: 2.08)."
-    assert said[1].startswith("LongNet, with 0.") and "has not learnt to answer (loss 2.00" in said[1]
+    assert said[0] == "Dense, with 16.5 pairs per token, answers from step **20** on (loss 0.00; a guess: 2.08)."
+    assert said[1].startswith("LongNet, with ") and "has not learnt to answer (loss 2.00" in said[1]
     families = {label: type(pattern).__name__ for label, pattern in patterns.items()}
     assert "LongNet 2.00" in draw.quality(table, families).get_label()
     assert [len(ax.lines) for ax in draw.losses(rows, families).axes] == [3, 3]

@@ -89,13 +89,12 @@ def summary(rows: pd.DataFrame, patterns: Mapping[str, Pattern], n: int, heads: 
 
 
 def answer(table: pd.DataFrame) -> list[str]:
-    """Which pattern finds the needle, in sentences. table: of `summary`, the first line of the dense twin."""
-    said, dense = [], table.iloc[0]
+    """Which pattern finds the needle, in sentences. table: of `summary`."""
+    said = []
     for label, one in table.iterrows():
         learnt = one["learnt at step"]
         how = f"answers from step **{learnt:.0f}** on" if learnt == learnt else "has not learnt to answer"
-        pairs = number(one["pairs per token"] / dense["pairs per token"])
-        of = f", with {pairs} times the pairs of {title(table.index[0])}," if label != table.index[0] else ""
+        of = f", with {number(one['pairs per token'])} pairs per token,"
         name = title(label)
         said.append(f"{name[0].upper()}{name[1:]}{of} {how} (loss {one['loss']:.2f}; a guess: {GUESS:.2f}).")
     return said
