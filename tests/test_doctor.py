@@ -15,6 +15,11 @@ def as_a_user(monkeypatch):
     monkeypatch.setattr(triton_backend, "interpreted", lambda: False)
 
 
+@pytest.fixture
+def one_case(monkeypatch):
+    monkeypatch.setattr(doctor, "CASES", {"dilated": doctor.CASES["dilated"]})
+
+
 def test_reports_versions_and_every_backend(capsys):
     assert doctor.main() == 0
     said = capsys.readouterr().out
@@ -24,6 +29,7 @@ def test_reports_versions_and_every_backend(capsys):
             assert f"{backend:11}{mode:10}float64, float32, bfloat16, float16: exact\n" in said
 
 
+@pytest.mark.usefixtures("one_case")
 def test_a_wrong_backend_is_called_wrong(monkeypatch, capsys):
     right = error.attention
 
@@ -48,6 +54,7 @@ def test_a_crash_is_an_answer(monkeypatch):
     assert said == "FAILED: RuntimeError: no kernel image"
 
 
+@pytest.mark.usefixtures("one_case")
 def test_a_missing_package_is_named(monkeypatch, capsys):
     monkeypatch.setattr(doctor.requirements, "declared", lambda: ["no-such-package-anywhere"])
     assert doctor.main() == 1

@@ -16,21 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from workbench import (
-    BlockSparse,
-    Dense,
-    Dilated,
-    Neighborhood,
-    PerHead,
-    Predicate,
-    Window,
-    attention,
-    layouts,
-    reference,
-    swin,
-)
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, PerHead, Predicate, Window, attention, layouts
 from workbench.distributed.views import some_heads
-from workbench.patterns import orderings
+from workbench.engines.reference import reference
+from workbench.patterns import orderings, swin
 from workbench.probes import error
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

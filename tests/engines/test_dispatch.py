@@ -12,20 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests import tools
-from workbench import (
-    BlockSparse,
-    Dense,
-    Dilated,
-    Neighborhood,
-    Predicate,
-    attention,
-    captured_mass,
-    distributed,
-    explain,
-    layouts,
-    reference,
-)
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, distributed, layouts
+from workbench.analysis.mass import captured_mass
 from workbench.engines import dispatch
+from workbench.engines.dispatch import explain
+from workbench.engines.reference import reference
 
 PATTERNS = [
     Dense(), Dense(True), Dilated([4, 8], [1, 2]), Dilated([4, 8], [1, 2], causal=True, heads="partition"),

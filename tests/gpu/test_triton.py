@@ -13,7 +13,7 @@ from workbench.patterns import orderings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES, WIDE = (torch.float32, torch.bfloat16, torch.float16), (torch.float32, torch.float64)
 
 
 def edge(c):
@@ -179,4 +179,6 @@ def test_auto_takes_the_kernels_for_16_bits():
         with torch.autocast("cuda", torch.bfloat16):
             assert explain(q.float(), k.float(), v.float(), pattern) == words
     assert explain(q, k, v, BlockSparse(layouts.local(1), 24)).startswith("torch: ")
-    assert explain(q.float(), k.float(), v.float(), Dilated([64], [2])).startswith("torch: ")
+    local, (single, double) = BlockSparse(layouts.local(1)), ([x.to(y) for x in (q, k, v)] for y in WIDE)
+    assert explain(*single, Dilated([64], [2])).startswith("torch: ") and explain(*double, local).startswith("torch: ")
+    assert explain(*single, local).startswith("triton: ")

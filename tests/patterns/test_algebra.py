@@ -6,19 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.patterns import (
-    BlockSparse,
-    Combined,
-    Dense,
-    Dilated,
-    Neighborhood,
-    PerHead,
-    Predicate,
-    Window,
-    from_spec,
-    layouts,
-    orderings,
-)
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, PerHead, Predicate, Window, layouts, orderings
+from workbench.patterns import Combined, from_spec
 from workbench.patterns.dilated import PAPER
 
 LONG = 1 << 18

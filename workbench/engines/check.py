@@ -76,7 +76,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, shapes: str) -> None:
 def refuse(name: str, options: dict) -> None:
     """ValueError for options that the function `name` does not have: each with the place where its meaning goes."""
     for option, value in options.items():
-        raise ValueError(f"{option}={value!r}: {name} has no such option; {ELSEWHERE.get(option, 'see its help')}")
+        way = ELSEWHERE.get(option, "see its help")
+        raise ValueError(f"{option}={describe(value)}: {name} has no such option; {way}")
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

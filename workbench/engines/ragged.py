@@ -31,7 +31,7 @@ def cut(q: Tensor, k: Tensor, pattern: Pattern, lengths, documents) -> Line:
     if padded and documents is not None:
         raise ValueError("lengths and documents: want one of them; padding may have an id of its own in documents")
     if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name}={describe(value)}: want an int32 or int64 tensor")
+        raise ValueError(f"{name}={describe(value)}: want an int32 or int64 tensor, e.g. torch.tensor([300, 120])")
     if q.shape[1] != n:
         raise ValueError(f"{name} with {q.shape[1]} queries on {n} keys: want all the queries, Nq == N")
     value = value.cpu().long()

@@ -1,4 +1,8 @@
-"""Patterns made of patterns: `a | b`, `a & b`, `a - b` of any two, and another pattern for each head."""
+"""Patterns made of patterns: `a | b`, `a & b`, `a - b` of any two, and another pattern for each head.
+
+A combination is a set: a key that two branches of a Dilated show counts twice in Dilated's own softmax, and once in
+that of `Dilated(...) | Window(...)`.
+"""
 
 from __future__ import annotations
 

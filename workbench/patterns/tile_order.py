@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workbench.patterns.base import Pattern
+from workbench.patterns.base import Pattern, ranges
 from workbench.patterns.checks import whole
 from workbench.patterns.dilated import Dilated
 
@@ -174,10 +174,8 @@ def pairs(pattern: Dilated, order: TileOrder, heads: int, nq: int) -> Pairs:
             kept = (residue % r == o).nonzero()[:, 0]  # none where the head is not in the branch: its offset is -1
             # Each kept tile with all kept tiles of its segment: `many` of a segment, `at` the segment of each.
             many, at = torch.unique_consecutive(start[kept] // w, return_inverse=True, return_counts=True)[:0:-1]
-            row, line = kept.repeat_interleave(many[at]), torch.arange(len(kept)).repeat_interleave(many[at])
-            before = (many[at].cumsum(0) - many[at])[line]
-            col = kept[(many.cumsum(0) - many)[at[line]] + torch.arange(len(row)) - before]
-            shown.append(row * period + col)
+            col = kept[ranges((many.cumsum(0) - many)[at], many[at])]
+            shown.append(kept.repeat_interleave(many[at]) * period + col)
         pair, times = torch.cat(shown).unique(return_counts=True)
         row, col = pair // period, pair % period
         seen = begin[row] >= begin[col] if pattern.causal else torch.ones_like(row, dtype=torch.bool)
