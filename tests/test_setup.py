@@ -70,7 +70,7 @@ def test_the_whole_closure_is_pinned(python, system):
         todo += [r for r in needs if not r.marker or any(r.marker.evaluate(facts | {"extra": e}) for e in extras)]
 
 
-BROUGHT = {"triton", "cutlass", "flash_attn", "quack", "transformers"}  # by a CUDA torch, and by extras
+BROUGHT = {"triton", "cutlass", "flash_attn", "quack", "transformers", "ray"}  # by a CUDA torch, and by extras
 
 
 def test_what_is_imported_is_declared():

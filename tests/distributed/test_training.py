@@ -6,6 +6,7 @@ import torch
 from tests import tools
 from tests.distributed import train
 from tests.distributed.train import EVEN, HOLE, PATTERNS, UNEVEN
+from workbench import Cache
 from workbench.distributed import training
 
 TOLERANCE = 1e-12
@@ -89,6 +90,8 @@ def test_without_a_process_group():
         training.mesh()
     x, (one, other) = torch.randn(2, 20, 5).double(), (train.model("dilated", alone=alone) for alone in (True, False))
     assert torch.equal(one(x), other(x)) and "ranks=1" in repr(other)
+    with pytest.raises(ValueError, match="a cache over ranks: want a layer of one device to decode with"):
+        other[1].attention(torch.ones(1, 1, 16).double(), cache=Cache(other[1].attention.pattern))
 
 
 LONGNETS = {

@@ -1,8 +1,8 @@
 """Small models side by side: one task, the same first weights and sequences, a pattern each.
 
 The task is a needle in a haystack: text, here this package's own source, byte by byte; early in it one of VALUES tokens
-that are no bytes; and in its second half, at some places, the token ASK, to which that value is the answer. Only the
-answers count: they cannot be learnt from what is near.
+that are no bytes; and at half of the places of its second half the token ASK, to which that value is the answer. Only
+the answers count: they cannot be learnt from what is near.
 
 Dimensions: B batch, N tokens.
 """
@@ -17,7 +17,6 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-import workbench
 from workbench.fit import estimate
 from workbench.fit.model import Model
 from workbench.harness.narrate import number, title
@@ -33,16 +32,16 @@ GUESS = math.log(VALUES)  # the loss of an answer by one who has not seen the ne
 @functools.cache
 def source() -> Tensor:
     """The bytes of the package's Python files, int64."""
-    files = sorted(Path(workbench.__file__).parent.rglob("*.py"))
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
     return torch.frombuffer(bytearray(b"".join(x.read_bytes() for x in files)), dtype=torch.uint8).long()
 
 
-def haystack(batch: int, n: int, generator: torch.Generator, asked: int = 16) -> tuple[Tensor, Tensor]:
+def haystack(batch: int, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """tokens and labels (B, N), on the CPU; labels are IGNORED but where it is asked."""
     at = torch.randint(len(source()) - n, (batch, 1), generator=generator)
     tokens, labels = source()[at + torch.arange(n)], torch.full((batch, n), IGNORED)
     value = torch.randint(256, ASK, (batch, 1), generator=generator)
-    places = n // 2 + torch.rand(batch, n // 2, generator=generator).argsort(1)[:, :asked]
+    places = n // 2 + torch.rand(batch, n // 2, generator=generator).argsort(1)[:, : n // 4]
     tokens.scatter_(1, torch.randint(max(1, n // 8), (batch, 1), generator=generator), value).scatter_(1, places, ASK)
     return tokens, labels.scatter_(1, places, value.expand(-1, places.shape[1]))
 
@@ -90,14 +89,14 @@ def summary(rows: pd.DataFrame, patterns: Mapping[str, Pattern], n: int, heads: 
 
 
 def answer(table: pd.DataFrame) -> list[str]:
-    """Which pattern finds the needle, in sentences. table: of `summary`, the first line of the dense twin."""
-    said, dense = [], table.iloc[0]
+    """Which pattern finds the needle, in sentences. table: of `summary`."""
+    said = []
     for label, one in table.iterrows():
         learnt = one["learnt at step"]
         how = f"answers from step **{learnt:.0f}** on" if learnt == learnt else "has not learnt to answer"
-        pairs = number(one["pairs per token"] / dense["pairs per token"])
-        of = f", with {pairs} of its pairs," if label != table.index[0] else ""
-        said.append(f"{title(label)}{of} {how} (loss {one['loss']:.2f}; a guess: {GUESS:.2f}).")
+        of = f", with {number(one['pairs per token'])} pairs per token,"
+        name = title(label)
+        said.append(f"{name[0].upper()}{name[1:]}{of} {how} (loss {one['loss']:.2f}; a guess: {GUESS:.2f}).")
     return said
 
 
@@ -111,10 +110,13 @@ def differences(model: Transformer, losses: Mapping[str, Tensor]) -> pd.DataFram
 
 
 def steps_on(card: str, n: int, patterns: Mapping[str, Pattern], options: dict) -> pd.DataFrame:
-    """A line per pattern, without checkpoints and with: the GiB of a card that a training step takes, predicted."""
+    """A line per pattern: its pairs, and the GiB of a card that a training step takes without checkpoints and with,
+    predicted. options: of `fit.model.Model`."""
     rows = []
     for label, pattern in patterns.items():
-        for again in (False, True):
-            traced = estimate.trace(Model(pattern, n, checkpoint=again, **options), card)
-            rows.append({"pattern": title(label), "checkpoints": again, "GiB": traced.device_bytes / 2**30})
+        plain, again = (Model(pattern, n, checkpoint=x, **options) for x in (False, True))
+        row = {"pattern": title(label), "pairs per token": pattern.pairs(n, plain.heads) / n / plain.heads}
+        for name, case in (("GiB", plain), ("GiB with checkpoints", again)):
+            row[name] = estimate.trace(case, card).device_bytes / 2**30
+        rows.append(row)
     return pd.DataFrame(rows).set_index("pattern")

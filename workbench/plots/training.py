@@ -19,7 +19,7 @@ def losses(rows, families: dict):
             ends.append((some[x].iloc[-1], y.iloc[-1], title(label), color))
         ax.axhline(GUESS, color="#767676", linewidth=0.8)
         note(ax, "a guess", (rows[x].max() * 0.02, GUESS), (0, -11), color="#767676")
-        ax.set(xlabel=x if x == "step" else "seconds of training", ylim=(0, None), xlim=(0, rows[x].max()))
+        ax.set(xlabel=x if x == "step" else "seconds of training", ylim=(0, 1.5 * GUESS), xlim=(0, rows[x].max()))
         if x == "seconds":
             name_ends(ax, [(rows[x].max(), *end[1:]) for end in ends])
     axes[0].set(ylabel="loss of the answers (nats)")
