@@ -53,6 +53,8 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, **options) -> Tensor:
         """Logits (B, N, vocab), or of labels (B, N) the `loss`. options: lengths, documents, as of `wb.attention`."""
+        if labels is not None:
+            _check("labels", labels, like=tokens)
         x = self.features(tokens, **options)
         return self.head(x) if labels is None else cross_entropy(x, self.head.weight, labels, IGNORED)
 
@@ -83,11 +85,11 @@ class Transformer(nn.Module):
                 raise ValueError(f"{name}={describe(value)}: want an int32 or int64 tensor")
         if labels is None:
             labels = self.next_tokens(tokens, lengths, documents)
-        _check("labels", labels, like=tokens)
         return self(tokens, labels, **ragged)
 
     def next_tokens(self, tokens: Tensor, lengths=None, documents=None) -> Tensor:
         """The labels (B, N) of `loss` by default."""
+        _check("tokens", tokens)
         if not self.pattern.causal:
             raise ValueError("labels=None: want labels (B, N), since a pattern that is not causal sees the next token")
         labels = nn.functional.pad(tokens[:, 1:], (0, min(1, tokens.shape[1])), value=IGNORED)
@@ -135,6 +137,7 @@ class Transformer(nn.Module):
 
 
 def _check(name: str, value, least: int = 0, like: Tensor | None = None) -> None:
+    """ValueError where the value is no tensor of integers (B, N), of the shape of `like`."""
     fits = isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() == 2
     if not fits or value.shape[1] < least or like is not None and value.shape != like.shape:
         more = ", N at least 1" * least + ", of tokens and labels alike" * (like is not None)
