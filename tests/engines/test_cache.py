@@ -18,6 +18,7 @@ PATTERNS = {
     "dilated-prime-segments": Dilated([7, 13], [3, 5], True), "dilated-no-row-kept": Dilated([2, 999], [5, 2], True),
     "dilated-partition": Dilated([8, 16, 32], [1, 2, 4], True, heads="partition"),
     "dilated-blocked": Dilated([8, 16], [2, 3], True, offsets="blocked"),
+    "window-far": Window(3, True, dilation=10**12, sinks=2),
     "local": BlockSparse(layouts.local(1), 4, True), "strided": BlockSparse(layouts.strided(3), 4, True),
     "local-global-uneven": BlockSparse(layouts.local(1) | layouts.global_(1), (4, 8), True),
     "blocks-and-predicate": BlockSparse(layouts.local(1), 8, True) & Predicate(tools.some_rows_only),

@@ -56,6 +56,12 @@ def test_documents_are_as_calls_of_their_own(option, batch, n, documents, patter
     torch.testing.assert_close(attention(*inputs[:3], pattern, **option), want["out"])
 
 
+def test_no_tokens_are_no_documents():
+    q, nothing = torch.zeros(2, 0, 4, 8), torch.zeros(2, 0, dtype=torch.int64)
+    out, lse = attention(q, q, q, Dense(), documents=nothing, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (2, 4, 0)
+
+
 def test_what_is_in_the_padding_is_never_read_and_gets_no_gradient():
     q, k, v, g, _ = tools.Case("", None, 9, batch=2).inputs(torch.float64)
     lengths = torch.tensor([4, 6])

@@ -23,9 +23,9 @@ PATTERNS = {
 
 SIZES = {"n": 1024, "heads": 4, "head_dim": 16, "dtype": "float32", "backend": "torch"}
 MODES = ["fwd", "fwdbwd"]
-# What is on the host with a real card, in numbers of 8 bytes, when a peak is reached. The cells of a grid's tokens:
-# all, the rank's own ones or, behind the call at its border, also those of 2 lines of the other rank, 2 lines that see
-# these, and 2 lines that those see. The columns of a rank's own blocks, once a mask has been made of them.
+# What is on the host with a real card, in numbers of 8 bytes, when a peak is reached. The cells of a grid: all, the
+# rank's own ones or, behind the call at its border, also those of 2 lines of the other rank, 2 lines that see these,
+# and 2 that those see. The columns of a rank's own blocks, once a mask has been made of them.
 ON_HOST = {
     "grid heads fwd": 1024, "grid heads fwdbwd": 1024, "grid sequence fwd": 512, "grid sequence fwdbwd": 512 + 3 * 64,
     "blocks-causal sequence fwdbwd": 8,

@@ -113,6 +113,11 @@ def test_what_cannot_be_meant_is_refused():
             longnet().generate(words(), 3, **options)
     with pytest.raises(ValueError, match=r"a cache of Dense\(causal=True\): want one of the layer's pattern, Dilated"):
         longnet().features(words(), [Cache(Dense(True))] * 2)
+    for labels in (words()[:, 1:], words().float()):
+        with pytest.raises(ValueError, match=r"labels is .*: want integers \(B, N\), of tokens and labels alike"):
+            model.loss(words(), labels)
+    with pytest.raises(ValueError, match=r"lengths=\[3, 4\]: want an int32 or int64 tensor"):
+        longnet().loss(words(), lengths=[3, 4])
     for name, value in (("depth", 0), ("vocab", "many"), ("checkpoint", 1), ("rotary", True)):
         with pytest.raises(ValueError, match=f"^{name}="):
             Transformer(**SIZES | {"pattern": Dense(), name: value})

@@ -78,6 +78,7 @@ def test_operators_join_and_have_names():
     assert (a | (b & c)).short_name == "window-512 | (global-1 & dense)"
     assert repr(a - (b | c)).startswith("Window(width=512, causal=True, dilation=1, sinks=0) - (BlockSparse(")
     assert PerHead([a, a, c]).name == "per-head[2 x window-512-causal, 1 x dense-causal]"
+    assert PerHead([Window(4), Window(4)]).name == "per-head[2 x window-4]"  # two objects, as a spec may have them
     assert [(a | c).causal, (a | b).causal, (a & b).causal, (a - b).causal, (b - a).causal] == [1, 0, 1, 1, 0]
     with pytest.raises(TypeError):
         a | 3

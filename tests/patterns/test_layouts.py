@@ -98,7 +98,7 @@ def test_a_batch_is_indexed():
     layout = explicit(blocks) | local(0)
     assert layout.batch == 3 and local(1).batch is None
     one = layout.for_batch(2)
-    assert one.batch is None
+    assert one.batch is None and grid_of(explicit(torch.ones(0, 4, 4) > 0), 4, 4, heads=0).shape == (0, 4, 4)
     assert torch.equal(grid_of(one, 4, 4, heads=2), blocks[2] | torch.eye(4, dtype=torch.bool))
     with pytest.raises(ValueError, match="layout of batch 3: index the batch"):
         grid_of(layout, 4, 4, heads=2)

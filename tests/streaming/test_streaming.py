@@ -29,6 +29,7 @@ CASES = {  # name: (pattern, positions, heads, key heads, chunk)
     "causal window": (wb.Window(50, causal=True), 333, 4, 2, 64),
     "sinks": (wb.Window(20, causal=True, sinks=5), 200, 2, 1, 64),
     "a predicate": (wb.Predicate(lambda h, i, j: (i - j) % 3 == 0, causal=True), 150, 2, 2, 64),
+    "blocks drawn for each head": (wb.BlockSparse(wb.layouts.random(0.3, 1, True), 16, causal=True), 120, 2, 2, 50),
     "grid": (wb.Neighborhood((20, 17), 3, wb.orderings.hilbert((20, 17))), 340, 2, 2, 64),
 }
 BACKWARD = [name for name in CASES if not name.startswith(("dense", "blocks", "grid", "sinks", "a pred"))]

@@ -81,7 +81,8 @@ class Gathered(Pattern):
     def __init__(self, whole: Pattern, first: int, all_heads: int, n: int = 0, position=None, moved: int = 0):
         self.whole, self.first, self.all_heads, self.n = whole, first, all_heads, n
         self.same_heads = whole.same_heads
-        self.position, self.moved, self.block_size = position, moved, whole.block_of()
+        self.position, self.moved = position, moved
+        self.block_size = tuple(min(n or x, x) for x in whole.block_of())  # as `beside` has them
 
     def count(self, h, i, j, n, heads):
         if self.position is None:
@@ -197,5 +198,5 @@ def beside(pattern: Pattern, queries: range, own: range, needed: Tensor, n: int,
         return seen & (column >= 0) & (i <= last)
 
     layout = Layout("gathered", {}, visible, pattern.layout.per_head)
-    view = BlockSparse(layout, pattern.block_size, pattern.causal and bool(own))
+    view = BlockSparse(layout, (bq, bk), pattern.causal and bool(own))
     return View(view, position, spare)

@@ -25,7 +25,7 @@ from workbench.patterns import Dense, Dilated, Neighborhood, Pattern, Window
 from workbench.patterns.checks import describe, whole
 from workbench.patterns.listed import Looked
 
-FAR = 1 << 62
+FAR, MOST = 1 << 62, 1 << 10  # MOST: lanes of a window
 ALL = slice(None)
 Part = tuple[slice, slice, Tensor, Tensor]  # some of the new tokens and heads, their out (B, c, h, D) and lse (B, h, c)
 
@@ -199,7 +199,7 @@ class Cache:
         pattern = self.pattern
         if isinstance(pattern, Dense):
             return [Lane(ALL, ALL, limit=self.max_len or FAR)]
-        if isinstance(pattern, Window):
+        if isinstance(pattern, Window) and pattern.dilation <= MOST:
             rate, sinks = pattern.dilation, pattern.sinks
             first = [Lane(ALL, ALL, end=sinks, limit=sinks)] if sinks else []
             return first + [Lane(ALL, ALL, FAR, rate, o, sinks, FAR, pattern.width) for o in range(rate)]

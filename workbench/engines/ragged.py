@@ -39,6 +39,7 @@ def cut(q: Tensor, k: Tensor, pattern: Pattern, lengths, documents) -> Line:
         raise ValueError(f"lengths={value.tolist()}: want {b} of them, from 0 to {n}, padding on the right")
     sequences = torch.stack([value * 0, value], 1) + torch.arange(b)[:, None] * n if padded else None
     starts = sequences.flatten() if padded else _starts(value, b, n)
+    starts = starts if len(starts) else torch.zeros(1, dtype=torch.int64)  # no tokens are one document
     sizes = starts.diff(append=torch.tensor([b * n])).tolist()
     entries = (starts // max(1, n) if pattern.batch else starts * 0).tolist()
     kinds: list = list(zip(entries, sizes, strict=True))

@@ -58,7 +58,7 @@ class Transformer(nn.Module):
 
     def features(self, tokens: Tensor, caches: list[Cache] | None = None, **options) -> Tensor:
         """What the head sees, (B, N, dim), normalised. caches: one a layer, and the tokens are those that come next."""
-        _check(tokens)
+        _check("tokens", tokens)
         tiled = self.tokens != "natural" and caches is None
         order = tile_order(self.pattern, tokens.shape[1]).to(tokens.device) if tiled else None
         x = self.embedding(tokens if order is None else tokens[:, order]) * self.embedding.embedding_dim**0.5
@@ -77,8 +77,13 @@ class Transformer(nn.Module):
         Labels of -100 do not count, nor do by default what is behind a sequence's length and the first token of another
         document. All logits at once, N times vocab, are never held.
         """
-        labels = self.next_tokens(tokens, lengths, documents) if labels is None else labels
         ragged = {name: x for name, x in (("lengths", lengths), ("documents", documents)) if x is not None}
+        for name, value in ragged.items():
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name}={describe(value)}: want an int32 or int64 tensor")
+        if labels is None:
+            labels = self.next_tokens(tokens, lengths, documents)
+        _check("labels", labels, like=tokens)
         return self(tokens, labels, **ragged)
 
     def next_tokens(self, tokens: Tensor, lengths=None, documents=None) -> Tensor:
@@ -103,7 +108,7 @@ class Transformer(nn.Module):
         chunk: how many tokens of the prompt go through the layers at once. lengths (B,): of prompts that are padded on
         the right; behind what follows a prompt are zeros then. Dropout, if any, wants `eval()` first.
         """
-        _check(tokens, 1)
+        _check("tokens", tokens, least=1)
         new, chunk, (batch, n) = whole("new", new, 0), whole("chunk", chunk, 1), tokens.shape
         temperature = number("temperature", temperature, -1e-300, FINITE, "a number from 0 on")
         options = {"temperature": temperature, "generator": generator, "chunk": chunk}
@@ -129,10 +134,11 @@ class Transformer(nn.Module):
         return tokens
 
 
-def _check(tokens, least: int = 0) -> None:
-    integers = isinstance(tokens, Tensor) and tokens.dtype in (torch.int64, torch.int32)
-    if not integers or tokens.dim() != 2 or tokens.shape[1] < least:
-        raise ValueError(f"tokens is {describe(tokens)}: want integers (B, N){', N at least 1' * least}")
+def _check(name: str, value, least: int = 0, like: Tensor | None = None) -> None:
+    fits = isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() == 2
+    if not fits or value.shape[1] < least or like is not None and value.shape != like.shape:
+        more = ", N at least 1" * least + ", of tokens and labels alike" * (like is not None)
+        raise ValueError(f"{name} is {describe(value)}: want integers (B, N){more}")
 
 
 class LongNet(Transformer):

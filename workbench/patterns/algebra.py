@@ -27,6 +27,8 @@ class _Made(Listed):
             if not isinstance(part, Pattern):
                 raise ValueError(f"{part!r} among the parts of a pattern: want patterns, e.g. Window(512)")
         self.of = tuple(of)
+        if not self.of:
+            raise ValueError("of=[]: want patterns, e.g. [Window(512), Dense()]")
         batches = {part.batch for part in self.of} - {None}
         if len(batches) > 1:
             raise ValueError(f"patterns of batches {sorted(batches)}: want one batch size")
@@ -164,8 +166,6 @@ class PerHead(_Made):
 
     def __init__(self, of):
         super().__init__(listed("of", of))
-        if not self.of:
-            raise ValueError("of=[]: want a pattern for each head")
         self.causal = all(part.causal for part in self.of)
 
     @property
@@ -225,7 +225,7 @@ class PerHead(_Made):
 
     def _joined(self, names) -> str:
         names = list(names)
-        runs = [x for x in range(len(names)) if not x or self.of[x] is not self.of[x - 1]]
+        runs = [x for x in range(len(names)) if not x or names[x] != names[x - 1]]
         each = (f"{b - a} x {names[a]}" for a, b in zip(runs, [*runs[1:], len(names)], strict=True))
         return f"per-head[{', '.join(each)}]"
 

@@ -212,6 +212,8 @@ def random(density: float, seed: int = 0, per_head: bool = False) -> Layout:
     def visible(h, i, j, grid):
         rows, cols = grid
         total = max(rows, round(density * rows * cols))
+        if i.is_meta:  # traced without contents
+            return (h + i + j) < 0
         lines, line = i.unique(return_inverse=True)
         heads, head = h.unique(return_inverse=True) if per_head else (h.new_zeros(1), h * 0)
         table = torch.zeros(len(heads), len(lines), cols, dtype=torch.bool, device="cpu")
@@ -251,7 +253,7 @@ def _explicit(blocks: Tensor, name: str) -> Layout:
             raise ValueError(f"layout of batch {len(table)}: index the batch, for_batch(b), first")
         return table[h, i, j] if per_head else table.view(table.shape[-2:])[i, j]
 
-    per_head = blocks.ndim > 2 and blocks.shape[-3] > 1
+    per_head = blocks.ndim > 2 and blocks.shape[-3] != 1
     return Layout("explicit", {"name": name}, visible, per_head, (), blocks)
 
 
