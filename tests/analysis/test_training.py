@@ -1,6 +1,5 @@
 """The task of notebook 07, and what is said of models that learn it."""
 
-import pandas as pd
 import pytest
 import torch
 
@@ -38,10 +37,3 @@ def test_models_learn_and_the_figures_and_sentences_say_so():
     tokens = training.haystack(1, 32, torch.Generator())[0]
     ways = {x: models["dense"].loss(tokens) * many for x, many in (("one", 1), ("other", 1.5))}
     assert training.differences(models["dense"], ways)["gradients differ by"].tolist() == pytest.approx([0, 0.5])
-
-
-def test_a_step_on_a_card_is_that_of_the_model():
-    options = {"heads": 2, "head_dim": 64, "dtype": "bfloat16", "mode": "fwdbwd", "device": "cuda", "layers": 2}
-    table = training.steps_on("h100", 2048, {"dense": wb.Dense(True)}, options | {"vocab": 100})
-    assert isinstance(table, pd.DataFrame) and table["GiB with checkpoints"].item() < table["GiB"].item()
-    assert table["pairs per token"].item() == 1024.5

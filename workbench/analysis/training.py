@@ -17,8 +17,6 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from workbench.fit import estimate
-from workbench.fit.model import Model
 from workbench.harness.narrate import number, title
 from workbench.models.transformer import IGNORED, Transformer
 from workbench.patterns import Pattern
@@ -107,16 +105,3 @@ def differences(model: Transformer, losses: Mapping[str, Tensor]) -> pd.DataFram
     first = next(iter(found.values()))
     rows = [(x, y.item(), float((found[x] - first).abs().max() / first.abs().max())) for x, y in losses.items()]
     return pd.DataFrame(rows, columns=["way", "loss", "gradients differ by"]).set_index("way")
-
-
-def steps_on(card: str, n: int, patterns: Mapping[str, Pattern], options: dict) -> pd.DataFrame:
-    """A line per pattern: its pairs, and the GiB of a card that a training step takes without checkpoints and with,
-    predicted. options: of `fit.model.Model`."""
-    rows = []
-    for label, pattern in patterns.items():
-        plain, again = (Model(pattern, n, checkpoint=x, **options) for x in (False, True))
-        row = {"pattern": title(label), "pairs per token": pattern.pairs(n, plain.heads) / n / plain.heads}
-        for name, case in (("GiB", plain), ("GiB with checkpoints", again)):
-            row[name] = estimate.trace(case, card).device_bytes / 2**30
-        rows.append(row)
-    return pd.DataFrame(rows).set_index("pattern")
