@@ -58,7 +58,7 @@ REFUSED = [
     (lambda: BlockSparse(NEAR, causal=1), "causal=1: want True or False"),
     (lambda: Combined("|", [Dense(), 3]), "3 among the parts of a pattern: want patterns"),
     (lambda: PerHead([Dense(), Dense(True)]).pairs(9, 3), "heads=3 with patterns for 2 heads: want 2"),
-    (lambda: PerHead([]), "want a pattern for each head"),
+    (lambda: PerHead([]), r"of=\[\]: want patterns, e.g."),
     (lambda: PerHead([Dense(), Dilated([4, 4], [1, 2], heads="partition")]).pairs(9, 2), "divided by different num"),
     (lambda: (BlockSparse(NEAR, 4) | Window(9)).blocks(9, 1, block_size=6), r"want \(4, 4\), the pattern's own"),
     (lambda: BlockSparse(explicit(MASK[0, :3]), 8).pairs(32, 1), r"\(3, 4\): its last .* \(3, 4\), want \(4, 4\) bl"),
