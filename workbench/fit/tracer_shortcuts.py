@@ -25,13 +25,12 @@ class Shortcuts:
 
     def taken(self):
         """A context in which of calls in a row that are alike a few are made."""
-        found = [
+        return replaced([
             (Blocks, "to", lambda *x, to=Blocks.to: self.moved(*x, to)),
             (block_sparse, "strips", lambda *x, make=block_sparse.strips: self.strips(*x, make)),
             (dilated, "pieces", lambda *x, make=dilated.pieces: repeated(make(*x), _shape, 4)),
             (steps, "starts", few_starts),
-        ]
-        return replaced(found)
+        ])  # fmt: skip
 
     def moved(self, blocks: Blocks, device, to: Callable) -> Blocks:
         made = to(blocks, device)

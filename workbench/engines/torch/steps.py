@@ -2,6 +2,5 @@
 
 
 def starts(length: int, step: int, followed: int = 6) -> range:
-    """Where each part of `length` begins, of `step` or, the last one, fewer. followed: how many are enough for a trace,
-    which are more where a step holds few calls."""
+    """Where each part of `length` begins. followed: how many are enough for a trace, more where a step is few calls."""
     return range(0, length, step)

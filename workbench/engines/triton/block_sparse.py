@@ -53,8 +53,8 @@ def visible(i, j, low_i, high_i, low_j, high_j, reach, CAUSAL: tl.constexpr, MAS
     """Which pairs of a partial block are visible: i, low_i and high_i broadcast against j, low_j and high_j.
 
     The numbers of the table are packed bit fields, and `reach` has the top bit of each field. low has a token's
-    coordinates x with the top bits clear, high has x + radius with the top bits
-    set: in high_i - low_j the top bit of a field stays set exactly where x_i + radius >= x_j.
+    coordinates x with the top bits clear, high has x + radius with the top bits set: in high_i - low_j the top bit of a
+    field stays set exactly where x_i + radius >= x_j.
     """
     if MASK == "causal":
         seen = j <= i
@@ -67,6 +67,18 @@ def visible(i, j, low_i, high_i, low_j, high_j, reach, CAUSAL: tl.constexpr, MAS
     else:
         seen = (i >= 0) & (j >= 0)
     return seen
+
+
+@triton.jit
+def shown(TABLE, i, low_i, high_i, j, n, mask, row, x, reach, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+          COLS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """(M, N): which queries i, from `row` of their block on, see which keys j, tile x of the partial blocks."""
+    if MASK == "bits":
+        seen = bits(TABLE, mask, row, x % (COLS // N) * N, M, N, 1, ROWS, COLS)
+    else:
+        low_j, high_j = table(TABLE, j, j < n, 0, MASK)
+        seen = visible(i[:, None], j[None, :], low_i, high_i, low_j, high_j, reach, CAUSAL, MASK)
+    return seen & (j < n)[None, :]
 
 
 @triton.jit
@@ -157,12 +169,7 @@ def forward_kernel(Q, K, V, OUT, LSE, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_
         j0, bias = entry(PART_BLOCKS, x, first, COLS, N, RATE, MASK)
         k = tile_ops.load(K + j0.to(tl.int64) * k_n, j0 + j < n, d, D, True)
         v = tile_ops.load(V + j0.to(tl.int64) * v_n, j0 + j < n, d, D, True)
-        if MASK == "bits":
-            seen = bits(TABLE, bias, part * M, x % (COLS // N) * N, M, N, 1, ROWS, COLS) & (j0 + j < n)[None, :]
-        else:
-            low_j, high_j = table(TABLE, j0 + j, j0 + j < n, 0, MASK)
-            seen = visible(i[:, None], j0 + j[None, :], low_i, high_i, low_j, high_j, reach, CAUSAL, MASK)
-            seen = seen & (j0 + j < n)[None, :]
+        seen = shown(TABLE, i, low_i, high_i, j0 + j, n, bias, part * M, x, reach, M, N, ROWS, COLS, CAUSAL, MASK)
         acc, peak, total = tile_ops.attend(acc, peak, total, q, k, v, seen, scale, True, bias, RATE > 0)
     out, lse = tile_ops.finish(acc, peak, total)
     tile_ops.merge(OUT + b * o_b + h * o_h + row[:, None] * o_n + d[None, :], LSE + b * l_b + h * l_h + row * l_n,
@@ -201,12 +208,7 @@ def dq_kernel(Q, K, V, DO, OF_ROWS, DQ, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, 
         j0, bias = entry(PART_BLOCKS, x, first, COLS, N, RATE, MASK)
         k = tile_ops.load(K + j0.to(tl.int64) * k_n, j0 + j < n, d, D, True)
         v = tile_ops.load(V + j0.to(tl.int64) * v_n, j0 + j < n, d, D, True)
-        if MASK == "bits":
-            seen = bits(TABLE, bias, part * M, x % (COLS // N) * N, M, N, 1, ROWS, COLS) & (j0 + j < n)[None, :]
-        else:
-            low_j, high_j = table(TABLE, j0 + j, j0 + j < n, 0, MASK)
-            seen = visible(i[:, None], j0 + j[None, :], low_i, high_i, low_j, high_j, reach, CAUSAL, MASK)
-            seen = seen & (j0 + j < n)[None, :]
+        seen = shown(TABLE, i, low_i, high_i, j0 + j, n, bias, part * M, x, reach, M, N, ROWS, COLS, CAUSAL, MASK)
         dq = tile_ops.add_dq(dq, q, k, v, do, lse - bias if RATE else lse, delta, seen, scale, True)
     tile_ops.store(DQ + b * o_b + h * o_h + row[:, None] * o_n + d[None, :], dq * softmax_scale, ours, d, D)
 
