@@ -113,7 +113,7 @@ def table(frame: pd.DataFrame, value: str, *rows: str) -> pd.DataFrame:
 def touched(pattern: Pattern, n: int, block: int = 128) -> np.ndarray:
     """bool (ceil(n / block), same): the blocks of one head's (query, key) matrix that hold a visible pair."""
     blocks = pattern.blocks(n, 1, block_size=block)
-    row = torch.arange(blocks.rows).repeat_interleave(blocks.starts.diff())
+    row = blocks.line
     seen = torch.zeros(blocks.rows, blocks.cols, dtype=torch.bool)
     seen[row, blocks.columns.long()] = True
     return seen.numpy()

@@ -148,8 +148,7 @@ class Rest:
         self.changes: dict = {}  # what is done to scores, where all keys are held
         if n is not None:  # of each key, the end of the last block of queries that sees some of its block
             blocks = pattern.blocks(n, heads)
-            row = torch.arange(len(blocks.starts) - 1).repeat_interleave(blocks.starts.diff()) % blocks.rows
-            last = torch.zeros(blocks.cols, dtype=torch.int64)
+            last, row = torch.zeros(blocks.cols, dtype=torch.int64), blocks.line % blocks.rows
             last.scatter_reduce_(0, blocks.columns.long(), (row + 1) * blocks.block_size[0], "amax")
             self.last = last.repeat_interleave(blocks.block_size[1])[:n]
 
