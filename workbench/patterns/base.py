@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import TypeVar
 
 import torch
@@ -20,6 +20,8 @@ from workbench.patterns.fingerprint import Fingerprint, fingerprint
 
 T = TypeVar("T")
 TILE = 1 << 22  # pairs in a tile of a generic count: 32 MB of int64
+SIZES, ROOM = 16, 1 << 27  # what is kept with a pattern: for so many sizes, and the earlier ones of so many bytes
+EQUAL: dict[str, dict] = {}  # what is kept with the last patterns that are `by_value`, by how they are written
 
 
 @dataclass(frozen=True)
@@ -151,22 +153,34 @@ class Pattern(Value):
     function: Callable | None = None  # a user's, which `count` asks
     sees_itself = False  # whether every query sees its own key
     everywhere = False  # whether its blocks come from looking at all pairs
+    by_value = False  # whether a few numbers say all of it: then an equal pattern finds what was kept with this one
+
+    def _finish(self):
+        super()._finish()
+        if self.by_value:  # one may be written where it is used, and made at every call
+            written = repr(self)
+            vars(self)["_kept"] = EQUAL[written] = EQUAL.pop(written, self._kept)
+            if len(EQUAL) > SIZES:
+                del EQUAL[next(iter(EQUAL))]
 
     def kept(self, what: str, key: tuple, make: Callable[[], T]) -> T:
-        """make(), kept with the pattern as `what` until it is asked for under another key: the last sizes only.
+        """make(), kept with the pattern as `what` and by its key: of the sizes that were asked for last.
 
         Made again too where the pattern's function may answer otherwise than it did. Made `on_host`.
         """
-        now = self.fingerprint().digest
-        found = self._kept.get(what)
-        if found is None or found[:2] != (key, now):
-            self._kept[what] = found = None  # the last one goes before the next is made
+        now, held = self.fingerprint().digest, self._kept.setdefault(what, {})
+        found = held.pop(key, None)
+        if found is None or found[0] != now:
+            found = None  # the last one goes before the next is made
+            while held and (len(held) >= SIZES or weight([*held.values()]) > ROOM):
+                del held[next(iter(held))]
             with on_host():
                 made = make()
             steady = self.fingerprint().digest == now
             self._kept["steady"] = steady
-            self._kept[what] = found = key, now if steady else None, made
-        return found[2]
+            found = now if steady else None, made
+        held[key] = found
+        return found[1]
 
     def fingerprint(self) -> Fingerprint:
         """Of all that the pattern's function can read."""
@@ -324,3 +338,10 @@ def watched(steps, what: str, total: int):
 def ranges(begin: Tensor, many: Tensor) -> Tensor:
     """begin[0], begin[0] + 1, ... (many[0] of them), begin[1], ..."""
     return torch.arange(int(many.sum())) - (many.cumsum(0) - many - begin).repeat_interleave(many)
+
+
+def weight(x) -> int:
+    """Bytes of the tensors in tuples, lists and dataclasses."""
+    if isinstance(x, Tensor):
+        return x.nbytes
+    return sum(map(weight, x if isinstance(x, (tuple, list)) else vars(x).values() if is_dataclass(x) else ()))

@@ -45,6 +45,8 @@ class Dilated(Pattern):
     official code, so published weights).
     """
 
+    by_value = True
+
     def __init__(self, segment_lengths, dilation_rates, causal=False, heads="all", offsets="interleaved"):
         self.segment_lengths = wholes("segment_lengths", segment_lengths, 1, MOST)
         self.dilation_rates = wholes("dilation_rates", dilation_rates, 1, MOST)

@@ -57,7 +57,7 @@ class Ordering(Value):
             rank[curve] = torch.arange(len(self))
         if int((rank >= 0).sum()) != len(self):
             raise ValueError(f"curve of {self.name}: a cell is visited twice: want each at most once")
-        return (rank.clone(),)  # whose version is 0
+        return (torch.from_numpy(rank.numpy()),)  # whose version is 0, wherever it is made
 
     def __len__(self) -> int:
         """Tokens: the cells of the grid, or the occupied ones where it was restricted."""

@@ -17,7 +17,7 @@ class Window(Pattern):
     sinks: how many first tokens every query sees besides (StreamingLLM, arXiv 2309.17453). Any N.
     """
 
-    same_heads = sees_itself = True
+    same_heads = sees_itself = by_value = True
 
     def __init__(self, width, causal=False, dilation=1, sinks=0):
         self.width, self.causal = whole("width", width, 1), flag("causal", causal)
