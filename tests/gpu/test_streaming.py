@@ -5,6 +5,7 @@ import torch
 
 import workbench as wb
 from workbench import streaming
+from workbench.streaming import measure
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
 
@@ -47,3 +48,9 @@ def test_a_layer_in_place_is_that_of_memory():
     want = module(x.cuda()[None]).detach()
     streaming.layer(module, x, chunk=1 << 13)
     same(x, want)
+
+
+def test_what_is_measured_is_right(tmp_path):
+    rows = measure.measure({"fwd": [1 << 20], "layer": [1 << 20], "fwdbwd": [1 << 19]}, 8, folder=tmp_path)
+    assert rows["valid"].all() and (rows["status"] == "ok").all() and len(rows) == 5
+    assert ((rows["peak_bytes"] / rows["planned_bytes"]).dropna() <= 1.01).all()
