@@ -62,13 +62,13 @@ def gradients(
 ) -> dict:
     """dq, dk and dv, written to `sink`, tensors like the three of the source (q, k, v), from out's gradient, `grad`.
 
-    result: (out, lse) as `attention` gave them. For dilated patterns and windows: the gradient of a key comes
-    from many chunks in others. The rest as in `attention`, budget_bytes too.
+    result: (out, lse) as `attention` gave them. The dk and dv of a dilated pattern, and of a window without sinks, are
+    of dtype. In others many chunks add to them: want float32, or float64 for float64. The rest as in `attention`,
+    budget_bytes too.
     """
-    if not isinstance(pattern, Dilated) and not window_of(pattern):
-        raise ValueError(f"pattern={pattern!r}: want a dilated pattern or a window without sinks for gradients")
+    adds = not isinstance(pattern, Dilated) and not window_of(pattern)
     others = dict(zip(("grad", "out", "lse"), (grad, *result), strict=True))
-    job = Backward(tuple(source), others, tuple(sink), pattern.divisor(whole("heads", heads, 1)))
+    job = Backward(tuple(source), others, tuple(sink), pattern.divisor(whole("heads", heads, 1)), adds)
     return _run(job, pattern, _options(heads, head_dim, dtype, more.pop("budget_bytes", None), more))
 
 
@@ -139,13 +139,13 @@ def _planned(job, pattern, options, card=None) -> Plan:
 def _check_tensors(job, n: int, kv_heads: int, options) -> None:
     wide = torch.float64 if options.dtype == torch.float64 else torch.float32
     query, key = ((n, h, options.head_dim) for h in (options.heads, kv_heads))
-    shapes = {"q": query, "k": key, "v": key, "grad": query, "out": query, "lse": (n, options.heads)}
+    shapes = {"k": key, "v": key, "dk": key, "dv": key, "lse": (n, options.heads)}  # others: as the queries
     if isinstance(job.source, host.Projected):
         shapes = {name: (n, *x.shape[1:]) for name, x in (("x", job.tensors["x"]), ("out", job.sink[0]))}
-    names = ("out", "lse") if isinstance(job, Forward) else ("q", "k", "v")
+    names = ("out", "lse") if isinstance(job, Forward) else ("dq", "dk", "dv")
     sinks = [("sink", name, x) for name, x in zip(names, job.sink, strict=True) if x is not None]
     for where, name, x in (*(("source", *item) for item in job.tensors.items()), *sinks):
-        to = wide if name == "lse" else options.dtype
+        to = wide if name == "lse" or job.adds and name in ("dk", "dv") else options.dtype
         if not isinstance(x, Tensor) or x.is_cuda or (tuple(x.shape), x.dtype) != (shapes.get(name, query), to):
             raise ValueError(f"{where}: {name} is {describe(x)}, want a tensor of {to} {shapes.get(name)} on the host")
         if not x.is_contiguous():
@@ -168,7 +168,7 @@ def _journal(job, pattern, options, found: Plan) -> files.Journal | None:
     if over or not all(hasattr(x, "path") for x in sinks):
         raise ValueError(f"journal={str(options.journal)!r}: want a sink of `memory_map`, not over the source")
     what = type(job).__name__, pattern.spec(), found.calls.chunk, options.scale
-    return files.Journal(options.journal, job.tensors, what, [x.path for x in sinks])
+    return files.Journal(options.journal, job.tensors, what, sinks)
 
 
 def _run(job, pattern, options) -> dict:
@@ -187,7 +187,11 @@ def _run(job, pattern, options) -> dict:
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"] if cuda else 0
-    stream = Stream(found.calls, job, options.device, options, chunks, finished)
+    if job.adds and len(chunks) == len(found.calls.chunks):
+        with host.Lane("cpu").within():
+            [x.zero_() for x in job.sink[1:]]
+    changing = {"changing": record.changing} if record and job.adds else {}
+    stream = Stream(found.calls, job, options.device, options, chunks, finished, **changing)
     stream.run()
     seconds = time.perf_counter() - begin
     return {
