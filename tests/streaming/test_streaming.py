@@ -41,7 +41,7 @@ def made(name, dtype=torch.float64):
     pattern, n, heads, kv_heads, chunk = CASES[name]
     torch.manual_seed(n)
     tensors = [torch.randn(n, h, D, dtype=dtype) for h in (heads, kv_heads, kv_heads)]
-    return pattern, {"heads": heads, "head_dim": D, "dtype": dtype, "chunk": chunk, "device": "cpu"}, tensors
+    return pattern, {"chunk": chunk, "device": "cpu"}, tensors
 
 
 def results(q, dtype=None):
@@ -122,11 +122,7 @@ def test_memory_is_the_plan_s_to_the_byte(name):
 def test_a_budget_decides_the_chunk_and_what_no_budget_holds_is_refused():
     n, pattern = 1 << 12, wb.Dilated([16, 64, 256, 1024, 4096], [1, 2, 4, 8, 16])
     torch.manual_seed(0)
-    source, options = (
-        [torch.randn(n, 1, D) for _ in range(3)],
-        {"heads": 1, "head_dim": D, "dtype": torch.float32, "device": "cpu"},
-    )
-    out = torch.empty(n, 1, D)
+    source, options, out = [torch.randn(n, 1, D) for _ in range(3)], {"device": "cpu"}, torch.empty(n, 1, D)
     plan = streaming.explain(source, pattern, **options, budget_bytes=24 << 20)
     assert plan.reserved <= 24 << 20 and str(plan).startswith("1 chunks of at most 4,096 positions")
     with pytest.raises(ValueError, match=r"budget_bytes=1,000: want at least [\d,]+ for this pattern at 4,096"):
@@ -140,7 +136,7 @@ def test_a_plan_of_a_billion_tokens_runs_nothing():
     n = 1 << 30
     q = torch.empty(n, 1, 32, dtype=torch.float16, device="meta")
     pattern = wb.Dilated([4096, 1 << 14, n], [1, 2, 512])
-    plan = streaming.explain((q, q, q), pattern, heads=1, head_dim=32, dtype=torch.float16, card="h200")
+    plan = streaming.explain((q, q, q), pattern, card="h200")
     assert plan.bytes_out == 64 * n and plan.kept == n // 512 and plan.peak < 1 << 30
     assert plan.milliseconds > 64 * n / 48e6
 
@@ -258,7 +254,10 @@ def test_what_cannot_be_run_is_refused_by_name(monkeypatch):
         "has no such option": lambda: streaming.attention((q, k, v), pattern, out, **options, mask=1),
         "that of one sequence": lambda: streaming.attention((q, k, v), "dense", out, **options),
         "sink: dk is torch.float16.*want a tensor of torch.float32": lambda: streaming.gradients(
-            (half, half, half), pattern, half, results(half), (half, half, half), **options | {"dtype": half.dtype}),
+            (half, half, half), pattern, half, results(half), (half, half, half), **options),
+        "source: q is torch": lambda: streaming.attention((q, k, v), pattern, out, **options, heads=2),
+        "heads=None: want": lambda: streaming.attention(
+            streaming.Projected(q, *[lambda x: x] * 3), pattern, out, **options),
         "source: k is torch.float64": lambda: streaming.attention((q, k[:-1], v), pattern, out, **options),
         "sink: out is torch.float64": lambda: streaming.attention((q, k, v), pattern, out[:-1], **options),
         "want \\(q, k, v\\), or Projected": lambda: streaming.attention(q, pattern, out, **options),

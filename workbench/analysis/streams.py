@@ -29,7 +29,7 @@ def beside_dense(plans: pd.DataFrame, card: str) -> pd.DataFrame:
 
 def _row(name: str, pattern: Pattern, n: int, card: str) -> dict:
     x = torch.empty(n, 1, 32, dtype=torch.float16, device="meta")
-    plan = streaming.explain((x, x, x), pattern, heads=1, head_dim=32, dtype=x.dtype, card=card)
+    plan = streaming.explain((x, x, x), pattern, card=card)
     products = None if plan.products_ms is None else plan.products_ms / 1000
     held = 4 * x.nbytes  # q, k, v and out
     return {

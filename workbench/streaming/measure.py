@@ -79,8 +79,7 @@ def _streamed(pattern: Dilated, host: Tensor, gib: float) -> dict:
     q, k, v, out, *others = host
     for seed, x in enumerate((q, k, v, *others[:1])):
         _filled(x, seed)
-    options = {"heads": 1, "head_dim": HEAD_DIM, "dtype": q.dtype, "chunk": _chunk(len(q))}
-    options["budget_bytes"] = int(gib * 2**30)
+    options = {"chunk": _chunk(len(q)), "budget_bytes": int(gib * 2**30)}
     lse = torch.empty(len(q), 1, pin_memory=q.is_pinned()) if others else None
 
     def run() -> dict:

@@ -43,7 +43,6 @@ class Forward:
     source: object
     sink: tuple[Tensor | None, Tensor | None]
     finish: Callable[[Tensor], Tensor] | None = None
-
     adds = False
 
     def __post_init__(self):
@@ -70,10 +69,6 @@ class Forward:
     def compute(self, inputs: list[Tensor], pattern, options) -> list[Tensor]:
         out, lse = partial.forward(*inputs, pattern, options)
         return [out, lse.transpose(1, 2)]
-
-    def of_call(self, part: list[Tensor], call: Call) -> tuple[list[Tensor], list[Sent]]:
-        """(what a call gives of the chunk's rows, what of rows that other chunks add to)."""
-        return [x[:, call.rows] for x in part], []
 
     def merge(self, total: list[Tensor], part: list[Tensor], where, heads: slice, group: int) -> None:
         """Merge a part into some rows of some heads of the total, in float32 also where these are 16-bit."""
@@ -110,7 +105,7 @@ class Backward:
         return [x[None] for x in loaded.values()]
 
     def empty(self, calls: Calls, rows: int, like: Tensor) -> list[Tensor]:
-        if self.adds:
+        if self.adds:  # dq alone, a sum over calls
             return [like.new_zeros(1, rows, calls.heads, like.shape[-1], dtype=lse_dtype(like))]
         return [like.new_zeros(1, rows, h, like.shape[-1]) for h in (calls.heads, calls.kv_heads, calls.kv_heads)]
 
@@ -118,13 +113,6 @@ class Backward:
         q, k, v, grad, out, lse = inputs
         grad, out = (grad / self.divisor, out * self.divisor) if self.divisor > 1 else (grad, out)
         return [*partial.backward(grad, None, q, k, v, out, lse.transpose(1, 2).contiguous(), pattern, options)]
-
-    def of_call(self, part: list[Tensor], call: Call) -> tuple[list[Tensor], list[Sent]]:
-        if not self.adds:
-            return [x[:, call.rows] for x in part], []
-        dtype = self.source[1].dtype
-        sums = [Sent(x[0].to(dtype), to, call.keys, True) for x, to in zip(part[1:], self.sink[1:], strict=True)]
-        return [part[0][:, call.rows]], sums
 
     def merge(self, total: list[Tensor], part: list[Tensor], where, heads: slice, group: int) -> None:
         """Add a part to some rows. group: of query heads, each of which has a dk and a dv of its own in the part."""
@@ -176,14 +164,20 @@ class Stream:
             (chunk, call), step = step, next(steps, None)
             last, sent = not step or step[0] is not chunk, []
             if call is not None:
-                part, sent = self.job.of_call(self.compute(slot, call.pattern), call)
-                total = self.added(total, part, chunk, last)
-                del part
+                part = self.compute(slot, call.pattern)
+                if self.job.adds:
+                    part, sent = (
+                        part[:1],
+                        [
+                            Sent(x[0].to(self.like.dtype), to, call.keys, True)
+                            for x, to in zip(part[1:], self.job.sink[1:], strict=True)
+                        ],
+                    )
+                total, part = self.added(total, part, chunk, call, last), None
             if last:
                 sent += self.finish(chunk, total)
                 total = None
-            self.send(sent, chunk, last)
-            del sent
+            sent = self.send(sent, chunk, last)
             slot = self.fetch(step)
             self.settle(1)
         self.settle(0)
@@ -266,7 +260,8 @@ class Stream:
         slot.used = self.into.mark()
         return found
 
-    def added(self, total, part: list[Tensor], chunk: range, last: bool) -> list[Tensor]:
+    def added(self, total, part: list[Tensor], chunk: range, call: Call, last: bool) -> list[Tensor]:
+        part = [x[:, call.rows] for x in part]
         if total is None and last:
             return part
         total = total or self.job.empty(self.calls, len(chunk), self.like)
@@ -279,9 +274,8 @@ class Stream:
         for kept, part in self.held:
             start, stop = kept.before(chunk.start), kept.before(chunk.stop)
             where = kept.at(start, stop, chunk.start)
-            where = (
-                slice(where.start, where.stop, where.step) if isinstance(where, range) else where.to(self.like.device)
-            )
+            listed = isinstance(where, Tensor)
+            where = where.to(self.like.device) if listed else slice(where.start, where.stop, where.step)
             if start < stop:
                 self.job.merge(total, [x[:, start:stop] for x in part], where, kept.heads, self.group)
         return self.job.results(total, self.calls, self.options.dtype, chunk)
@@ -296,10 +290,10 @@ class Stream:
             self.back.stream.wait_event(self.back.mark())
         with self.back.within():
             ends = []
-            for place, x in enumerate(sent if self.device != "rehearsal" else ()):
+            for x in sent if self.device != "rehearsal" else ():
                 if x.add:
                     ends.append(functools.partial(self.changing, chunk, x.to, x.where))
-                ends.append(self.back.put(*x, (self.times % 2, place)))
+                ends.append(self.back.put(*x, (self.times % 2, id(x.to))))
             self.leaving.append((sent, self.back.mark(), ends, chunk if last else None))
 
     def settle(self, most: int) -> None:
