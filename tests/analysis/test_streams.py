@@ -4,6 +4,7 @@ import pandas as pd
 
 from workbench.analysis import streams
 from workbench.plots import streams as draw
+from workbench.streaming import api
 
 PLANS = pd.DataFrame([
     {"pattern": "LongNet", "n": n, "chunk": 1 << 20, "in_memory_gib": n / 2**22, "streamed_gib": 0.25,
@@ -12,9 +13,10 @@ PLANS = pd.DataFrame([
 BESIDE = pd.DataFrame([PLANS.iloc[-1].to_dict() | {"pattern": "dense", "products_s": 4e5}, PLANS.iloc[-1].to_dict()])
 RUNS = pd.DataFrame([
     {"n": 1 << 30, "execution": "layer", "mode": "fwd", "seconds": 19.96, "tflops": 281.3},
-    {"n": 1 << 20, "execution": "in memory", "mode": "fwd", "seconds": 0.1, "tflops": 283.0},
+    {"n": 1 << 20, "execution": "in memory", "mode": "fwd", "seconds": 0.1, "tflops": 283.0, "of_in_memory": 1.0},
+    {"n": 1 << 20, "execution": "streamed", "mode": "fwd", "seconds": 0.11, "of_in_memory": 1.1, "peak_bytes": 1 << 30},
 ])  # fmt: skip
-TOOK = pd.DataFrame([{"n": 1024, "peak_bytes": 5, "planned_bytes": 5, "sampled_rows": 7, "right": False}])
+TOOK = pd.DataFrame([{"n": 1024, "sampled_rows": 7, "right": True}, {"n": 512, "sampled_rows": 8, "right": False}])
 
 
 def test_sentences_are_of_the_rows():
@@ -24,9 +26,10 @@ def test_sentences_are_of_the_rows():
     )
     assert said[1].startswith("1,073,741,824 tokens do not fit on the card at once")
     assert "take 400,000 s of dense attention, 20 s of LongNet" in said[2]
-    assert said[-1].endswith("7 sampled rows are wrong.")
+    assert "in memory: 1,048,576 tokens 1.10 times (forward, in 1.00 GiB)" in said[3]
+    assert said[4] == "Here 2 runs of up to 1,024 tokens were checked at 15 sampled rows: not all right."
     said, headline = streams.answer(BESIDE, PLANS[:1], RUNS[:0], TOOK)
-    assert headline == "1,073,741,824 tokens planned on one card" and len(said) == 3
+    assert headline == "1,073,741,824 tokens planned on one card" and len(said) == 2
 
 
 def test_the_curve_has_a_line_of_each_plan_and_a_dot_of_each_run():
@@ -36,7 +39,30 @@ def test_the_curve_has_a_line_of_each_plan_and_a_dot_of_each_run():
     assert dots["layer, measured"] == [19.96] and dots["in memory, measured"] == [0.1]
 
 
-def test_a_live_run_is_right_and_planned_to_the_byte():
-    progress, took = streams.live(1024, 64, 0.05)
+def test_what_runs_here_is_right_planned_to_the_byte_and_a_record(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORKBENCH_RECORDS", str(tmp_path))
+    progress, took = streams.live({"fwd": [1000], "layer": [1024], "fwdbwd": [777]}, 64, 0.05)
     assert len(progress) == 8 and progress["positions"].iloc[-1] == 1024
-    assert took["right"].all() and (took["planned_bytes"] == took["peak_bytes"]).all()
+    assert took["right"].all() and (took["sampled_rows"] > 10).all() and (took["relative_error"] > 0).all()
+    peaks = took.groupby("execution")["of_planned_bytes"].unique()
+    assert peaks["streamed"] == peaks["layer"] == 1
+    ran = ["fwdbwd streamed", "fwdbwd in memory", "fwd streamed", "fwd in memory", "fwd layer"]
+    assert [*took["mode"] + " " + took["execution"]] == ran and took["of_in_memory"].count() == 4
+    (journal,) = tmp_path.rglob("*.jsonl")
+    assert len(journal.read_text().splitlines()) == 1 + len(ran)
+
+
+def test_a_run_that_fails_is_a_row_and_a_wrong_one_is_found(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORKBENCH_RECORDS", str(tmp_path))
+    lengths = {"fwd": [1000], "layer": [1024], "fwdbwd": []}
+    _, took = streams.live(lengths, 64, 0.0001)
+    status = dict(zip(took["execution"], took["status"], strict=True))
+    assert status == {"streamed": "oom", "in memory": "ok", "layer": "oom"}
+    attention, layer = api.attention, api.layer
+    late = lambda x: x[500:].copy_(x[499:-1].clone())  # noqa: E731, rows that are those of their neighbours
+    monkeypatch.setattr(api, "attention", lambda qkv, p, to, **o: (attention(qkv, p, to, **o), late(to[0]))[0])
+    monkeypatch.setattr(api, "layer", lambda module, x, **o: (layer(module, x, **o), late(x))[0])
+    _, took = streams.live(lengths, 64, 0.05)
+    assert dict(zip(took["execution"], took["right"], strict=True)) == {
+        "streamed": False, "in memory": True, "layer": False
+    }  # fmt: skip

@@ -1,15 +1,17 @@
 """What notebook 08 asks: what a stream takes at each length, planned, and what was measured of one."""
 
+import math
+
 import pandas as pd
 import torch
 
 from workbench import streaming
 from workbench.fit import cards
-from workbench.fit.virtual_card import VirtualCard
 from workbench.harness import records
-from workbench.patterns import Dense, Pattern
+from workbench.harness.narrate import MODES
+from workbench.patterns import Dense, Pattern, from_spec
 from workbench.patterns.dilated import geometric
-from workbench.probes import validity
+from workbench.streaming import measure
 
 GIB, WORK = 1 << 30, {"fwd": 1.0, "bwd": 2.5, "fwdbwd": 3.5}  # products, of those of a forward
 
@@ -27,7 +29,7 @@ def beside_dense(plans: pd.DataFrame, card: str) -> pd.DataFrame:
 
 def _row(name: str, pattern: Pattern, n: int, card: str) -> dict:
     x = torch.empty(n, 1, 32, dtype=torch.float16, device="meta")
-    plan = streaming.explain((x, x, x), pattern, heads=1, head_dim=32, dtype=x.dtype, card=card)
+    plan = streaming.explain((x, x, x), pattern, card=card)
     products = None if plan.products_ms is None else plan.products_ms / 1000
     held = 4 * x.nbytes  # q, k, v and out
     return {
@@ -37,50 +39,51 @@ def _row(name: str, pattern: Pattern, n: int, card: str) -> dict:
     }  # fmt: skip
 
 
-def live(n: int, first: int, gib: float, heads: int = 1, head_dim: int = 32) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Attention streamed here in eight chunks, on a card in software of so many GiB where there is none.
-
-    (tokens a second as it runs, what it took and whether sampled rows are right)
-    """
-    options = {"heads": heads, "head_dim": head_dim, "dtype": torch.float32, "chunk": n // 8}
-    rows, pattern = [], geometric(n, first=first)
-    q, k, v = (torch.randn(n, heads, head_dim, generator=torch.Generator().manual_seed(x)) for x in range(3))
-    out = torch.empty_like(q)
+def live(lengths, first: int, gib: float, profile="quick") -> tuple[pd.DataFrame, pd.DataFrame]:
+    """`streaming.measure` here: (tokens a second of a layer as it ran, at most eight times; `table` of what ran)."""
+    rows = []
 
     def watch(done: int, seconds: float) -> None:
         rows.append({"positions": done, "seconds": seconds, "tokens_a_second": done / seconds})
 
-    with VirtualCard(gib) as card:
-        took = streaming.attention((q, k, v), pattern, out, **options, watch=watch)
-    found = validity.check(pattern, {"out": out[None]}, [x[None] for x in (q, k, v)])
-    if took["peak_bytes"] is None:
-        took["peak_bytes"] = card.peak_requested_bytes
-    names = ("n", "chunk", "kept", "bytes_in", "bytes_out", "planned_bytes", "peak_bytes")
-    last = {"seconds": took["median_ms"] / 1000, "sampled_rows": found.rows, "right": found.ok}
-    return pd.DataFrame(rows), pd.DataFrame([{name: took[name] for name in names} | last])
+    ran = measure.measure(lengths, gib, first, profile, watch=watch)
+    some = rows[:: -max(1, len(rows) // 8)][::-1]  # the last one, too
+    return pd.DataFrame(some, columns=["positions", "seconds", "tokens_a_second"]), table(ran)
 
 
 def measured(machine: str) -> pd.DataFrame:
-    """A row a run on record: what ran, ns a token, TFLOP/s over attended pairs, GB/s, the peak over the plan's, and how
-    many rows were checked, with the largest error."""
+    """`table` of what is on record, the newest of each."""
     found = records.committed(machine, "streaming")
-    if found.empty:
-        return found
+    return found if found.empty else table(found[found["status"] == "ok"])
+
+
+def table(found: pd.DataFrame) -> pd.DataFrame:
+    """A row a run: what ran, ns a token, beside the same in memory, TFLOP/s over attended pairs, GB/s, the peak and the
+    plan's, and how many rows were checked, with the largest error."""
+    columns = ("budget_bytes", "bytes_in", "bytes_out", "peak_bytes", "planned_bytes", "error_sampled", "rows_sampled")
+    found = found.reindex(columns=[*found.columns, *(x for x in (*columns, "valid") if x not in found)])
     found = found.drop_duplicates(["execution", "mode", "n", "budget_bytes"], keep="last").sort_values(["n", "mode"])
-    pairs = [geometric(int(n)).pairs(int(n), int(heads)) for n, heads in zip(found["n"], found["heads"], strict=True)]
+    specs = zip(found["pattern_spec"], found["n"], found["heads"], strict=True)
+    patterns = [(from_spec(x) if isinstance(x, dict) else geometric(int(n)), int(n), int(h)) for x, n, h in specs]
+    pairs = [pattern.pairs(n, heads) for pattern, n, heads in patterns]
     seconds, operations = found["median_ms"] / 1000, 4 * found["head_dim"] * pairs * found["mode"].map(WORK)
+    beside = found[found["execution"] == "in memory"].set_index(["run", "mode", "n"])["median_ms"]
+    keys = found[["run", "mode", "n"]].itertuples(index=False, name=None)
+    of_in_memory = [ms / beside.get(key, math.nan) for ms, key in zip(found["median_ms"], keys, strict=True)]
     return pd.DataFrame({
-        "n": found["n"], "execution": found["execution"], "mode": found["mode"], "seconds": seconds,
-        "ns_a_token": 1e9 * seconds / found["n"], "tflops": operations / seconds / 1e12,
+        "n": found["n"], "execution": found["execution"], "mode": found["mode"], "status": found["status"],
+        "seconds": seconds, "ns_a_token": 1e9 * seconds / found["n"],
+        "of_in_memory": of_in_memory, "tflops": operations / seconds / 1e12,
         "gb_s": found[["bytes_in", "bytes_out"]].max(axis=1) / seconds / 1e9,
-        "of_planned_bytes": found["peak_bytes"] / found["planned_bytes"],
+        "peak_bytes": found["peak_bytes"], "of_planned_bytes": found["peak_bytes"] / found["planned_bytes"],
         "sampled_rows": found["rows_sampled"], "relative_error": found["error_sampled"],
+        "right": found["valid"].astype("boolean"),
     }).reset_index(drop=True)  # fmt: skip
 
 
 def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: pd.DataFrame) -> tuple[list[str], str]:
     """(the page's sentences, its headline)."""
-    said, headline, (dense, last), here = [], "", beside.to_dict("records"), took.iloc[0]
+    said, headline, (dense, last) = [], "", beside.to_dict("records")
     layers = runs[runs["execution"] == "layer"] if len(runs) else runs
     if len(layers):
         best = layers.loc[layers["n"].idxmax()]
@@ -89,13 +92,20 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
     if len(long := plans[~plans["fits_in_memory"]]):
         said.append(f"{int(long['n'].min()):,} tokens do not fit on the card at once; streamed, {last['n']:,} take "
                     f"{last['streamed_gib']:.2f} GiB of it.")  # fmt: skip
+    copies = f"its copies {_figure(last['traffic_s'])} s, during the computation"
     if dense["products_s"]:
         both = [_figure(x["products_s"]) for x in (dense, last)]
-        said.append(f"Modelled: {last['n']:,} tokens take {both[0]} s of dense attention, {both[1]} s of LongNet.")
-    said.append(f"Their copies to the card and back take {_figure(last['traffic_s'])} s, during the computation.")
-    right = "right" if here["right"] else "wrong"
-    said.append(f"Here {here['n']:,} tokens took at most {here['peak_bytes']:,} bytes, planned were "
-                f"{here['planned_bytes']:,}; {here['sampled_rows']} sampled rows are {right}.")  # fmt: skip
+        copies = f"{both[0]} s of dense attention, {both[1]} s of LongNet and {copies}"
+    said.append(f"Modelled: {last['n']:,} tokens take {copies}.")
+    streamed = runs[runs["of_in_memory"].notna() & (runs["execution"] == "streamed")] if len(runs) else runs
+    if len(streamed):
+        long = streamed.drop_duplicates("mode", keep="last").to_dict("records")
+        times = (f"{x['n']:,} tokens {x['of_in_memory']:.2f} times ({MODES[x['mode']]}, in "
+                 f"{x['peak_bytes'] / GIB:.2f} GiB)" for x in long)  # fmt: skip
+        said.append(f"Streamed they take, of the time in memory: {', '.join(times)}.")
+    right = "all right" if took["right"].all() else "not all right"
+    said.append(f"Here {len(took)} runs of up to {took['n'].max():,} tokens were checked at "
+                f"{took['sampled_rows'].sum():,} sampled rows: {right}.")  # fmt: skip
     return said, headline or f"{last['n']:,} tokens planned on one card"
 
 

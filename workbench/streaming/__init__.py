@@ -4,7 +4,7 @@ attention, gradients and layer run; explain says beforehand what attention takes
 Projected is a source whose q, k and v are computed on the card. A stream of 1,024 positions at a time:
 
     out = torch.empty_like(q)  # q, k, v (N, H, D) in the host's memory
-    wb.streaming.attention((q, k, v), pattern, out, heads=H, head_dim=D, dtype=q.dtype, chunk=1024)
+    wb.streaming.attention((q, k, v), pattern, out, chunk=1024)
 """
 
 from workbench import files_of

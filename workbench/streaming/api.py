@@ -20,60 +20,56 @@ from workbench.streaming.calls import Calls, window_of
 from workbench.streaming.plan import Plan, plan
 from workbench.streaming.run import Backward, Forward, Stream
 
-MORE = {"scale": None, "backend": "auto", "device": None, "chunk": None, "journal": None, "watch": None}
+SHAPE = ("heads", "head_dim", "dtype")
+OPTIONS = dict.fromkeys((*SHAPE, "budget_bytes", "scale", "device", "chunk", "journal", "watch")) | {"backend": "auto"}
 
 
-def attention(
-    source, pattern: Pattern, sink, *, heads: int, head_dim: int, dtype: torch.dtype, budget_bytes=None, **more
-) -> dict:
+def attention(source, pattern: Pattern, sink, **options) -> dict:
     """Attention of N positions whose rows come from the host and go there, with at most budget_bytes on the card.
 
     source: (q, k, v), tensors (N, H, D) and (N, G, D) in the host's memory, best pinned, or in files (`memory_map`); or
         `Projected(x, q, k, v)`.
     sink: out (N, H, D), or (out, lse (N, H), float32, or float64 for float64). It may be the source's own memory where
         the pattern is dilated, since then no later chunk reads the rows of an earlier one.
-    more: scale and backend, as of `wb.attention`. device: "cuda", or "cpu", the default where there is no card.
-        chunk: positions on the card together, by default as the budget allows. journal: the path of a record of
-        finished ranges, for a sink in files: the same call goes on where one that was killed has ended.
-        watch(positions done, seconds): called as it runs.
+    heads, head_dim, dtype: those of q, which `Projected` has to be told.
+    budget_bytes: by default, what is free. chunk: positions on the card together, by default as the budget allows.
+    scale, backend: as of `wb.attention`. device: "cuda", or "cpu", the default where there is no card.
+    journal: the path of a record of finished ranges, for a sink in files: the same call goes on where one that was
+        killed has ended. watch(positions done, seconds): called as it runs.
 
     Returns a record's fields. `explain` says beforehand what it will take. ValueError, before any work, for what cannot
     run, such as a budget that is too small.
     """
     sink = tuple(sink) if isinstance(sink, (tuple, list)) else (sink, None)
-    return _run(Forward(source, sink), pattern, _options(heads, head_dim, dtype, budget_bytes, more))
+    return _run(Forward(source, sink), pattern, _options(source, options))
 
 
-def explain(
-    source, pattern: Pattern, *, heads: int, head_dim: int, dtype: torch.dtype, budget_bytes=None, card=None, **more
-) -> Plan:
+def explain(source, pattern: Pattern, *, card=None, **options) -> Plan:
     """What `attention` to out, without an lse, will take, without running it: a `Plan`, which prints as a sentence.
 
     card: by default this machine's, or the processor. Tensors of the source may be without contents, of any length:
     torch.empty(n, heads, head_dim, dtype=dtype, device="meta").
     """
-    n = len(next(iter(host.tensors(source).values())))
-    job = Forward(source, (torch.empty(n, heads, head_dim, dtype=dtype, device="meta"), None))
-    return _planned(job, pattern, _options(heads, head_dim, dtype, budget_bytes, more), card)
+    n, options = len(next(iter(host.tensors(source).values()))), _options(source, options)
+    out = torch.empty(n, options.heads, options.head_dim, dtype=options.dtype, device="meta")
+    return _planned(Forward(source, (out, None)), pattern, options, card)
 
 
-def gradients(
-    source, pattern: Pattern, grad: Tensor, result, sink, *, heads: int, head_dim: int, dtype: torch.dtype, **more
-) -> dict:
+def gradients(source, pattern: Pattern, grad: Tensor, result, sink, **options) -> dict:
     """dq, dk and dv, written to `sink`, tensors like the three of the source (q, k, v), from out's gradient, `grad`.
 
-    result: (out, lse) as `attention` gave them. For dilated patterns and windows: the gradient of a key comes
-    from many chunks in others. The rest as in `attention`, budget_bytes too.
+    result: (out, lse) as `attention` gave them. The dk and dv of a dilated pattern, and of a window without sinks, are
+    of dtype. In others many chunks add to them: want float32, or float64 for float64. The rest as in `attention`.
     """
-    if not isinstance(pattern, Dilated) and not window_of(pattern):
-        raise ValueError(f"pattern={pattern!r}: want a dilated pattern or a window without sinks for gradients")
+    options = _options(source, options)
+    adds = not isinstance(pattern, Dilated) and not window_of(pattern)
     others = dict(zip(("grad", "out", "lse"), (grad, *result), strict=True))
-    job = Backward(tuple(source), others, tuple(sink), pattern.divisor(whole("heads", heads, 1)))
-    return _run(job, pattern, _options(heads, head_dim, dtype, more.pop("budget_bytes", None), more))
+    job = Backward(tuple(source), others, tuple(sink), pattern.divisor(options.heads), adds)
+    return _run(job, pattern, options)
 
 
 @torch.no_grad()
-def layer(module: MultiheadAttention, x: Tensor, out: Tensor | None = None, budget_bytes=None, **more) -> dict:
+def layer(module: MultiheadAttention, x: Tensor, out: Tensor | None = None, **options) -> dict:
     """A layer on x (N, embed_dim) on the host, its weights on the card; written over x, or to `out` like it.
 
     q, k and v are projected on the card as x streams, and out's projection is done before its rows leave: beside x
@@ -89,22 +85,27 @@ def layer(module: MultiheadAttention, x: Tensor, out: Tensor | None = None, budg
     parts = ((module.q, heads, module.q_norm), (module.k, kv_heads, module.k_norm), (module.v, kv_heads, nn.Identity()))
     parts = (nn.Sequential(linear, nn.Unflatten(-1, (h, module.head_dim)), norm) for linear, h, norm in parts)
     source, finish = host.Projected(x, *parts, kv_heads), nn.Sequential(nn.Flatten(1), module.norm, module.out)
-    options = _options(heads, module.head_dim, x.dtype, budget_bytes, {"backend": module.backend} | more)
+    known = {"heads": heads, "head_dim": module.head_dim, "dtype": x.dtype}
+    options = _options(source, {"backend": module.backend} | options | known)
     return _run(Forward(source, (x if out is None else out, None), finish), module.pattern, options)
 
 
-def _options(heads, head_dim, dtype, budget_bytes, more: dict) -> SimpleNamespace:
-    refuse("a stream", {key: value for key, value in more.items() if key not in MORE})
-    more = MORE | more
-    sizes = {"budget_bytes": budget_bytes, "chunk": more.pop("chunk")}
-    sizes = {name: value and whole(name, value, 1) for name, value in sizes.items()}
-    found = SimpleNamespace(dtype=dtype, **sizes, **more)
-    found.heads, found.head_dim = whole("heads", heads, 1), whole("head_dim", head_dim, 1)
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}: want torch.float64, float32, bfloat16 or float16")
+def _options(source, options: dict) -> SimpleNamespace:
+    refuse("a stream", {key: value for key, value in options.items() if key not in OPTIONS})
+    options = OPTIONS | options
+    if not isinstance(source, host.Projected):
+        q = host.tensors(source)["q"]
+        of_q = dict(zip(SHAPE, (q.shape[1], q.shape[-1], q.dtype), strict=True))
+        options |= {name: x for name, x in of_q.items() if options[name] is None}
+    for name in ("heads", "head_dim", "budget_bytes", "chunk"):
+        if name in SHAPE or options[name] is not None:
+            options[name] = whole(name, options[name], 1)
+    found = SimpleNamespace(**options)
+    if found.dtype not in DTYPES:
+        raise ValueError(f"dtype={found.dtype!r}: want torch.float64, float32, bfloat16 or float16")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     found.device = device(choice("device", found.device or default, "cuda", "cpu"), here=True)
-    found.scale = 1 / math.sqrt(head_dim) if found.scale is None else float(found.scale)
+    found.scale = 1 / math.sqrt(found.head_dim) if found.scale is None else float(found.scale)
     return found
 
 
@@ -139,13 +140,13 @@ def _planned(job, pattern, options, card=None) -> Plan:
 def _check_tensors(job, n: int, kv_heads: int, options) -> None:
     wide = torch.float64 if options.dtype == torch.float64 else torch.float32
     query, key = ((n, h, options.head_dim) for h in (options.heads, kv_heads))
-    shapes = {"q": query, "k": key, "v": key, "grad": query, "out": query, "lse": (n, options.heads)}
+    shapes = {"k": key, "v": key, "dk": key, "dv": key, "lse": (n, options.heads)}  # others: as the queries
     if isinstance(job.source, host.Projected):
         shapes = {name: (n, *x.shape[1:]) for name, x in (("x", job.tensors["x"]), ("out", job.sink[0]))}
-    names = ("out", "lse") if isinstance(job, Forward) else ("q", "k", "v")
+    names = ("out", "lse") if isinstance(job, Forward) else ("dq", "dk", "dv")
     sinks = [("sink", name, x) for name, x in zip(names, job.sink, strict=True) if x is not None]
     for where, name, x in (*(("source", *item) for item in job.tensors.items()), *sinks):
-        to = wide if name == "lse" else options.dtype
+        to = wide if name == "lse" or job.adds and name in ("dk", "dv") else options.dtype
         if not isinstance(x, Tensor) or x.is_cuda or (tuple(x.shape), x.dtype) != (shapes.get(name, query), to):
             raise ValueError(f"{where}: {name} is {describe(x)}, want a tensor of {to} {shapes.get(name)} on the host")
         if not x.is_contiguous():
@@ -168,7 +169,7 @@ def _journal(job, pattern, options, found: Plan) -> files.Journal | None:
     if over or not all(hasattr(x, "path") for x in sinks):
         raise ValueError(f"journal={str(options.journal)!r}: want a sink of `memory_map`, not over the source")
     what = type(job).__name__, pattern.spec(), found.calls.chunk, options.scale
-    return files.Journal(options.journal, job.tensors, what, [x.path for x in sinks])
+    return files.Journal(options.journal, job.tensors, what, sinks)
 
 
 def _run(job, pattern, options) -> dict:
@@ -187,7 +188,11 @@ def _run(job, pattern, options) -> dict:
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"] if cuda else 0
-    stream = Stream(found.calls, job, options.device, options, chunks, finished)
+    if job.adds and len(chunks) == len(found.calls.chunks):
+        with host.Lane("cpu").within():
+            [x.zero_() for x in job.sink[1:]]
+    changing = {"changing": record.changing} if record and job.adds else {}
+    stream = Stream(found.calls, job, options.device, options, chunks, finished, **changing)
     stream.run()
     seconds = time.perf_counter() - begin
     return {

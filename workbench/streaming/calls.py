@@ -128,9 +128,9 @@ class Calls:
         """The pattern of a dilated chunk; None where all segments are longer."""
         if len(self.inside) == len(self.pattern.segment_lengths):
             return self.pattern
-        key, branches = (self.chunk, self.n, self.heads), tuple(self.inside)
-        local = self.inside and self.pattern.kept(
-            "local", key, lambda: views.Branches(self.pattern, branches, 0, self.heads)
+        branches, heads = tuple(self.inside), self.heads
+        local = branches and self.pattern.kept(
+            "local", (branches, heads), lambda: views.Branches(self.pattern, branches, 0, heads)
         )  # whose lists of blocks another run finds again
         return local if local and local.any(self.heads) else None
 

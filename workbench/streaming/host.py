@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from workbench.distributed.shards import as_tensor
 from workbench.patterns.checks import describe
 from workbench.streaming.calls import Positions
 
@@ -80,12 +81,22 @@ class Lane:
         if rows is not to:
             to.copy_(rows, non_blocking=True)
 
-    def put(self, rows: Tensor, host: Tensor, where: range, key) -> Callable[[], object]:
-        """Copy rows on the card to the rows `where` on the host; what is returned ends it, once the card has copied."""
-        to = host[where.start : where.stop]
-        pinned = self.staged(key, rows) if self.device == "cuda" and not host.is_pinned() else to
-        pinned.copy_(rows, non_blocking=True)
-        return lambda: pinned is to or to.copy_(pinned)
+    def put(self, rows: Tensor, host: Tensor, where: Positions, add: bool, key) -> Callable[[], object]:
+        """Copy rows on the card to the rows `where` on the host, or add them to these; what is returned ends it, once
+        the card has copied."""
+        to = rows if add else host[where.start : where.stop]
+        pinned = self.staged(key, rows) if self.device == "cuda" and (add or not host.is_pinned()) else to
+        if pinned is not rows:
+            pinned.copy_(rows, non_blocking=True)
+        if not add:
+            return lambda: pinned is to or to.copy_(pinned)
+
+        def end() -> None:
+            at = as_tensor(where)
+            at, some = at[at >= 0], pinned[at >= 0]
+            host[at] = host[at] + some
+
+        return end
 
     def mark(self):
         """An event at the end of what the current stream has to do; None where there is none."""

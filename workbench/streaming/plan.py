@@ -94,15 +94,19 @@ def _rehearsed(job, calls: Calls, options, card: cards.Card) -> Plan:
         if options.budget_bytes is not None:
             raise
     each = {name: _row_bytes(x) for name, x in job.tensors.items()}
-    sink = [x for x in job.sink if x is not None]
-    kept = sum(map(len, calls.kept))
-    bytes_in = kept * sum(each.values()) + sum(
-        len(where) * each[which] for chunk in calls.chunks for call in calls.of_chunk(chunk)
-        for which, where in job.wanted(call).values()
-    )  # fmt: skip
-    bytes_out = calls.n * sum(map(_row_bytes, sink))
+    kept, keys = sum(map(len, calls.kept)), 0
+    bytes_in, bytes_out = kept * sum(each.values()), 0
+    for call in (call for chunk in calls.chunks for call in calls.of_chunk(chunk)):
+        bytes_in += sum(len(where) * each[which] for which, where in job.wanted(call).values())
+        keys += len(call.keys)
     pinned = sum(calls.most[1] * _row_bytes(x) for x in job.tensors.values() if kept or not host.pinned(x))
-    pinned += sum(calls.chunk * _row_bytes(x) for x in sink if not host.pinned(x))
+    for place, x in enumerate(job.sink):
+        if job.adds and place:  # dk and dv, by call
+            row = _row_bytes(job.source[place])
+            bytes_out, pinned = bytes_out + keys * row, pinned + calls.most[1] * row
+        elif x is not None:
+            bytes_out += calls.n * _row_bytes(x)
+            pinned += 0 if host.pinned(x) else calls.chunk * _row_bytes(x)
     mode = "fwd" if isinstance(job, Forward) else "fwdbwd"
     case = Case(calls.pattern, calls.n, calls.heads, options.head_dim, options.dtype, mode=mode, device="cuda")
     products = estimate.milliseconds(case, card, "cudnn" if isinstance(calls.pattern, Dense) else "triton")

@@ -7,10 +7,12 @@ a card, on a CPU, where they follow each other, and in a rehearsal without data,
 Dimensions: R rows (positions), H query heads, G key heads, D head_dim. All on the card is (1, R, heads, ...).
 """
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +27,15 @@ from workbench.streaming.calls import EVERY, Call, Calls, Kept, Positions
 MERGED = 1 << 18  # rows whose results are merged at once: they are float32 then
 
 
+class Sent(NamedTuple):
+    """Rows on the card and the rows `where` of a tensor on the host, which they become, or to which they are added."""
+
+    rows: Tensor
+    to: Tensor
+    where: Positions
+    add: bool = False
+
+
 @dataclass
 class Forward:
     """Attention. sink: out and lse on the host, or None; finish: of rows of out on the card before they go, or None."""
@@ -32,6 +43,7 @@ class Forward:
     source: object
     sink: tuple[Tensor | None, Tensor | None]
     finish: Callable[[Tensor], Tensor] | None = None
+    adds = False
 
     def __post_init__(self):
         self.tensors = host.tensors(self.source)
@@ -65,23 +77,23 @@ class Forward:
         merge_(wide, its_lse, *part)
         total[0][:, where, heads], total[1][:, where, heads] = wide.to(out.dtype), its_lse
 
-    def results(self, total: list[Tensor], calls: Calls, dtype) -> list[tuple[Tensor, Tensor]]:
-        """[(rows, the tensor on the host that they go to)]."""
+    def results(self, total: list[Tensor], calls: Calls, dtype, chunk: range) -> list[Sent]:
         (out, lse), divisor = total, calls.pattern.divisor(calls.heads)
         out = (out / divisor if divisor > 1 else out)[0].to(dtype)
         rows = [out if self.finish is None else self.finish(out), lse[0].contiguous()]
-        return [x for x in zip(rows, self.sink, strict=True) if x[1] is not None]
+        return [Sent(x, to, chunk) for x, to in zip(rows, self.sink, strict=True) if to is not None]
 
 
 @dataclass
 class Backward:
     """Gradients. source: (q, k, v); others: grad, out and lse on the host; sink: dq, dk and dv there; divisor: what out
-    is the softmax's divided by."""
+    is the softmax's divided by; adds: whether dk and dv are sums over chunks, made on the host."""
 
     source: tuple[Tensor, Tensor, Tensor]
     others: dict[str, Tensor]
     sink: tuple[Tensor, Tensor, Tensor]
     divisor: int
+    adds: bool
 
     def __post_init__(self):
         self.tensors = host.tensors(self.source) | self.others
@@ -93,6 +105,8 @@ class Backward:
         return [x[None] for x in loaded.values()]
 
     def empty(self, calls: Calls, rows: int, like: Tensor) -> list[Tensor]:
+        if self.adds:  # dq alone, a sum over calls
+            return [like.new_zeros(1, rows, calls.heads, like.shape[-1], dtype=lse_dtype(like))]
         return [like.new_zeros(1, rows, h, like.shape[-1]) for h in (calls.heads, calls.kv_heads, calls.kv_heads)]
 
     def compute(self, inputs: list[Tensor], pattern, options) -> list[Tensor]:
@@ -109,15 +123,16 @@ class Backward:
                 some, of = some.new_zeros(*some.shape[:2], *to.shape[2:]).index_add_(2, index, some), EVERY
             to[:, where, of] = (to[:, where, of] + some).to(to.dtype)
 
-    def results(self, total: list[Tensor], calls: Calls, dtype) -> list[tuple[Tensor, Tensor]]:
-        return [(x[0].to(dtype), to) for x, to in zip(total, self.sink, strict=True)]
+    def results(self, total: list[Tensor], calls: Calls, dtype, chunk: range) -> list[Sent]:
+        return [Sent(x[0].to(dtype), to, chunk) for x, to in zip(total, self.sink, strict=not self.adds)]
 
 
 @dataclass
 class Stream:
     """One run of a job's calls. device: as of `host.Lane`. options: head_dim, dtype; and scale and backend, of calls.
 
-    chunks: those to run. finished(chunk): called when its rows are on the host.
+    chunks: those to run. finished(chunk): called when its rows are on the host; changing(chunk, tensor, rows): before
+        some of it are added to rows there.
     """
 
     calls: Calls
@@ -126,10 +141,12 @@ class Stream:
     options: SimpleNamespace
     chunks: list[range]
     finished: Callable[[range], None] = lambda chunk: None
+    changing: Callable[[range, Tensor, Positions], None] = lambda chunk, to, where: None
     bytes_in: int = 0
     bytes_out: int = 0
     turn: int = 0
-    leaving: deque = field(default_factory=deque)  # (rows on their way to the host, an event, what ends it, chunk)
+    times: int = 0  # that rows have left
+    leaving: deque = field(default_factory=deque)  # (what is on its way to the host, an event, what ends it, a chunk)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -145,12 +162,22 @@ class Stream:
         slot = self.fetch(step)
         while step:
             (chunk, call), step = step, next(steps, None)
-            last = not step or step[0] is not chunk
+            last, sent = not step or step[0] is not chunk, []
             if call is not None:
-                total = self.added(total, self.compute(slot, call.pattern), chunk, call, last)
+                part = self.compute(slot, call.pattern)
+                if self.job.adds:
+                    part, sent = (
+                        part[:1],
+                        [
+                            Sent(x[0].to(self.like.dtype), to, call.keys, True)
+                            for x, to in zip(part[1:], self.job.sink[1:], strict=True)
+                        ],
+                    )
+                total, part = self.added(total, part, chunk, call, last), None
             if last:
-                self.finish(chunk, total)
+                sent += self.finish(chunk, total)
                 total = None
+            sent = self.send(sent, chunk, last)
             slot = self.fetch(step)
             self.settle(1)
         self.settle(0)
@@ -241,29 +268,36 @@ class Stream:
         self.job.merge(total, part, EVERY, EVERY, 1)
         return total
 
-    def finish(self, chunk: range, total: list[Tensor] | None) -> None:
-        """Merge what was computed of kept rows, and send the chunk's results to the host."""
+    def finish(self, chunk: range, total: list[Tensor] | None) -> list[Sent]:
+        """The chunk's results, merged with what was computed of kept rows."""
         total = total or self.job.empty(self.calls, len(chunk), self.like)
         for kept, part in self.held:
             start, stop = kept.before(chunk.start), kept.before(chunk.stop)
             where = kept.at(start, stop, chunk.start)
-            where = (
-                slice(where.start, where.stop, where.step) if isinstance(where, range) else where.to(self.like.device)
-            )
+            listed = isinstance(where, Tensor)
+            where = where.to(self.like.device) if listed else slice(where.start, where.stop, where.step)
             if start < stop:
                 self.job.merge(total, [x[:, start:stop] for x in part], where, kept.heads, self.group)
-        found = self.job.results(total, self.calls, self.options.dtype)
-        self.bytes_out += sum(rows.nbytes for rows, _ in found)
+        return self.job.results(total, self.calls, self.options.dtype, chunk)
+
+    def send(self, sent: list[Sent], chunk: range, last: bool) -> None:
+        """Have rows on their way to the host; with the last of a chunk, it is finished."""
+        if not sent:
+            return
+        self.times += 1
+        self.bytes_out += sum(x.rows.nbytes for x in sent)
         if self.device == "cuda":
             self.back.stream.wait_event(self.back.mark())
         with self.back.within():
-            key, ends = chunk.start // self.calls.chunk % 2, []
-            if self.device != "rehearsal":
-                ends = [self.back.put(rows, to, chunk, (key, x)) for x, (rows, to) in enumerate(found)]
-            self.leaving.append(([rows for rows, _ in found], self.back.mark(), ends, chunk))
+            ends = []
+            for x in sent if self.device != "rehearsal" else ():
+                if x.add:
+                    ends.append(functools.partial(self.changing, chunk, x.to, x.where))
+                ends.append(self.back.put(*x, (self.times % 2, id(x.to))))
+            self.leaving.append((sent, self.back.mark(), ends, chunk if last else None))
 
     def settle(self, most: int) -> None:
-        """Wait until the results of at most so many chunks are on their way."""
+        """Wait until at most so many times rows are on their way."""
         while len(self.leaving) > most:
             _, event, ends, chunk = self.leaving[0]
             if event:
@@ -272,4 +306,5 @@ class Stream:
                 for end in ends:
                     end()
             self.leaving.popleft()
-            self.finished(chunk)
+            if chunk is not None:
+                self.finished(chunk)
