@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from workbench.patterns.checks import LIVING, Value, axes, on_host, whole
 from workbench.patterns.fingerprint import Fingerprint, fingerprint
@@ -155,9 +157,9 @@ class Pattern(Value):
     everywhere = False  # whether its blocks come from looking at all pairs
     by_value = False  # whether a few numbers say all of it: then an equal pattern finds what was kept with this one
 
-    def _finish(self):
+    def _finish(self, new=False):
         super()._finish()
-        if self.by_value:  # one may be written where it is used, and made at every call
+        if new and self.by_value and not _traced():  # one may be written where it is used, and made at every call
             written = repr(self)
             vars(self)["_kept"] = EQUAL[written] = EQUAL.pop(written, self._kept)
             if len(EQUAL) > SIZES:
@@ -168,7 +170,7 @@ class Pattern(Value):
 
         Made again too where the pattern's function may answer otherwise than it did. Made `on_host`.
         """
-        now, held = self.fingerprint().digest, self._kept.setdefault(what, {})
+        now, held, key = self.fingerprint().digest, self._kept.setdefault(what, {}), (key, _traced())
         found = held.pop(key, None)
         if found is None or found[0] != now:
             found = None  # the last one goes before the next is made
@@ -338,6 +340,11 @@ def watched(steps, what: str, total: int):
 def ranges(begin: Tensor, many: Tensor) -> Tensor:
     """begin[0], begin[0] + 1, ... (many[0] of them), begin[1], ..."""
     return torch.arange(int(many.sum())) - (many.cumsum(0) - many - begin).repeat_interleave(many)
+
+
+def _traced() -> bool:
+    """Whether tensors may have no contents: under a mode of torch that is more than a default device."""
+    return not all(isinstance(x, DeviceContext) for x in _get_current_function_mode_stack())
 
 
 def weight(x) -> int:

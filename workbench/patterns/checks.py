@@ -29,15 +29,15 @@ _numbers = itertools.count()
 class _Finished(type):
     def __call__(cls, *args, **options):
         made = super().__call__(*args, **options)
-        made._finish()
+        made._finish(new=True)
         return made
 
 
 class Value(metaclass=_Finished):
     """Something that does not change once it is made, so that what is found out about it can be kept with it."""
 
-    def _finish(self) -> None:
-        """What is found out can be kept from now on; `LIVING` has it by its key, as long as it lives."""
+    def _finish(self, new: bool = False) -> None:
+        """What is found out can be kept from now on; `LIVING` has it by its key, as long as it lives. new: no copy."""
         vars(self).update(_kept={}, key=str(next(_numbers)))
         LIVING[self.key] = self
 
