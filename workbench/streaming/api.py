@@ -147,8 +147,9 @@ def _check_tensors(job, n: int, kv_heads: int, options) -> None:
     sinks = [("sink", name, x) for name, x in zip(names, job.sink, strict=True) if x is not None]
     for where, name, x in (*(("source", *item) for item in job.tensors.items()), *sinks):
         to = wide if name == "lse" or job.adds and name in ("dk", "dv") else options.dtype
-        if not isinstance(x, Tensor) or x.is_cuda or (tuple(x.shape), x.dtype) != (shapes.get(name, query), to):
-            raise ValueError(f"{where}: {name} is {describe(x)}, want a tensor of {to} {shapes.get(name)} on the host")
+        shape = shapes.get(name, query)
+        if not isinstance(x, Tensor) or x.is_cuda or (tuple(x.shape), x.dtype) != (shape, to):
+            raise ValueError(f"{where}: {name} is {describe(x)}, want a tensor of {to} {shape} on the host")
         if not x.is_contiguous():
             raise ValueError(f"{where}: {name} has strides {x.stride()}: want it contiguous")
 

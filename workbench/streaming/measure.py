@@ -4,7 +4,6 @@ On a CPU the same happens on a card in software. Rows are drawn in a block on th
 for 64 GiB, and what a layer has written over is still known.
 """
 
-import copy
 from collections.abc import Callable, Mapping
 
 import torch
@@ -62,22 +61,21 @@ def _layer(pattern: Dilated, x: Tensor, gib: float, watch) -> dict:
     _run(lambda: api.layer(module, x[: 4 * chunk], chunk=chunk), gib)  # compiles, and makes the lists of a chunk
     block = _filled(x, 0).double()
     row = _run(lambda: api.layer(module, x, chunk=chunk, watch=watch), gib)
-    wide = copy.deepcopy(module).double()
     with torch.no_grad():
-        exact = _Repeated(pattern, n, *(f(block)[None, :, None] for f in (wide.q, wide.k, wide.v)))
+        module.double()
+        exact = _Repeated(pattern, n, *(f(block)[None, :, None] for f in (module.q, module.k, module.v)))
         places = [i for _, i, _ in validity.sample((1, n, 1, HEAD_DIM), pattern)]
-        want = torch.stack([wide.out(exact.rows(0, 0, torch.tensor([i]))["out"][0][0]) for i in places])
+        want = torch.stack([module.out(exact.rows(0, 0, torch.tensor([i]))["out"][0][0]) for i in places])
     got = x[torch.tensor(places)].to(want)
     error = float(((got - want).norm(dim=1) / want.norm(dim=1)).max())
-    valid = (
-        error <= 4 * torch.finfo(x.dtype).eps
-    )  # twice what `validity` allows: q, k, v and the weights are rounded too
-    return row | {"error_sampled": error, "valid": valid, "rows_sampled": len(places)}
+    allowed = 4 * torch.finfo(x.dtype).eps  # twice what `validity` allows: q, k and v are rounded, too
+    return row | {"error_sampled": error, "valid": error <= allowed, "rows_sampled": len(places)}
 
 
 def _streamed(pattern: Dilated, host: Tensor, gib: float) -> dict:
     q, k, v, out, *others = host
-    for seed, x in enumerate((q, k, v, *others[:1])):
+    inputs = [q, k, v, *others[:1]]
+    for seed, x in enumerate(inputs):
         _filled(x, seed)
     options = {"chunk": _chunk(len(q)), "budget_bytes": int(gib * 2**30)}
     lse = torch.empty(len(q), 1, pin_memory=q.is_pinned()) if others else None
@@ -92,7 +90,7 @@ def _streamed(pattern: Dilated, host: Tensor, gib: float) -> dict:
         return row
 
     run()  # compiles, and makes the lists
-    return run() | _checked(pattern, [q, k, v, *others[:1]], [out, *others[1:]])
+    return run() | _checked(pattern, *([x[None].to(_where()) for x in y] for y in (inputs, [out, *others[1:]])))
 
 
 def _in_memory(pattern: Dilated, host: Tensor) -> dict:
@@ -107,13 +105,11 @@ def _in_memory(pattern: Dilated, host: Tensor) -> dict:
             results.extend(torch.autograd.grad(results[0], leaves, inputs[3]))
 
     took = timing.measure(run, warmup=0, samples=1)  # on a card, of a call after the first
-    inputs, results = ([x.detach()[0] for x in y] for y in (inputs, results))
     return {"median_ms": took.median_ms} | _checked(pattern, inputs, results)
 
 
 def _checked(pattern: Dilated, inputs: list[Tensor], results: list[Tensor]) -> dict:
-    """What a check of sampled rows says, made on the card. Each tensor is (n, 1, HEAD_DIM)."""
-    inputs, results = ([x.to(_where())[None] for x in y] for y in (inputs, results))
+    """What a check of sampled rows says. Tensors are (1, n, 1, HEAD_DIM), on the card, where it takes less long."""
     found = validity.check(pattern, dict(zip(("out", "dq", "dk", "dv"), results, strict=False)), inputs)
     return {"error_sampled": max(found.errors.values()), "valid": found.ok, "rows_sampled": found.rows + found.keys}
 

@@ -93,26 +93,31 @@ def _rehearsed(job, calls: Calls, options, card: cards.Card) -> Plan:
     except tracer.CannotTrace:
         if options.budget_bytes is not None:
             raise
-    each = {name: _row_bytes(x) for name, x in job.tensors.items()}
-    kept, keys = sum(map(len, calls.kept)), 0
+    kept = sum(map(len, calls.kept))
+    bytes_in, bytes_out, pinned = _traffic(job, calls, kept)
+    mode = "fwd" if isinstance(job, Forward) else "fwdbwd"
+    case = Case(calls.pattern, calls.n, calls.heads, options.head_dim, options.dtype, mode=mode, device="cuda")
+    products = estimate.milliseconds(case, card, "cudnn" if isinstance(calls.pattern, Dense) else "triton")
+    traffic = max(bytes_in, bytes_out) / HOST_GBS / 1e6
+    return Plan(calls, card.key, kept, bytes_in, bytes_out, peak, reserved, pinned, traffic, products)
+
+
+def _traffic(job, calls: Calls, kept: int) -> tuple[int, int, int]:
+    """(bytes to the card, bytes back, bytes pinned on the host)."""
+    each, keys = {name: _row_bytes(x) for name, x in job.tensors.items()}, 0
     bytes_in, bytes_out = kept * sum(each.values()), 0
     for call in (call for chunk in calls.chunks for call in calls.of_chunk(chunk)):
         bytes_in += sum(len(where) * each[which] for which, where in job.wanted(call).values())
         keys += len(call.keys)
-    pinned = sum(calls.most[1] * _row_bytes(x) for x in job.tensors.values() if kept or not host.pinned(x))
+    pinned = sum(calls.most[1] * each[name] for name, x in job.tensors.items() if kept or not host.pinned(x))
     for place, x in enumerate(job.sink):
-        if job.adds and place:  # dk and dv, by call
+        if job.adds and place:  # dk and dv, of each call
             row = _row_bytes(job.source[place])
             bytes_out, pinned = bytes_out + keys * row, pinned + calls.most[1] * row
         elif x is not None:
             bytes_out += calls.n * _row_bytes(x)
             pinned += 0 if host.pinned(x) else calls.chunk * _row_bytes(x)
-    mode = "fwd" if isinstance(job, Forward) else "fwdbwd"
-    case = Case(calls.pattern, calls.n, calls.heads, options.head_dim, options.dtype, mode=mode, device="cuda")
-    products = estimate.milliseconds(case, card, "cudnn" if isinstance(calls.pattern, Dense) else "triton")
-    traffic = max(bytes_in, bytes_out) / HOST_GBS / 1e6
-    sizes = kept, bytes_in, bytes_out, peak, reserved, 2 * pinned
-    return Plan(calls, card.key, *sizes, traffic, products)
+    return bytes_in, bytes_out, 2 * pinned
 
 
 def _row_bytes(x: Tensor) -> int:
