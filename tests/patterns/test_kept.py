@@ -1,0 +1,69 @@
+"""What is found out about a pattern is kept with it, and found by one that is equal; see also test_fingerprint."""
+
+import copy
+
+import pytest
+import torch
+
+from workbench import BlockSparse, Dilated, Neighborhood, PerHead, Window, attention, layouts
+from workbench.fit import estimate
+from workbench.patterns import base, orderings
+
+EQUAL = [lambda: Window(40, True, sinks=2), lambda: Dilated([8, 16], [1, 2]), lambda: Neighborhood((8, 8), 1)]
+
+
+def made(pattern, keys) -> list[int]:
+    """For which of the keys something was made, rather than found."""
+    found = []
+    for key in keys:
+        pattern.kept("test", (key,), lambda key=key: found.append(key))
+    return found
+
+
+def test_several_sizes_are_kept_and_the_oldest_goes(monkeypatch):
+    pattern, many = PerHead([Window(3)]), base.SIZES
+    assert made(pattern, [1, 2, 1, 2]) == [1, 2]
+    assert made(pattern, [*range(1, many + 1), 1]) == [*range(3, many + 1)]
+    assert made(pattern, [many + 1, 1, 2]) == [many + 1, 2]
+    monkeypatch.setattr(base, "ROOM", 100)
+    for place, many in enumerate((20, 30, 30, 10)):  # 80 bytes stay, 120 do not
+        pattern.kept("large", (place,), lambda many=many: (3, [torch.zeros(many)]))
+    assert [key for (key,), _ in pattern._kept["large"]] == [3]
+    assert base.weight(pattern.blocks(3, 1)) == 2 * 8 + 4 + 1
+
+
+@pytest.mark.parametrize("make", EQUAL)
+def test_an_equal_pattern_finds_what_was_kept_but_no_copy_and_no_other_class(make):
+    one = make()
+    made(one, [1])
+    assert made(make(), [1]) == []
+    assert made(copy.copy(one), [1]) == made(copy.deepcopy(one), [1]) == [1]
+    assert made(make(), [2]) == [2]
+
+
+@pytest.mark.parametrize("make", [
+    lambda: BlockSparse(layouts.explicit(torch.ones(2, 2) > 0), 8),
+    lambda: Neighborhood((4, 4), 1, orderings.hilbert((4, 4))),
+])  # fmt: skip
+def test_what_a_few_numbers_do_not_say_is_found_by_nobody_else(make):
+    assert made(make(), [1]) == made(make(), [1]) == [1]
+
+
+def test_what_is_kept_of_equal_patterns_is_that_of_the_last(monkeypatch):
+    monkeypatch.setattr(base, "EQUAL", {})
+    for width in [*range(1, base.SIZES + 1), 1, base.SIZES + 1]:
+        made(Window(width), [0])
+    assert made(Window(1), [0]) == [] and made(Window(2), [0]) == [0] and len(base.EQUAL) == base.SIZES
+
+
+def test_a_tracer_leaves_nothing_without_contents():
+    """Lists on a card that is not there would be found by a real call, and its kernels read them."""
+    pattern = Window(300, True)
+
+    def call():
+        q = torch.zeros(1, 1024, 2, 64, dtype=torch.bfloat16, device="cuda")
+        return attention(q, q, q, pattern), attention(q, q, q, Window(300, True))
+
+    estimate.program(lambda: call, "h200")
+    kept = [x for what in pattern._kept.values() if isinstance(what, dict) for key, x in what.items() if not key[1]]
+    assert not kept and pattern._kept is Window(300, True)._kept
