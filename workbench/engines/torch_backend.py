@@ -13,6 +13,7 @@ from workbench.engines import operators
 from workbench.engines.torch import block_sparse, dilated
 from workbench.engines.torch.fused import unit_stride
 from workbench.patterns import Dense, Dilated
+from workbench.patterns.base import place
 
 
 def one_branch(pattern: Dense, n: int) -> Dilated:
@@ -47,7 +48,7 @@ def blocks_of(pattern, q: Tensor, n: int):
         size = tuple(min(x, max(1, n)) for x in found.block_size)
         return replace(found, block_size=size, used=used).to(q.device)
 
-    return pattern.kept("blocks", (*sizes, str(q.device)), make)
+    return pattern.kept("blocks", (*sizes, place(q)), make)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Tensor, Tensor]:

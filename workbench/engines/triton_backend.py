@@ -16,6 +16,7 @@ from workbench.engines.torch.fused import unit_stride
 from workbench.engines.torch_backend import one_branch
 from workbench.engines.triton.block_lists import kind_of
 from workbench.patterns import Dense, Dilated, Neighborhood, tile_order
+from workbench.patterns.base import place
 from workbench.patterns.checks import LIVING
 from workbench.patterns.listed import repeats
 
@@ -145,7 +146,7 @@ def in_tile_order(pattern: Dilated, q: Tensor, n: int):
             return None
         return block_lists.make_ordered_plan(some, order, nq, h, q.device), rest
 
-    return pattern.kept("tile order", (n, nq, h, str(q.device)), make) or (None, pattern)
+    return pattern.kept("tile order", (n, nq, h, place(q)), make) or (None, pattern)
 
 
 def plan_of(pattern, q: Tensor, n: int):
@@ -160,7 +161,7 @@ def plan_of(pattern, q: Tensor, n: int):
             raise ValueError(f"backend='triton': {too_many_masks(pattern, *sizes)}")
         return block_lists.make_plan(*found, pattern, q.device)
 
-    return pattern.kept("plan", (*sizes, str(q.device)), make)
+    return pattern.kept("plan", (*sizes, place(q)), make)
 
 
 def device_of(q: Tensor):

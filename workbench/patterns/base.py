@@ -159,7 +159,7 @@ class Pattern(Value):
 
     def _finish(self, new=False):
         super()._finish()
-        if new and self.by_value and not _traced():  # one may be written where it is used, and made at every call
+        if new and self.by_value and not traced():  # one may be written where it is used, and made at every call
             written = repr(self)
             vars(self)["_kept"] = EQUAL[written] = EQUAL.pop(written, self._kept)
             if len(EQUAL) > SIZES:
@@ -170,7 +170,7 @@ class Pattern(Value):
 
         Made again too where the pattern's function may answer otherwise than it did. Made `on_host`.
         """
-        now, held, key = self.fingerprint().digest, self._kept.setdefault(what, {}), (key, _traced())
+        now, held = self.fingerprint().digest, self._kept.setdefault(what, {})
         found = held.pop(key, None)
         if found is None or found[0] != now:
             found = None  # the last one goes before the next is made
@@ -342,7 +342,12 @@ def ranges(begin: Tensor, many: Tensor) -> Tensor:
     return torch.arange(int(many.sum())) - (many.cumsum(0) - many - begin).repeat_interleave(many)
 
 
-def _traced() -> bool:
+def place(x: Tensor) -> str:
+    """Where what is kept for x is: on its device, or without contents."""
+    return f"{x.device}{', traced' * traced()}"
+
+
+def traced() -> bool:
     """Whether tensors may have no contents: under a mode of torch that is more than a default device."""
     return not all(isinstance(x, DeviceContext) for x in _get_current_function_mode_stack())
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from workbench.engines.fa4 import lists
 from workbench.engines.fa4.lists import Both
 from workbench.patterns import BlockSparse, Dense, Dilated, Window, tile_order
+from workbench.patterns.base import place
 from workbench.patterns.tile_order import TILE, TileOrder
 
 
@@ -55,7 +56,7 @@ def plan_of(pattern, q: Tensor, n: int) -> Plan:
     """The plan for these sizes, kept with the pattern."""
     b, nq, h, _ = q.shape
     which = () if pattern.same_heads else (b, h)  # on these the lists do not depend where all heads see the same
-    return pattern.kept("fa4", (*which, nq, n, str(q.device)), lambda: make_plan(pattern, b, n, nq, h).to(q.device))
+    return pattern.kept("fa4", (*which, nq, n, place(q)), lambda: make_plan(pattern, b, n, nq, h).to(q.device))
 
 
 def make_plan(pattern, b: int, n: int, nq: int, heads: int) -> Plan:
