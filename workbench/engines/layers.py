@@ -1,5 +1,7 @@
 """Layers over `attention`, so that what is probed is a whole layer and not only its core."""
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor, nn
 
@@ -23,11 +25,14 @@ class MultiheadAttention(nn.Module):
         relative_bias=True, a table of biases by relative position, which is learned.
 
     It stands where an nn.MultiheadAttention(batch_first=True) stood, in nn.TransformerEncoderLayer too, and loads the
-    state_dict of one; not one with bias_k or projections of their own (kdim, vdim).
+    state_dict of one; not one with bias_k or projections of their own (kdim, vdim). In an nn.TransformerEncoder that
+    is there already, the first layer's self_attn has to be replaced too, or padded batches come as nested tensors.
     """
 
-    # What nn.TransformerEncoder asks for; the bias that is None keeps it off its own fused attention.
+    # What nn.TransformerEncoder asks for. The bias that is None keeps it off its own fused attention; the weight that
+    # is no tensor off nested ones, if it was made with its own attention and has ours in the first layer.
     batch_first, in_proj_bias, _qkv_same_embed_dim = True, None, True
+    in_proj_weight, out_proj = SimpleNamespace(__torch_function__=None), property(lambda self: self.out)
 
     def __init__(
         self, embed_dim, num_heads, pattern, *, num_kv_heads=None, bias=True, dropout=0.0, attention_dropout=0.0,
@@ -87,6 +92,8 @@ class MultiheadAttention(nn.Module):
         value = key if value is None else value
         options = self._options(options, key, cache)
         for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if isinstance(tensor, Tensor) and tensor.is_nested:
+                raise ValueError(f"{name} is nested: want nn.TransformerEncoder(..., enable_nested_tensor=False)")
             if not isinstance(tensor, Tensor) or tensor.dim() != 3 or tensor.shape[-1] != self.q.in_features:
                 raise ValueError(f"{name} is {describe(tensor)}: want a tensor (B, N, {self.q.in_features})")
             to = self.q.weight.dtype if type(self.q) is nn.Linear else tensor.dtype  # a quantized layer takes others
