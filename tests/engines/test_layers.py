@@ -106,6 +106,23 @@ def test_a_turn_is_the_complex_product_that_the_paper_writes():
     close(one, other * torch.exp(1j * angles))
 
 
+def test_xpos_is_the_decay_with_distance_that_the_paper_writes():
+    module, x, at = layer(Dense(True), rope=100.0, xpos=0.5), tokens(32), torch.arange(32)
+    q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (module.q, module.k, module.v))
+    q, k = (torch.complex(*x.chunk(2, -1)) for x in (q, k))
+    even, far = torch.arange(2).double() / 2, (at[:, None] - at)[..., None]
+    turn = torch.polar(((even + 0.4) / 1.4) ** (far / 0.5), far * 100**-even)
+    scores = torch.einsum("bhnd,bhmd,nmd->bhnm", q, k.conj(), turn).real / 2
+    want = scores.masked_fill(far[..., 0] < 0, -torch.inf).softmax(-1) @ v
+    want = module.out(want.transpose(1, 2).flatten(-2))
+    close(module(x), want)
+    torch.testing.assert_close(module.float()(x.float()), want.float())
+    with pytest.raises(ValueError, match="xpos=0.5 with 33 tokens, which overflow: want at least 33 / 64"):
+        module(tokens(33, dtype=torch.float32))
+    with pytest.raises(ValueError, match="xpos=0.5 in float16, which overflows"):
+        module.half()(x.half())
+
+
 def test_a_layer_in_tile_order_is_the_layer_with_its_tokens_moved():
     pattern = Dilated([512, 1024], [1, 2], causal=True)
     natural, tiled = (layer(pattern, rope=100.0, sub_norm=True, tokens=x) for x in ("natural", "tile order"))
@@ -205,6 +222,8 @@ REFUSED = {
     "attention-dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1: want 0; `dropout` acts on the output"),
     "dropout-of-2": ({"dropout": 2}, "dropout=2: want a number from 0 to 1"),
     "rope-of-odd": ({"rope": 10, "num_heads": 8}, "rope=10, head_dim=3: want an even head_dim, or rope=None"),
+    "xpos-of-all": ({"rope": 10, "xpos": 9, "pattern": Dense()}, "xpos=9, rope=10, Dense(causal=False): want rope and"),
+    "xpos-alone": ({"xpos": 512}, "xpos=512, rope=None, "),
     "bias-in-words": ({"bias": "no"}, "bias='no': want True or False"),
     "of-torch": ({"batch_first": True}, "batch_first=True: MultiheadAttention has no such option"),
     "no-pattern": ({"pattern": "dense"}, "pattern='dense': want a pattern"),
