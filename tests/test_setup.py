@@ -115,10 +115,11 @@ def test_package_data_names_every_file_that_is_not_code():
     assert [f for f in files if not any(fnmatch.fnmatch(f.name, p) for p in patterns)] == []
 
 
-def test_version_is_stated_once_in_effect():
+def test_version_is_stated_once_in_effect_and_every_name_is_there():
     import workbench
 
     assert workbench.__version__ == PROJECT["version"]
+    assert all(hasattr(workbench, name) for name in workbench.__all__) and "attention" in workbench.__all__
 
 
 def test_unmet_requirements_are_named_with_what_is_there():

@@ -27,21 +27,11 @@ def files_of(folder: str, **homes: str):
     return __getattr__
 
 
-_HOMES = {
-    "patterns": (
-        "Dense", "Dilated", "BlockSparse", "Neighborhood", "PerHead", "Predicate", "Window", "layouts", "swin",
-    ),
-    "patterns.tile_order": ("tile_order",), "engines.reference": ("reference",),
-    "engines.dispatch": ("attention", "explain"), "engines.layers": ("MultiheadAttention",),
-    "models.transformer": ("LongNet", "Transformer"), "engines.cache": ("Cache",),
-    "analysis.mass": ("captured_mass",), "fit.virtual_card": ("VirtualCard",),
-}  # fmt: skip
-_NAMES = {name: f"workbench.{home}:{name}" for home, names in _HOMES.items() for name in names} | {
-    "orderings": "workbench.patterns.orderings", "records": "workbench.harness.records",
-    "machine": "workbench.harness.machine", "cards": "workbench.fit.cards", "streaming": "workbench.streaming",
-}  # fmt: skip
-__all__ = [*_NAMES]
-__getattr__ = files_of(__name__, **_NAMES)
+with open(f"{__file__}i", encoding="utf-8") as _stub:
+    _IMPORTS = [line.split() for line in _stub if line.startswith("from ")]  # from, module, import, name, as, name
+_HOMES = {name: f"{module}:{name}" for _, module, _, name, *_ in _IMPORTS if module != __name__}
+__all__ = [name for *_, name in _IMPORTS]
+__getattr__ = files_of(__name__, **_HOMES)
 
 
 def __dir__():

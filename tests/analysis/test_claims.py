@@ -66,11 +66,12 @@ def test_efficiency():
 
 
 def test_communication():
-    cost = {"stage": "cost", "message_bytes": 1, "median_ms": 1.0, "status": "ok", "exchanges": 1}
-    for mb_s, kind in ((1000, FALSE), (0.1, TRUE)):
-        rows = [cost | {"stage": "link", "message_bytes": x, "median_ms": x / mb_s / 1000} for x in (1 << 16, 1 << 20)]
-        assert judged(3, messages=pd.DataFrame([*rows, cost]))[0] == kind
-    assert judged(3, messages=pd.DataFrame(rows))[0] == NOT
+    for mb_s, spread, kind in ((1000, 1, FALSE), (0.1, 1, TRUE), (0.1, 1e4, NOT)):
+        sent = [{"message_bytes": x, "median_ms": None, "samples_ms": [x / mb_s / 1000 / y for y in (1, spread)]}
+                for x in (1 << 16, 1 << 20)]  # fmt: skip
+        rows = pd.DataFrame(sent).assign(stage="link", status="ok")
+        assert judged(3, messages=rows)[0] == kind
+    assert judged(3, messages=rows[:1])[0] == NOT
 
 
 @pytest.mark.parametrize("claim, ours, kind", [

@@ -43,6 +43,13 @@ def test_the_range_is_told_and_where_another_way_is_ahead():
     assert many.endswith(" and 1 more."), "three of four are beyond the intervals"
 
 
+def test_runs_of_the_same_case_are_further_apart_than_the_rounds_of_one():
+    runs = [x | {"run": run} for run, ms in (("a", 4.0), ("b", 5.0)) for x in case(sequence=ms)]
+    (found,) = words.between_runs(pd.DataFrame(runs))
+    assert "speed-ups of 1 case differ by **25%**" in found and found.endswith("a run is 2% wide.")
+    assert words.between_runs(pd.DataFrame(runs).assign(run="a")) == []
+
+
 def test_what_cannot_be_is_noise():
     assert "does not make" in said(case(sequence=2)), "four times as fast on two ranks"
     lines = case(sequence=6)

@@ -95,9 +95,9 @@ def test_without_a_process_group():
 
 
 LONGNETS = {
-    "1x2-uneven": {"checkpoint": True},
+    "1x2-uneven": {"checkpoint": True, "xpos": 20},
     "1x2-one-holds-all": {"num_kv_heads": 2},
-    "2x2-uneven": {"qk_norm": True},
+    "2x2-uneven": {"qk_norm": True, "xpos": 20},
     "4x1": {"rope": None},
 }
 

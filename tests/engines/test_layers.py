@@ -70,16 +70,22 @@ def test_it_stands_in_torchs_encoder_in_training_and_where_torch_would_skip_it(c
     ours = copy.deepcopy(theirs)
     ours.self_attn = layer(Dense(causal))
     ours.self_attn.load_state_dict(theirs.self_attn.state_dict())
-    theirs, ours = (torch.nn.TransformerEncoder(x, 2, enable_nested_tensor=False) for x in (theirs, ours))
+    made = ((theirs, False), (ours, False), (theirs, True))  # the last gets its attention when it is there
+    theirs, *each = (torch.nn.TransformerEncoder(x, 2, enable_nested_tensor=nested) for x, nested in made)
+    each[1].layers[1].self_attn = copy.deepcopy(ours.self_attn)
+    padding, x = torch.arange(29) >= torch.tensor([[29], [11]]), tokens()
+    with torch.no_grad(), pytest.raises(ValueError, match="query is nested: want .*enable_nested_tensor=False"):
+        each[1].eval()(x, src_key_padding_mask=padding)
+    each[1].layers[0].self_attn = copy.deepcopy(ours.self_attn)
     mask = torch.nn.Transformer.generate_square_subsequent_mask(29, dtype=torch.float64) if causal else None
-    options, x = {"mask": mask, "is_causal": causal}, tokens()
-    close(ours(x, **options), theirs(x, **options))
-    padding, lengths = torch.arange(29) >= torch.tensor([[29], [11]]), (29, 11)
-    with torch.no_grad():
-        close(ours.eval()(x, **options), theirs.eval()(x, **options))
-        padded = [f(x, src_key_padding_mask=padding, **options) for f in (ours, theirs.train())]
-    for one, other, n in zip(*padded, lengths, strict=True):
-        close(one[:n], other[:n])
+    options = {"mask": mask, "is_causal": causal}
+    for ours in each:
+        close(ours.train()(x, **options), theirs.train()(x, **options))
+        with torch.no_grad():
+            close(ours.eval()(x, **options), theirs.eval()(x, **options))
+            padded = [f(x, src_key_padding_mask=padding, **options) for f in (ours, theirs.train())]
+        for one, other, n in zip(*padded, (29, 11), strict=True):
+            close(one[:n], other[:n])
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -98,6 +104,23 @@ def test_a_turn_is_the_complex_product_that_the_paper_writes():
     angles = positions[:, None].double() * 10_000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
     one, other = (torch.complex(*tensor.chunk(2, -1))[:, :, 0] for tensor in (turned, x))
     close(one, other * torch.exp(1j * angles))
+
+
+def test_xpos_is_the_decay_with_distance_that_the_paper_writes():
+    module, x, at = layer(Dense(True), rope=100.0, xpos=0.5), tokens(32), torch.arange(32)
+    q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (module.q, module.k, module.v))
+    q, k = (torch.complex(*x.chunk(2, -1)) for x in (q, k))
+    even, far = torch.arange(2).double() / 2, (at[:, None] - at)[..., None]
+    turn = torch.polar(((even + 0.4) / 1.4) ** (far / 0.5), far * 100**-even)
+    scores = torch.einsum("bhnd,bhmd,nmd->bhnm", q, k.conj(), turn).real / 2
+    want = scores.masked_fill(far[..., 0] < 0, -torch.inf).softmax(-1) @ v
+    want = module.out(want.transpose(1, 2).flatten(-2))
+    close(module(x), want)
+    torch.testing.assert_close(module.float()(x.float()), want.float())
+    with pytest.raises(ValueError, match="xpos=0.5 with 33 tokens, which overflow: want at least 33 / 64"):
+        module(tokens(33, dtype=torch.float32))
+    with pytest.raises(ValueError, match="xpos=0.5 in float16, which overflows"):
+        module.half()(x.half())
 
 
 def test_a_layer_in_tile_order_is_the_layer_with_its_tokens_moved():
@@ -138,21 +161,16 @@ def test_the_last_queries_on_all_keys_are_those_of_the_full_run(kv_heads):
         close(module(x[:, -10:], x), full[:, -10:])
 
 
-def test_state_dict_round_trip():
-    module, other, x = layer(seed=0), layer(seed=1), tokens()
+def test_copies_and_saved_modules_are_independent():
+    of = BlockSparse(layouts.local(1) | layouts.global_(1), 4)
+    module, other, x = layer(of), layer(copy.deepcopy(of), seed=1), tokens()
+    want, saved = module(x), io.BytesIO()
     assert set(module.state_dict()) == {f"{p}.{w}" for p in ("q", "k", "v", "out") for w in ("weight", "bias")}
-    assert not torch.equal(module(x), other(x))
+    assert not torch.equal(other(x), want)
     other.load_state_dict(module.state_dict())
-    assert torch.equal(module(x), other(x))
-
-
-def test_deepcopy_and_a_saved_module_are_independent():
-    module, x = layer(BlockSparse(layouts.local(1) | layouts.global_(1), 4)), tokens()
-    want = module(x)
-    saved = io.BytesIO()
     torch.save(module, saved)
     saved.seek(0)
-    for twin in (copy.deepcopy(module), torch.load(saved, weights_only=False)):
+    for twin in (other, copy.deepcopy(module), torch.load(saved, weights_only=False)):
         assert torch.equal(twin(x), want)
         assert twin.pattern is not module.pattern
         twin(x).sum().backward()
@@ -204,6 +222,8 @@ REFUSED = {
     "attention-dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1: want 0; `dropout` acts on the output"),
     "dropout-of-2": ({"dropout": 2}, "dropout=2: want a number from 0 to 1"),
     "rope-of-odd": ({"rope": 10, "num_heads": 8}, "rope=10, head_dim=3: want an even head_dim, or rope=None"),
+    "xpos-of-all": ({"rope": 10, "xpos": 9, "pattern": Dense()}, "xpos=9, rope=10, Dense(causal=False): want rope and"),
+    "xpos-alone": ({"xpos": 512}, "xpos=512, rope=None, "),
     "bias-in-words": ({"bias": "no"}, "bias='no': want True or False"),
     "of-torch": ({"batch_first": True}, "batch_first=True: MultiheadAttention has no such option"),
     "no-pattern": ({"pattern": "dense"}, "pattern='dense': want a pattern"),
@@ -258,8 +278,4 @@ def test_bad_inputs_are_refused_with_the_shapes():
 def test_numpy_integers_are_the_numbers_that_they_are():
     module = layer(embed_dim=np.int64(24), num_heads=np.int32(6), num_kv_heads=np.int8(2), backend="torch")
     assert module(tokens()).shape == (2, 29, 24) and type(module.num_heads) is int
-
-
-def test_repr_says_what_it_is():
-    text = repr(layer(num_kv_heads=2))
-    assert "num_heads=6, num_kv_heads=2" in text and "segment_lengths=[4, 8, 16]" in text
+    assert "num_heads=6, num_kv_heads=2" in repr(module) and "segment_lengths=[4, 8, 16]" in repr(module)

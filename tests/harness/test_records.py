@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -222,6 +223,15 @@ def test_machine_says_no_host_and_no_path():
     assert json.loads(json.dumps(described)) == described
     for value in described.values():
         assert records.scrub(str(value)) == str(value)
+
+
+@pytest.mark.parametrize("said, want", [
+    ("570.86, 1980, 700.00\n" * 2, ["570.86", 1980, 700]), ("470.1, 1733, [N/A]\n", ["470.1", 1733, None]),
+    ("NVIDIA-SMI has failed because it couldn't communicate\n", [None] * 3), ("", [None] * 3),
+])  # fmt: skip
+def test_what_limits_a_card_is_told_where_it_is_known(said, want, monkeypatch):
+    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=said))
+    assert machine._limits() == dict(zip(("driver", "clock_mhz", "power_w"), want, strict=True))
 
 
 @pytest.fixture

@@ -144,7 +144,7 @@ def test_documents_and_lengths_are_models_of_each_alone():
 
 
 GENERATORS = {
-    "longnet": {"pattern": Dilated([16, 64], [1, 2], True), "num_kv_heads": 2, "qk_norm": True},
+    "longnet": {"pattern": Dilated([16, 64], [1, 2], True), "num_kv_heads": 2, "qk_norm": True, "xpos": 8},
     "in-tile-order": {"pattern": Dilated([256, 1024], [1, 2], True), "tokens": "tile order"},
     "dense": {"pattern": Dense(True), "rope": None, "alibi_slopes": torch.tensor([0.5, 0.2, 0.1, 0.05])},
     "window": {"pattern": Window(9, True), "softcap": 2.0, "relative_bias": True},

@@ -1,5 +1,7 @@
+import itertools
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from workbench.patterns import Neighborhood, from_spec, orderings, swin
 
 MEGAPIXEL = (1024, 1024)
+NATTEN = json.loads(Path(__file__).with_name("natten.json").read_text())["rows"]
 
 
 @pytest.mark.parametrize("question", ["pairs", "density", "coverage", "uncovered"])
@@ -17,9 +20,12 @@ def test_a_million_tokens_take_less_than_a_second(one_core_seconds, question):
     assert one_core_seconds(lambda: getattr(pattern, question)(1 << 20, 12)) < 1
 
 
-@pytest.mark.parametrize("side, seconds", [(256, 0.5), (1024, 5)])
-def test_blocks_are_found_without_looking_at_pairs(one_core_seconds, side, seconds):
-    pattern = Neighborhood((side, side), 16, orderings.hilbert((side, side)))
+UNUSUAL = {"radius": 7.5, "dilation": 2, "stride": 4, "border": "shift"}
+
+
+@pytest.mark.parametrize("side, seconds, options", [(256, 0.5, {}), (1024, 5, {}), (256, 1, UNUSUAL)])
+def test_blocks_are_found_without_looking_at_pairs(one_core_seconds, side, seconds, options):
+    pattern = Neighborhood((side, side), **{"radius": 16, "ordering": orderings.hilbert((side, side))} | options)
     assert one_core_seconds(lambda: pattern.blocks(side * side, 1)) < seconds
 
 
@@ -48,6 +54,10 @@ def seen_on_an_axis(x, y, side, window, causal=False, dilation=1, stride=1, offs
     return first <= y < first + window
 
 
+def radius_of(windows, causal):
+    return [w - 1 if c else (w // 2 if w % 2 else (w - 1) / 2) for w, c in zip(windows, causal, strict=True)]
+
+
 def count_with(shape, curve, windows, shift, **options):
     """int32 (1, N, N): the definition, by the windows of each axis."""
     tables = []
@@ -74,7 +84,7 @@ def test_any_configuration(agree, data):
         shift, causal, dilation = False, [False] * len(shape), [1] * len(shape)
         windows = [2 * draw(st.integers(0, side + 2)) + 1 for side in shape]
         stride, offset = dilation, [0] * len(shape)
-    radius = [w - 1 if c else (w // 2 if w % 2 else (w - 1) / 2) for w, c in zip(windows, causal, strict=True)]
+    radius = radius_of(windows, causal)
     order = draw(st.sampled_from([None, "morton", "random", "row_major"]))
     ordering = None if order is None else getattr(orderings, order)(shape)
     if ordering is not None and draw(st.booleans()):
@@ -89,11 +99,15 @@ def test_any_configuration(agree, data):
     assert not pattern.causal or not want.triu(1).any()
 
 
-def test_windows_moved_back_from_the_border_all_have_their_size():
-    pattern = Neighborhood((9, 11), (1, 2), orderings.hilbert((9, 11)), border="shift")
-    assert pattern.multiplicity(99, 1)[0].sum(1).unique().tolist() == [15]
-    blocked = Neighborhood((10,), 3.5, stride=8, border="shift").multiplicity(10, 1)[0]
-    assert blocked[8].nonzero()[:, 0].tolist() == [*range(2, 10)]
+@pytest.mark.parametrize("shape, windows, stride, dilation, counts", NATTEN, ids=lambda x: "x".join(map(str, x[:3])))
+def test_nattens_own_shapes(shape, windows, stride, dilation, counts):
+    n = math.prod(shape)
+    i, j = torch.arange(0, n, 1 + n // 128)[:, None], torch.arange(n)
+    for causal, want in zip(itertools.product([False, True], repeat=len(shape)), counts, strict=True):
+        options = {"causal": causal, "dilation": dilation, "stride": stride, "border": "shift"}
+        pattern = Neighborhood(shape, radius_of(windows, causal), **options)
+        keys, total = pattern.keys(), (pattern.count(0, i, j, n, 1) * (i + 1) * (j + 1)).sum()
+        assert [pattern.pairs(n, 1), *keys.aminmax(), total] == want
 
 
 def test_swin_is_the_windows_of_a_shifted_partition():
@@ -119,8 +133,3 @@ def test_swin_is_the_windows_of_a_shifted_partition():
 def test_options_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Neighborhood((8, 8), **{"radius": 1} | options)
-
-
-def test_blocks_of_unusual_options_take_no_longer(one_core_seconds):
-    pattern = Neighborhood((256, 256), 7.5, orderings.hilbert((256, 256)), dilation=2, stride=4, border="shift")
-    assert one_core_seconds(lambda: pattern.blocks(1 << 16, 1)) < 1

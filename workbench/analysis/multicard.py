@@ -96,31 +96,32 @@ def _kind(spec: dict, name: str, n: int) -> str:
 
 class Recorded(NamedTuple):
     """What is committed of a machine: sweeps, as of `sweep`; the newest messages of `link.measure`; the newest
-    timelines. Each may be empty."""
+    timelines; sweeps of all commits. Each may be empty."""
 
     rows: pd.DataFrame
     link: pd.DataFrame
     timelines: pd.DataFrame
+    runs: pd.DataFrame
 
 
 def recorded(machines: Iterable[str]) -> Recorded:
-    """The records of the first of these machine kinds that has sweeps; nothing if none has. All are of one commit: the
-    newest of those that measured the most of the patterns in KINDS. Of sweeps: batch 1, the heads, head_dim and dtype
-    that most rows have; the newest row if a case was measured more than once."""
+    """The records of the first of these machine kinds that has sweeps; nothing if none has. All but `runs` are of one
+    commit: the newest of those that measured the most of the patterns in KINDS. Of sweeps: batch 1, the heads, head_dim
+    and dtype that most rows have; the newest row if a case was measured more than once."""
     for machine in machines:
         every = records.committed(machine, "scaling")
         rows = every[every["stage"].eq("sweep")] if len(every) else every
         if len(rows):
             rows = kinds(rows[rows["batch"] == 1])
-            rows = rows[rows["kind"].isin(KINDS)].sort_values("run_utc", kind="stable")
+            rows = runs = rows[rows["kind"].isin(KINDS)].sort_values("run_utc", kind="stable")
             case = ["kind", "n", "mode", "nproc", "strategy", *SIZES]
             commits = (x.drop_duplicates(case, keep="last") for _, x in rows.groupby("run_commit"))
             rows = max(commits, key=lambda x: (x["kind"].nunique(), x["run_utc"].max()), default=rows)
             every = every[every["run_commit"].isin(rows["run_commit"])]
             most_rows = max((x for _, x in rows.groupby(list(SIZES))), key=len, default=rows)
             others = (_newest(every[every["stage"].isin(x)]) for x in (["link", "cost"], ["spans"]))
-            return Recorded(most_rows.reset_index(drop=True), *others)
-    return Recorded(*(pd.DataFrame() for _ in range(3)))
+            return Recorded(most_rows.reset_index(drop=True), *others, runs)
+    return Recorded(*(pd.DataFrame() for _ in range(4)))
 
 
 def _newest(rows: pd.DataFrame) -> pd.DataFrame:

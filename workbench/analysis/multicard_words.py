@@ -5,7 +5,7 @@ A function returns a sentence, or a list of them that may be empty. what: the wo
 
 import pandas as pd
 
-from workbench.analysis.multicard import ORDERS, mib, of_patterns, ok, relative
+from workbench.analysis.multicard import ORDERS, SIZES, mib, of_patterns, ok, relative
 from workbench.harness.narrate import MODES, counted, listed, number, spread, title
 from workbench.probes.timing import AA
 from workbench.scaling.strategies import ONE, SHORT
@@ -86,6 +86,20 @@ def costs(rows: pd.DataFrame) -> list[str]:
         sizes = f"{mib(most[column])} against {mib(most[column] / ratio.max())} MiB"
         said.append(f"{does} **{ends} times** the {noun} of dividing the sequence; most for {_case(most)}: {sizes}.")
     return said
+
+
+def between_runs(rows: pd.DataFrame) -> list[str]:
+    """How far apart the speed-ups are of cases that several runs measured. rows: `multicard.Recorded.runs`."""
+    ours = ok(rows[rows["strategy"] == "sequence"])
+    cases = [x for _, x in ours.groupby([*CASE, *SIZES, "nproc"]) if x["run"].nunique() > 1]
+    if not cases:
+        return []
+    apart = pd.Series([x["speedup"].max() / x["speedup"].min() - 1 for x in cases])
+    within = pd.Series([(x["speedup_high"] / x["speedup_low"]).median() - 1 for x in cases])
+    return [
+        f"From run to run, earlier code's too, the speed-ups of {counted(len(cases), 'case')} differ by "
+        f"**{apart.median():.0%}** in the middle of the cases; the interval within a run is {within.median():.0%} wide."
+    ]
 
 
 def headline(rows: pd.DataFrame, what: str = "card") -> str:

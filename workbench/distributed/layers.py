@@ -38,7 +38,7 @@ class MultiheadAttention(layers.MultiheadAttention):
     def rotation(self, n: int, device=None, cache=None) -> Tensor:
         ranks = Ranks.of(self.group)
         first = sum(rows for (rows,) in ranks.gather(("rows",), [n]).wait()[: ranks.rank]) if ranks.world > 1 else 0
-        return self._table(torch.arange(first, first + n, device=device))
+        return self._table(torch.arange(first, first + n, device=device), first + n)
 
     def forward(self, query: Tensor, *keys, cache=None, **options):
         if cache is not None:

@@ -1,5 +1,7 @@
 """Layers over `attention`, so that what is probed is a whole layer and not only its core."""
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor, nn
 
@@ -16,22 +18,26 @@ class MultiheadAttention(nn.Module):
     num_heads divides embed_dim, num_kv_heads (default num_heads) divides num_heads.
     dropout acts on the output, in training only; dropout of the attention weights is refused by name.
     qk_norm: each head's queries and keys are normalised by nn.RMSNorm (QK norm, arXiv 2010.04245).
-    rope: the base of rotary positions (`engines.rotary`), e.g. 10_000, of even head_dims.
+    rope: the base of rotary positions (`engines.rotary`), e.g. 10_000, of even head_dims. xpos: beside it the scale
+        base of xPos, 512 in its paper, of causal patterns, at most 64 xpos tokens, and not in float16.
     sub_norm: a LayerNorm before the output projection (Sub-LN of MAGNETO, arXiv 2210.06423).
     tokens: "tile order" where they come in the pattern's `tile_order`; their positions are then those of that order.
     options: what changes scores, as of `attention`: softcap; alibi_slopes (H,), which are kept as a buffer; and
         relative_bias=True, a table of biases by relative position, which is learned.
 
     It stands where an nn.MultiheadAttention(batch_first=True) stood, in nn.TransformerEncoderLayer too, and loads the
-    state_dict of one; not one with bias_k or projections of their own (kdim, vdim).
+    state_dict of one; not one with bias_k or projections of their own (kdim, vdim). In an nn.TransformerEncoder that
+    is there already, the first layer's self_attn has to be replaced too, or padded batches come as nested tensors.
     """
 
-    # What nn.TransformerEncoder asks for; the bias that is None keeps it off its own fused attention.
+    # What nn.TransformerEncoder asks for. The bias that is None keeps it off its own fused attention; the weight that
+    # is no tensor off nested ones, if it was made with its own attention and has ours in the first layer.
     batch_first, in_proj_bias, _qkv_same_embed_dim = True, None, True
+    in_proj_weight, out_proj = SimpleNamespace(__torch_function__=None), property(lambda self: self.out)
 
     def __init__(
         self, embed_dim, num_heads, pattern, *, num_kv_heads=None, bias=True, dropout=0.0, attention_dropout=0.0,
-        backend="auto", qk_norm=False, rope=None, sub_norm=False, tokens="natural", device=None, dtype=None,
+        backend="auto", qk_norm=False, rope=None, xpos=None, sub_norm=False, tokens="natural", device=None, dtype=None,
         **options,
     ):  # fmt: skip
         super().__init__()
@@ -53,6 +59,9 @@ class MultiheadAttention(nn.Module):
         self.rope = rope if rope is None else number("rope", rope, 0, FINITE)
         if rope is not None and self.head_dim % 2:
             raise ValueError(f"rope={rope}, head_dim={self.head_dim}: want an even head_dim, or rope=None")
+        self.xpos = xpos if xpos is None else number("xpos", xpos, 0, FINITE)
+        if xpos is not None and (rope is None or not pattern.causal):
+            raise ValueError(f"xpos={xpos}, rope={rope}, {pattern!r}: want rope and a causal pattern, or xpos=None")
         dropout = number("dropout", dropout, -1e-300, 1, "a number from 0 to 1")
         to, bias = {"device": device, "dtype": dtype}, flag("bias", bias)
         self.q = nn.Linear(embed_dim, embed_dim, bias, **to)
@@ -87,6 +96,8 @@ class MultiheadAttention(nn.Module):
         value = key if value is None else value
         options = self._options(options, key, cache)
         for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if isinstance(tensor, Tensor) and tensor.is_nested:
+                raise ValueError(f"{name} is nested: want nn.TransformerEncoder(..., enable_nested_tensor=False)")
             if not isinstance(tensor, Tensor) or tensor.dim() != 3 or tensor.shape[-1] != self.q.in_features:
                 raise ValueError(f"{name} is {describe(tensor)}: want a tensor (B, N, {self.q.in_features})")
             to = self.q.weight.dtype if type(self.q) is nn.Linear else tensor.dtype  # a quantized layer takes others
@@ -98,20 +109,28 @@ class MultiheadAttention(nn.Module):
         k, v = self.k_norm(self.k(key).unflatten(-1, heads)), self.v(value).unflatten(-1, heads)  # (B, N, Hkv, D)
         if self.rope is not None:
             by = self.rotation(k.shape[1], k.device, cache) if rotation is None else rotation
-            q, k = rotary.turned(q, by[k.shape[1] - q.shape[1] :]), rotary.turned(k, by)
+            q, k = self._turned(q, k, *by.expand(2, -1, -1))
         attend = self.attend if cache is None else cache.step
         return returned(self.dropout(self.out(self.norm(attend(q, k, v, **options).flatten(-2)))))
 
     def rotation(self, n: int, device=None, cache=None) -> Tensor:
         """`rotary.table` of n tokens in the layer's order, or of those that come next in a cache."""
         if cache is None and self.tokens == "tile order":
-            return self._table(tile_order.tile_order(self.pattern, n).to(device))
+            return self._table(tile_order.tile_order(self.pattern, n).to(device), n)
         first = 0 if cache is None else cache.n
-        return self._table(torch.arange(first, first + n, device=device))
+        return self._table(torch.arange(first, first + n, device=device), first + n)
 
-    def _table(self, positions: Tensor) -> Tensor:
+    def _turned(self, q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.xpos and q.dtype == torch.float16:
+            raise ValueError(f"xpos={self.xpos} in float16, which overflows: want bfloat16 or float32")
+        return rotary.turned(q, of_q[k.shape[1] - q.shape[1] :]), rotary.turned(k, of_k)
+
+    def _table(self, positions: Tensor, n: int) -> Tensor:
+        """n: more than any position."""
+        if self.xpos and n > rotary.XPOS * self.xpos:
+            raise ValueError(f"xpos={self.xpos} with {n} tokens, which overflow: want at least {n} / {rotary.XPOS}")
         dtype = torch.float64 if self.q.weight.dtype == torch.float64 else torch.float32
-        return rotary.table(positions, self.head_dim, self.rope, dtype)
+        return rotary.table(positions, self.head_dim, self.rope, dtype, self.xpos)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         """The attention between the projections: q (B, Nq, H, D), k and v (B, N, Hkv, D) -> (B, Nq, H, D)."""

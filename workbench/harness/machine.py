@@ -12,8 +12,8 @@ import torch
 
 
 def describe() -> dict:
-    """device, n_devices, driver, cuda, torch, triton, fa4 (the version of flash-attn-4), python, threads, processors,
-    load and kind; None where there is no such thing.
+    """device, n_devices, driver, clock_mhz and power_w (the first card's limits), cuda, torch, triton, fa4 (the version
+    of flash-attn-4), python, threads, processors, load and kind; None where there is no such thing.
 
     On a CPU `device` is its model and `n_devices` is 1; `threads` is how many torch uses; `load`: how many processes
     were running or waiting for one of the `processors`, in the mean of the last minute.
@@ -22,7 +22,7 @@ def describe() -> dict:
     return {
         "device": torch.cuda.get_device_name(0) if cuda else _processor(),
         "n_devices": torch.cuda.device_count() if cuda else 1,
-        "driver": _driver() if cuda else None,
+        **(_limits() if cuda else {"driver": None, "clock_mhz": None, "power_w": None}),
         "cuda": torch.version.cuda if cuda else None,
         "torch": str(torch.__version__),
         "triton": _version("triton"),
@@ -58,10 +58,15 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def _limits() -> dict:
+    """Of the first card: its driver, and how high its clock and its power may go."""
+    command = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader,nounits"]
+    said = ""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        return next(iter(subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()), None)
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.partition("\n")[0]
+    known = [x if x[:1].isdigit() else None for x in [*said.split(", "), "", ""]]  # not "[N/A]", nor an error
+    clock_mhz, power_w = (x and round(float(x)) for x in known[1:3])
+    return {"driver": known[0], "clock_mhz": clock_mhz, "power_w": power_w}
 
 
 def _version(package: str) -> str | None:

@@ -32,7 +32,7 @@ FIELDS = (
 )  # fmt: skip
 RUN_FIELDS = (
     "schema", "device", "n_devices", "driver", "cuda", "torch", "triton", "fa4", "python", "commit", "dirty",
-    "argv", "profile", "utc", "load", "processors",
+    "argv", "profile", "utc", "load", "processors", "clock_mhz", "power_w",
 )  # fmt: skip
 
 

@@ -147,7 +147,7 @@ def _check(name: str, value, least: int = 0, like: Tensor | None = None) -> None
 class LongNet(Transformer):
     """LongNet (arXiv 2307.02486): a `Transformer` over Dilated(segment_lengths, dilation_rates), causal by default.
 
-    options: of `Transformer`. The paper's positions are xPos; these are rotary, which do not decay to 0 on long ones.
+    options: of `Transformer`. The paper's positions are xPos, `xpos=512`; by default they are rotary, for any length.
     """
 
     def __init__(self, vocab, dim, depth, heads, segment_lengths, dilation_rates, *, causal=True, **options):

@@ -138,19 +138,17 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
 
 
 def claimed(rows: pd.DataFrame):
-    """A line per configuration of the reports: the longest N there, and here under the same cap, on a logarithmic axis.
-
-    rows: of `claims.lengths`.
-    """
+    """A line per configuration of the reports: the longest N there, and here under the same cap, on a logarithmic axis;
+    so narrow that a phone shows all of it. rows: of `claims.lengths`."""
     once = rows.drop_duplicates("preset")
-    fig, ax = style.subplots(figsize=(7, 0.6 * len(once) + 1.6))
+    fig, ax = style.subplots(figsize=(3.7, 0.6 * len(once) + 1.6))
     ax.plot(once["theirs"], range(len(once)), "X", color="#777777", markersize=8, label="in the report")
     for label, line in rows.groupby("label", sort=False):
         family = line["pattern_spec"].iloc[0]["pattern"]
         look = {"marker": style.MARKERS.get(family, "v"), "color": style.family_color(family), "fillstyle": "none"}
         look |= {"linestyle": "", "markersize": 8, "label": f"{title(label)}, here"}
         ax.plot(line["n"].astype(float), range(len(once)), **look)
-    names = [f"{x.preset}\n{x.heads} x {x.head_dim}, {x.dtype}" for x in once.itertuples()]
+    names = [f"{x.preset.removeprefix('report-')}\n{x.heads} x {x.head_dim}, {x.dtype}" for x in once.itertuples()]
     ax.set(xscale="log", xlabel="longest N (tokens) under 8 GB", ylim=(len(once) - 0.5, -0.5))
     ax.set_yticks(range(len(once)), names)
     ax.xaxis.set_major_locator(LogLocator(base=4, numticks=9))

@@ -124,8 +124,9 @@ def _export(state, path: Path, profile: str, asked: dict, folder: Path, machine:
 
 def _environment(machine: dict) -> list[tuple[str, str]]:
     """What ran, for the end of the page; the load is that of the last minute, when the notebook had ended."""
-    known = ("device", "n_devices", "driver", "cuda", "torch", "triton", "fa4", "python", "threads")
-    words = {"n_devices": "devices", "fa4": "flash-attn-4", "cuda": "CUDA"}
+    words = {"n_devices": "devices", "driver": "driver", "clock_mhz": "MHz, at most", "power_w": "W, at most"}
+    words |= {"cuda": "CUDA", "torch": "torch", "triton": "triton", "fa4": "flash-attn-4"}
+    known = ("device", *words, "python", "threads")
     pairs = [(words.get(key, key), str(machine[key])) for key in known if machine.get(key) is not None]
     return [*pairs, ("load at the end", f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} processors")]
 

@@ -83,13 +83,13 @@ def measure(
     return pd.DataFrame(rows)
 
 
-def fit(rows: pd.DataFrame) -> Rates | None:
+def fit(rows: pd.DataFrame, call=True) -> Rates | None:
     """The latency and the bandwidth nearest to all messages of `measure`, by least squares of relative errors, and the
-    cost of a call; None where there are not two messages and a call."""
+    cost of a call; None where there are not two messages and, unless call is False, a call."""
     done = rows[rows["status"].eq("ok")] if len(rows) else rows
-    if not len(done) or done["stage"].ne("link").all() or done["stage"].ne("cost").all():
+    if not len(done) or done["stage"].ne("link").all() or call and done["stage"].ne("cost").all():
         return None
-    sent, cost = done[done["stage"].eq("link")], done[done["stage"].eq("cost")].iloc[-1]
+    sent, costs = (done[done["stage"].eq(x)] for x in ("link", "cost"))
     size, seconds = (sent[x].to_numpy(float) for x in ("message_bytes", "median_ms"))
     seconds = seconds / 1000
     if len(set(size)) < 2:
@@ -99,8 +99,9 @@ def fit(rows: pd.DataFrame) -> Rates | None:
         latency, most = float(seconds.min()), seconds[size.argmax()]
         latency = latency if latency < most else 0.0
         per_byte = (most - latency) / size.max()
-    call = cost["median_ms"] / 1000 - per_byte * cost["message_bytes"] - latency * (cost["exchanges"] - 1)
-    return Rates(float(latency), float(1 / per_byte), max(0.0, float(call)))
+    beside = [x["median_ms"] / 1000 - per_byte * x["message_bytes"] - latency * (x["exchanges"] - 1)
+              for x in costs.tail(1).to_dict("records")]  # fmt: skip
+    return Rates(float(latency), float(1 / per_byte), float(max([0.0, *beside])))
 
 
 def modelled(
