@@ -82,7 +82,8 @@ def attend(one: Callable, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, lin
     for kind, part in zip(groups, parts, strict=True):
         if isinstance(kind, tuple):
             entry, size = kind
-            out, lse = one(*(x.unflatten(0, (-1, size)) if size else x[None] for x in part), patterns[entry])
+            many = len(part[0]) // max(1, size)  # of documents that have no tokens there is one
+            out, lse = one(*(x.view(max(1, many), size, *x.shape[1:]) for x in part), patterns[entry])
         else:
             out = part[0].new_zeros(1, *part[0].shape[:2], v.shape[-1])
             lse = out.new_full((1, q.shape[2], len(part[0])), -torch.inf, dtype=lse_dtype(q))
