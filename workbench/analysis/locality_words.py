@@ -41,11 +41,12 @@ def same_results(worst: float, largest: float) -> str:
 def surroundings(seen: pd.DataFrame) -> str:
     """What a token sees of its surroundings under each order: `neighbours` as a table, a line a branch, "any" last."""
     every = seen.loc["any"].round(2)
+    best = listed(map(title, every.index[every == every.max()]))
     hilbert, rows = ([f"{x:.0%}" for x in seen[order]] for order in ("hilbert", "row_major"))
     return (
         f"Over all branches a token sees **{hilbert[-1]}** of its surroundings under Hilbert and **{rows[-1]}** in "
-        f"row-major; most under {listed(map(title, every.index[every == every.max()]))}. By the shortest segments alone "
-        f"{hilbert[0]} against {rows[0]}, by the longest {hilbert[-2]} against {rows[-2]}."
+        f"row-major; most under {best}. By the shortest segments alone {hilbert[0]} against {rows[0]}, by the longest "
+        f"{hilbert[-2]} against {rows[-2]}."
     )
 
 

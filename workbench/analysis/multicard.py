@@ -11,7 +11,7 @@ import torch
 from workbench.distributed import Shards, plan
 from workbench.harness import records
 from workbench.harness.narrate import MODES, first_mode, listed, number, spread, title
-from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern, from_spec, layouts, orderings
+from workbench.patterns import BlockSparse, Dense, Neighborhood, from_spec, layouts, orderings
 from workbench.patterns.dilated import geometric
 from workbench.probes import catalog
 from workbench.probes.case import Case
@@ -27,38 +27,26 @@ BLOCK, RADIUS = 128, 8
 SIZES = ("heads", "head_dim", "dtype")
 
 
-def maker(kind: str, first: int = 4096) -> Callable[[int], Pattern]:
-    """The function of N that makes a pattern, by its name: "dense"; "longnet-geometric", `geometric` with a shortest
+def at(kind: str, first: int, **sizes) -> Callable[[int], Case]:
+    """The function of N that makes the case of a kind: "dense"; "longnet-geometric", `geometric` with a shortest
     segment of `first`; "block-sparse", about 5 % of the blocks of 128: those near the diagonal, and every 32nd
     diagonal; or "neighborhood, row-major" and "neighborhood, Hilbert", all cells within 8 on the squarest grid of N
-    cells, in that order. ValueError for another name."""
-    made = {
+    cells, in that order. sizes: other arguments of `Case`."""
+    makers = {
         "dense": lambda n: Dense(),
         "longnet-geometric": lambda n: geometric(n, first=first),
         "block-sparse": lambda n: BlockSparse(layouts.local(-(-n // BLOCK) // 107) | layouts.strided(32), BLOCK),
     }
-    for order, word in ORDERS.items():
-        order = getattr(orderings, order)
-        made[f"neighborhood, {word}"] = lambda n, o=order: Neighborhood(catalog.grid(n), RADIUS, o(catalog.grid(n)))
-    if kind not in made:
-        raise ValueError(f"pattern={kind!r}: want one of {', '.join(KINDS)}")
-    return made[kind]
-
-
-def at(kind: str, first: int, **sizes) -> Callable[[int], Case]:
-    """The function of N that makes the case of a kind (see `maker`). sizes: other arguments of `Case`."""
-    make = maker(kind, first)
-    return lambda n: Case(make(n), n, **sizes)
+    for name, order in zip(GRIDS, (orderings.row_major, orderings.hilbert), strict=True):
+        makers[name] = lambda n, order=order: Neighborhood(catalog.grid(n), RADIUS, order(catalog.grid(n)))
+    return lambda n: Case(makers[kind](n), n, **sizes)
 
 
 def cases(lengths: Mapping[str, Sequence[int]], first: int, modes: Iterable[str] = ("fwd",), **sizes) -> dict:
     """{label: Case} for each kind, mode and N. lengths: {kind: N to measure}; sizes: as in `at`, but for the mode."""
-    found = {}
-    for kind, of_kind in lengths.items():
-        for mode in modes:
-            made = at(kind, first, mode=mode, **sizes)
-            found |= {f"{kind} {mode} {sizes.get('batch', 1)} x {n}": made(n) for n in of_kind}
-    return found
+    each = [(kind, mode, n) for kind, of_kind in lengths.items() for mode in modes for n in of_kind]
+    return {f"{kind} {mode} {sizes.get('batch', 1)} x {n}": at(kind, first, mode=mode, **sizes)(n)
+            for kind, mode, n in each}  # fmt: skip
 
 
 def possible(nproc: Iterable[int]) -> list[int]:
@@ -130,8 +118,7 @@ def _newest(rows: pd.DataFrame) -> pd.DataFrame:
 
 def ok(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows that ran and are not known to be wrong."""
-    valid = rows["valid"] if "valid" in rows else pd.Series(None, rows.index, dtype=object)
-    return rows[rows["status"].eq("ok") & rows["median_ms"].notna() & ~valid.eq(False)]
+    return rows[rows["status"].eq("ok") & rows["median_ms"].notna() & ~rows["valid"].eq(False)]
 
 
 def summary(rows: pd.DataFrame, cell: Callable[[dict], str]) -> pd.DataFrame:
@@ -165,8 +152,13 @@ def peak_and_sent(row: dict) -> str:
 
 def busy(row: dict) -> str:
     """For `summary`: the shares of the time in which a rank computes, from the least to the largest."""
-    known = [x for x in row["busy"] if x is not None] if isinstance(row["busy"], list) else []
-    return spread(min(known), max(known), ".0%") if known else "?"
+    known = _busy(row)
+    return spread(known[0], known[-1], ".0%") if known else "?"
+
+
+def _busy(row: dict) -> list[float]:
+    """The shares of the time in which a rank computes that are known, in ascending order."""
+    return sorted(x for x in row["busy"] if x is not None) if isinstance(row["busy"], list) else []
 
 
 def mib(x: float) -> str:
@@ -177,10 +169,9 @@ def mib(x: float) -> str:
 def missing(rows: pd.DataFrame) -> list[str]:
     """A sentence for each strategy with rows that are wrong or did not run: its patterns, and the first reason."""
     off, said = rows[~rows.index.isin(ok(rows).index)], []
-    for (bad, _), group in off.groupby([off["valid"].eq(False), off["status"]], sort=False):
-        first = group.drop_duplicates("strategy").set_index("strategy")["error"]
-        head = "Wrong, so left out" if bad else "Not measured"
-        whys = [str(why).removeprefix("wrong: ") for why in first]
+    for (wrong, _), group in off.groupby([off["valid"].eq(False), off["status"]], sort=False):
+        head = "Wrong, so left out" if wrong else "Not measured"
+        whys = group.drop_duplicates("strategy")["error"].astype(str).str.removeprefix("wrong: ")
         said += [f"{head}: {who}: {why}." for who, why in zip(of_patterns(group), whys, strict=True)]
     return said
 
@@ -207,7 +198,7 @@ def by_batch(rows: pd.DataFrame) -> pd.DataFrame:
     for (batch, n, world), group in done.groupby(["batch", "n", "nproc"], sort=False):
         one = group[group["strategy"] == ONE]
         for row in group[group["strategy"].isin([*SHORT, "sequence"])].to_dict("records"):
-            busy = sorted(x for x in row["busy"] if x is not None) if isinstance(row["busy"], list) else []
+            busy = _busy(row)
             lines.append({
                 "sequences": batch, "N": n, "ranks": world, "strategy": SHORT.get(row["strategy"], row["strategy"]),
                 "busiest": busy[-1] if busy else None, "idlest": busy[0] if busy else None,
