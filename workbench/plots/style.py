@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
 import seaborn as sns
 from matplotlib.ticker import FuncFormatter, NullLocator
 
@@ -16,7 +20,7 @@ COLORS = {
     "Window": "#009E73", "Predicate": "#C2669A", "accent": "#C17F00", "muted": "#767676",
 }  # fmt: skip
 SEQUENTIAL = "mako_r"
-TOP, TOGETHER = 0.96, 0.02  # of an axis' height: no name of a line above, beside the title; ends that are one place
+TOP = 0.96  # of an axis' height: no name of a line above, beside the title
 MARKERS = {"Dense": "o", "Dilated": "s", "BlockSparse": "^", "Neighborhood": "D", "Predicate": "v"}
 
 
@@ -78,9 +82,7 @@ def name_ends(ax, ends) -> None:
     columns, size = {}, 9 if len(ends) < 12 else 7.5
     for x, y, text, color in sorted(ends, key=lambda end: end[1]):
         across, at = ax.transAxes.inverted().transform(ax.transData.transform((x, y)))
-        column = columns.setdefault(1.03 if across > 0.5 else across + 0.05, [])
-        if not (column and _join(column[-1], x, at, text, color)):
-            column.append([at, (x, y), text, color])
+        columns.setdefault(1.03 if across > 0.5 else across + 0.05, []).append((at, (x, y), text, color))
     for across, column in columns.items():
         room = [0.055 * size / 9 * (1 + text.count("\n")) for _, _, text, _ in column]
         for (_, end, text, color), at in zip(column, _spread([end[0] for end in column], room), strict=True):
@@ -89,27 +91,11 @@ def name_ends(ax, ends) -> None:
                         va="center", arrowprops=arrow)  # fmt: skip
 
 
-def _join(below: list, x: float, at: float, text: str, color: str) -> bool:
-    """Whether a line ends where the one below does, in its colour: "dense, cuDNN" is then "dense: cuDNN, flash"."""
-    near = (below[1][0], below[3]) == (x, color) and at - below[0] < TOGETHER
-    (head, *tails), (other, *more) = text.split(", "), below[2].replace(": ", ", ").split(", ")
-    if near and head == other and len(tails) == 1 and (len(more) == 1 or ": " in below[2]):
-        below[2] = f"{head}: {', '.join([*more, *tails])}"
-        return True
-    return False
-
-
-def _spread(places: list[float], room: list[float]) -> list[float]:
+def _spread(places: list[float], room: list[float]) -> np.ndarray:
     """Ascending places in an axis moved so far apart that each has its room, closer where there is too little."""
-    squeeze = min(1, TOP / sum(room))
-    apart = [0, *(squeeze * (a + b) / 2 for a, b in zip(room, room[1:], strict=False))]
-    found, low = [], 0.0
-    for at, step in zip(places, apart, strict=True):
-        found.append(max(at, low + step))
-        low = found[-1]
-    for k in reversed(range(len(found))):
-        found[k] = min(found[k], TOP if k == len(found) - 1 else found[k + 1] - apart[k + 1])
-    return found
+    gaps = [(a + b) / 2 for a, b in itertools.pairwise(room)]
+    offsets = np.cumsum([0, *gaps]) * min(1, TOP / sum(room))  # of each place from the first, at least
+    return offsets + np.maximum.accumulate(places - offsets).clip(0, TOP - offsets[-1])
 
 
 def bare(ax) -> None:
@@ -141,8 +127,6 @@ def save(fig, path: str, title: str) -> None:
 def cells(panels):
     """The data of pictures made of cells: a DataFrame with a column a panel (name -> two axes), a row a line of cells,
     and in it a digit a cell, a point where there is none."""
-    import pandas as pd
-
     text = {name: [["." if not x >= 0 else str(int(x)) for x in line] for line in panel.tolist()]
             for name, panel in panels.items()}  # fmt: skip
     return pd.DataFrame({name: map("".join, lines) for name, lines in text.items()}).rename_axis("line")
