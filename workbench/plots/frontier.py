@@ -13,8 +13,6 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 import torch
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, PercentFormatter
 
 from workbench.harness.narrate import binary, title
@@ -55,9 +53,8 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
         style.log_ticks(ax.xaxis, binary, style.apart(sorted(budgets), room))
     signs = {"o": "line: predicted; filled: measured here"} if rows["measured_n"].notna().any() else {}
     signs |= {"x": f"limited by time ({rows['seconds'].iloc[0]:g} s)"} if len(late) else {}
-    handles = [Line2D([], [], marker=x, color="#555555", linestyle="", label=text) for x, text in signs.items()]
-    if handles:
-        fig.legend(handles=handles, loc="outside lower center", ncols=2)
+    if signs:
+        style.key(fig, {text: {"marker": x, "color": "#555555"} for x, text in signs.items()}, 2)
     left.set(yscale="log", title="longest N (tokens)")
     left.yaxis.set_major_locator(LogLocator(base=2, numticks=12))
     style.log_ticks(left.yaxis, style.length)
@@ -96,8 +93,9 @@ def limiter_map(rows: pd.DataFrame):
     ax.grid(False)
     ax.spines[:].set_visible(False)
     words = {x: title(x) for x in LIMITS} | {"time": f"time: {rows['seconds'].iloc[0]:g} s per call"}
-    patches = [Patch(facecolor=LIMITS[x], edgecolor="#999999", label=words[x]) for x in LIMITS if x in {*rows.limiter}]
-    fig.legend(handles=patches, loc="outside lower center", ncols=len(patches), title="limited by")
+    square = {"marker": "s", "ms": 11, "mec": "#999999"}
+    looks = {words[x]: square | {"mfc": color} for x, color in LIMITS.items() if x in {*rows.limiter}}
+    style.key(fig, looks, len(looks), title="limited by")
     return style.finish(fig, "A map of ways and cards: the longest N of each, and what limits it.")
 
 
@@ -132,8 +130,7 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
     axes[0, 0].set_ylabel("bytes of the tensors alive (GiB)")
     top = max(life.sum(axis=1).max() for life in lives.values()) / GIB
     axes[0, 0].set_ylim(0, 1.12 * top)
-    patches = [Patch(color=colors[name], label=name) for name in [*order, "others"]]
-    fig.legend(handles=patches, loc="outside lower center", ncols=min(4, len(patches)))
+    style.key(fig, colors, 4)
     return style.finish(fig, f"Bytes alive over the run, by tensor: {', '.join(lives)}.")
 
 

@@ -132,9 +132,7 @@ def neighbours(frame, radius: int):
             ax.plot(part[value], np.array(y) + shift, MARKERS[kind], color=color(name), ms=7, label=title(name))
         ax.xaxis.set_major_formatter(PercentFormatter(1))
         ax.set(xlim=(-0.03, 1.03), title=words, xlabel=f"of the cells within {side} x {side}")
-        for y in range(0, len(branches), 2):
-            ax.axhspan(y - 0.5, y + 0.5, color="#f4f4f4", lw=0, zorder=0)
-        ax.grid(axis="y", visible=False)
+        style.stripes(ax, len(branches))
     axes[0].set_yticks(range(len(branches)), branches)
     axes[0].set(ylabel="segment / rate", ylim=(-0.5, len(branches) - 0.5))
     axes[0].invert_yaxis()

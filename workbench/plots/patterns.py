@@ -8,8 +8,6 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap, to_rgb
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 from torch import Tensor
 
@@ -76,8 +74,7 @@ def _grids(panels: list[tuple[str, Tensor, Pattern]], alt: str, across: int = 4,
               for c in sorted({*range(1, min(most, 4) + 1), most})}  # fmt: skip
     if shade and any((count == 0).all(1).any() for _, count, _ in panels):
         colors["a row that sees nothing"] = UNCOVERED
-    handles = [Patch(facecolor=color, label=words) for words, color in colors.items()]
-    fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    style.key(fig, colors, len(colors))
     return style.finish(fig, alt)
 
 
@@ -196,9 +193,6 @@ def mass(table: pd.DataFrame):
         ax.grid(False, axis="y")
     axes[0, 0].set_yticks(range(len(names)), names)
     axes[0, 0].set_ylim(len(names) - 0.45, -0.6)
-    rings = [
-        Line2D([], [], color="#444444", marker="o", mfc="none", mew=1.6, ls="", ms=4 + 2 * x, label=f"head {h}")
-        for x, h in enumerate(heads)
-    ]
-    fig.legend(handles=rings, loc="outside lower center", ncols=len(rings))
+    ring = {"color": "#444444", "marker": "o", "mfc": "none", "mew": 1.6}
+    style.key(fig, {f"head {h}": ring | {"ms": 4 + 2 * x} for x, h in enumerate(heads)}, len(heads))
     return style.finish(fig, "Dense attention's weight that each pattern keeps, beside its share of pairs.")

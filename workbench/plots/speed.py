@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator
 
 from workbench.harness.narrate import title
@@ -103,7 +102,7 @@ def break_even(rows: pd.DataFrame):
     ax.axhspan(noise["speedup_low"].min(), noise["speedup_high"].max(), **band)
     ax.axhline(1, color="black", linewidth=1)
     ax.plot(ends, 1 / ends, color=style.COLORS["muted"], linestyle="--")
-    bars = sparse["speedup"] - sparse["speedup_low"], sparse["speedup_high"] - sparse["speedup"]
+    bars = style.whiskers(sparse["speedup"], sparse["speedup_low"], sparse["speedup_high"])
     ax.errorbar(x, sparse["speedup"], yerr=bars, color=style.COLORS["BlockSparse"], marker="^", capsize=3)
     ax.set(xscale="log", yscale="log", xlim=ends, xlabel="blocks kept", ylabel="speed relative to dense")
     style.log_ticks(ax.xaxis, lambda x: f"{100 * x:.3g}%", style.apart(sorted(set(x.round(3))), 1.25))
@@ -135,10 +134,9 @@ def against_dense(rows: pd.DataFrame):
         ax.axvline(1, color="black", linewidth=1)
         ax.set(yticks=range(len(names)), yticklabels=names, title=MODES[mode], ylim=(len(names) - 0.5, -0.5))
         ax.set(xlabel="rate per pair, relative to dense", xlim=(0, max(1.15, 1.06 * ours["of_dense"].max())))
-    keys = [(title(x), "o", KERNELS.get(x, "#555555")) for x in dict.fromkeys(ours["backend"])]
-    keys += [(f"N = {style.length(n)}", marker, "#555555") for n, marker in markers.items()]
-    handles = [Line2D([], [], linestyle="", label=name, marker=marker, color=color) for name, marker, color in keys]
-    fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    looks = {title(x): {"marker": "o", "color": KERNELS.get(x, "#555555")} for x in dict.fromkeys(ours["backend"])}
+    looks |= {f"N = {style.length(n)}": {"marker": marker, "color": "#555555"} for n, marker in markers.items()}
+    style.key(fig, looks, len(looks))
     return style.finish(fig, "Rate over attended pairs, relative to dense attention's, by LongNet setting and mode.")
 
 
@@ -165,7 +163,7 @@ def times_faster(rows: pd.DataFrame):
         for row in group.itertuples():
             y += 1
             noise = " (within noise)" if row.in_noise else ""
-            ends = [[row.speedup - row.speedup_low], [row.speedup_high - row.speedup]]
+            ends = style.whiskers(np.array([row.speedup]), row.speedup_low, row.speedup_high)
             ax.errorbar(row.speedup, y, xerr=ends, color=KERNELS.get(row.backend, "#555555"), marker="o", capsize=3)
             style.note(ax, f"{row.speedup:.1f}x{noise}", (row.speedup_high, y), (9, 0), va="center")
             places.append(y)

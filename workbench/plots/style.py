@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from workbench.harness.machine import short_name
@@ -96,6 +97,27 @@ def _spread(places: list[float], room: list[float]) -> np.ndarray:
     gaps = [(a + b) / 2 for a, b in itertools.pairwise(room)]
     offsets = np.cumsum([0, *gaps]) * min(1, TOP / sum(room))  # of each place from the first, at least
     return offsets + np.maximum.accumulate(places - offsets).clip(0, TOP - offsets[-1])
+
+
+def stripes(ax, lines: int) -> None:
+    """Every other one of so many lines at 0, 1, ... shaded, and no grid across them."""
+    ax.grid(False, axis="y")
+    for y in range(0, lines, 2):
+        ax.axhspan(y - 0.5, y + 0.5, color="#f6f6f6", lw=0, zorder=0)
+
+
+def whiskers(middle, low, high) -> np.ndarray:
+    """What matplotlib's `errorbar` takes of intervals: the two lengths from the middle to the ends."""
+    return np.clip([middle - low, high - middle], 0, None)
+
+
+def key(fig, looks: dict[str, dict | str], columns: int, **options) -> None:
+    """A legend below a figure: what a line or a marker of each look, or an area of each colour, means. options: of
+    `Figure.legend`."""
+    square = {"marker": "s", "ms": 11}
+    looks = {words: look if isinstance(look, dict) else square | {"color": look} for words, look in looks.items()}
+    handles = [Line2D([], [], **{"ls": "", "label": words} | look) for words, look in looks.items()]
+    fig.legend(handles=handles, loc="outside lower center", ncols=columns, **options)
 
 
 def bare(ax) -> None:
