@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
@@ -78,24 +77,19 @@ def limiter_map(rows: pd.DataFrame):
 
     rows: of `frontier.sweep` with `label`, in the order in which cards and ways are to stand.
     """
-    names, on = list(dict.fromkeys(rows["label"])), list(dict.fromkeys(rows["card"]))
-    fig, ax = style.subplots(figsize=(2 + 1.05 * len(on), 0.9 + 0.55 * len(names)))
-    rows = rows.assign(limiter=rows["limiter"].where(rows["status"] == "ok", "refused"))
-    for row in rows.to_dict("records"):
-        x, y, limiter = on.index(row["card"]), names.index(row["label"]), row["limiter"]
-        ax.add_patch(plt.Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=LIMITS[limiter], edgecolor="white", linewidth=2))
-        said = limiter if limiter == "refused" else f"{int(row['n']):,}\n{title(limiter)}"
-        ax.text(x, y, said, ha="center", va="center", fontsize=9, color="#777777" if limiter == "refused" else "black")
-    ax.set(xlim=(-0.5, len(on) - 0.5), ylim=(len(names) - 0.5, -0.5))
-    ax.set(xticks=range(len(on)), xticklabels=map(title, on), yticks=range(len(names)), yticklabels=map(title, names))
+    ran, where = rows["status"] == "ok", {"index": "label", "columns": "card"}
+    limiter = rows["limiter"].where(ran, "refused")
+    words = [f"{int(n):,}\n{title(x)}" if n == n else x for n, x in zip(rows["n"].where(ran), limiter, strict=True)]
+    rows = rows.assign(code=limiter.map(list(LIMITS).index), words=words)
+    shape = {"index": rows["label"].unique(), "columns": rows["card"].unique()}
+    codes, texts = (rows.pivot(**where, values=x).reindex(**shape) for x in ("code", "words"))
+    fig, ax = style.subplots(figsize=(2 + 1.05 * codes.shape[1], 0.9 + 0.55 * codes.shape[0]))
+    sns.heatmap(codes, vmin=0, vmax=len(LIMITS) - 1, cmap=[*LIMITS.values()], cbar=False, linewidths=2, ax=ax,
+                annot=texts, fmt="", annot_kws={"fontsize": 9, "color": "black"})  # fmt: skip
+    ax.set(xticklabels=map(title, codes.columns), yticklabels=map(title, codes.index), ylabel="")
+    ax.set_xlabel(f"longest N, and what limits it (time: {rows['seconds'].iloc[0]:g} s per call)")
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
-    ax.grid(False)
-    ax.spines[:].set_visible(False)
-    words = {x: title(x) for x in LIMITS} | {"time": f"time: {rows['seconds'].iloc[0]:g} s per call"}
-    square = {"marker": "s", "ms": 11, "mec": "#999999"}
-    looks = {words[x]: square | {"mfc": color} for x, color in LIMITS.items() if x in {*rows.limiter}}
-    style.key(fig, looks, len(looks), title="limited by")
     return style.finish(fig, "A map of ways and cards: the longest N of each, and what limits it.")
 
 
@@ -111,14 +105,10 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
     colors = dict(zip(order, sns.color_palette(PALETTE, len(order)), strict=True)) | {"others": "#d0d0d0"}
     fig, axes = style.subplots(1, len(lives), figsize=(3.3 * len(lives), 4.8), sharey=True, squeeze=False)
     for ax, (name, life) in zip(axes[0], lives.items(), strict=True):
-        own = [name for name in order if name in life]
-        layers = [life[name].to_numpy() for name in own]
-        layers.append(life.drop(columns=own).sum(axis=1).to_numpy())
-        total = np.sum(layers, axis=0)
-        at = np.arange(1, len(life) + 1)
-        ax.stackplot(at, [x / GIB for x in layers], step="post", linewidth=0, rasterized=True,
-                     colors=[colors[x] for x in [*own, "others"]])  # fmt: skip
-        peak = total.max() / GIB
+        own, at = [name for name in order if name in life], np.arange(1, len(life) + 1)
+        layers = life[own].assign(others=life.drop(columns=own).sum(axis=1)) / GIB
+        ax.stackplot(at, layers.T, step="post", linewidth=0, rasterized=True, colors=[colors[x] for x in layers])
+        peak = layers.sum(axis=1).max()
         ax.axhline(peak, color="black", linewidth=1, linestyle="--")
         style.note(ax, f"peak {style.number(peak)} GiB", (at[-1], peak), (-3, 4), ha="right")
         made = np.flatnonzero((life.get("lse", life.get("out", life.iloc[:, 0])) > 0).to_numpy())
