@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
+from matplotlib.colors import ListedColormap
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
@@ -118,6 +119,19 @@ def key(fig, looks: dict[str, dict | str], columns: int, **options) -> None:
     looks = {words: look if isinstance(look, dict) else square | {"color": look} for words, look in looks.items()}
     handles = [Line2D([], [], **{"ls": "", "label": words} | look) for words, look in looks.items()]
     fig.legend(handles=handles, loc="outside lower center", ncols=columns, **options)
+
+
+def layer_colors(layers: int) -> dict:
+    """What `imshow` takes to colour after how many layers something is known: 0 itself, -1 never, NaN nothing."""
+    ramp = plt.get_cmap(SEQUENTIAL)(np.linspace(0.85, 0.1, max(1, layers)))
+    return {"cmap": ListedColormap(["#d9d9d9", COLORS["accent"], *ramp]), "vmin": -1.5, "vmax": layers + 0.5}
+
+
+def layer_bar(fig, image, axes, layers: int) -> None:
+    """The key to `layer_colors` beside these axes."""
+    bar = fig.colorbar(image, ax=list(axes), ticks=range(-1, layers + 1), label="layers")
+    bar.ax.set_yticklabels(["never", *map(str, range(layers + 1))])
+    bar.ax.minorticks_off()
 
 
 def bare(ax) -> None:
