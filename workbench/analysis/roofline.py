@@ -48,10 +48,11 @@ def bound(device: dict) -> str:
         return "No row ran, so nothing lies under these ceilings."
     least = device["points"].sort_values("intensity").iloc[0]
     by_memory = int((device["points"]["intensity"] < ridge).sum())
-    said = f"From **{number(ridge)} operations per byte** on, arithmetic is the limit and not memory: "
-    if by_memory:
-        return said + f"{by_memory} of {len(device['points'])} points lie below that."
-    return said + f"every point lies beyond it, the nearest {least['label']} at {number(least['intensity'])}."
+    return (
+        f"From **{number(ridge)} operations per byte** on, arithmetic is the limit and not memory: {by_memory} of "
+        f"{len(device['points'])} points lie below that, the least of all {least['label']} at "
+        f"{number(least['intensity'])}."
+    )
 
 
 def shown(devices: dict) -> pd.DataFrame:
