@@ -12,7 +12,6 @@ import re
 from html import escape, unescape
 
 from workbench.harness.narrate import heads, number
-from workbench.report.outputs import describe
 
 DPI = 200  # of what is pixels in an SVG
 
@@ -23,7 +22,7 @@ def figure(fig, caption: str, data=None) -> None:
     caption: the claim, how to read it, and N, dtype, heads and device, in a few sentences of Markdown.
     data: the DataFrame that is drawn; the page saves it as CSV and shows it as a table on demand.
     """
-    alt = describe(fig)
+    alt = fig.get_label()  # of those who do not see it; else the page takes the caption
     about = {"kind": "figure", "caption": caption, "alt": alt, "csv": _csv(data), "inches": float(fig.get_figwidth())}
     if _batch():
         _display({"image/svg+xml": svg(fig)}, about)
@@ -60,7 +59,7 @@ def in_short(sentences, key=None, headline: str = "") -> None:
     about = {"kind": "short", "sentences": sentences, "headline": headline, "records": dict(records.DRAWN)}
     bundle = {"text/markdown": "\n".join(f"- {sentence}" for sentence in sentences)}
     if key is not None and _batch():
-        about |= {"svg": svg(key), "alt": describe(key), "inches": float(key.get_figwidth())}
+        about |= {"svg": svg(key), "alt": key.get_label(), "inches": float(key.get_figwidth())}
     _display(bundle, about)
     if key is not None and not _batch():
         _display({"image/png": _png(key)}, {})
