@@ -44,11 +44,11 @@ def run(tmp_path, monkeypatch):
 
 def test_a_notebook_becomes_a_page_and_an_entry_of_the_index(run):
     plot = "import matplotlib.pyplot as plt\nplt.plot([n, 1])\nplt.show()"
-    cells = ["# One thing", PARAMETERS, "print(n, lengths, profile)", plot]
+    cells = ["# One thing", PARAMETERS, "print(n, lengths, profile)", "## A plot", plot]
     (done,), said, out = run({"01_one": cells}, {"tiny": {"n": 7}}, parameters={"lengths": [3, 4]})
     html, entry = done.path.read_text(), index.read(done.path)
     assert (done.name, done.title, done.status, done.failure) == ("01_one", "One thing", "ok", "")
-    assert "7 [3, 4] tiny" in html and 'alt="Figure: One thing"' in html
+    assert "7 [3, 4] tiny" in html and 'alt="Figure: A plot"' in html
     assert "[1/1] 01_one ... ok" in said and said.splitlines()[0] == "profile tiny, on a test"
     assert dict(entry["byline"]).keys() == {"device", "profile", "date", "commit", "ran for"}
     for fact in ("a test", "tiny", "abc1234"):

@@ -1,4 +1,4 @@
-"""Outputs in a form that needs no Jupyter; and an IPython extension: what `workbench report` adds inside its kernels."""
+"""Widgets, named on a page without Jupyter; and an IPython extension: what `workbench report` adds to its kernels."""
 
 import contextlib
 import faulthandler
@@ -8,7 +8,7 @@ import sys
 VIEW = "application/vnd.jupyter.widget-view+json"
 
 
-def load_ipython_extension(ip) -> None:
+def load_ipython_extension(_) -> None:
     """The last words of a kernel that dies reach the log that a report keeps."""
     with contextlib.suppress(io.UnsupportedOperation):  # where ipykernel does not capture file descriptors
         faulthandler.enable(sys.stderr, all_threads=False)
