@@ -158,9 +158,9 @@ def test_the_kernel_is_this_interpreter_whatever_kernelspecs_there_are(run, tmp_
     (spec / "kernel.json").write_text(json.dumps({"argv": ["false"], "display_name": "x", "language": "python"}))
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     monkeypatch.setenv("MPLBACKEND", "agg")
-    facts = "[sys.executable, os.environ['WORKBENCH_BATCH'], os.getcwd(), matplotlib.get_backend()]"
+    facts = "[sys.executable, 'WORKBENCH_RUN' in os.environ, os.getcwd(), matplotlib.get_backend()]"
     (done,), _, _ = run({"a": [f"import os, sys, matplotlib\nprint({facts})"]})
-    shown = f"['{sys.executable}', '1', '{tmp_path / 'in'}', '"
+    shown = f"['{sys.executable}', True, '{tmp_path / 'in'}', '"
     assert shown in done.path.read_text() and "inline" in done.path.read_text().split(shown)[1][:60]
 
 

@@ -181,8 +181,8 @@ def _manager(kernel_name: str, scratch: str) -> AsyncKernelManager:
 
 
 def _environment(mark: str, scratch: str) -> dict[str, str]:
-    """WORKBENCH_BATCH tells `report.show` where it is; a fresh IPYTHONDIR keeps a user's start-up files out."""
-    own = {MARK: mark, "WORKBENCH_BATCH": "1", "IPYTHONDIR": str(Path(scratch, "ipython"))}
+    """MARK tells `report.show` where it is; a fresh IPYTHONDIR keeps a user's start-up files out."""
+    own = {MARK: mark, "IPYTHONDIR": str(Path(scratch, "ipython"))}
     return os.environ | own | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
 
 
