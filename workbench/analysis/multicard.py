@@ -92,22 +92,20 @@ class Recorded(NamedTuple):
 
 
 def recorded(machines: Iterable[str]) -> Recorded:
-    """The records of the first of these machine kinds that has sweeps; nothing if none has. All are of one commit: the
-    newest of those that measured the most of the patterns in KINDS. Of sweeps: batch 1, the heads, head_dim and dtype
-    that most rows have; the newest row if a case was measured more than once."""
+    """The records of the first of these machine kinds that has sweeps; nothing if none has. All are of one commit, and
+    the sweeps of batch 1 and of one number of heads, head_dim and dtype: of those that measured the most of the
+    patterns in KINDS the newest. The newest row if a case was measured more than once."""
     for machine in machines:
         every = records.committed(machine, "scaling")
-        rows = every[every["stage"].eq("sweep")] if len(every) else every
+        rows = every[every["stage"].eq("sweep") & every["batch"].eq(1)] if len(every) else every
         if len(rows):
-            rows = kinds(rows[rows["batch"] == 1])
-            rows = rows[rows["kind"].isin(KINDS)].sort_values("run_utc", kind="stable")
-            case = ["kind", "n", "mode", "nproc", "strategy", *SIZES]
-            commits = (x.drop_duplicates(case, keep="last") for _, x in rows.groupby("run_commit"))
-            rows = max(commits, key=lambda x: (x["kind"].nunique(), x["run_utc"].max()), default=rows)
+            rows = kinds(rows).query("kind in @KINDS").sort_values("run_utc", kind="stable")
+            alike = [x for _, x in rows.groupby(["run_commit", *SIZES])]
+            rows = max(alike, key=lambda x: (x["kind"].nunique(), x["run_utc"].max(), len(x)), default=rows)
+            rows = rows.drop_duplicates(["kind", "n", "mode", "nproc", "strategy"], keep="last")
             every = every[every["run_commit"].isin(rows["run_commit"])]
-            most_rows = max((x for _, x in rows.groupby(list(SIZES))), key=len, default=rows)
             others = (_newest(every[every["stage"].isin(x)]) for x in (["link", "cost"], ["spans"]))
-            return Recorded(most_rows.reset_index(drop=True), *others)
+            return Recorded(rows.reset_index(drop=True), *others)
     return Recorded(*(pd.DataFrame() for _ in range(3)))
 
 

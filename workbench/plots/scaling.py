@@ -125,7 +125,7 @@ def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
         ax.axhline(1, color="#444444", lw=1.2, ls=(0, (6, 3)))
         ax.set(xscale="log", title=f"{scaling}: {words}", xlabel="ranks", ylim=(0, 1.15))
         ax.title.set_fontsize(10)
-        rank_ticks(ax, modelled["world"])
+        _rank_ticks(ax)
     axes[0].set_ylabel("speed-up over the number of ranks")
     axes[0].yaxis.set_major_formatter(PercentFormatter(1))
     looks = {title(kind): {"ls": "--", "lw": 1.6, "color": color} for kind, color in colors.items()}
@@ -162,10 +162,9 @@ def messages(links: Mapping[str, pd.DataFrame]):
     return style.finish(fig, f"Bandwidth against message size, measured and fitted: {', '.join(links)}.")
 
 
-def rank_ticks(ax, worlds) -> None:
-    """Ticks at powers of two, as many as there is room for."""
-    powers = [1 << x for x in range(int(max(worlds)).bit_length()) if min(worlds) <= 1 << x]
-    style.log_ticks(ax.xaxis, "{:,.0f}".format, powers[:: -(-len(powers) // 7)])
+def _rank_ticks(ax) -> None:
+    ax.xaxis.set_major_locator(LogLocator(base=2, numticks=7))
+    style.log_ticks(ax.xaxis, "{:,.0f}".format)
 
 
 def borders(rows: pd.DataFrame):
@@ -181,7 +180,7 @@ def borders(rows: pd.DataFrame):
                        color=orderings.color(name))  # fmt: skip
         ax.set(xscale="log", yscale="log", xlabel="ranks")
         ax.margins(y=0.12)  # room for the names
-        rank_ticks(ax, rows["world"])
+        _rank_ticks(ax)
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=15))
         style.log_ticks(ax.yaxis, "{:,g}".format)
     axes[0].set_title("MiB moved, all ranks together")

@@ -64,15 +64,6 @@ def log_ticks(axis, form, at=None) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def apart(values, room: float) -> list:
-    """Those of ascending values that are at least `room` times the one kept before: the ticks that have room."""
-    kept = []
-    for x in values:
-        if not kept or x >= kept[-1] * room:
-            kept.append(x)
-    return kept
-
-
 def note(ax, text: str, at: tuple, offset=(0, 0), **look) -> None:
     """Small text, `offset` points away from a place."""
     ax.annotate(text, at, xytext=offset, textcoords="offset points", **{"fontsize": 9} | look)
