@@ -47,13 +47,9 @@ def main(html: str) -> str:
     r"\begin{align}y &= x^2\end{align}", "| a |\n|---|\n| $x^2$ |",
 ])  # fmt: skip
 def test_tex_becomes_mathml(render, tex):
-    body = main(render(tex))
-    assert re.search(r"<msup>\s*<mi>x</mi>\s*<mn>2</mn>\s*</msup>", body)
+    body = main(render(tex.replace("x^2", "x^2 < 1")))
+    assert re.search(r"<msup>\s*<mi>x</mi>\s*<mn>2</mn>\s*</msup>", body) and "&amp;lt;" not in body
     assert "$" not in body and "begin{" not in body
-
-
-def test_tex_keeps_its_comparison_signs(render):
-    assert "&lt;" in main(render("$t < w$")) and "&amp;lt;" not in main(render("$t < w$"))
 
 
 def test_tex_that_cannot_be_read_stays_readable(render):
@@ -72,10 +68,6 @@ def test_a_local_image_is_embedded_and_html_around_it_stays_as_written(render, t
     assert body.index('class="wide"') < body.index("text") < body.rindex("</div>", 0, body.index('alt="B"'))
 
 
-def test_a_link_stays_a_link(render):
-    assert 'href="https://arxiv.org/abs/2307.02486"' in main(render("[LongNet](https://arxiv.org/abs/2307.02486)"))
-
-
 def test_the_page_forbids_every_fetch(render):
     policy = re.search(r'Content-Security-Policy"[^>]*|content="[^"]*"[^>]*Content-Security-Policy', render("x"))[0]
     assert "default-src 'none'" in policy and "http" not in policy.replace("http-equiv", "")
@@ -84,26 +76,18 @@ def test_the_page_forbids_every_fetch(render):
 PIXELS = np.random.default_rng(0).integers(0, 2, (8, 8, 1)) * 255 * np.ones((1, 1, 3))
 
 
-def test_a_figure_that_was_not_shown_by_us_has_its_headings_text(render):
-    body = main(render("## The `curve` of $N$", shown({"image/png": png(PIXELS)})))
-    assert 'alt="Figure: The curve of N"' in body
-
-
 def test_images_of_every_kind_are_inside(render):
     svg = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"></svg>'
     images = {"image/png": png(PIXELS), "image/jpeg": b"x", "image/svg+xml": svg}
-    body = main(render(*(shown({mime: data}) for mime, data in images.items())))
+    body = main(render("## The `curve` of $N$", *(shown({mime: data}) for mime, data in images.items())))
     assert re.findall(r'src="data:(image/[a-z+]+);base64,', body) == ["image/png", "image/jpeg", "image/svg+xml"]
-    assert body.count("alt=") == 3
+    assert body.count('alt="Figure: The curve of N"') == 3
 
 
 def test_a_widget_is_named_and_nothing_of_jupyters_is_left(render):
     html = render(shown({VIEW: {"model_id": "gone"}, "text/plain": "Widget()"}))
     assert "a widget: shown only in Jupyter" in main(html)
     assert "widget-view" not in html and "Widget()" not in main(html)
-
-
-def test_a_widget_with_a_form_of_its_own_keeps_that(render):
     assert "<i>own</i>" in main(render(shown({VIEW: {"model_id": "gone"}, "text/html": "<i>own</i>"})))
 
 
@@ -150,11 +134,6 @@ def test_a_pasted_picture_is_inside_whatever_its_name(render, name, source):
 @pytest.mark.parametrize("address", ["attachment:gone.png", ".", "a%00b.png", "x" * 300])
 def test_a_picture_that_is_not_there_leaves_its_address(render, address):
     assert f"(not part of this file: {address})" in main(render(f"![A]({address})"))
-
-
-def test_what_is_no_picture_does_not_end_the_page(render):
-    html = render(shown({"image/png": b"no picture"}), shown({"text/plain": "after"}))
-    assert "after" in main(html)
 
 
 TABLE = {"kind": "table", "csv": None, "fold": False}

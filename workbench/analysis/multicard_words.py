@@ -50,13 +50,17 @@ def by_sequence(rows: pd.DataFrame, what: str = "card") -> list[str]:
     most, ranks = won.loc[won["speedup"].idxmax()], sorted({int(x) for x in won["nproc"]})
     said = (
         f"Dividing the sequence over {listed(ranks)} {what}s is faster than one device in **{len(won)} of "
-        f"{counted(len(found), 'case')}**, by **{spread(won['speedup'].min(), won['speedup'].max())} times**"
+        f"{counted(len(found), 'case')}**, by **{spread(won['speedup'].min(), won['speedup'].max())} times**; "
+        f"the most: {_case(most)}."
     )
-    said += f"; the most: {_case(most)}." if len(won) > 1 else f" ({_case(most)})."
-    behind = sorted(found[found["rival"].notna()].to_dict("records"), key=lambda x: x["speedup"] / x["rival_speedup"])
-    cases = [f"{_case(x)} ({x['rival']} {x['rival_speedup']:.2f}, sequence {x['speedup']:.2f})" for x in behind[:2]]
-    cases += [f"{len(behind) - 2} more"] * (len(behind) > 2)
-    return [said + f" Another way is ahead, beyond the intervals, for {listed(cases)}." * bool(cases)]
+    behind = found[found["rival"].notna()]
+    if len(behind):
+        x = behind.loc[(behind["speedup"] / behind["rival_speedup"]).astype(float).idxmin()]
+        said += (
+            f" Another way is ahead, beyond the intervals, in {counted(len(behind), 'case')}, the most for {_case(x)} "
+        )
+        said += f"({x['rival']} {x['rival_speedup']:.2f}, sequence {x['speedup']:.2f})."
+    return [said]
 
 
 def _case(row) -> str:
