@@ -29,8 +29,6 @@ def orders(shape, tile=(8, 16), seed: int | None = None, mask=None) -> list[Orde
 
 def region(shape, share: float = 0.5, seed: int = 0) -> Tensor:
     """bool (H, W): an irregular region like tissue on a slide, `share` of the cells, by thresholding smooth noise."""
-    if not 0 < share <= 1:
-        raise ValueError(f"share={share}: want a number in (0, 1], the part of the cells that are tokens")
     height, width = shape
     noise = np.fft.rfft2(np.random.default_rng(seed).normal(size=(height, width)))
     frequency = np.hypot(np.fft.fftfreq(height)[:, None] * height, np.fft.rfftfreq(width)[None] * width)
@@ -124,16 +122,13 @@ def blocks_touched(windows, tile=(8, 16), block: int = 128) -> pd.DataFrame:
     """grid, window, side, order, percent of the blocks that are touched.
 
     windows: [(height, width, "sliding" or "aligned", side), ...].
-    A sliding window of an odd side reaches (side - 1) / 2 cells to each side and is clipped at the border; aligned
-    windows cut the grid into squares.
+    A sliding window has its token in the middle and is clipped at the border; aligned ones cut the grid into squares.
     """
     rows = []
     for height, width, kind, side in windows:
-        if kind not in ("sliding", "aligned") or (kind == "sliding" and side % 2 == 0):
-            raise ValueError(f"window {kind!r} of side {side}: want 'aligned', or 'sliding' with an odd side")
+        radius, sliding = side // 2 if side % 2 else (side - 1) / 2, kind == "sliding"
         for order in orders((height, width), tile):
-            sliding = kind == "sliding"
-            pattern = Neighborhood(order.shape, side // 2, order) if sliding else swin(order.shape, side, 0, order)
+            pattern = Neighborhood(order.shape, radius, order) if sliding else swin(order.shape, side, 0, order)
             share = float(touched(pattern, len(order), block).mean())
             label = {"grid": f"{height} x {width}", "window": f"{kind} {side} x {side}", "side": side}
             rows.append(label | {"order": order.name, "percent": 100 * share})
@@ -199,10 +194,8 @@ def neighbours(compared: list[Ordering], pattern: Dilated, heads: int, radius: i
 
 
 def field_on_grid(order: Ordering, pattern: Pattern, heads: int, cell, layers: int) -> np.ndarray:
-    """float (grid): the `reach.field` of the token at `cell`, a place on the grid; NaN where no token is."""
+    """float (grid): the `reach.field` of the token at `cell` of the grid; NaN where no token is."""
     token = int(order.rank.view(order.shape)[tuple(cell)])
-    if token < 0:
-        raise ValueError(f"cell={tuple(cell)}: want a cell that is a token")
     known = field(pattern, len(order), heads, token, layers).double()
     return order.restore(known, dim=0, fill=math.nan).view(order.shape).numpy()
 

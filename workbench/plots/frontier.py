@@ -132,10 +132,8 @@ def claimed(rows: pd.DataFrame):
     fig, ax = style.subplots(figsize=(7, 0.6 * len(once) + 1.6))
     ax.plot(once["theirs"], range(len(once)), "X", color="#777777", markersize=8, label="in the report")
     for label, line in rows.groupby("label", sort=False):
-        family = line["pattern_spec"].iloc[0]["pattern"]
-        look = {"marker": style.MARKERS.get(family, "v"), "color": style.family_color(family), "fillstyle": "none"}
-        look |= {"linestyle": "", "markersize": 8, "label": f"{title(label)}, here"}
-        ax.plot(line["n"].astype(float), range(len(once)), **look)
+        look = style.family_look(line["pattern_spec"].iloc[0]["pattern"]) | {"mfc": "none", "ls": ""}
+        ax.plot(line["n"].astype(float), range(len(once)), ms=8, label=f"{title(label)}, here", **look)
     names = [f"{x.preset}\n{x.heads} x {x.head_dim}, {x.dtype}" for x in once.itertuples()]
     ax.set(xscale="log", xlabel="longest N (tokens) under 8 GB", ylim=(len(once) - 0.5, -0.5))
     ax.set_yticks(range(len(once)), names)
@@ -147,14 +145,12 @@ def claimed(rows: pd.DataFrame):
 
 def _line(ax, line: pd.DataFrame, scale, pale: bool) -> str:
     """Draw predicted and measured N times scale; returns the colour."""
-    family, backend = line["pattern_spec"].iloc[0]["pattern"], str(line["label"].iloc[0]).split(", ")[-1]
-    look = {"color": style.family_color(family), "alpha": 0.45 if pale else 1}
-    stroke = {"linestyle": LINES.get(backend, "-"), "linewidth": 1 if pale else 1.8}
-    ax.plot(line["budget_bytes"], line["predicted_n"].astype(float) * scale, **stroke, **look)
-    marks = {"marker": style.MARKERS.get(family, "v"), "markersize": 6}
-    marks["markerfacecolor"] = "white" if pale else look["color"]
+    backend = str(line["label"].iloc[0]).split(", ")[-1]
+    look = style.family_look(line["pattern_spec"].iloc[0]["pattern"], pale)
+    stroke = {"marker": None, "ls": LINES.get(backend, "-")}
+    ax.plot(line["budget_bytes"], line["predicted_n"].astype(float) * scale, **look | stroke)
     if line["measured_n"].notna().any():
-        ax.plot(line["budget_bytes"], line["measured_n"].astype(float) * scale, linestyle="", **marks, **look)
+        ax.plot(line["budget_bytes"], line["measured_n"].astype(float) * scale, ms=6, **look | {"ls": ""})
     return look["color"]
 
 

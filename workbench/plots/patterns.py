@@ -40,8 +40,6 @@ def heads(pattern: Pattern, n: int, heads: int):
 
 def branches(pattern: Dilated, n: int, heads: int, head: int = 0):
     """One panel a branch of a dilated pattern, and their sum: how often a query of this head sees each key."""
-    if pattern.heads != "all":
-        raise ValueError(f"heads={pattern.heads!r}: want a pattern whose heads are in every branch, heads='all'")
     total, panels = pattern.multiplicity(n, heads)[head], []
     for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True):
         alone = Dilated([w], [r], causal=pattern.causal, offsets=pattern.offsets)

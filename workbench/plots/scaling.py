@@ -189,12 +189,10 @@ def borders(rows: pd.DataFrame):
     return style.finish(fig, "Bytes that a forward moves against the number of ranks, a line per order of the cells.")
 
 
-def shards(orders, world: int, radius: int, rank: int | None = None):
-    """A panel for each ordering of a 2-D grid: the shards, one rank's in full colour, and the cells that it gets.
-
-    orders: of `workbench.orderings`, of one shape; radius: of the neighborhood; rank: by default the middle one.
-    """
-    rank = world // 2 if rank is None else rank
+def shards(orders, world: int, radius: int):
+    """A panel for each ordering of a 2-D grid: the shards, that of the rank in the middle in full colour, and the cells
+    that it gets. orders: of `workbench.orderings`, of one shape; radius: of the neighborhood."""
+    rank = world // 2
     fig, axes = style.subplots(1, len(orders), figsize=(3.3 * len(orders) + 0.4, 4.1), squeeze=False)
     for ax, order in zip(axes[0], orders, strict=True):
         place = order.rank.reshape(order.shape).numpy()

@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator
 from workbench.harness.narrate import title
 from workbench.plots import style
 from workbench.plots.orderings import color as color_of
-from workbench.plots.style import MARKERS, MODES
+from workbench.plots.style import MODES
 
 LINES = {"cudnn": "-", "sdpa": "-", "flash": "--", "efficient": ":"}
 KERNELS = {"fa4": "#1f4e79", "triton": style.COLORS["BlockSparse"], "flex": "#8a8a8a"}
@@ -55,12 +55,8 @@ def _lines(ax, mode: str, rows: pd.DataFrame, recorded: pd.DataFrame | None = No
             continue
         done = frame[(frame["status"] == "ok") & (frame["mode"] == mode)].sort_values("n")
         for (family, label, backend), line in done.groupby(["family", "label", "backend"], sort=False):
-            color = style.family_color(family)
-            ax.plot(
-                line["n"], line["median_ms"], LINES.get(backend, "-"), color=color, alpha=0.45 if pale else 1,
-                marker=MARKERS.get(family, "v"), markersize=5, linewidth=1.1 if pale else 1.8,
-                markerfacecolor="white" if pale else None,
-            )  # fmt: skip
+            color, look = style.family_color(family), style.family_look(family, pale)
+            ax.plot(line["n"], line["median_ms"], LINES.get(backend, "-"), ms=5, **look)
             name = f"{label}, {title(backend)}" if family == "Dense" else label
             name = f"{name}, {style.device(line)}" if pale else name
             ends.append((line["n"].iloc[-1], line["median_ms"].iloc[-1], name, color))

@@ -48,6 +48,13 @@ def family_color(family: str) -> str:
     return COLORS.get(family, COLORS["Predicate"])
 
 
+def family_look(family: str, pale: bool = False) -> dict:
+    """Colour, marker and stroke of a class of patterns for `plot`; pale and hollow: of another machine."""
+    color = family_color(family)
+    look = {"alpha": 0.45, "mfc": "white", "lw": 1.1} if pale else {"mfc": color, "lw": 1.8}
+    return look | {"color": color, "marker": MARKERS.get(family, "v")}
+
+
 def length(n: float) -> str:
     """A length, most of which are powers of two: 131072 is 128K, and 632960, which is none of 1,024, 632,960."""
     for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
