@@ -182,14 +182,6 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_runs(run,
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_is_no_report_in_the_folder_does_not_matter(run, tmp_path):
-    (tmp_path / "out" / "folder.html").mkdir(parents=True)
-    (tmp_path / "out" / "gone.html").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "out" / "other.html").write_text("<p>mine")
-    _, _, out = run({"01_a": ["# First", "1"]})
-    assert "1 report, complete" in (out / "index.html").read_text()
-
-
 def test_a_page_that_cannot_be_made_is_a_banner_and_the_next_notebook_runs(run, monkeypatch):
     from workbench.report import page
 
