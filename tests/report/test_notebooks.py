@@ -119,7 +119,6 @@ RULED = """
 profile = "quick"
 n = 64
 rates = [1, 2]
-segments = [8, 16]
 pair = [4, 4]
 rows = [[8, 8, "sliding", 3]]
 mode = "fwd"
@@ -128,7 +127,7 @@ some = []
 flag = False
 """
 RULES = {
-    "n": {"least": 16, "multiple": 8}, "rates": {"least": 1, "most": 64}, "segments": {"as_long_as": "rates"},
+    "n": {"least": 16, "multiple": 8}, "rates": {"least": 1, "most": 64}, 
     "pair": {"length": 2, "least": 2}, "rows": {"least": 1, "choices": ["sliding", "aligned"]},
     "mode": {"choices": ["fwd", "fwdbwd"]}, "some": {"choices": ["a", "b"]},
     "sizes": {"keys": {"heads": {"least": 1}, "dtype": {"choices": ["float32"]}, "batch": {"least": 1}}},
@@ -145,7 +144,7 @@ def ruled(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("asked", [
-    {"n": 24}, {"rates": [64]} | {"segments": [9]}, {"pair": [2, 9]},
+    {"n": 24}, {"rates": [64]}, {"pair": [2, 9]},
     {"rows": [[1, 2, "aligned", 3], [9, 9, "sliding", 1]]}, {"mode": "fwdbwd"},
     {"sizes": {"heads": 1, "dtype": "float32", "batch": 3}}, {"some": []}, {"some": ["b", "a"]},
 ], ids=str)  # fmt: skip
@@ -157,7 +156,6 @@ def test_what_a_rule_takes_is_taken(ruled, asked):
     ({"n": 20}, "n=20 of 01: should be int, least 16, multiple 8, such as 64"), ({"n": 8}, "least 16"),
     ({"rates": [0, 1]}, "list of int, not empty, least 1, most 64"), ({"rates": [10**400, 1]}, "least 1, most 64"),
     ({"rates": []}, "not empty"),
-    ({"rates": [1]}, r"segments=\[8, 16\], rates=\[1\] of 01: want lists of one length"),
     ({"pair": [2]}, "list of int, least 2, length 2"),
     ({"rows": [[1, 2, "round", 3]]}, 'choices ."sliding", "aligned"'),
     ({"rows": [[1, 2, 3, "sliding"]]}, "list of list"), ({"rows": [[1, 2, "sliding"]]}, "list of list"),
@@ -176,7 +174,7 @@ def test_what_a_rule_does_not_take_is_refused_with_what_it_takes(ruled, asked, w
 def test_a_rule_that_means_nothing_is_refused(ruled, rules):
     nb = nbs.read(ruled)
     nb["metadata"]["workbench"]["parameters"] = rules
-    with pytest.raises(ValueError, match="in its metadata: want a declared name and some of as_long_as, choices"):
+    with pytest.raises(ValueError, match="in its metadata: want a declared name and some of choices"):
         parameters.settle({"01": nb}, "quick", {})
 
 

@@ -1,6 +1,5 @@
 """A notebook that ran, as one HTML file that needs nothing else: nbconvert's lab template with our own dress."""
 
-import contextlib
 import functools
 import json
 import re
@@ -12,7 +11,7 @@ from jinja2 import pass_context
 from latex2mathml.converter import convert
 from markupsafe import Markup
 from nbconvert import HTMLExporter
-from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+from nbconvert.filters.markdown_mistune import InvalidNotebook, IPythonRenderer, MarkdownWithMath
 from traitlets.config import Config
 
 from workbench.report import shown
@@ -59,14 +58,10 @@ class Renderer(IPythonRenderer):
 
     def _embed_image_or_attachment(self, src: str) -> str:
         """The data of a picture in place of its address, which is quoted where its name has a space or an ü."""
-        address = unescape(src)
-        for name in (address, unquote(address)):
-            for mime, data in self.attachments.get(name.removeprefix("attachment:"), {}).items():
-                return f"data:{mime};base64,{data}"
-            with contextlib.suppress(OSError, ValueError):  # a folder, or what cannot be a file's name
-                if data := self._src_to_base64(name):
-                    return data
-        return src
+        try:
+            return super()._embed_image_or_attachment(unquote(unescape(src)))
+        except (OSError, ValueError, InvalidNotebook):  # it is not there, or cannot be a file's name
+            return src
 
     def _html_embed_images(self, html: str) -> str:
         """In place of nbconvert's, which parses each piece of HTML and closes every tag that is open at its end."""

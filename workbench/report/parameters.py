@@ -7,9 +7,9 @@ asked of one stands in the notebook's metadata, beside the values that a profile
                    "parameters": {"n": {"least": 8, "multiple": 8}, "dtypes": {"choices": ["float32", "float64"]}}}}
 
 `least`, `most` and `multiple` hold for a number and for each number of a list, `choices` for strings or numbers
-likewise. `length` is a list's, or [least, most] of it; `as_long_as` names the list that it pairs with. `keys` has the
-rules of a dict's keys, and those that it may have beside its default's. A list is empty only where its default is,
-which then needs `choices`; one of several kinds (`[128, 128, "sliding", 17]`) keeps length and order.
+likewise. `length` is a list's, or [least, most] of it. `keys` has the rules of a dict's keys, and those that it may
+have beside its default's. A list is empty only where its default is, which then needs `choices`; one of several kinds
+(`[128, 128, "sliding", 17]`) keeps length and order.
 """
 
 import ast
@@ -20,7 +20,7 @@ import os
 from workbench.report import notebooks as nbs
 
 PROFILES = ("tiny", "quick", "gpu")
-RULES = {"least", "most", "multiple", "choices", "length", "as_long_as", "keys"}
+RULES = {"least", "most", "multiple", "choices", "length", "keys"}
 MARK = "WORKBENCH_RUN"  # in the environment of a kernel of `workbench report`, and so of what descends from it
 
 
@@ -111,7 +111,7 @@ def wanted(default: object, rule: dict) -> str:
     if isinstance(default, dict):
         return f"dict of {'; '.join(f'{key}: {wanted(*own)}' for key, own in _keys(default, rule).items())}"
     full = ["not empty"] if isinstance(default, list | tuple) and default and "length" not in rule else []
-    said = [f"{key} {json.dumps(bound)}" for key, bound in rule.items() if key != "as_long_as"]
+    said = [f"{key} {json.dumps(bound)}" for key, bound in rule.items()]
     return ", ".join([kind(default), *full, *said])
 
 
@@ -148,11 +148,6 @@ def _settled(name: str, nb: dict, own: dict, profile: str, asked: dict) -> dict[
                 accepted = f"should be {wanted(own[key], rule)}, such as {own[key]!r}"
                 raise ValueError(f"{origin} {key}={value!r} of {name}: {accepted}. {_known({name: own})}")
             settled[key] = value
-    for key, rule in rules(nb).items():
-        other = rule.get("as_long_as", key)
-        one, two = ((own | settled)[x] for x in (key, other))
-        if other != key and len(one) != len(two):
-            raise ValueError(f"parameters {key}={one!r}, {other}={two!r} of {name}: want lists of one length")
     return settled
 
 
