@@ -1,5 +1,6 @@
 """A notebook that ran, as one HTML file that needs nothing else: nbconvert's lab template with our own dress."""
 
+import contextlib
 import functools
 import json
 import re
@@ -58,10 +59,10 @@ class Renderer(IPythonRenderer):
 
     def _embed_image_or_attachment(self, src: str) -> str:
         """The data of a picture in place of its address, which is quoted where its name has a space or an ü."""
-        try:
-            return super()._embed_image_or_attachment(unquote(unescape(src)))
-        except (OSError, ValueError, InvalidNotebook):  # it is not there, or cannot be a file's name
-            return src
+        found = src
+        with contextlib.suppress(OSError, ValueError, InvalidNotebook):  # it is not there, or cannot be a file's name
+            found = super()._embed_image_or_attachment(unquote(unescape(src)))
+        return found if found.startswith("data:") else src
 
     def _html_embed_images(self, html: str) -> str:
         """In place of nbconvert's, which parses each piece of HTML and closes every tag that is open at its end."""
