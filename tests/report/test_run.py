@@ -165,11 +165,8 @@ def test_the_kernel_is_this_interpreter_whatever_kernelspecs_there_are(run, tmp_
 
 
 def test_a_kernel_that_does_not_start_is_a_report_like_any_other(run, monkeypatch):
-    from workbench.report import kernel
-
-    monkeypatch.setattr(
-        kernel, "get_kernel_dict", lambda: {"argv": ["false"], "display_name": "x", "language": "python"}
-    )
+    spec = {"argv": ["false"], "display_name": "x", "language": "python"}
+    monkeypatch.setattr("ipykernel.kernelspec.get_kernel_dict", lambda: spec)
     (done,), _, _ = run({"a": ["print(1)"]})
     assert done.status in ("error", "killed") and "before the first cell" in done.failure
     assert done.failure in done.path.read_text()

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from ipykernel.kernelspec import get_kernel_dict
 from jupyter_client import AsyncKernelManager
-from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+from jupyter_client.kernelspec import KernelSpecManager
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from nbclient.util import run_sync
 from nbformat import NotebookNode
@@ -28,10 +27,10 @@ from workbench.report.parameters import MARK
 
 GRACE_S = 5.0  # between the interrupt of a cell that is over its time and the end of its kernel
 LAST_WORDS = 10_000  # bytes of what a kernel wrote as it died that a report keeps
-KERNEL_OPTIONS = (
+KERNEL_OPTIONS = [
     "--IPKernelApp.extra_extensions=workbench.report.outputs",
     "--InlineBackend.figure_formats=svg",  # sharp on a phone and on paper
-)
+]
 
 
 @dataclass
@@ -46,13 +45,6 @@ class Run:
 
     def fail(self, status: str, message: str) -> None:
         self.status, self.message = status, message
-
-
-class OwnInterpreter(KernelSpecManager):
-    """`python3` is the interpreter that runs this, whatever kernelspecs of that name the machine has."""
-
-    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
-        return KernelSpec(**get_kernel_dict())
 
 
 class Client(PapermillNotebookClient):
@@ -111,8 +103,8 @@ class Engine(NBClientEngine):
         folders = tempfile.TemporaryDirectory(prefix="wb-", ignore_cleanup_errors=True)
         with folders as scratch, open(Path(scratch, "log"), "w+b") as log:
             km = _manager(kernel_name, scratch)
-            client = Client(nb_man, run, limit, lambda: kill(mark), log, km=km, startup_timeout=120)
-            client.extra_arguments = list(KERNEL_OPTIONS)
+            options = {"km": km, "startup_timeout": 120, "extra_arguments": KERNEL_OPTIONS}
+            client = Client(nb_man, run, limit, lambda: kill(mark), log, **options)
             process = None
             try:
                 client.start_new_kernel(env=_environment(mark, scratch), cwd=str(folder), stdout=log, stderr=log)
@@ -174,8 +166,9 @@ def kill(mark: str) -> None:
 
 
 def _manager(kernel_name: str, scratch: str) -> AsyncKernelManager:
-    """Sockets in a folder that only we can read: no ports that two reports could race for, and nothing to encrypt."""
-    manager = AsyncKernelManager(kernel_name=kernel_name, kernel_spec_manager=OwnInterpreter())
+    """`python3` is the interpreter that runs this, whatever kernelspecs the machine has. Its sockets are in a folder that
+    only we can read: no ports that two reports could race for, and nothing to encrypt."""
+    manager = AsyncKernelManager(kernel_name=kernel_name, kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
     manager.connection_file, manager.transport = str(Path(scratch, "k")), "ipc"  # a socket's path is short
     return manager
 
