@@ -47,10 +47,10 @@ def extremes(table: pd.DataFrame) -> str:
     """Who has the most and the fewest pairs and bytes at the longest N, in a sentence."""
     last = table[table["n"] == table["n"].max()].set_index("pattern")
     pairs, size = last["pairs"].astype(float), last["predicted_bytes"].astype(float)
-    more, larger = (f"**{number(x.max() / x.min())} times**" for x in (pairs, size))
     return (
-        f"At N = {last['n'].iloc[0]:,} {pairs.idxmax()} computes {more} as many pairs as {pairs.idxmin()}; "
-        f"{size.idxmax()} needs {larger} the bytes of {size.idxmin()}, {binary(size.max())}."
+        f"At N = {last['n'].iloc[0]:,} {pairs.idxmax()} computes **{number(pairs.max() / pairs.min())} times** as many "
+        f"pairs as {pairs.idxmin()}; the memory is from **{binary(size.min())}** ({size.idxmin()}) to "
+        f"**{binary(size.max())}** ({size.idxmax()})."
     )
 
 
