@@ -25,6 +25,7 @@ GRIDS = tuple(f"neighborhood, {x}" for x in ORDERS.values())
 KINDS = (*MODELLED, *GRIDS)
 BLOCK, RADIUS = 128, 8
 SIZES = ("heads", "head_dim", "dtype")
+CASE = ("kind", "n", "mode", "nproc")
 
 
 def at(kind: str, first: int, **sizes) -> Callable[[int], Case]:
@@ -102,7 +103,7 @@ def recorded(machines: Iterable[str]) -> Recorded:
             rows = kinds(rows).query("kind in @KINDS").sort_values("run_utc", kind="stable")
             alike = [x for _, x in rows.groupby(["run_commit", *SIZES])]
             rows = max(alike, key=lambda x: (x["kind"].nunique(), x["run_utc"].max(), len(x)), default=rows)
-            rows = rows.drop_duplicates(["kind", "n", "mode", "nproc", "strategy"], keep="last")
+            rows = rows.drop_duplicates([*CASE, "strategy"], keep="last")
             every = every[every["run_commit"].isin(rows["run_commit"])]
             others = (_newest(every[every["stage"].isin(x)]) for x in (["link", "cost"], ["spans"]))
             return Recorded(rows.reset_index(drop=True), *others)
@@ -191,33 +192,32 @@ def by_batch(rows: pd.DataFrame) -> pd.DataFrame:
     number of ranks and strategy of the forwards that ran. busiest, idlest: the largest and the least share of the time
     in which a card computes; speed-up, and its interval, low to high; peak: the largest of a card over that of one
     device; work: the time in which the idlest computes over its share of one device's."""
-    columns = ["sequences", "N", "ranks", "strategy", "busiest", "idlest", "speed-up", "low", "high", "work", "peak"]
-    done, lines = ok(rows[rows["mode"] == "fwd"]), []
-    for (batch, n, world), group in done.groupby(["batch", "n", "nproc"], sort=False):
-        one = group[group["strategy"] == ONE]
-        for row in group[group["strategy"].isin([*SHORT, "sequence"])].to_dict("records"):
-            busy = _busy(row)
-            lines.append({
-                "sequences": batch, "N": n, "ranks": world, "strategy": SHORT.get(row["strategy"], row["strategy"]),
-                "busiest": busy[-1] if busy else None, "idlest": busy[0] if busy else None,
-                "speed-up": row["speedup"], "low": row["speedup_low"], "high": row["speedup_high"],
-                "work": busy[0] * world / row["speedup"] if busy else None,
-                "peak": row["peak_bytes"] / one["peak_bytes"].iloc[0] if len(one) else None,
-            })  # fmt: skip
-    return pd.DataFrame(lines, columns=columns)
+    done = ok(rows[rows["mode"] == "fwd"])
+    peak = done["peak_bytes"] / _same_case(done, "peak_bytes", ONE, ["batch", "n", "nproc"])
+    done = done.assign(peak=peak)[done["strategy"].isin([*SHORT, "sequence"])]
+    busy = [_busy(row) or [math.nan] for row in done.to_dict("records")]
+    busiest, idlest = (pd.Series([x[at] for x in busy], done.index, dtype=float) for at in (-1, 0))
+    return pd.DataFrame({
+        "sequences": done["batch"], "N": done["n"], "ranks": done["nproc"], "strategy": done["strategy"].replace(SHORT),
+        "busiest": busiest, "idlest": idlest, "speed-up": done["speedup"], "low": done["speedup_low"],
+        "high": done["speedup_high"], "work": idlest * done["nproc"] / done["speedup"], "peak": done["peak"],
+    })  # fmt: skip
+
+
+def _same_case(rows: pd.DataFrame, column: str, strategy: str, case: Sequence[str]) -> pd.Series:
+    """For each row, the column of this strategy where the columns `case` are the same; NaN where there is none."""
+    return rows[column].where(rows["strategy"] == strategy).groupby([rows[x] for x in case]).transform("first")
 
 
 def relative(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows that ran, with peak and sent, bytes of the fullest rank and of the busiest sender, and both over those
     of "sequence" in the same case (empty where it sends nothing)."""
-    done, keys = ok(rows), ["kind", "n", "mode", "nproc"]
+    done = ok(rows)
     sent = [max(x, default=0) if isinstance(x, list) else None for x in done["sent_bytes"]]
     done = done.assign(peak=done["peak_bytes"], sent=pd.Series(sent, done.index, dtype=float))
-    ours = done[done["strategy"] == "sequence"].drop_duplicates(keys)
-    ours = done[keys].merge(ours[[*keys, "peak", "sent"]], "left", keys)
     for column in ("peak", "sent"):
-        per = ours[column].where(ours[column] > 0).to_numpy(float)
-        done[f"{column} over sequence's"] = done[column].to_numpy(float) / per
+        ours = _same_case(done, column, "sequence", CASE)
+        done[f"{column} over sequence's"] = done[column] / ours.where(ours > 0)
     return done
 
 
@@ -272,19 +272,17 @@ def moved(rows: pd.DataFrame, world: int) -> pd.DataFrame:
 def orders(rows: pd.DataFrame, device: str) -> pd.DataFrame:
     """The neighborhoods that were measured on a device: a row for each N, mode, number of ranks and order, with the
     times on one device and on all ranks, the speed-up with its interval, and what the busiest sender sends."""
-    done, found = ok(rows[rows["kind"].isin(GRIDS)]) if len(rows) else rows, []
-    for (kind, n, mode, world), group in done.groupby(["kind", "n", "mode", "nproc"], sort=False) if len(done) else ():
-        by = group.drop_duplicates("strategy", keep="last").set_index("strategy")
-        if {ONE, "sequence"} <= set(by.index):
-            ours = by.loc["sequence"]
-            found.append({
-                "device": device, "order": kind.removeprefix("neighborhood, "), "N": int(n), "mode": MODES[mode],
-                "ranks": int(world),
-                "one device (ms)": by.loc[ONE, "median_ms"], "all ranks (ms)": ours["median_ms"],
-                "speed-up": ours["speedup"], "low": ours["speedup_low"], "high": ours["speedup_high"],
-                "MiB, busiest sender": max(ours["sent_bytes"]) / 2**20,
-            })  # fmt: skip
-    return pd.DataFrame(found).set_index("device") if found else pd.DataFrame()
+    if rows.empty:
+        return pd.DataFrame()
+    done = ok(rows[rows["kind"].isin(GRIDS)])
+    done = done.assign(alone=_same_case(done, "median_ms", ONE, CASE))
+    ours = done[done["strategy"].eq("sequence") & done["alone"].notna()]
+    return pd.DataFrame({
+        "device": device, "order": ours["kind"].str.removeprefix("neighborhood, "), "N": ours["n"].astype(int),
+        "mode": ours["mode"].map(MODES), "ranks": ours["nproc"].astype(int), "one device (ms)": ours["alone"],
+        "all ranks (ms)": ours["median_ms"], "speed-up": ours["speedup"], "low": ours["speedup_low"],
+        "high": ours["speedup_high"], "MiB, busiest sender": ours["sent_bytes"].map(max) / 2**20,
+    }).set_index("device")  # fmt: skip
 
 
 @one_thread()
