@@ -24,7 +24,7 @@ LONG = []
 LARGE = {
     "workbench.engines.dispatch.attention",  # the options of the one entry point
     "workbench.engines.layers.__init__", "workbench.engines.torch_rules.kernels", "workbench.fit.fake_cuda.attention",
-    "workbench.harness.ranks._ask", "workbench.report.run", "workbench.report.parameters.fits",
+    "workbench.harness.ranks._ask", "workbench.report.run",
 }  # fmt: skip
 
 

@@ -35,12 +35,10 @@ def table(**rows):
     return pd.DataFrame(lines)
 
 
-def test_extremes_name_who_and_say_where_memory_differs():
-    same = cost.extremes(table(dense=(972, 2**31), window=(1, 2**31)))
-    assert same == "At N = 64 dense computes **972 times** as many pairs as window; all need about the same 2 GiB."
-    assert cost.extremes(table(a=(5, 1e9), b=(5, 4e9))).endswith(
-        "all patterns compute as many pairs; b needs **4 times** the bytes of a."
-    )
+def test_extremes_name_who():
+    said = cost.extremes(table(dense=(972, 2**31), window=(1, 2**32)))
+    assert said.startswith("At N = 64 dense computes **972 times** as many pairs as window; ")
+    assert said.endswith("; the memory is from **2 GiB** (dense) to **4 GiB** (window).")
 
 
 def test_more_pairs_than_dense_attention_are_named():
@@ -64,8 +62,7 @@ def test_the_worth_of_a_pair():
 
 
 def test_layers_that_are_never_enough():
-    assert cost.layers({"a": 1, "b": None}).endswith("other: a **1**. No number of layers is enough for b.")
-    assert cost.layers({"a": None}) == "No number of layers is enough for a."
+    assert cost.layers({"a": 1, "b": None}).endswith("other: a **1**, b **never**.")
 
 
 def test_a_budget_that_is_exceeded_is_not_said_to_be_kept():

@@ -35,13 +35,6 @@ def test_curves_go_up_to_all_of_the_exchange_hidden_and_end_at_few_tokens(rows):
     assert many_ranks.curves(rows, RATES, (2, 16), 64, 1 << 20).empty
 
 
-def test_the_rule_where_curves_end_names_those_that_are_cut(rows):  # noqa: F811
-    assert many_ranks.stops(rows, (2, 64), 16) == "A curve ends where a rank would have fewer than 16 tokens."
-    blocks = pd.concat([rows, pd.DataFrame([row("block-sparse", 1 << 14, 2, ONE, [8.0])])])
-    assert many_ranks.stops(blocks, (2, 64), 16).endswith("16 tokens.")
-    assert many_ranks.stops(blocks, (2, 128), 16).endswith("weak one of block-sparse beyond 1,048,576 tokens in all.")
-
-
 def test_the_model_is_held_against_every_forward(rows):  # noqa: F811
     found = many_ranks.checked(rows, RATES)
     assert len(found) == 10, "two lengths of dense and three of LongNet, on two numbers of ranks"

@@ -45,18 +45,11 @@ def test_agrees_with_a_loop_over_rows(pattern, nq, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", tools.DTYPES, ids=tools.name_of)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_dense_attention_captures_everything(causal, dtype):
+def test_dense_attention_captures_everything(dtype):
     q, k = tools.Case("", None, 37, heads=3).inputs(dtype)[:2]
-    got = captured_mass(q, k, Dense(causal))
+    got = captured_mass(q, k, Dense(causal=True))
     assert got.shape == (3,) and got.dtype == torch.float64
     torch.testing.assert_close(got, torch.ones(3, dtype=torch.float64), rtol=1e-6, atol=0)
-
-
-def test_equal_scores_capture_the_density():
-    q, k = torch.zeros(1, 48, 2, 4), torch.randn(1, 48, 2, 4)
-    for pattern in (BlockSparse(layouts.random(0.25), 4), Dilated([16, 16], [4, 4]), Neighborhood((6, 8), 1)):
-        assert float(captured_mass(q, k, pattern).mean()) == pytest.approx(pattern.density(48, 2), rel=1e-6)
 
 
 def test_no_gradient_is_kept():

@@ -11,19 +11,20 @@ from workbench.analysis import multicard
 from workbench.analysis import multicard_words as words
 from workbench.harness import records
 from workbench.patterns.dilated import geometric
-from workbench.probes.case import Case
 from workbench.probes.timing import AA, speedup
 from workbench.scaling.strategies import ONE
+
+SIZES = {"heads": 2, "head_dim": 16}
 
 
 def row(kind, n, nproc, strategy, samples, first=64, **fields):
     """A sweep's row; samples: milliseconds, beside a one-device call of 8 ms in each round."""
-    pattern = multicard.maker(kind, first)(n)
+    case = multicard.at(kind, first, **SIZES)(n)
     split = strategy == "distributed data parallel"
     busy = [0.9, *[0.0 if split or strategy == ONE else 0.8] * (nproc - 1)]
-    made = Case(pattern, n, 2, 16).fields() | {"world": 1 if strategy in (ONE, AA) else nproc, "strategy": strategy}
+    made = case.fields() | {"world": 1 if strategy in (ONE, AA) else nproc, "strategy": strategy}
     made |= {"label": f"{kind} {n}", "nproc": nproc, "kind": kind, "status": "ok", "error": None, "valid": True}
-    made |= {"pairs": pattern.pairs(n, 2), "samples_ms": samples, "median_ms": sorted(samples)[len(samples) // 2]}
+    made |= {"pairs": case.pattern.pairs(n, 2), "samples_ms": samples, "median_ms": sorted(samples)[len(samples) // 2]}
     made |= speedup([8.0] * len(samples), samples) | {"busy": busy, "peak_by_card": [1 << 20] * nproc}
     made |= {"peak_bytes": 1 << 20, "sent_bytes": [512] * nproc, "planned_bytes": None}
     return made | fields
@@ -41,23 +42,21 @@ def rows():
 
 
 def test_cases_have_the_patterns_that_their_kind_names():
-    cases = multicard.cases(
-        {"dense": [256], "longnet-geometric": [256, 300]}, 64, ("fwd", "fwdbwd"), heads=2, head_dim=16
-    )
+    cases = multicard.cases({"dense": [256], "longnet-geometric": [256, 300]}, 64, ("fwd", "fwdbwd"), **SIZES)
     assert list(cases) == [
         "dense fwd 1 x 256", "dense fwdbwd 1 x 256", "longnet-geometric fwd 1 x 256", "longnet-geometric fwd 1 x 300",
         "longnet-geometric fwdbwd 1 x 256", "longnet-geometric fwdbwd 1 x 300",
     ]  # fmt: skip
     assert cases["longnet-geometric fwd 1 x 300"].pattern.segment_lengths == (64, 256, 300)
     assert isinstance(cases["dense fwd 1 x 256"].pattern, Dense)
-    assert 0.045 < multicard.maker("block-sparse")(1 << 18).density(1 << 18, 1) < 0.055
-    with pytest.raises(ValueError, match="pattern='ring': want one of dense, longnet-geometric, block-sparse, neigh"):
-        multicard.maker("ring")
+    assert 0.045 < multicard.at("block-sparse", 64, **SIZES)(1 << 18).pattern.density(1 << 18, 1) < 0.055
 
 
 def test_causal_is_another_kind():
     patterns = [Dense(), Dense(True), geometric(300, first=64), geometric(300, True, 64)]
-    patterns += [multicard.maker(kind)(300) for kind in multicard.KINDS[3:]] + [Neighborhood((300,), 8)]
+    patterns += [multicard.at(kind, 64, **SIZES)(300).pattern for kind in multicard.KINDS[3:]] + [
+        Neighborhood((300,), 8)
+    ]
     frame = pd.DataFrame([{"pattern_spec": x.spec(), "pattern": x.name, "n": 300} for x in patterns])
     assert list(multicard.kinds(frame)["kind"]) == [
         "dense", "dense causal", "longnet-geometric", "longnet-geometric causal", *multicard.KINDS[3:],

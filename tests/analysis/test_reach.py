@@ -1,7 +1,8 @@
+import pytest
 import torch
 
 import workbench as wb
-from workbench.analysis.reach import depth, reach
+from workbench.analysis.reach import depth, field, reach
 
 
 def test_a_window_grows_by_its_radius_a_layer():
@@ -29,3 +30,13 @@ def test_depth_counts_layers_until_everything_is_seen_or_says_never():
     assert depth(wb.Dense(), 1, 1) == 0
     assert depth(wb.Dense(causal=True), 8, 1) is None
     assert depth(wb.Dilated([4], [1]), 8, 2) is None
+
+
+@pytest.mark.parametrize("pattern", [
+    wb.Dilated([4, 12], [1, 3]), wb.Dilated([5, 16], [2, 4], causal=True), wb.Neighborhood((150,), 40),
+], ids=lambda p: p.name)  # fmt: skip
+def test_the_field_of_a_token_is_where_its_line_of_the_whole_begins(pattern):
+    n = 150 if isinstance(pattern, wb.Neighborhood) else 37
+    for token in (0, 17, 36):
+        seen = reach(pattern, n, 3, 3)[:, token].int()
+        assert torch.equal(field(pattern, n, 3, token, 3), torch.where(seen.any(0), seen.argmax(0), -1))

@@ -5,7 +5,6 @@ import pytest
 import workbench as wb
 from tests import browser
 from workbench.explorers import pattern as explorer
-from workbench.patterns import layouts
 
 FACTS = "[...document.querySelectorAll('.x-facts dd')].map(x => x.textContent)"
 NOTE = "document.querySelector('.x-note').textContent"
@@ -13,7 +12,7 @@ NOTE = "document.querySelector('.x-note').textContent"
 
 @pytest.fixture(scope="module")
 def page():
-    with browser.shown(explorer.explore(wb.Dilated([16, 64], [2, 4]), 64, 4)._repr_html_(), width=390) as tab:
+    with browser.shown(explorer.explore(segments=[16, 64], dilations=[2, 4])._repr_html_(), width=390) as tab:
         yield tab
 
 
@@ -38,7 +37,7 @@ def test_it_says_what_python_counts_and_follows_each_control(page):
 @pytest.mark.browser
 def test_what_would_block_the_page_is_not_counted_and_says_so():
     pattern = wb.Dilated([256, 4096], [1, 32])
-    with browser.shown(explorer.explore(pattern, 4096, 32)._repr_html_()) as page:
+    with browser.shown(explorer.explore(4096, 32, segments=[256, 4096], dilations=[1, 32])._repr_html_()) as page:
         pairs, seen = page.run(FACTS)
         assert pairs.startswith(f"{pattern.pairs(4096, 32):,}, ")
         assert seen == "not counted: 32 different heads on 4,096 tokens" and "depends on" in page.run(NOTE)
@@ -59,18 +58,6 @@ def test_arrow_keys_look_at_another_token(page):
     assert page.run("document.querySelector('.x-tip').textContent") == "query 31, key 32: seen once"
 
 
-def test_it_starts_from_any_pattern_that_the_page_computes_and_refuses_others():
-    made = explorer.explore(wb.BlockSparse(layouts.local(2) | layouts.strided(4), 16), 128, 2)
-    assert made.data["kind"] == "blocks" and [made.data[x] for x in ("local", "global", "strided")] == [2, None, 4]
-    assert explorer.explore(wb.Neighborhood((9, 7), 2)).data["shape"] == [9, 7]
-    assert explorer.explore(wb.Neighborhood((63,), 2)).data["width"] == 4
-    assert explorer.explore(wb.Window(9, True, 2, 1), 63).data["sinks"] == 1
-    for other in (
-        wb.BlockSparse(layouts.random(0.5)),
-        wb.BlockSparse(~layouts.local(1)),
-        wb.Neighborhood((4, 4, 4), 1),
-        wb.Neighborhood((8, 8), 1, dilation=2),
-        wb.Window(3) | wb.Dense(),
-    ):
-        with pytest.raises(ValueError, match="want a pattern that the page can compute"):
-            explorer.explore(other)
+def test_a_setting_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"settings \['segment'\]: want some of kind, n, shape, segments"):
+        explorer.explore(segment=[16])

@@ -57,11 +57,6 @@ def test_the_sum_of_the_branches_is_the_pattern():
     assert len(alone) == 2 and np.array_equal(np.logical_or(*alone), total)
 
 
-def test_branches_of_partitioned_heads_are_refused():
-    with pytest.raises(ValueError, match="heads='partition'"):
-        draw.branches(wb.Dilated([4, 8], [1, 2], heads="partition"), N, 2)
-
-
 def test_reach_draws_the_share_of_tokens_after_each_layer_and_when_one_token_depends_on_each():
     fig, shares = draw.reach(PATTERNS, N, heads=1, layers=3)
     lines = fig.axes[0].get_lines()

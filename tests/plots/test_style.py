@@ -1,4 +1,4 @@
-"""Names at the ends of lines: inside the axis, apart, and one for lines that end together."""
+"""Names at the ends of lines: inside the axis, and apart."""
 
 from matplotlib import pyplot
 
@@ -21,11 +21,3 @@ def test_many_names_stay_inside_the_axis_and_apart():
         assert min(steps) > 0.03 and max(steps) < 0.06
     high = [*named([(1, 0.9 + k / 100, str(k), str(k / 10)) for k in range(5)]).values()]
     assert high[-1] == style.TOP and high[0] > 0.7
-
-
-def test_lines_of_a_colour_that_end_together_have_one_name():
-    ends = [(1, 0.5, "dense, cuDNN", "black"), (1, 0.505, "dense, FlashAttention-2", "black")]
-    assert list(named(ends)) == ["dense: cuDNN, FlashAttention-2"]
-    assert len(named([*ends, (1, 0.51, "dilated", "blue"), (1, 0.6, "dense, flex", "black")])) == 3
-    assert list(named([*ends, (1, 0.507, "dense, flex", "black")])) == ["dense: cuDNN, FlashAttention-2, flex"]
-    assert len(named([(1, 0.5, "a", "black"), (1, 0.5, "b", "black"), (1, 0.5, "dense, cuDNN", "red"), *ends])) == 4

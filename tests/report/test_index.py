@@ -23,6 +23,9 @@ def shelf(tmp_path):
     put("h100x1", "05_speed", headline="29.6 times dense at 128K", sentences=["It is **fast**."], question="How fast?")
     put("h200x2", "04_cards", status="error", failure="Failed in cell 2.")
     put("quick", "05_speed", headline="1.1 times")
+    (tmp_path / "reports" / "quick" / "other.html").write_text("<p>no report")
+    (tmp_path / "reports" / "quick" / "gone.html").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "reports" / "quick" / "folder.html").mkdir()
     return tmp_path / "reports"
 
 
@@ -49,4 +52,4 @@ def test_machines_of_named_hardware_share_one_table(shelf):
 def test_what_was_made_here_stands_beside_the_machines_and_leaves_their_index_alone(shelf):
     index.refresh(shelf / "quick")
     assert rows(shelf / "quick" / "index.html")["Question"] == ["quick a quick", "H100 a h100x1", "2 x H200 a h200x2"]
-    assert not (shelf / "index.html").exists()
+    assert not (shelf / "index.html").exists() and len(rows(shelf / "quick" / "index.html")) == 3

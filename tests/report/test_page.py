@@ -6,13 +6,12 @@ import re
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from matplotlib.image import imsave
 from nbformat import v4
 
 from tests.notebooks.build import code, text
 from workbench.report import page
-from workbench.report.outputs import VIEW, describe
+from workbench.report.outputs import VIEW
 
 FACTS = {"title": "T", "status": "ok", "failure": "", "message": "", "cell": None, "byline": [("device", "a <card>")]}
 
@@ -48,13 +47,9 @@ def main(html: str) -> str:
     r"\begin{align}y &= x^2\end{align}", "| a |\n|---|\n| $x^2$ |",
 ])  # fmt: skip
 def test_tex_becomes_mathml(render, tex):
-    body = main(render(tex))
-    assert re.search(r"<msup>\s*<mi>x</mi>\s*<mn>2</mn>\s*</msup>", body)
+    body = main(render(tex.replace("x^2", "x^2 < 1")))
+    assert re.search(r"<msup>\s*<mi>x</mi>\s*<mn>2</mn>\s*</msup>", body) and "&amp;lt;" not in body
     assert "$" not in body and "begin{" not in body
-
-
-def test_tex_keeps_its_comparison_signs(render):
-    assert "&lt;" in main(render("$t < w$")) and "&amp;lt;" not in main(render("$t < w$"))
 
 
 def test_tex_that_cannot_be_read_stays_readable(render):
@@ -73,10 +68,6 @@ def test_a_local_image_is_embedded_and_html_around_it_stays_as_written(render, t
     assert body.index('class="wide"') < body.index("text") < body.rindex("</div>", 0, body.index('alt="B"'))
 
 
-def test_a_link_stays_a_link(render):
-    assert 'href="https://arxiv.org/abs/2307.02486"' in main(render("[LongNet](https://arxiv.org/abs/2307.02486)"))
-
-
 def test_the_page_forbids_every_fetch(render):
     policy = re.search(r'Content-Security-Policy"[^>]*|content="[^"]*"[^>]*Content-Security-Policy', render("x"))[0]
     assert "default-src 'none'" in policy and "http" not in policy.replace("http-equiv", "")
@@ -85,30 +76,18 @@ def test_the_page_forbids_every_fetch(render):
 PIXELS = np.random.default_rng(0).integers(0, 2, (8, 8, 1)) * 255 * np.ones((1, 1, 3))
 
 
-@pytest.mark.parametrize("metadata, alt", [
-    ({"image/png": {"alt": "a 'curve' & <more>"}}, "a 'curve' &amp; &lt;more&gt;"), ({"alt": "a curve"}, "a curve"),
-    ({}, "Figure: The curve of N"),
-])  # fmt: skip
-def test_a_figure_has_alternative_text_its_own_or_its_headings(render, metadata, alt):
-    body = main(render("## The `curve` of $N$", shown({"image/png": png(PIXELS)}, metadata)))
-    assert f'alt="{alt}"' in body
-
-
 def test_images_of_every_kind_are_inside(render):
     svg = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"></svg>'
     images = {"image/png": png(PIXELS), "image/jpeg": b"x", "image/svg+xml": svg}
-    body = main(render(*(shown({mime: data}) for mime, data in images.items())))
+    body = main(render("## The `curve` of $N$", *(shown({mime: data}) for mime, data in images.items())))
     assert re.findall(r'src="data:(image/[a-z+]+);base64,', body) == ["image/png", "image/jpeg", "image/svg+xml"]
-    assert body.count("alt=") == 3
+    assert body.count('alt="Figure: The curve of N"') == 3
 
 
 def test_a_widget_is_named_and_nothing_of_jupyters_is_left(render):
     html = render(shown({VIEW: {"model_id": "gone"}, "text/plain": "Widget()"}))
     assert "a widget: shown only in Jupyter" in main(html)
     assert "widget-view" not in html and "Widget()" not in main(html)
-
-
-def test_a_widget_with_a_form_of_its_own_keeps_that(render):
     assert "<i>own</i>" in main(render(shown({VIEW: {"model_id": "gone"}, "text/html": "<i>own</i>"})))
 
 
@@ -117,14 +96,6 @@ def test_a_progress_bar_in_text_shows_its_last_line_only(render):
     cell.outputs = [v4.new_output("stream", name="stderr", text=t) for t in ("\r  0%", "\r 50%", "\r100%\n", "done\n")]
     body = main(render(cell))
     assert "100%\ndone" in body and "50%" not in body
-
-
-def test_progress_that_was_erased_when_it_was_over_leaves_nothing(render):
-    cell = code("x")
-    cell.outputs = [v4.new_output("stream", name="stderr", text=t) for t in ("\rhalf", "\rdone", "\r    \r")]
-    cell.outputs.append(v4.new_output("stream", text="1\n"))
-    body = main(render(cell))
-    assert "stderr" not in body and "done" not in body and "<pre>1\n</pre>" in body
 
 
 def test_the_title_is_in_the_head_only_and_sections_are_in_the_contents(render):
@@ -146,24 +117,13 @@ def test_a_failure_has_a_banner_a_mark_on_its_cell_and_shade_on_what_did_not_run
     assert "killed by &lt;9&gt;" in cells[1]
 
 
-def test_a_figure_is_described_by_its_label_or_its_titles():
-    fig = Figure()
-    assert describe(fig) == ""
-    fig.subplots(1, 2)[0].set_title("time")
-    fig.suptitle("Speed")
-    assert describe(fig) == "Speed. time"
-    fig.set_label("Two panels")
-    assert describe(fig) == "Two panels"
-
-
 DOT = base64.b64encode(png(np.zeros((2, 2, 3)))).decode()
 
 
 @pytest.mark.parametrize("name, source", [
     ("a.png", "![A](attachment:a.png)"), ("ü.png", "![A](attachment:%C3%BC.png)"),
-    ("ü.png", "![A](attachment:ü.png)"), ("my picture.png", "![A](attachment:my%20picture.png)"),
-    ("my picture.png", "![A](<attachment:my picture.png>)"), ("a&b's.png", "![A](attachment:a&b's.png)"),
-    ("50%25.png", "![A](attachment:50%25.png)"), ("a.png", '<img alt="A" src="attachment:a.png">'),
+    ("a&b's.png", "![A](attachment:a&b's.png)"),
+    ("a.png", '<img alt="A" src="attachment:a.png">'),
 ])  # fmt: skip
 def test_a_pasted_picture_is_inside_whatever_its_name(render, name, source):
     cell = text(source)
@@ -174,11 +134,6 @@ def test_a_pasted_picture_is_inside_whatever_its_name(render, name, source):
 @pytest.mark.parametrize("address", ["attachment:gone.png", ".", "a%00b.png", "x" * 300])
 def test_a_picture_that_is_not_there_leaves_its_address(render, address):
     assert f"(not part of this file: {address})" in main(render(f"![A]({address})"))
-
-
-def test_what_is_no_picture_does_not_end_the_page(render):
-    html = render(shown({"image/png": b"no picture"}), shown({"text/plain": "after"}))
-    assert "after" in main(html)
 
 
 TABLE = {"kind": "table", "csv": None, "fold": False}

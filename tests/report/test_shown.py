@@ -36,7 +36,7 @@ def figure():
 def html(tmp_path, monkeypatch):
     """A page on which each thing is shown."""
     shown = []
-    monkeypatch.setenv("WORKBENCH_BATCH", "1")
+    monkeypatch.setenv(show.MARK, "1")
     monkeypatch.setattr(records, "DRAWN", {"h200x1/a.jsonl": 3, "cpu/b.jsonl": 1})
     monkeypatch.setattr(show, "_display", lambda bundle, about: shown.append((bundle, about)))
     fig = figure()
@@ -106,12 +106,15 @@ def test_places_in_a_picture_are_rounded():
 
 def test_a_live_notebook_shows_the_same_with_its_caption(monkeypatch):
     shown = []
-    monkeypatch.delenv("WORKBENCH_BATCH", raising=False)
-    monkeypatch.setattr(show, "_display", lambda bundle, about: shown.append(bundle))
-    show.figure(figure(), "A **claim**")
+    monkeypatch.delenv(show.MARK, raising=False)
+    monkeypatch.setattr("IPython.display.display", lambda *things: shown.append(things))
+    fig = figure()
+    show.figure(fig, "A **claim**")
     show.table(FRAME, "All")
-    assert "<figcaption>A claim</figcaption>" in shown[0]["text/html"] and "image/png" in shown[0]["text/html"]
-    assert "<caption>All</caption>" in shown[1]["text/html"]
+    show.in_short(["One.", "Two."], fig)
+    (drawn, caption), (words, table), (short, key) = shown
+    assert (drawn, caption.data, words.data, short.data, key) == (fig, "A **claim**", "All", "- One.\n- Two.", fig)
+    assert "<td" in table.data
 
 
 CHECKS = """(async () => {

@@ -47,15 +47,11 @@ def extremes(table: pd.DataFrame) -> str:
     """Who has the most and the fewest pairs and bytes at the longest N, in a sentence."""
     last = table[table["n"] == table["n"].max()].set_index("pattern")
     pairs, size = last["pairs"].astype(float), last["predicted_bytes"].astype(float)
-    if pairs.min() == pairs.max():
-        said = "all patterns compute as many pairs"
-    else:
-        times = f"**{number(pairs.max() / pairs.min())} times**"
-        said = f"{pairs.idxmax()} computes {times} as many pairs as {pairs.idxmin()}"
-    if size.max() < 1.5 * size.min():
-        return f"At N = {last['n'].iloc[0]:,} {said}; all need about the same {binary(size.max())}."
-    need = f"{size.idxmax()} needs **{number(size.max() / size.min())} times** the bytes of {size.idxmin()}"
-    return f"At N = {last['n'].iloc[0]:,} {said}; {need}."
+    return (
+        f"At N = {last['n'].iloc[0]:,} {pairs.idxmax()} computes **{number(pairs.max() / pairs.min())} times** as many "
+        f"pairs as {pairs.idxmin()}; the memory is from **{binary(size.min())}** ({size.idxmin()}) to "
+        f"**{binary(size.max())}** ({size.idxmax()})."
+    )
 
 
 def glance(patterns: Mapping[str, Pattern], n: int, heads: int, depths: Mapping[str, int | None]) -> pd.DataFrame:
@@ -77,10 +73,8 @@ def beyond(table: pd.DataFrame) -> str:
 
 def layers(depths: Mapping[str, int | None]) -> str:
     """How many layers each pattern takes until every token can depend on every other (`reach.depth`)."""
-    never = [name for name, x in depths.items() if x is None]
-    done = ", ".join(f"{name} **{x}**" for name, x in depths.items() if x is not None)
-    said = [f"Layers until every token can depend on every other: {done}."] if done else []
-    return " ".join(said + [f"No number of layers is enough for {listed(never)}."] * bool(never))
+    done = ", ".join(f"{name} **{x or 'never'}**" for name, x in depths.items())
+    return f"Layers until every token can depend on every other: {done}."
 
 
 def worth(masses: pd.DataFrame) -> pd.DataFrame:

@@ -135,11 +135,11 @@ def most(lines: pd.DataFrame, card: str) -> str:
     if done.empty:
         return f"On {card} none of these ways runs with the largest budget."
     top, least = done.iloc[-1], done.iloc[0]
-    said = f"Predicted for the memory and speed of {card}, {top['budget_bytes'] / 2**30:g} GiB for tensors: "
-    said += f"**{title(top['label'])}** takes {int(top['n']):,} tokens"
-    if top["n"] == least["n"]:
-        return said + (", as many as every other way." if len(done) > 1 else ".")
-    return said + f", **{number(top['n'] / least['n'])} times** as many as {title(least['label'])}."
+    times = f", **{number(top['n'] / least['n'])} times** as many as {title(least['label'])}" * (len(done) > 1)
+    return (
+        f"Predicted for the memory and speed of {card}, {top['budget_bytes'] / 2**30:g} GiB for tensors: "
+        f"**{title(top['label'])}** takes {int(top['n']):,} tokens{times}."
+    )
 
 
 def agreement(measured: pd.DataFrame) -> list[str]:
@@ -148,11 +148,11 @@ def agreement(measured: pd.DataFrame) -> list[str]:
     said = [f"Not measured, {title(x.label)}: {x.error}" for x in measured[measured["status"] != "ok"].itertuples()]
     if done.empty:
         return ["No search has both a prediction and a measurement.", *said]
+    worst = done["off"].abs().max()
+    off = "all are equal" if worst == 0 else f"at worst off by {worst:.2%}"
     searches = f"{len(done)} search{'es' * (len(done) > 1)}"
     within = f"In **{right(measured)} of {searches}** the prediction is within a step of what was measured"
-    worst = done["off"].abs().max()
-    off = f"at worst off by {worst:.1%}" if worst >= 0.0005 else "none is off by 0.1%"
-    return [f"{within}; {'all are equal' if worst == 0 else off}.", *said]
+    return [f"{within}; {off}.", *said]
 
 
 def right(measured: pd.DataFrame) -> int:
@@ -166,8 +166,6 @@ def overpromised(lines: pd.DataFrame, card: str) -> str:
     if lines.empty:
         return f"None of these ways runs on {card}."
     worst = lines.loc[lines[TOO_MUCH].idxmax()]
-    if worst[TOO_MUCH] <= 0:
-        return f"On {card} (predicted) reading `max_memory_allocated` promises no more tokens than run."
     promises = f"promises up to **{worst[TOO_MUCH]:.1%}** more tokens than run ({worst['way']})."
     return f"On {card} (predicted) reading `max_memory_allocated` {promises}"
 
@@ -176,9 +174,8 @@ def limits(table: pd.DataFrame) -> list[str]:
     """What limits the cells of a map (rows of `frontier.sweep`), and whose time is not known."""
     done = table[table["status"] == "ok"]
     names = {"search": "nothing as far as was searched"}
-    by = listed(f"{n} by {names.get(x, title(x))}" for x, n in done["limiter"].value_counts().items())
-    limited = f"Of the {counted(len(done), 'frontier')} here, {by.replace(' by', ' are limited by', 1)}."
-    said = [limited if len(done) else "None of these ways runs on any of these cards."]
+    by = ", ".join(f"{names.get(x, title(x))} {n}" for x, n in done["limiter"].value_counts().items())
+    said = [f"What limits the {counted(len(done), 'frontier')} here: {by or 'none of these ways runs'}."]
     timed = done.groupby("label", sort=False)["predicted_ms"].count()
     if len(unknown := timed.index[timed == 0]):
         said.append(f"The time of {listed(map(title, unknown))} is not modelled, so time never limits it here.")

@@ -12,9 +12,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from workbench.analysis.reach import field
+from workbench.distributed import Shards, plan
 from workbench.engines.dispatch import attention
 from workbench.patterns import Dilated, Neighborhood, Pattern, Predicate, orderings
-from workbench.patterns.neighborhood import box_sums, clipped
+from workbench.patterns.neighborhood import swin
 from workbench.patterns.orderings import Ordering
 
 
@@ -27,8 +29,6 @@ def orders(shape, tile=(8, 16), seed: int | None = None, mask=None) -> list[Orde
 
 def region(shape, share: float = 0.5, seed: int = 0) -> Tensor:
     """bool (H, W): an irregular region like tissue on a slide, `share` of the cells, by thresholding smooth noise."""
-    if not 0 < share <= 1:
-        raise ValueError(f"share={share}: want a number in (0, 1], the part of the cells that are tokens")
     height, width = shape
     noise = np.fft.rfft2(np.random.default_rng(seed).normal(size=(height, width)))
     frequency = np.hypot(np.fft.fftfreq(height)[:, None] * height, np.fft.rfftfreq(width)[None] * width)
@@ -113,40 +113,25 @@ def table(frame: pd.DataFrame, value: str, *rows: str) -> pd.DataFrame:
 def touched(pattern: Pattern, n: int, block: int = 128) -> np.ndarray:
     """bool (ceil(n / block), same): the blocks of one head's (query, key) matrix that hold a visible pair."""
     blocks = pattern.blocks(n, 1, block_size=block)
-    row = blocks.line
     seen = torch.zeros(blocks.rows, blocks.cols, dtype=torch.bool)
-    seen[row, blocks.columns.long()] = True
+    seen[blocks.line, blocks.columns.long()] = True
     return seen.numpy()
-
-
-def touched_by_tiles(order: Ordering, side: int, block: int = 128) -> np.ndarray:
-    """As `touched`, where a token sees the cells of its own window of an aligned partition into side x side x ..."""
-    window = torch.zeros(len(order), dtype=torch.int64)
-    for x, size in zip(order.coordinates.T, order.shape, strict=True):
-        window = window * -(-size // side) + x // side
-    holds = torch.zeros(-(-len(order) // block), int(window.max()) + 1)
-    holds[torch.arange(len(order)) // block, window] = 1  # (blocks, windows)
-    return (holds @ holds.T > 0).numpy()
 
 
 def blocks_touched(windows, tile=(8, 16), block: int = 128) -> pd.DataFrame:
     """grid, window, side, order, percent of the blocks that are touched.
 
     windows: [(height, width, "sliding" or "aligned", side), ...].
-    A sliding window of an odd side reaches (side - 1) / 2 cells to each side and is clipped at the border; aligned
-    windows cut the grid into squares.
+    A sliding window has its token in the middle and is clipped at the border; aligned ones cut the grid into squares.
     """
     rows = []
     for height, width, kind, side in windows:
-        if kind not in ("sliding", "aligned") or (kind == "sliding" and side % 2 == 0):
-            raise ValueError(f"window {kind!r} of side {side}: want 'aligned', or 'sliding' with an odd side")
+        radius, sliding = side // 2 if side % 2 else (side - 1) / 2, kind == "sliding"
         for order in orders((height, width), tile):
-            if kind == "aligned":
-                seen = touched_by_tiles(order, side, block)
-            else:
-                seen = touched(Neighborhood(order.shape, side // 2, order), len(order), block)
+            pattern = Neighborhood(order.shape, radius, order) if sliding else swin(order.shape, side, 0, order)
+            share = float(touched(pattern, len(order), block).mean())
             label = {"grid": f"{height} x {width}", "window": f"{kind} {side} x {side}", "side": side}
-            rows.append(label | {"order": order.name, "percent": 100 * float(seen.mean())})
+            rows.append(label | {"order": order.name, "percent": 100 * share})
     return pd.DataFrame(rows)
 
 
@@ -163,11 +148,8 @@ def borders(compared: list[Ordering], radius: int, shards) -> pd.DataFrame:
     """
     rows = []
     for many, order in itertools.product(shards, compared):
-        shard = torch.where(order.rank >= 0, order.rank * many // len(order), -1).view(order.shape)
-        windows = clipped(shard.shape, (radius,) * shard.ndim)
-        needs = [box_sums((shard == x).long(), windows) > 0 for x in range(many)]
-        foreign = [int((near & (shard != x) & (shard >= 0)).sum()) for x, near in enumerate(needs)]
-        rows.append({"shards": many, "order": order.name, "cells": max(foreign)})
+        needs = plan(Neighborhood(order.shape, radius, order), Shards.even(len(order), many), 1).units.sum(0)
+        rows.append({"shards": many, "order": order.name, "cells": int(needs.max())})
     return pd.DataFrame(rows)
 
 
@@ -191,55 +173,30 @@ def neighbours(compared: list[Ordering], pattern: Dilated, heads: int, radius: i
     and the part that the token sees there in some head; the last branch is "any" of them.
 
     A token's neighbours are the occupied cells within `radius`, without itself; the mean is over tokens that have any.
+    pattern: every head in every branch, and not causal.
     """
-    single = [Dilated([w], [r], offsets=pattern.offsets) for w, r in _branches(pattern)]
-    whole = [Dilated([w], [1]) for w in pattern.segment_lengths]
-    if pattern.heads != "all" or pattern.causal:
-        raise ValueError(f"{pattern}: want every head in every branch, and not causal: a grid has no past")
+    lengths, rates, h = pattern.segment_lengths, pattern.dilation_rates, torch.arange(heads)[:, None]
+    lines = {f"{w} / {r}": ([w], [r]) for w, r in zip(lengths, rates, strict=True)} | {"any": (lengths, rates)}
     rows = []
     for order in compared:
-        n = len(order)
         token, other = _neighbour_pairs(order, radius)
-        many = torch.bincount(token, minlength=n)
+        many = torch.bincount(token, minlength=len(order))
 
-        def share(hit, token=token, many=many):
-            return float((torch.bincount(token[hit], minlength=len(many)) / many)[many > 0].mean())
+        def share(count, token=token, many=many):
+            hit = token[(count > 0).any(0)]
+            return float((torch.bincount(hit, minlength=len(many)) / many)[many > 0].mean())
 
-        h = torch.arange(heads)[:, None]
-        inside = [p.count(h[:1], token, other, n, 1)[0] > 0 for p in whole]
-        seen = [(p.count(h, token, other, n, heads) > 0).any(0) for p in single]
-        names = [f"{w} / {r}" for w, r in _branches(pattern)] + ["any"]
-        inside.append(torch.stack(inside).any(0))
-        seen.append(torch.stack(seen).any(0))
-        for name, a, b in zip(names, inside, seen, strict=True):
-            rows.append({"order": order.name, "branch": name, "inside": share(a), "seen": share(b)})
+        for name, (lengths, rates) in lines.items():
+            inside = Dilated(lengths, [1] * len(lengths)).count(h[:1], token, other, len(order), 1)
+            seen = Dilated(lengths, rates, offsets=pattern.offsets).count(h, token, other, len(order), heads)
+            rows.append({"order": order.name, "branch": name, "inside": share(inside), "seen": share(seen)})
     return pd.DataFrame(rows)
 
 
-def receptive_field(pattern: Dilated, n: int, heads: int, token: int, layers: int) -> Tensor:
-    """int64 (n,): after how many layers of `pattern` a token knows of each position; 0 itself, -1 not in `layers`."""
-    t = torch.arange(n)
-    known = torch.full((n,), -1)
-    known[token] = 0
-    for layer in range(1, layers + 1):
-        reached, new = known >= 0, torch.zeros(n, dtype=torch.bool)
-        for b, (w, r) in enumerate(_branches(pattern)):
-            for offset in {pattern.offset(b, h, heads) for h in range(heads)} - {None}:
-                kept = t % w % r == offset
-                query = t[reached & kept]
-                last = torch.full((-(-n // w),), -1).scatter_reduce_(0, query // w, query, "amax")  # of each segment
-                last = last[t // w]
-                new |= kept & (t <= last if pattern.causal else last >= 0)
-        known[new & ~reached] = layer
-    return known
-
-
-def field_on_grid(order: Ordering, pattern: Dilated, heads: int, cell, layers: int) -> np.ndarray:
-    """float (grid): the `receptive_field` of the token at `cell`, a place on the grid; NaN where no token is."""
+def field_on_grid(order: Ordering, pattern: Pattern, heads: int, cell, layers: int) -> np.ndarray:
+    """float (grid): the `reach.field` of the token at `cell` of the grid; NaN where no token is."""
     token = int(order.rank.view(order.shape)[tuple(cell)])
-    if token < 0:
-        raise ValueError(f"cell={tuple(cell)}: want a cell that is a token")
-    known = receptive_field(pattern, len(order), heads, token, layers).double()
+    known = field(pattern, len(order), heads, token, layers).double()
     return order.restore(known, dim=0, fill=math.nan).view(order.shape).numpy()
 
 
@@ -248,10 +205,6 @@ def typical_cell(mask: Tensor) -> tuple[int, ...]:
     cells = mask.nonzero()
     goal = torch.tensor(mask.shape, dtype=torch.float64) * 0.4
     return tuple(cells[(cells - goal).square().sum(1).argmin()].tolist())
-
-
-def _branches(pattern: Dilated):
-    return list(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True))
 
 
 def _neighbour_pairs(order: Ordering, radius: int) -> tuple[Tensor, Tensor]:

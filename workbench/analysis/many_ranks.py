@@ -57,7 +57,7 @@ def together(every: pd.DataFrame, world: int) -> float:
 @one_thread()
 def curves(rows: pd.DataFrame, rates: link.Rates, worlds: Iterable[int], first: int, least: int) -> pd.DataFrame:
     """`link.modelled` for each kind, strong from its longest forward and weak from its shortest, with the rate that one
-    device had there: rows with `kind`. first: the shortest segment, as in `multicard.maker`. least: the tokens of a
+    device had there: rows with `kind`. first: the shortest segment, as in `multicard.at`. least: the tokens of a
     rank; where there would be fewer, nothing is modelled."""
     alone, found = ok(rows[rows["mode"].eq("fwd") & rows["strategy"].eq(ONE) & rows["kind"].isin(MODELLED)]), []
     for kind, group in alone.groupby("kind", sort=False):
@@ -72,15 +72,6 @@ def curves(rows: pd.DataFrame, rates: link.Rates, worlds: Iterable[int], first: 
                 found.append(link.modelled(make(n), pairs, rates, some, at=make, scaling=scaling_).assign(kind=kind))
     columns = ["kind", "scaling", "world", "n", "efficiency", "most", "pattern_spec"]
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=columns)
-
-
-def stops(rows: pd.DataFrame, worlds: Iterable[int], least: int) -> str:
-    """Where `curves` of these rows end, in a sentence."""
-    alone = ok(rows[rows["mode"].eq("fwd") & rows["strategy"].eq(ONE)])
-    listed = alone[alone["kind"] == "block-sparse"]["n"]
-    cut = f", and the weak one of block-sparse beyond {LONGEST:,} tokens in all"
-    ends = f"A curve ends where a rank would have fewer than {least:,} tokens"
-    return f"{ends}{cut if len(listed) and listed.min() * max(worlds) > LONGEST else ''}."
 
 
 @one_thread()
@@ -116,10 +107,9 @@ def model_error(points: pd.DataFrame, what: str = "card") -> list[str]:
         f"{counted(int(worst['ranks']), what)}: modelled {number(worst['modelled (ms)'])} ms, measured "
         f"{number(worst['measured (ms)'])} ms."
     )
-    if off.max() <= WRONG:
-        return [said]
-    off_by = f"**Off by more than {WRONG}% in {int((off > WRONG).sum())} of {len(points)}**"
-    return [said, f"{off_by}: do not read the curves closer than that."]
+    many = int((off > WRONG).sum())
+    warning = f"**Off by more than {WRONG}% in {many} of {len(points)}**: do not read the curves closer than that."
+    return [said, *[warning] * bool(many)]
 
 
 def rates_in_words(rates: link.Rates, rows: pd.DataFrame, what: str = "card") -> str:

@@ -11,7 +11,7 @@ import torch
 from workbench.distributed import Shards, plan
 from workbench.harness import records
 from workbench.harness.narrate import MODES, first_mode, listed, number, spread, title
-from workbench.patterns import BlockSparse, Dense, Neighborhood, Pattern, from_spec, layouts, orderings
+from workbench.patterns import BlockSparse, Dense, Neighborhood, from_spec, layouts, orderings
 from workbench.patterns.dilated import geometric
 from workbench.probes import catalog
 from workbench.probes.case import Case
@@ -25,40 +25,29 @@ GRIDS = tuple(f"neighborhood, {x}" for x in ORDERS.values())
 KINDS = (*MODELLED, *GRIDS)
 BLOCK, RADIUS = 128, 8
 SIZES = ("heads", "head_dim", "dtype")
+CASE = ("kind", "n", "mode", "nproc")
 
 
-def maker(kind: str, first: int = 4096) -> Callable[[int], Pattern]:
-    """The function of N that makes a pattern, by its name: "dense"; "longnet-geometric", `geometric` with a shortest
+def at(kind: str, first: int, **sizes) -> Callable[[int], Case]:
+    """The function of N that makes the case of a kind: "dense"; "longnet-geometric", `geometric` with a shortest
     segment of `first`; "block-sparse", about 5 % of the blocks of 128: those near the diagonal, and every 32nd
     diagonal; or "neighborhood, row-major" and "neighborhood, Hilbert", all cells within 8 on the squarest grid of N
-    cells, in that order. ValueError for another name."""
-    made = {
+    cells, in that order. sizes: other arguments of `Case`."""
+    makers = {
         "dense": lambda n: Dense(),
         "longnet-geometric": lambda n: geometric(n, first=first),
         "block-sparse": lambda n: BlockSparse(layouts.local(-(-n // BLOCK) // 107) | layouts.strided(32), BLOCK),
     }
-    for order, word in ORDERS.items():
-        order = getattr(orderings, order)
-        made[f"neighborhood, {word}"] = lambda n, o=order: Neighborhood(catalog.grid(n), RADIUS, o(catalog.grid(n)))
-    if kind not in made:
-        raise ValueError(f"pattern={kind!r}: want one of {', '.join(KINDS)}")
-    return made[kind]
-
-
-def at(kind: str, first: int, **sizes) -> Callable[[int], Case]:
-    """The function of N that makes the case of a kind (see `maker`). sizes: other arguments of `Case`."""
-    make = maker(kind, first)
-    return lambda n: Case(make(n), n, **sizes)
+    for name, order in zip(GRIDS, (orderings.row_major, orderings.hilbert), strict=True):
+        makers[name] = lambda n, order=order: Neighborhood(catalog.grid(n), RADIUS, order(catalog.grid(n)))
+    return lambda n: Case(makers[kind](n), n, **sizes)
 
 
 def cases(lengths: Mapping[str, Sequence[int]], first: int, modes: Iterable[str] = ("fwd",), **sizes) -> dict:
     """{label: Case} for each kind, mode and N. lengths: {kind: N to measure}; sizes: as in `at`, but for the mode."""
-    found = {}
-    for kind, of_kind in lengths.items():
-        for mode in modes:
-            made = at(kind, first, mode=mode, **sizes)
-            found |= {f"{kind} {mode} {sizes.get('batch', 1)} x {n}": made(n) for n in of_kind}
-    return found
+    each = [(kind, mode, n) for kind, of_kind in lengths.items() for mode in modes for n in of_kind]
+    return {f"{kind} {mode} {sizes.get('batch', 1)} x {n}": at(kind, first, mode=mode, **sizes)(n)
+            for kind, mode, n in each}  # fmt: skip
 
 
 def possible(nproc: Iterable[int]) -> list[int]:
@@ -106,21 +95,19 @@ class Recorded(NamedTuple):
 
 def recorded(machines: Iterable[str]) -> Recorded:
     """The records of the first of these machine kinds that has sweeps; nothing if none has. All but `runs` are of one
-    commit: the newest of those that measured the most of the patterns in KINDS. Of sweeps: batch 1, the heads, head_dim
-    and dtype that most rows have; the newest row if a case was measured more than once."""
+    commit, and the sweeps of batch 1 and of one number of heads, head_dim and dtype: of those that measured the most of
+    the patterns in KINDS the newest. The newest row if a case was measured more than once."""
     for machine in machines:
         every = records.committed(machine, "scaling")
-        rows = every[every["stage"].eq("sweep")] if len(every) else every
+        rows = every[every["stage"].eq("sweep") & every["batch"].eq(1)] if len(every) else every
         if len(rows):
-            rows = kinds(rows[rows["batch"] == 1])
-            rows = runs = rows[rows["kind"].isin(KINDS)].sort_values("run_utc", kind="stable")
-            case = ["kind", "n", "mode", "nproc", "strategy", *SIZES]
-            commits = (x.drop_duplicates(case, keep="last") for _, x in rows.groupby("run_commit"))
-            rows = max(commits, key=lambda x: (x["kind"].nunique(), x["run_utc"].max()), default=rows)
+            rows = runs = kinds(rows).query("kind in @KINDS").sort_values("run_utc", kind="stable")
+            alike = [x for _, x in rows.groupby(["run_commit", *SIZES])]
+            rows = max(alike, key=lambda x: (x["kind"].nunique(), x["run_utc"].max(), len(x)), default=rows)
+            rows = rows.drop_duplicates([*CASE, "strategy"], keep="last")
             every = every[every["run_commit"].isin(rows["run_commit"])]
-            most_rows = max((x for _, x in rows.groupby(list(SIZES))), key=len, default=rows)
             others = (_newest(every[every["stage"].isin(x)]) for x in (["link", "cost"], ["spans"]))
-            return Recorded(most_rows.reset_index(drop=True), *others, runs)
+            return Recorded(rows.reset_index(drop=True), *others, runs)
     return Recorded(*(pd.DataFrame() for _ in range(4)))
 
 
@@ -131,8 +118,7 @@ def _newest(rows: pd.DataFrame) -> pd.DataFrame:
 
 def ok(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows that ran and are not known to be wrong."""
-    valid = rows["valid"] if "valid" in rows else pd.Series(None, rows.index, dtype=object)
-    return rows[rows["status"].eq("ok") & rows["median_ms"].notna() & ~valid.eq(False)]
+    return rows[rows["status"].eq("ok") & rows["median_ms"].notna() & ~rows["valid"].eq(False)]
 
 
 def summary(rows: pd.DataFrame, cell: Callable[[dict], str]) -> pd.DataFrame:
@@ -166,8 +152,13 @@ def peak_and_sent(row: dict) -> str:
 
 def busy(row: dict) -> str:
     """For `summary`: the shares of the time in which a rank computes, from the least to the largest."""
-    known = [x for x in row["busy"] if x is not None] if isinstance(row["busy"], list) else []
-    return spread(min(known), max(known), ".0%") if known else "?"
+    known = _busy(row)
+    return spread(known[0], known[-1], ".0%") if known else "?"
+
+
+def _busy(row: dict) -> list[float]:
+    """The shares of the time in which a rank computes that are known, in ascending order."""
+    return sorted(x for x in row["busy"] if x is not None) if isinstance(row["busy"], list) else []
 
 
 def mib(x: float) -> str:
@@ -178,10 +169,9 @@ def mib(x: float) -> str:
 def missing(rows: pd.DataFrame) -> list[str]:
     """A sentence for each strategy with rows that are wrong or did not run: its patterns, and the first reason."""
     off, said = rows[~rows.index.isin(ok(rows).index)], []
-    for (bad, _), group in off.groupby([off["valid"].eq(False), off["status"]], sort=False):
-        first = group.drop_duplicates("strategy").set_index("strategy")["error"]
-        head = "Wrong, so left out" if bad else "Not measured"
-        whys = [str(why).removeprefix("wrong: ") for why in first]
+    for (wrong, _), group in off.groupby([off["valid"].eq(False), off["status"]], sort=False):
+        head = "Wrong, so left out" if wrong else "Not measured"
+        whys = group.drop_duplicates("strategy")["error"].astype(str).str.removeprefix("wrong: ")
         said += [f"{head}: {who}: {why}." for who, why in zip(of_patterns(group), whys, strict=True)]
     return said
 
@@ -203,33 +193,32 @@ def by_batch(rows: pd.DataFrame) -> pd.DataFrame:
     number of ranks and strategy of the forwards that ran. busiest, idlest: the largest and the least share of the time
     in which a card computes; speed-up, and its interval, low to high; peak: the largest of a card over that of one
     device; work: the time in which the idlest computes over its share of one device's."""
-    columns = ["sequences", "N", "ranks", "strategy", "busiest", "idlest", "speed-up", "low", "high", "work", "peak"]
-    done, lines = ok(rows[rows["mode"] == "fwd"]), []
-    for (batch, n, world), group in done.groupby(["batch", "n", "nproc"], sort=False):
-        one = group[group["strategy"] == ONE]
-        for row in group[group["strategy"].isin([*SHORT, "sequence"])].to_dict("records"):
-            busy = sorted(x for x in row["busy"] if x is not None) if isinstance(row["busy"], list) else []
-            lines.append({
-                "sequences": batch, "N": n, "ranks": world, "strategy": SHORT.get(row["strategy"], row["strategy"]),
-                "busiest": busy[-1] if busy else None, "idlest": busy[0] if busy else None,
-                "speed-up": row["speedup"], "low": row["speedup_low"], "high": row["speedup_high"],
-                "work": busy[0] * world / row["speedup"] if busy else None,
-                "peak": row["peak_bytes"] / one["peak_bytes"].iloc[0] if len(one) else None,
-            })  # fmt: skip
-    return pd.DataFrame(lines, columns=columns)
+    done = ok(rows[rows["mode"] == "fwd"])
+    peak = done["peak_bytes"] / _same_case(done, "peak_bytes", ONE, ["batch", "n", "nproc"])
+    done = done.assign(peak=peak)[done["strategy"].isin([*SHORT, "sequence"])]
+    busy = [_busy(row) or [math.nan] for row in done.to_dict("records")]
+    busiest, idlest = (pd.Series([x[at] for x in busy], done.index, dtype=float) for at in (-1, 0))
+    return pd.DataFrame({
+        "sequences": done["batch"], "N": done["n"], "ranks": done["nproc"], "strategy": done["strategy"].replace(SHORT),
+        "busiest": busiest, "idlest": idlest, "speed-up": done["speedup"], "low": done["speedup_low"],
+        "high": done["speedup_high"], "work": idlest * done["nproc"] / done["speedup"], "peak": done["peak"],
+    })  # fmt: skip
+
+
+def _same_case(rows: pd.DataFrame, column: str, strategy: str, case: Sequence[str]) -> pd.Series:
+    """For each row, the column of this strategy where the columns `case` are the same; NaN where there is none."""
+    return rows[column].where(rows["strategy"] == strategy).groupby([rows[x] for x in case]).transform("first")
 
 
 def relative(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows that ran, with peak and sent, bytes of the fullest rank and of the busiest sender, and both over those
     of "sequence" in the same case (empty where it sends nothing)."""
-    done, keys = ok(rows), ["kind", "n", "mode", "nproc"]
+    done = ok(rows)
     sent = [max(x, default=0) if isinstance(x, list) else None for x in done["sent_bytes"]]
     done = done.assign(peak=done["peak_bytes"], sent=pd.Series(sent, done.index, dtype=float))
-    ours = done[done["strategy"] == "sequence"].drop_duplicates(keys)
-    ours = done[keys].merge(ours[[*keys, "peak", "sent"]], "left", keys)
     for column in ("peak", "sent"):
-        per = ours[column].where(ours[column] > 0).to_numpy(float)
-        done[f"{column} over sequence's"] = done[column].to_numpy(float) / per
+        ours = _same_case(done, column, "sequence", CASE)
+        done[f"{column} over sequence's"] = done[column] / ours.where(ours > 0)
     return done
 
 
@@ -284,19 +273,17 @@ def moved(rows: pd.DataFrame, world: int) -> pd.DataFrame:
 def orders(rows: pd.DataFrame, device: str) -> pd.DataFrame:
     """The neighborhoods that were measured on a device: a row for each N, mode, number of ranks and order, with the
     times on one device and on all ranks, the speed-up with its interval, and what the busiest sender sends."""
-    done, found = ok(rows[rows["kind"].isin(GRIDS)]) if len(rows) else rows, []
-    for (kind, n, mode, world), group in done.groupby(["kind", "n", "mode", "nproc"], sort=False) if len(done) else ():
-        by = group.drop_duplicates("strategy", keep="last").set_index("strategy")
-        if {ONE, "sequence"} <= set(by.index):
-            ours = by.loc["sequence"]
-            found.append({
-                "device": device, "order": kind.removeprefix("neighborhood, "), "N": int(n), "mode": MODES[mode],
-                "ranks": int(world),
-                "one device (ms)": by.loc[ONE, "median_ms"], "all ranks (ms)": ours["median_ms"],
-                "speed-up": ours["speedup"], "low": ours["speedup_low"], "high": ours["speedup_high"],
-                "MiB, busiest sender": max(ours["sent_bytes"]) / 2**20,
-            })  # fmt: skip
-    return pd.DataFrame(found).set_index("device") if found else pd.DataFrame()
+    if rows.empty:
+        return pd.DataFrame()
+    done = ok(rows[rows["kind"].isin(GRIDS)])
+    done = done.assign(alone=_same_case(done, "median_ms", ONE, CASE))
+    ours = done[done["strategy"].eq("sequence") & done["alone"].notna()]
+    return pd.DataFrame({
+        "device": device, "order": ours["kind"].str.removeprefix("neighborhood, "), "N": ours["n"].astype(int),
+        "mode": ours["mode"].map(MODES), "ranks": ours["nproc"].astype(int), "one device (ms)": ours["alone"],
+        "all ranks (ms)": ours["median_ms"], "speed-up": ours["speedup"], "low": ours["speedup_low"],
+        "high": ours["speedup_high"], "MiB, busiest sender": ours["sent_bytes"].map(max) / 2**20,
+    }).set_index("device")  # fmt: skip
 
 
 @one_thread()

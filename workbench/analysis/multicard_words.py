@@ -45,26 +45,26 @@ def by_sequence(rows: pd.DataFrame, what: str = "card") -> list[str]:
         return ["Dividing the sequence gave no right result here: there is no speed-up to tell."]
     won = found[found["faster"]]
     if won.empty:
-        cases = "the one case" if len(found) == 1 else f"any of {len(found)} cases"
-        return [f"Dividing the sequence does not make {cases} faster than one device here, beyond the noise."]
+        cases = counted(len(found), "case")
+        return [f"Dividing the sequence makes none of {cases} faster than one device here, beyond the noise."]
     most, ranks = won.loc[won["speedup"].idxmax()], sorted({int(x) for x in won["nproc"]})
     said = (
         f"Dividing the sequence over {listed(ranks)} {what}s is faster than one device in **{len(won)} of "
-        f"{counted(len(found), 'case')}**, by **{spread(won['speedup'].min(), won['speedup'].max())} times**"
+        f"{counted(len(found), 'case')}**, by **{spread(won['speedup'].min(), won['speedup'].max())} times**; "
+        f"the most: {_case(most)}."
     )
-    said += f"; the most: {_case(most)}." if len(won) > 1 else f" ({_case(most)})."
-    behind = sorted(found[found["rival"].notna()].to_dict("records"), key=lambda x: x["speedup"] / x["rival_speedup"])
-    cases = [f"{_case(x)} ({x['rival']} {x['rival_speedup']:.2f}, sequence {x['speedup']:.2f})" for x in behind[:2]]
-    cases += [f"{len(behind) - 2} more"] * (len(behind) > 2)
-    return [said + f" Another way is ahead, beyond the intervals, for {listed(cases)}." * bool(cases)]
+    behind = found[found["rival"].notna()]
+    if len(behind):
+        x = behind.loc[(behind["speedup"] / behind["rival_speedup"]).astype(float).idxmin()]
+        said += (
+            f" Another way is ahead, beyond the intervals, in {counted(len(behind), 'case')}, the most for {_case(x)} "
+        )
+        said += f"({x['rival']} {x['rival_speedup']:.2f}, sequence {x['speedup']:.2f})."
+    return [said]
 
 
 def _case(row) -> str:
     return f"{title(row['kind'])}, {MODES.get(row['mode'], row['mode'])}, N = {int(row['n']):,}"
-
-
-def _name(strategy: str) -> str:
-    return SHORT.get(strategy, strategy)
 
 
 COSTS = {
@@ -105,22 +105,17 @@ def between_runs(rows: pd.DataFrame) -> list[str]:
 def headline(rows: pd.DataFrame, what: str = "card") -> str:
     """The page in a few words: the range of speed-ups by "sequence" where it is faster."""
     found = gains(rows)
-    won = found[found["faster"]]
-    if rows.empty:
-        return "nothing ran"
-    gain = f"{spread(won['speedup'].min(), won['speedup'].max())} times" if len(won) else "no gain"
-    ranks = (won if len(won) else rows)["nproc"].max()
-    return f"dividing the sequence: {gain} on {counted(int(ranks), what)}"
+    won = found[found["faster"].astype(bool)]
+    if won.empty:
+        return "dividing the sequence: no gain"
+    gain = spread(won["speedup"].min(), won["speedup"].max())
+    return f"dividing the sequence: {gain} times on {counted(int(won['nproc'].max()), what)}"
 
 
 def compared(rows: pd.DataFrame) -> str:
-    """How many results are those of one device, and which are not."""
-    checked = rows[rows["valid"].notna()]
-    wrong = checked[~checked["valid"].astype(bool)]
-    if checked.empty:
-        return "No result was compared with one device's."
-    said = f"Compared with one device: **{len(checked) - len(wrong)} of {len(checked)}** results agree up to rounding."
-    return said + (f" Wrong: {'; '.join(of_patterns(wrong))}." if len(wrong) else "")
+    """How many results are those of one device; which are not is `multicard.missing`'s to say."""
+    checked = rows["valid"].dropna()
+    return f"Compared with one device: **{checked.sum()} of {len(checked)}** results agree up to rounding."
 
 
 # How names of kernels tell which engine they are of, the first that fits.
@@ -132,15 +127,11 @@ ENGINES = {
 
 
 def computed_by(rows: pd.DataFrame) -> list[str]:
-    """Which engine's kernels took most of a card's time, by pattern and strategy; nothing where none was seen."""
-    seen = rows[rows["kernel"].notna()] if "kernel" in rows else rows[:0]
-    by: dict[str, list[str]] = {}
-    for (kind, strategy), group in seen.groupby(["kind", "strategy"], sort=False):
-        for kernel in group["kernel"].unique():
-            engine = next((words for part, words in ENGINES.items() if part in kernel), kernel[:60])
-            by.setdefault(engine, []).append(f"{title(kind)} by {_name(strategy)}")
-    by = {engine: dict.fromkeys(cases) for engine, cases in by.items()}
-    return [f"Most of the time is **{engine}**'s: {listed(cases)}." for engine, cases in by.items()]
+    """Which engine's kernels took most of a card's time, by strategy and pattern; nothing where none was seen."""
+    seen = rows.dropna(subset="kernel")
+    engines = seen["kernel"].map(lambda kernel: next((x for part, x in ENGINES.items() if part in kernel), kernel[:60]))
+    by = seen.groupby(engines, sort=False)
+    return [f"Most of the time is **{engine}**'s: {'; '.join(of_patterns(group))}." for engine, group in by]
 
 
 def about(rows: pd.DataFrame, device: str = "") -> str:
@@ -155,28 +146,20 @@ def about(rows: pd.DataFrame, device: str = "") -> str:
 def as_planned(rows: pd.DataFrame) -> str:
     """In how many of the rows that have a plan every rank sent exactly its bytes."""
     done = rows[rows["status"].eq("ok") & rows["planned_bytes"].notna()]
-    if done.empty:
-        return "No strategy that ran has a plan whose bytes could be compared."
-    same = sum(a == b for a, b in zip(done["sent_bytes"], done["planned_bytes"], strict=True))
+    same = (done["sent_bytes"] == done["planned_bytes"]).sum()
     return f"In **{same} of {len(done)}** every rank sent as many bytes as its plan says, to the byte."
-
-
-def processors(cores: int) -> str:
-    """What ranks that share processors can reach at best."""
-    return f"The ranks share **{counted(cores, 'processor')}**: all together are at most {cores} times as fast as one."
 
 
 def uneven(shares: pd.DataFrame, what: str = "card") -> list[str]:
     """A warning for each row whose ranks had equal shares of the batch and took unequal time: it is about a slow rank,
     not about the strategy."""
-    said = []
-    for row in shares[shares["strategy"] == SHORT["distributed data parallel"]].to_dict("records"):
-        equal = row["sequences"] % row["ranks"] == 0 and row["idlest"] and row["busiest"]
-        if equal and row["busiest"] > UNEQUAL * row["idlest"]:
-            said.append(f"**Not a fair row:** with {counted(int(row['sequences']), 'sequence')}, DDP gave each {what} "
-                        f"as much to do, but one computed {row['busiest']:.0%} of the time and another "
-                        f"{row['idlest']:.0%}. One {what} was slow: measure again.")  # fmt: skip
-    return said
+    equal = shares[shares["strategy"].eq("DDP") & (shares["sequences"] % shares["ranks"] == 0)]
+    slow = equal[equal["busiest"].astype(float) > UNEQUAL * equal["idlest"].astype(float)]
+    return [
+        f"**Not a fair row:** with {counted(int(row.sequences), 'sequence')}, DDP gave each {what} as much to do, but "
+        f"one computed {row.busiest:.0%} of the time and another {row.idlest:.0%}. One {what} was slow: measure again."
+        for row in slow.itertuples()
+    ]
 
 
 def longest(rows: pd.DataFrame, budget_mib: float, step: float, what: str = "card") -> str:

@@ -28,5 +28,16 @@ def depth(pattern, n: int, heads: int) -> int | None:
     return layers
 
 
+def field(pattern, n: int, heads: int, token: int, layers: int) -> Tensor:
+    """int64 (n,): after how many layers a token can depend on each other one; 0 itself, -1 not in `layers`."""
+    h, j = torch.arange(heads)[:, None, None], torch.arange(n)
+    known = torch.where(j == token, 0, -1)
+    for layer in range(1, layers + 1):
+        for i in (known == layer - 1).nonzero().split(64):  # (queries, 1): a few at once, to bound memory
+            seen = (pattern.count(h, i, j, n, heads) > 0).flatten(0, -2).any(0)
+            known[seen & (known < 0)] = layer
+    return known
+
+
 def _then(step: Tensor, seen: Tensor) -> Tensor:
     return step.float() @ seen.float() > 0

@@ -46,12 +46,11 @@ def bound(device: dict) -> str:
     ridge = 1000 * device["tflops"] / device["gbs"]
     if device["points"].empty:
         return "No row ran, so nothing lies under these ceilings."
-    least = device["points"].sort_values("intensity").iloc[0]
-    by_memory = int((device["points"]["intensity"] < ridge).sum())
-    said = f"From **{number(ridge)} operations per byte** on, arithmetic is the limit and not memory: "
-    if by_memory:
-        return said + f"{by_memory} of {len(device['points'])} points lie below that."
-    return said + f"every point lies beyond it, the nearest {least['label']} at {number(least['intensity'])}."
+    points = device["points"].sort_values("intensity")
+    below = f"{(points['intensity'] < ridge).sum()} of {len(points)} points lie below that"
+    least = f"the least {points['label'].iloc[0]} at {number(points['intensity'].iloc[0])}"
+    limit = "arithmetic is the limit and not memory"
+    return f"From **{number(ridge)} operations per byte** on, {limit}: {below}, {least}."
 
 
 def shown(devices: dict) -> pd.DataFrame:

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pandas as pd
-from matplotlib.lines import Line2D
 
 from workbench.harness.narrate import title
 from workbench.plots import style
@@ -19,26 +18,24 @@ def figure(rows: pd.DataFrame):
     rows = rows.assign(line=line, out=_share(rows, "out"), grad=_share(rows, *GRADIENTS))
     lines = list(dict.fromkeys(rows.line))
     fig, axes = style.subplots(1, 2, figsize=(9.5, 1.2 + 0.23 * len(lines)), sharey=True)
+    rows = rows.assign(y=rows.line.map(lines.index))
     for ax, what, words in zip(axes, ("out", "grad"), ("values", "gradients (worst of dq, dk, dv)"), strict=True):
         ran = rows[(rows.status == "ok") & rows[what].notna()]
         for x, dtype in enumerate(DTYPES):
-            of = ran[ran.dtype == dtype]
-            y = np.array([lines.index(line) for line in of.line]) + 0.16 * (x - 1.5)
-            ax.plot(of[what].clip(lower=LEAST), y, "o", ms=5, color=DTYPES[dtype])
-            ax.plot(of[what][of[what] > 1], y[of[what] > 1], "o", ms=11, mfc="none", mec="red", mew=2)
+            of, apart = ran[ran.dtype == dtype], 0.16 * (x - 1.5)
+            ax.plot(of[what].clip(lower=LEAST), of.y + apart, "o", ms=5, color=DTYPES[dtype])
+            over = of[of[what] > 1]
+            ax.plot(over[what], over.y + apart, "o", ms=11, mfc="none", mec="red", mew=2)
         without = rows[(rows.status == "refused") & ~rows.line.isin(ran.line)]
-        ax.plot([REFUSED] * len(without), [lines.index(line) for line in without.line], "x", color="#666666", ms=6)
+        ax.plot([REFUSED] * len(without), without.y, "x", color="#666666", ms=6)
         ax.axvline(1, color="red", lw=1.2)
-        for y in range(0, len(lines), 2):
-            ax.axhspan(y - 0.5, y + 0.5, color="#f6f6f6", lw=0, zorder=0)
+        style.stripes(ax, len(lines))
         ax.set(xscale="log", xlabel="error / budget", title=words, xlim=(LEAST / 2, 2 * max(REFUSED, rows[what].max())))
         style.log_ticks(ax.xaxis, lambda x: f"{x:g}" if x > LEAST else "less", [LEAST, 1e-3, 1e-2, 1e-1, 1])
-        ax.grid(False, axis="y")
     axes[0].set_yticks(range(len(lines)), lines)
     axes[0].set_ylim(len(lines) - 0.4, -0.6)
-    dots = [Line2D([], [], color=DTYPES[d], marker="o", ls="", label=d) for d in DTYPES if d in set(rows.dtype)]
-    cross = Line2D([], [], color="#666666", marker="x", ls="", label="refused, by name")
-    fig.legend(handles=[*dots, cross], loc="outside lower center", ncols=5)
+    looks = {x: {"color": color, "marker": "o"} for x, color in DTYPES.items() if x in set(rows.dtype)}
+    style.key(fig, looks | {"refused, by name": {"color": "#666666", "marker": "x"}}, 5)
     return style.finish(fig, "Errors of every backend, pattern and type as shares of their budgets.")
 
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
 import torch
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, PercentFormatter
 
 from workbench.harness.narrate import binary, title
@@ -38,26 +35,24 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     Lines are named at their ends.
     """
     fig, (left, right) = style.subplots(1, 2, figsize=(9.5, 4.8), width_ratios=(2, 3))
-    ends, budgets = [], set()
+    ends = []
     for name, line, pale in _named(rows, recorded):
         share = _bytes_a_token(line) / line["budget_bytes"]
         _line(left, line, 1, pale)
         color, last = _line(right, line, share, pale), line.iloc[-1]
         ends.append((last["budget_bytes"], last["n"] * share.iloc[-1], name, color))
-        budgets |= set(line["budget_bytes"])
     late = rows[rows["predicted_limiter"].eq("time")]
     for ax in (left, right):
         if len(late):
             scale = 1 if ax is left else _bytes_a_token(late) / late["budget_bytes"]
             ax.plot(late["budget_bytes"], late["predicted_n"] * scale, "x", color="black", markersize=8)
         ax.set(xscale="log", xlabel="budget: what the allocator may reserve")
-        room = (max(budgets, default=1) / min(budgets, default=1)) ** (0.3 if ax is left else 0.12)
-        style.log_ticks(ax.xaxis, binary, style.apart(sorted(budgets), room))
+        ax.xaxis.set_major_locator(LogLocator(base=2, numticks=4 if ax is left else 8))
+        style.log_ticks(ax.xaxis, binary)
     signs = {"o": "line: predicted; filled: measured here"} if rows["measured_n"].notna().any() else {}
     signs |= {"x": f"limited by time ({rows['seconds'].iloc[0]:g} s)"} if len(late) else {}
-    handles = [Line2D([], [], marker=x, color="#555555", linestyle="", label=text) for x, text in signs.items()]
-    if handles:
-        fig.legend(handles=handles, loc="outside lower center", ncols=2)
+    if signs:
+        style.key(fig, {text: {"marker": x, "color": "#555555"} for x, text in signs.items()}, 2)
     left.set(yscale="log", title="longest N (tokens)")
     left.yaxis.set_major_locator(LogLocator(base=2, numticks=12))
     style.log_ticks(left.yaxis, style.length)
@@ -81,23 +76,19 @@ def limiter_map(rows: pd.DataFrame):
 
     rows: of `frontier.sweep` with `label`, in the order in which cards and ways are to stand.
     """
-    names, on = list(dict.fromkeys(rows["label"])), list(dict.fromkeys(rows["card"]))
-    fig, ax = style.subplots(figsize=(2 + 1.05 * len(on), 0.9 + 0.55 * len(names)))
-    rows = rows.assign(limiter=rows["limiter"].where(rows["status"] == "ok", "refused"))
-    for row in rows.to_dict("records"):
-        x, y, limiter = on.index(row["card"]), names.index(row["label"]), row["limiter"]
-        ax.add_patch(plt.Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=LIMITS[limiter], edgecolor="white", linewidth=2))
-        said = limiter if limiter == "refused" else f"{int(row['n']):,}\n{title(limiter)}"
-        ax.text(x, y, said, ha="center", va="center", fontsize=9, color="#777777" if limiter == "refused" else "black")
-    ax.set(xlim=(-0.5, len(on) - 0.5), ylim=(len(names) - 0.5, -0.5))
-    ax.set(xticks=range(len(on)), xticklabels=map(title, on), yticks=range(len(names)), yticklabels=map(title, names))
+    ran, where = rows["status"] == "ok", {"index": "label", "columns": "card"}
+    limiter = rows["limiter"].where(ran, "refused")
+    words = [f"{int(n):,}\n{title(x)}" if n == n else x for n, x in zip(rows["n"].where(ran), limiter, strict=True)]
+    rows = rows.assign(code=limiter.map(list(LIMITS).index), words=words)
+    shape = {"index": rows["label"].unique(), "columns": rows["card"].unique()}
+    codes, texts = (rows.pivot(**where, values=x).reindex(**shape) for x in ("code", "words"))
+    fig, ax = style.subplots(figsize=(2 + 1.05 * codes.shape[1], 0.9 + 0.55 * codes.shape[0]))
+    sns.heatmap(codes, vmin=0, vmax=len(LIMITS) - 1, cmap=[*LIMITS.values()], cbar=False, linewidths=2, ax=ax,
+                annot=texts, fmt="", annot_kws={"fontsize": 9, "color": "black"})  # fmt: skip
+    ax.set(xticklabels=map(title, codes.columns), yticklabels=map(title, codes.index), ylabel="")
+    ax.set_xlabel(f"longest N, and what limits it (time: {rows['seconds'].iloc[0]:g} s per call)")
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
-    ax.grid(False)
-    ax.spines[:].set_visible(False)
-    words = {x: title(x) for x in LIMITS} | {"time": f"time: {rows['seconds'].iloc[0]:g} s per call"}
-    patches = [Patch(facecolor=LIMITS[x], edgecolor="#999999", label=words[x]) for x in LIMITS if x in {*rows.limiter}]
-    fig.legend(handles=patches, loc="outside lower center", ncols=len(patches), title="limited by")
     return style.finish(fig, "A map of ways and cards: the longest N of each, and what limits it.")
 
 
@@ -113,14 +104,10 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
     colors = dict(zip(order, sns.color_palette(PALETTE, len(order)), strict=True)) | {"others": "#d0d0d0"}
     fig, axes = style.subplots(1, len(lives), figsize=(3.3 * len(lives), 4.8), sharey=True, squeeze=False)
     for ax, (name, life) in zip(axes[0], lives.items(), strict=True):
-        own = [name for name in order if name in life]
-        layers = [life[name].to_numpy() for name in own]
-        layers.append(life.drop(columns=own).sum(axis=1).to_numpy())
-        total = np.sum(layers, axis=0)
-        at = np.arange(1, len(life) + 1)
-        ax.stackplot(at, [x / GIB for x in layers], step="post", linewidth=0, rasterized=True,
-                     colors=[colors[x] for x in [*own, "others"]])  # fmt: skip
-        peak = total.max() / GIB
+        own, at = [name for name in order if name in life], np.arange(1, len(life) + 1)
+        layers = life[own].assign(others=life.drop(columns=own).sum(axis=1)) / GIB
+        ax.stackplot(at, layers.T, step="post", linewidth=0, rasterized=True, colors=[colors[x] for x in layers])
+        peak = layers.sum(axis=1).max()
         ax.axhline(peak, color="black", linewidth=1, linestyle="--")
         style.note(ax, f"peak {style.number(peak)} GiB", (at[-1], peak), (-3, 4), ha="right")
         made = np.flatnonzero((life.get("lse", life.get("out", life.iloc[:, 0])) > 0).to_numpy())
@@ -132,8 +119,7 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
     axes[0, 0].set_ylabel("bytes of the tensors alive (GiB)")
     top = max(life.sum(axis=1).max() for life in lives.values()) / GIB
     axes[0, 0].set_ylim(0, 1.12 * top)
-    patches = [Patch(color=colors[name], label=name) for name in [*order, "others"]]
-    fig.legend(handles=patches, loc="outside lower center", ncols=min(4, len(patches)))
+    style.key(fig, colors, 4)
     return style.finish(fig, f"Bytes alive over the run, by tensor: {', '.join(lives)}.")
 
 
@@ -144,10 +130,8 @@ def claimed(rows: pd.DataFrame):
     fig, ax = style.subplots(figsize=(3.7, 0.6 * len(once) + 1.6))
     ax.plot(once["theirs"], range(len(once)), "X", color="#777777", markersize=8, label="in the report")
     for label, line in rows.groupby("label", sort=False):
-        family = line["pattern_spec"].iloc[0]["pattern"]
-        look = {"marker": style.MARKERS.get(family, "v"), "color": style.family_color(family), "fillstyle": "none"}
-        look |= {"linestyle": "", "markersize": 8, "label": f"{title(label)}, here"}
-        ax.plot(line["n"].astype(float), range(len(once)), **look)
+        look = style.family_look(line["pattern_spec"].iloc[0]["pattern"]) | {"mfc": "none", "ls": ""}
+        ax.plot(line["n"].astype(float), range(len(once)), ms=8, label=f"{title(label)}, here", **look)
     names = [f"{x.preset.removeprefix('report-')}\n{x.heads} x {x.head_dim}, {x.dtype}" for x in once.itertuples()]
     ax.set(xscale="log", xlabel="longest N (tokens) under 8 GB", ylim=(len(once) - 0.5, -0.5))
     ax.set_yticks(range(len(once)), names)
@@ -159,14 +143,12 @@ def claimed(rows: pd.DataFrame):
 
 def _line(ax, line: pd.DataFrame, scale, pale: bool) -> str:
     """Draw predicted and measured N times scale; returns the colour."""
-    family, backend = line["pattern_spec"].iloc[0]["pattern"], str(line["label"].iloc[0]).split(", ")[-1]
-    look = {"color": style.family_color(family), "alpha": 0.45 if pale else 1}
-    stroke = {"linestyle": LINES.get(backend, "-"), "linewidth": 1 if pale else 1.8}
-    ax.plot(line["budget_bytes"], line["predicted_n"].astype(float) * scale, **stroke, **look)
-    marks = {"marker": style.MARKERS.get(family, "v"), "markersize": 6}
-    marks["markerfacecolor"] = "white" if pale else look["color"]
+    backend = str(line["label"].iloc[0]).split(", ")[-1]
+    look = style.family_look(line["pattern_spec"].iloc[0]["pattern"], pale)
+    stroke = {"marker": None, "ls": LINES.get(backend, "-")}
+    ax.plot(line["budget_bytes"], line["predicted_n"].astype(float) * scale, **look | stroke)
     if line["measured_n"].notna().any():
-        ax.plot(line["budget_bytes"], line["measured_n"].astype(float) * scale, linestyle="", **marks, **look)
+        ax.plot(line["budget_bytes"], line["measured_n"].astype(float) * scale, ms=6, **look | {"ls": ""})
     return look["color"]
 
 

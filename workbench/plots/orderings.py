@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.collections import LineCollection
-from matplotlib.colors import BoundaryNorm, ListedColormap, to_rgb
+from matplotlib.colors import ListedColormap
 from matplotlib.ticker import PercentFormatter
 
 from workbench.harness.narrate import title
@@ -15,7 +15,7 @@ COLORS = {
     "random": style.COLORS["muted"], "natural": "#CC6677",  # row-major on a line
 }  # fmt: skip
 MARKERS = {"row_major": "s", "snake": "v", "tiles": "D", "morton": "^", "hilbert": "o", "random": "x"}
-EMPTY, FAINT, JUMP = "#f2f2f2", "#d9d9d9", "#d62728"
+EMPTY, JUMP = "#f2f2f2", "#d62728"
 
 
 def color(order: str) -> str:
@@ -132,9 +132,7 @@ def neighbours(frame, radius: int):
             ax.plot(part[value], np.array(y) + shift, MARKERS[kind], color=color(name), ms=7, label=title(name))
         ax.xaxis.set_major_formatter(PercentFormatter(1))
         ax.set(xlim=(-0.03, 1.03), title=words, xlabel=f"of the cells within {side} x {side}")
-        for y in range(0, len(branches), 2):
-            ax.axhspan(y - 0.5, y + 0.5, color="#f4f4f4", lw=0, zorder=0)
-        ax.grid(axis="y", visible=False)
+        style.stripes(ax, len(branches))
     axes[0].set_yticks(range(len(branches)), branches)
     axes[0].set(ylabel="segment / rate", ylim=(-0.5, len(branches) - 0.5))
     axes[0].invert_yaxis()
@@ -147,19 +145,13 @@ def fields(grids: dict, cell, layers: int):
     shape = next(iter(grids.values())).shape
     size = (9.5, 8.2 / len(grids) * shape[0] / shape[1] + 0.4)
     fig, axes = style.subplots(1, len(grids), figsize=size, squeeze=False)
-    ramp = plt.get_cmap(style.SEQUENTIAL)(np.linspace(0.85, 0.25, layers))
-    cmap = ListedColormap([to_rgb(FAINT), *ramp[:, :3]]).with_extremes(bad="white")
-    norm = BoundaryNorm(np.arange(-0.5, layers + 1), cmap.N)
     for ax, (name, grid) in zip(axes[0], grids.items(), strict=True):
-        shown = np.where(grid < 0, 0, np.where(grid == 0, 1, grid))
-        image = ax.imshow(np.ma.masked_invalid(shown), cmap=cmap, norm=norm, interpolation="nearest")
+        image = ax.imshow(grid, interpolation="nearest", **style.layer_colors(layers))
         ax.plot(cell[1], cell[0], "*", color=style.COLORS["accent"], mec="black", mew=0.6, ms=13)
         style.bare(ax)
         ax.spines[:].set_visible(True)
         ax.set_title(title(name))
-    bar = fig.colorbar(image, ax=axes, shrink=0.85, ticks=range(layers + 1))
-    bar.ax.set_yticklabels(["never", *(f"{n} layer" + "s" * (n > 1) for n in range(1, layers + 1))])
-    bar.ax.minorticks_off()
+    style.layer_bar(fig, image, axes[0], layers)
     return style.finish(fig, f"After how many of {layers} layers a token knows of each cell, under each order.")
 
 

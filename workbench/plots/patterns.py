@@ -7,9 +7,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
-from matplotlib.colors import LinearSegmentedColormap, ListedColormap, to_rgb
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.ticker import PercentFormatter
 from torch import Tensor
 
@@ -42,8 +40,6 @@ def heads(pattern: Pattern, n: int, heads: int):
 
 def branches(pattern: Dilated, n: int, heads: int, head: int = 0):
     """One panel a branch of a dilated pattern, and their sum: how often a query of this head sees each key."""
-    if pattern.heads != "all":
-        raise ValueError(f"heads={pattern.heads!r}: want a pattern whose heads are in every branch, heads='all'")
     total, panels = pattern.multiplicity(n, heads)[head], []
     for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True):
         alone = Dilated([w], [r], causal=pattern.causal, offsets=pattern.offsets)
@@ -76,8 +72,7 @@ def _grids(panels: list[tuple[str, Tensor, Pattern]], alt: str, across: int = 4,
               for c in sorted({*range(1, min(most, 4) + 1), most})}  # fmt: skip
     if shade and any((count == 0).all(1).any() for _, count, _ in panels):
         colors["a row that sees nothing"] = UNCOVERED
-    handles = [Patch(facecolor=color, label=words) for words, color in colors.items()]
-    fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    style.key(fig, colors, len(colors))
     return style.finish(fig, alt)
 
 
@@ -95,8 +90,6 @@ def reach(patterns: dict[str, Pattern], n: int, heads: int, layers: int):
     fig = plt.figure(figsize=(9.5, 0.9 + 0.6 * max(4, len(patterns))))
     left, right = fig.subfigures(1, 2, width_ratios=(1.15, 1))
     ax, strips = left.subplots(), np.atleast_1d(right.subplots(len(patterns), 1, sharex=True))
-    ramp = plt.get_cmap(style.SEQUENTIAL)(np.linspace(0.85, 0.1, max(1, layers)))[:, :3]
-    ramp = [to_rgb("#d9d9d9"), to_rgb(style.COLORS["accent"]), *ramp]  # never, itself, after 1 layer ...
     ends, shares = [], {}
     for x, (name, pattern) in enumerate(patterns.items()):
         seen = reached(pattern, n, heads, layers)  # (layers + 1, n, n)
@@ -105,7 +98,7 @@ def reach(patterns: dict[str, Pattern], n: int, heads: int, layers: int):
         ends.append((layers, shares[name][-1], f"{name} {shares[name][-1]:.0%}", color))
         token = seen[:, n // 2]
         first = np.where(token.any(0), token.int().argmax(0), -1)
-        image = strips[x].imshow(first[None], aspect="auto", cmap=ListedColormap(ramp), vmin=-1.5, vmax=layers + 0.5)
+        image = strips[x].imshow(first[None], aspect="auto", **style.layer_colors(layers))
         strips[x].set_title(name, fontsize=9, fontweight="normal")
         strips[x].set_yticks([])
         strips[x].grid(False)
@@ -113,9 +106,7 @@ def reach(patterns: dict[str, Pattern], n: int, heads: int, layers: int):
     ax.yaxis.set_major_formatter(PercentFormatter(1))
     style.name_ends(ax, ends)
     strips[-1].set_xlabel(f"tokens, coloured by when token {n // 2} first depends on them")
-    bar = right.colorbar(image, ax=list(strips), ticks=range(-1, layers + 1), label="layers")
-    bar.ax.set_yticklabels(["never", *map(str, range(layers + 1))])
-    bar.ax.minorticks_off()
+    style.layer_bar(right, image, strips, layers)
     fig = style.finish(fig, f"What a token depends on after up to {layers} layers, {n:,} tokens, line by pattern.")
     return fig, pd.DataFrame(shares).rename_axis("layers")
 
@@ -131,8 +122,6 @@ def cost(table: pd.DataFrame):
         right.plot(rows.n, rows.predicted_bytes, "--", ms=12 - 2.5 * min(x, 4), mfc="none", mew=1.4, **look)
         ends.append((rows.n.iloc[-1], rows.pairs.iloc[-1], name, look["color"]))
         sizes.append((rows.n.iloc[-1], rows.predicted_bytes.iloc[-1], name, look["color"]))
-    if max(size for _, size, *_ in sizes) < 1.05 * min(size for _, size, *_ in sizes):
-        sizes = [(*sizes[0][:2], f"all {len(sizes)} patterns", "#000000")]
     scores = table.drop_duplicates("n").sort_values("n")
     right.plot(scores.n, scores.scores_bytes, ":", color=style.COLORS["muted"])
     sizes.append((scores.n.iloc[-1], scores.scores_bytes.iloc[-1], "an N x N matrix\nof scores", "#666666"))
@@ -185,20 +174,14 @@ def mass(table: pd.DataFrame):
     fig, axes = style.subplots(1, len(sources), figsize=(9.5, 1.2 + 0.4 * len(names)), sharey=True, squeeze=False)
     heads = sorted(table["head"].unique())
     for ax, source in zip(axes[0], sources, strict=True):
+        ax.barh(names, means.density[source][names], height=0.62, color="#d9d9d9", zorder=1)
         for r in table[table.source == source].itertuples():
-            y = names.index(r.pattern)
-            if r.head == heads[0]:
-                ax.barh(y, r.density, height=0.62, color="#d9d9d9", zorder=1)
             look = {"ms": 4 + 2 * heads.index(r.head), "mfc": "none", "mec": style.family_color(r.family), "mew": 1.6}
-            ax.plot(r.mass, y, "o", **look)
+            ax.plot(r.mass, r.pattern, "o", **look)
         ax.set(title=source, xlabel="share of pairs (bar), of weight (rings)", xlim=(0, 1.04))
         ax.xaxis.set_major_formatter(PercentFormatter(1))
         ax.grid(False, axis="y")
-    axes[0, 0].set_yticks(range(len(names)), names)
     axes[0, 0].set_ylim(len(names) - 0.45, -0.6)
-    rings = [
-        Line2D([], [], color="#444444", marker="o", mfc="none", mew=1.6, ls="", ms=4 + 2 * x, label=f"head {h}")
-        for x, h in enumerate(heads)
-    ]
-    fig.legend(handles=rings, loc="outside lower center", ncols=len(rings))
+    ring = {"color": "#444444", "marker": "o", "mfc": "none", "mew": 1.6}
+    style.key(fig, {f"head {h}": ring | {"ms": 4 + 2 * x} for x, h in enumerate(heads)}, len(heads))
     return style.finish(fig, "Dense attention's weight that each pattern keeps, beside its share of pairs.")

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 from matplotlib.colors import to_rgb
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, PercentFormatter
 
 from workbench.distributed import Plan, Shards
@@ -77,10 +75,9 @@ def speedups(rows: pd.DataFrame):
         ax.set_xlabel("speed relative to one device")
     axes[0, 0].set_yticks(range(len(cases)), [f"{title(kind)}, {style.length(n)}" for kind, n in cases])
     axes[0, 0].set_ylim(len(cases) - 0.5, -0.5)
-    marks = [Line2D([], [], ls="", color=COLORS.get(x, "#555555"), marker=MARKS.get(x, "v"), ms=6,
-                    label=SHORT.get(x, x)) for x in names]  # fmt: skip
-    marks += [Patch(color="#777777", alpha=0.25, label="one device against itself")] * (AA in set(rows["strategy"]))
-    fig.legend(handles=marks, loc="outside lower center", ncols=3, fontsize=9)
+    looks = {SHORT.get(x, x): {"color": COLORS.get(x, "#555555"), "marker": MARKS.get(x, "v")} for x in names}
+    itself = {"one device against itself": {"marker": "s", "ms": 11, "color": "#777777", "alpha": 0.25}}
+    style.key(fig, looks | (itself if AA in set(rows["strategy"]) else {}), 3)
     return style.finish(fig, "Speed relative to one device at the same N, for each way of using several.")
 
 
@@ -92,7 +89,7 @@ def _line(ax, y: int, rows: pd.DataFrame, names: list[str]) -> None:
         ax.barh(y, high - low, 0.8, left=low, color="#777777", alpha=0.25, lw=0, zorder=0)
     for x, name in enumerate(name for name in names if name in by.index):
         it, place = by.loc[name], y + 0.13 * (x - (len(names) - 1) / 2)
-        ends = [[max(0, it["speedup"] - it["speedup_low"])], [max(0, it["speedup_high"] - it["speedup"])]]
+        ends = style.whiskers(it[["speedup"]], it["speedup_low"], it["speedup_high"])
         look = {"color": COLORS.get(name, "#555555"), "marker": MARKS.get(name, "v"), "ms": 6, "ls": ""}
         ax.errorbar(it["speedup"], place, xerr=ends, elinewidth=1.5, capsize=2, **look)
     if "sequence" in by.index:
@@ -112,31 +109,28 @@ def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
     if modelled.empty:
         return style.blank("No forward of one device ran on enough tokens: there is no rate from which to model many.")
     fig, axes = style.subplots(1, 2, figsize=(9.5, 4.2), sharey=True)
-    kinds = list(dict.fromkeys(modelled["kind"]))
+    family = modelled.drop_duplicates("kind").set_index("kind")["pattern_spec"].map(lambda spec: spec["pattern"])
+    colors = family.map(style.family_color)
     for ax, (scaling, words) in zip(axes, SCALINGS.items(), strict=True):
-        for shift, kind in enumerate(kinds):
+        for shift, (kind, color) in enumerate(colors.items()):
             line = modelled[(modelled["kind"] == kind) & (modelled["scaling"] == scaling)].sort_values("world")
-            color = style.family_color(modelled[modelled["kind"] == kind]["pattern_spec"].iloc[0]["pattern"])
             ax.plot(line["world"], line["efficiency"], ls="--", lw=1.6, color=color)
             ax.fill_between(line["world"], line["efficiency"], line["most"], color=color, alpha=0.15, lw=0)
             if measured is None:
                 continue
             points = measured[(measured["kind"] == kind) & (measured["scaling"] == scaling)]
             place = points["world"] * 1.08**shift  # beside those of other patterns
-            ends = (points["efficiency"] - points["low"]).clip(0), (points["high"] - points["efficiency"]).clip(0)
+            ends = style.whiskers(points["efficiency"], points["low"], points["high"])
             ax.errorbar(place, points["efficiency"], yerr=ends, fmt="o", ms=6, capsize=2, color=color)
         ax.axhline(1, color="#444444", lw=1.2, ls=(0, (6, 3)))
         ax.set(xscale="log", title=f"{scaling}: {words}", xlabel="ranks", ylim=(0, 1.15))
         ax.title.set_fontsize(10)
-        rank_ticks(ax, modelled["world"])
+        _rank_ticks(ax)
     axes[0].set_ylabel("speed-up over the number of ranks")
     axes[0].yaxis.set_major_formatter(PercentFormatter(1))
-    marks = [Line2D([], [], ls="--", lw=1.6, label=title(kind),
-                    color=style.family_color(modelled[modelled["kind"] == kind]["pattern_spec"].iloc[0]["pattern"]))
-             for kind in kinds]  # fmt: skip
-    if measured is not None and len(measured):
-        marks.append(Line2D([], [], ls="", marker="o", color="#555555", label="measured"))
-    fig.legend(handles=marks, loc="outside lower center", ncols=4, fontsize=9)
+    looks = {title(kind): {"ls": "--", "lw": 1.6, "color": color} for kind, color in colors.items()}
+    some = measured is not None and len(measured)
+    style.key(fig, looks | ({"measured": {"marker": "o", "color": "#555555"}} if some else {}), 4)
     return style.finish(fig, "Speed-up over the number of ranks: lines are modelled, markers measured.")
 
 
@@ -149,8 +143,7 @@ def messages(links: Mapping[str, pd.DataFrame]):
         size, each = rows["message_bytes"].to_numpy(float), rows["samples_ms"].tolist()
         speed = rows["bytes_per_second"].to_numpy(float) / 1e9
         least, most = (size / np.array([end(x) for x in each]) / 1e6 for end in (max, min))
-        ends = np.clip([speed - least, most - speed], 0, None)
-        ax.errorbar(size, speed, yerr=ends, fmt="o", ms=6, capsize=2, color=color)
+        ax.errorbar(size, speed, yerr=style.whiskers(speed, least, most), fmt="o", ms=6, capsize=2, color=color)
         if rates is None:
             style.note(ax, name, (size[-1], speed[-1]), (-8, 0), color=color, ha="right", va="center")
             continue
@@ -169,10 +162,9 @@ def messages(links: Mapping[str, pd.DataFrame]):
     return style.finish(fig, f"Bandwidth against message size, measured and fitted: {', '.join(links)}.")
 
 
-def rank_ticks(ax, worlds) -> None:
-    """Ticks at powers of two, as many as there is room for."""
-    powers = [1 << x for x in range(int(max(worlds)).bit_length()) if min(worlds) <= 1 << x]
-    style.log_ticks(ax.xaxis, "{:,.0f}".format, powers[:: -(-len(powers) // 7)])
+def _rank_ticks(ax) -> None:
+    ax.xaxis.set_major_locator(LogLocator(base=2, numticks=7))
+    style.log_ticks(ax.xaxis, "{:,.0f}".format)
 
 
 def borders(rows: pd.DataFrame):
@@ -188,7 +180,7 @@ def borders(rows: pd.DataFrame):
                        color=orderings.color(name))  # fmt: skip
         ax.set(xscale="log", yscale="log", xlabel="ranks")
         ax.margins(y=0.12)  # room for the names
-        rank_ticks(ax, rows["world"])
+        _rank_ticks(ax)
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=15))
         style.log_ticks(ax.yaxis, "{:,g}".format)
     axes[0].set_title("MiB moved, all ranks together")
@@ -197,12 +189,10 @@ def borders(rows: pd.DataFrame):
     return style.finish(fig, "Bytes that a forward moves against the number of ranks, a line per order of the cells.")
 
 
-def shards(orders, world: int, radius: int, rank: int | None = None):
-    """A panel for each ordering of a 2-D grid: the shards, one rank's in full colour, and the cells that it gets.
-
-    orders: of `workbench.orderings`, of one shape; radius: of the neighborhood; rank: by default the middle one.
-    """
-    rank = world // 2 if rank is None else rank
+def shards(orders, world: int, radius: int):
+    """A panel for each ordering of a 2-D grid: the shards, that of the rank in the middle in full colour, and the cells
+    that it gets. orders: of `workbench.orderings`, of one shape; radius: of the neighborhood."""
+    rank = world // 2
     fig, axes = style.subplots(1, len(orders), figsize=(3.3 * len(orders) + 0.4, 4.1), squeeze=False)
     for ax, order in zip(axes[0], orders, strict=True):
         place = order.rank.reshape(order.shape).numpy()
@@ -222,9 +212,8 @@ def shards(orders, world: int, radius: int, rank: int | None = None):
         ax.set(title=f"{title(order.name)}: gets {got.sum():,}\nfor {(owner == rank).sum():,} of its own",
                xticks=[], yticks=[])  # fmt: skip
         ax.grid(False)
-    patches = [Patch(color=orderings.color(order.name), label=f"rank {rank}, {title(order.name)}")
-               for order in orders]  # fmt: skip
-    patches += [Patch(color=style.COLORS["accent"], label=f"cells of others that it needs, radius {radius}")]
-    patches += [Patch(facecolor="#ededed", edgecolor="#b5b5b5", label="other ranks, in two greys")]
-    fig.legend(handles=patches, loc="outside lower center", ncols=2, fontsize=9)
+    colors = {f"rank {rank}, {title(order.name)}": orderings.color(order.name) for order in orders}
+    colors |= {f"cells of others that it needs, radius {radius}": style.COLORS["accent"]}
+    colors |= {"other ranks, in two greys": "#ededed"}
+    style.key(fig, colors, 2)
     return style.finish(fig, f"Shards of a grid on {world} ranks, and the cells that rank {rank} gets, by order.")

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator
 
 from workbench.harness.narrate import title
 from workbench.plots import style
 from workbench.plots.orderings import color as color_of
-from workbench.plots.style import MARKERS, MODES
+from workbench.plots.style import MODES
 
 LINES = {"cudnn": "-", "sdpa": "-", "flash": "--", "efficient": ":"}
 KERNELS = {"fa4": "#1f4e79", "triton": style.COLORS["BlockSparse"], "flex": "#8a8a8a"}
@@ -56,12 +55,8 @@ def _lines(ax, mode: str, rows: pd.DataFrame, recorded: pd.DataFrame | None = No
             continue
         done = frame[(frame["status"] == "ok") & (frame["mode"] == mode)].sort_values("n")
         for (family, label, backend), line in done.groupby(["family", "label", "backend"], sort=False):
-            color = style.family_color(family)
-            ax.plot(
-                line["n"], line["median_ms"], LINES.get(backend, "-"), color=color, alpha=0.45 if pale else 1,
-                marker=MARKERS.get(family, "v"), markersize=5, linewidth=1.1 if pale else 1.8,
-                markerfacecolor="white" if pale else None,
-            )  # fmt: skip
+            color, look = style.family_color(family), style.family_look(family, pale)
+            ax.plot(line["n"], line["median_ms"], LINES.get(backend, "-"), ms=5, **look)
             name = f"{label}, {title(backend)}" if family == "Dense" else label
             name = f"{name}, {style.device(line)}" if pale else name
             ends.append((line["n"].iloc[-1], line["median_ms"].iloc[-1], name, color))
@@ -103,10 +98,11 @@ def break_even(rows: pd.DataFrame):
     ax.axhspan(noise["speedup_low"].min(), noise["speedup_high"].max(), **band)
     ax.axhline(1, color="black", linewidth=1)
     ax.plot(ends, 1 / ends, color=style.COLORS["muted"], linestyle="--")
-    bars = sparse["speedup"] - sparse["speedup_low"], sparse["speedup_high"] - sparse["speedup"]
+    bars = style.whiskers(sparse["speedup"], sparse["speedup_low"], sparse["speedup_high"])
     ax.errorbar(x, sparse["speedup"], yerr=bars, color=style.COLORS["BlockSparse"], marker="^", capsize=3)
     ax.set(xscale="log", yscale="log", xlim=ends, xlabel="blocks kept", ylabel="speed relative to dense")
-    style.log_ticks(ax.xaxis, lambda x: f"{100 * x:.3g}%", style.apart(sorted(set(x.round(3))), 1.25))
+    ax.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    style.log_ticks(ax.xaxis, lambda x: f"{100 * x:.3g}%")
     ax.yaxis.set_major_locator(LogLocator(base=10, subs=(0.5, 1, 2, 5)))
     style.log_ticks(ax.yaxis, "{:g}x".format)
     style.note(ax, "dense against itself", (ends[0], 1), (4, 6), color="#555555")
@@ -135,10 +131,9 @@ def against_dense(rows: pd.DataFrame):
         ax.axvline(1, color="black", linewidth=1)
         ax.set(yticks=range(len(names)), yticklabels=names, title=MODES[mode], ylim=(len(names) - 0.5, -0.5))
         ax.set(xlabel="rate per pair, relative to dense", xlim=(0, max(1.15, 1.06 * ours["of_dense"].max())))
-    keys = [(title(x), "o", KERNELS.get(x, "#555555")) for x in dict.fromkeys(ours["backend"])]
-    keys += [(f"N = {style.length(n)}", marker, "#555555") for n, marker in markers.items()]
-    handles = [Line2D([], [], linestyle="", label=name, marker=marker, color=color) for name, marker, color in keys]
-    fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    looks = {title(x): {"marker": "o", "color": KERNELS.get(x, "#555555")} for x in dict.fromkeys(ours["backend"])}
+    looks |= {f"N = {style.length(n)}": {"marker": marker, "color": "#555555"} for n, marker in markers.items()}
+    style.key(fig, looks, len(looks))
     return style.finish(fig, "Rate over attended pairs, relative to dense attention's, by LongNet setting and mode.")
 
 
@@ -165,7 +160,7 @@ def times_faster(rows: pd.DataFrame):
         for row in group.itertuples():
             y += 1
             noise = " (within noise)" if row.in_noise else ""
-            ends = [[row.speedup - row.speedup_low], [row.speedup_high - row.speedup]]
+            ends = style.whiskers(np.array([row.speedup]), row.speedup_low, row.speedup_high)
             ax.errorbar(row.speedup, y, xerr=ends, color=KERNELS.get(row.backend, "#555555"), marker="o", capsize=3)
             style.note(ax, f"{row.speedup:.1f}x{noise}", (row.speedup_high, y), (9, 0), va="center")
             places.append(y)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
 import seaborn as sns
+from matplotlib.colors import ListedColormap
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from workbench.harness.machine import short_name
@@ -16,7 +22,7 @@ COLORS = {
     "Window": "#009E73", "Predicate": "#C2669A", "accent": "#C17F00", "muted": "#767676",
 }  # fmt: skip
 SEQUENTIAL = "mako_r"
-TOP, TOGETHER = 0.96, 0.02  # of an axis' height: no name of a line above, beside the title; ends that are one place
+TOP = 0.96  # of an axis' height: no name of a line above, beside the title
 MARKERS = {"Dense": "o", "Dilated": "s", "BlockSparse": "^", "Neighborhood": "D", "Predicate": "v"}
 
 
@@ -42,6 +48,13 @@ def family_color(family: str) -> str:
     return COLORS.get(family, COLORS["Predicate"])
 
 
+def family_look(family: str, pale: bool = False) -> dict:
+    """Colour, marker and stroke of a class of patterns for `plot`; pale and hollow: of another machine."""
+    color = family_color(family)
+    look = {"alpha": 0.45, "mfc": "white", "lw": 1.1} if pale else {"mfc": color, "lw": 1.8}
+    return look | {"color": color, "marker": MARKERS.get(family, "v")}
+
+
 def length(n: float) -> str:
     """A length, most of which are powers of two: 131072 is 128K, and 632960, which is none of 1,024, 632,960."""
     for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
@@ -58,15 +71,6 @@ def log_ticks(axis, form, at=None) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def apart(values, room: float) -> list:
-    """Those of ascending values that are at least `room` times the one kept before: the ticks that have room."""
-    kept = []
-    for x in values:
-        if not kept or x >= kept[-1] * room:
-            kept.append(x)
-    return kept
-
-
 def note(ax, text: str, at: tuple, offset=(0, 0), **look) -> None:
     """Small text, `offset` points away from a place."""
     ax.annotate(text, at, xytext=offset, textcoords="offset points", **{"fontsize": 9} | look)
@@ -78,9 +82,7 @@ def name_ends(ax, ends) -> None:
     columns, size = {}, 9 if len(ends) < 12 else 7.5
     for x, y, text, color in sorted(ends, key=lambda end: end[1]):
         across, at = ax.transAxes.inverted().transform(ax.transData.transform((x, y)))
-        column = columns.setdefault(1.03 if across > 0.5 else across + 0.05, [])
-        if not (column and _join(column[-1], x, at, text, color)):
-            column.append([at, (x, y), text, color])
+        columns.setdefault(1.03 if across > 0.5 else across + 0.05, []).append((at, (x, y), text, color))
     for across, column in columns.items():
         room = [0.055 * size / 9 * (1 + text.count("\n")) for _, _, text, _ in column]
         for (_, end, text, color), at in zip(column, _spread([end[0] for end in column], room), strict=True):
@@ -89,27 +91,45 @@ def name_ends(ax, ends) -> None:
                         va="center", arrowprops=arrow)  # fmt: skip
 
 
-def _join(below: list, x: float, at: float, text: str, color: str) -> bool:
-    """Whether a line ends where the one below does, in its colour: "dense, cuDNN" is then "dense: cuDNN, flash"."""
-    near = (below[1][0], below[3]) == (x, color) and at - below[0] < TOGETHER
-    (head, *tails), (other, *more) = text.split(", "), below[2].replace(": ", ", ").split(", ")
-    if near and head == other and len(tails) == 1 and (len(more) == 1 or ": " in below[2]):
-        below[2] = f"{head}: {', '.join([*more, *tails])}"
-        return True
-    return False
-
-
-def _spread(places: list[float], room: list[float]) -> list[float]:
+def _spread(places: list[float], room: list[float]) -> np.ndarray:
     """Ascending places in an axis moved so far apart that each has its room, closer where there is too little."""
-    squeeze = min(1, TOP / sum(room))
-    apart = [0, *(squeeze * (a + b) / 2 for a, b in zip(room, room[1:], strict=False))]
-    found, low = [], 0.0
-    for at, step in zip(places, apart, strict=True):
-        found.append(max(at, low + step))
-        low = found[-1]
-    for k in reversed(range(len(found))):
-        found[k] = min(found[k], TOP if k == len(found) - 1 else found[k + 1] - apart[k + 1])
-    return found
+    gaps = [(a + b) / 2 for a, b in itertools.pairwise(room)]
+    offsets = np.cumsum([0, *gaps]) * min(1, TOP / sum(room))  # of each place from the first, at least
+    return offsets + np.maximum.accumulate(places - offsets).clip(0, TOP - offsets[-1])
+
+
+def stripes(ax, lines: int) -> None:
+    """Every other one of so many lines at 0, 1, ... shaded, and no grid across them."""
+    ax.grid(False, axis="y")
+    for y in range(0, lines, 2):
+        ax.axhspan(y - 0.5, y + 0.5, color="#f6f6f6", lw=0, zorder=0)
+
+
+def whiskers(middle, low, high) -> np.ndarray:
+    """What matplotlib's `errorbar` takes of intervals: the two lengths from the middle to the ends."""
+    return np.clip([middle - low, high - middle], 0, None)
+
+
+def key(fig, looks: dict[str, dict | str], columns: int, **options) -> None:
+    """A legend below a figure: what a line or a marker of each look, or an area of each colour, means. options: of
+    `Figure.legend`."""
+    square = {"marker": "s", "ms": 11}
+    looks = {words: look if isinstance(look, dict) else square | {"color": look} for words, look in looks.items()}
+    handles = [Line2D([], [], **{"ls": "", "label": words} | look) for words, look in looks.items()]
+    fig.legend(handles=handles, loc="outside lower center", ncols=columns, **options)
+
+
+def layer_colors(layers: int) -> dict:
+    """What `imshow` takes to colour after how many layers something is known: 0 itself, -1 never, NaN nothing."""
+    ramp = plt.get_cmap(SEQUENTIAL)(np.linspace(0.85, 0.1, max(1, layers)))
+    return {"cmap": ListedColormap(["#d9d9d9", COLORS["accent"], *ramp]), "vmin": -1.5, "vmax": layers + 0.5}
+
+
+def layer_bar(fig, image, axes, layers: int) -> None:
+    """The key to `layer_colors` beside these axes."""
+    bar = fig.colorbar(image, ax=list(axes), ticks=range(-1, layers + 1), label="layers")
+    bar.ax.set_yticklabels(["never", *map(str, range(layers + 1))])
+    bar.ax.minorticks_off()
 
 
 def bare(ax) -> None:
@@ -141,8 +161,6 @@ def save(fig, path: str, title: str) -> None:
 def cells(panels):
     """The data of pictures made of cells: a DataFrame with a column a panel (name -> two axes), a row a line of cells,
     and in it a digit a cell, a point where there is none."""
-    import pandas as pd
-
     text = {name: [["." if not x >= 0 else str(int(x)) for x in line] for line in panel.tolist()]
             for name, panel in panels.items()}  # fmt: skip
     return pd.DataFrame({name: map("".join, lines) for name, lines in text.items()}).rename_axis("line")

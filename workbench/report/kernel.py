@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from ipykernel.kernelspec import get_kernel_dict
 from jupyter_client import AsyncKernelManager
-from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+from jupyter_client.kernelspec import KernelSpecManager
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
-from nbclient.util import run_sync
 from nbformat import NotebookNode
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine
@@ -26,12 +24,12 @@ from papermill.parameterize import parameterize_notebook
 from workbench.harness.records import SHARED
 from workbench.report.parameters import MARK
 
-GRACE_S = 5.0  # between the interrupt of a cell that is over its time and the end of its kernel
+LOG = logging.getLogger("papermill")
 LAST_WORDS = 10_000  # bytes of what a kernel wrote as it died that a report keeps
-KERNEL_OPTIONS = (
+KERNEL_OPTIONS = [
     "--IPKernelApp.extra_extensions=workbench.report.outputs",
     "--InlineBackend.figure_formats=svg",  # sharp on a phone and on paper
-)
+]
 
 
 @dataclass
@@ -42,64 +40,28 @@ class Run:
     status: str = "ok"  # or error, killed, timeout, interrupted
     message: str = ""  # the error in one line
     cell: int | None = None  # index in nb.cells of the cell that was running
+    said: int = 0  # bytes in the kernel's log as it began
     seconds: float = 0.0
 
     def fail(self, status: str, message: str) -> None:
         self.status, self.message = status, message
 
 
-class OwnInterpreter(KernelSpecManager):
-    """`python3` is the interpreter that runs this, whatever kernelspecs of that name the machine has."""
-
-    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
-        return KernelSpec(**get_kernel_dict())
-
-
 class Client(PapermillNotebookClient):
-    """Papermill's client with a time limit that holds: an interrupt, and where a cell ignores it the kernel's end."""
+    """Papermill's client, which leaves nothing of a cell that is interrupted or over its time. loop: a cell's."""
 
-    def __init__(self, nb_man, run: Run, limit: float, end, log, **kw):
-        super().__init__(nb_man, **kw)
-        self.run, self.limit, self.end, self.kernel_log = run, limit, end, log
-        self.timed_out, self.loop = False, None
-        self.said = 0  # bytes in the kernel's log as the cell began
-
-    async def async_execute_cell(self, cell, cell_index, **kw):
-        if cell.cell_type == "code":
-            self.run.cell, self.said = cell_index, os.fstat(self.kernel_log.fileno()).st_size
-        self.loop = asyncio.get_running_loop()
-        watch = asyncio.ensure_future(self._watch())
-        try:
-            cell = await super().async_execute_cell(cell, cell_index, **kw)
-        finally:
-            watch.cancel()
-        if self.timed_out:  # the cell caught the interrupt
-            raise CellTimeoutError("cell interrupted")
-        return cell
-
-    _execute_cell = run_sync(async_execute_cell)
+    loop: asyncio.AbstractEventLoop | None = None
 
     def execute_cell(self, *args, **kw):
         try:
-            return self._execute_cell(*args, **kw)
-        except KeyboardInterrupt:
-            self._drop_tasks()
+            return super().execute_cell(*args, **kw)
+        except (KeyboardInterrupt, CellTimeoutError):
+            left = asyncio.all_tasks(self.loop) if self.loop else ()  # the cell's, which would complain later
+            for task in left:
+                task.cancel()
+            if left:
+                self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
             raise
-
-    def _drop_tasks(self) -> None:
-        """An interrupt leaves the loop with the cell's tasks in it, which would complain later."""
-        left = asyncio.all_tasks(self.loop) if self.loop else ()
-        for task in left:
-            task.cancel()
-        if left and not self.loop.is_running():
-            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-
-    async def _watch(self) -> None:
-        await asyncio.sleep(self.limit)
-        self.timed_out = True
-        await self.km.interrupt_kernel()
-        await asyncio.sleep(GRACE_S)
-        self.end()
 
 
 class Engine(NBClientEngine):
@@ -111,8 +73,13 @@ class Engine(NBClientEngine):
         folders = tempfile.TemporaryDirectory(prefix="wb-", ignore_cleanup_errors=True)
         with folders as scratch, open(Path(scratch, "log"), "w+b") as log:
             km = _manager(kernel_name, scratch)
-            client = Client(nb_man, run, limit, lambda: kill(mark), log, km=km, startup_timeout=120)
-            client.extra_arguments = list(KERNEL_OPTIONS)
+
+            def begin(cell, cell_index: int) -> None:
+                run.cell, run.said = cell_index, os.fstat(log.fileno()).st_size
+                client.loop = asyncio.get_running_loop()
+
+            options = {"km": km, "startup_timeout": 120, "extra_arguments": KERNEL_OPTIONS, "log": LOG}
+            client = Client(nb_man, on_cell_execute=begin, timeout_func=lambda _: limit, **options)
             process = None
             try:
                 client.start_new_kernel(env=_environment(mark, scratch), cwd=str(folder), stdout=log, stderr=log)
@@ -120,29 +87,27 @@ class Engine(NBClientEngine):
                 client.execute(cleanup_kc=True)
                 run.status = "error" if nb_man.nb.metadata.papermill.exception else "ok"
             except CellTimeoutError:
-                pass  # timed_out says it
+                run.fail("timeout", f"over the limit of {limit:g} s for a cell")
             except KeyboardInterrupt:
                 run.fail("interrupted", "by the keyboard or a signal")
                 raise
             except DeadKernelError:
                 run.fail("killed", _ending(process))
-                _keep_last_words(run, log, client.said)
+                _keep_last_words(run, log)
             except Exception as error:  # a kernel that does not start, say: data like the rest
                 run.fail("error", f"{type(error).__name__}: {error}".strip().splitlines()[0])
-                _keep_last_words(run, log, client.said)
+                _keep_last_words(run, log)
             finally:
                 kill(mark)
                 client.set_widgets_metadata()
-        if client.timed_out:
-            run.fail("timeout", f"over the limit of {limit:g} s for a cell")
-        elif run.status == "error" and not run.message:
+        if run.status == "error" and not run.message:
             errors = [out for out in run.nb.cells[run.cell].outputs if out.output_type == "error"]
             run.message = f"{errors[-1].ename}: {errors[-1].evalue.strip()}".splitlines()[0] if errors else "it failed"
 
 
 def execute(path: Path, parameters: dict[str, object], limit: float, run: Run) -> None:
     """Run the cells of `run`, loaded from `path`, up to the first that fails, each for at most `limit` seconds."""
-    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what it would say of a failure is in the run
+    LOG.setLevel(logging.CRITICAL)  # what it would say of a failure is in the run
     if parameters:
         run.nb = parameterize_notebook(
             run.nb, parameters, kernel_name="python3", language="python", comment="Set for this run"
@@ -174,15 +139,16 @@ def kill(mark: str) -> None:
 
 
 def _manager(kernel_name: str, scratch: str) -> AsyncKernelManager:
-    """Sockets in a folder that only we can read: no ports that two reports could race for, and nothing to encrypt."""
-    manager = AsyncKernelManager(kernel_name=kernel_name, kernel_spec_manager=OwnInterpreter())
+    """`python3` is the interpreter that runs this, whatever kernelspecs the machine has. Sockets are in a folder that
+    only we can read: no ports that two reports could race for, and nothing to encrypt."""
+    manager = AsyncKernelManager(kernel_name=kernel_name, kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
     manager.connection_file, manager.transport = str(Path(scratch, "k")), "ipc"  # a socket's path is short
     return manager
 
 
 def _environment(mark: str, scratch: str) -> dict[str, str]:
-    """WORKBENCH_BATCH tells `report.show` where it is; a fresh IPYTHONDIR keeps a user's start-up files out."""
-    own = {MARK: mark, "WORKBENCH_BATCH": "1", "IPYTHONDIR": str(Path(scratch, "ipython"))}
+    """MARK tells `report.show` where it is; a fresh IPYTHONDIR keeps a user's start-up files out."""
+    own = {MARK: mark, "IPYTHONDIR": str(Path(scratch, "ipython"))}
     return os.environ | own | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
 
 
@@ -196,9 +162,9 @@ def _ending(process) -> str:
     return f"killed by signal {-code}, {signal.Signals(-code).name}{reason}"
 
 
-def _keep_last_words(run: Run, log, start: int) -> None:
+def _keep_last_words(run: Run, log) -> None:
     """What a kernel wrote past Jupyter, a fault handler's traceback say, goes to the cell it died in."""
-    log.seek(start)
+    log.seek(run.said)
     lines = log.read(LAST_WORDS).decode(errors="replace").strip()
     if lines and run.cell is not None:
         run.nb.cells[run.cell].outputs.append(NotebookNode(output_type="stream", name="stderr", text=lines + "\n"))

@@ -1,7 +1,4 @@
-"""Outputs in a form that needs no Jupyter: figures described in words, widgets named.
-
-It is an IPython extension too: what `workbench report` adds inside its kernels.
-"""
+"""Widgets, named on a page without Jupyter; and an IPython extension: what `workbench report` adds to its kernels."""
 
 import contextlib
 import faulthandler
@@ -11,19 +8,10 @@ import sys
 VIEW = "application/vnd.jupyter.widget-view+json"
 
 
-def load_ipython_extension(ip) -> None:
-    """Figures carry an alternative text, and the last words of a kernel that dies reach the log that a report keeps."""
-    # by name: matplotlib is not imported for a notebook that does not draw
-    alternative = lambda fig, **_: ({}, {"alt": describe(fig)} if describe(fig) else {})  # noqa: E731
-    ip.display_formatter.mimebundle_formatter.for_type_by_name("matplotlib.figure", "Figure", alternative)
+def load_ipython_extension(_) -> None:
+    """The last words of a kernel that dies reach the log that a report keeps."""
     with contextlib.suppress(io.UnsupportedOperation):  # where ipykernel does not capture file descriptors
         faulthandler.enable(sys.stderr, all_threads=False)
-
-
-def describe(fig) -> str:
-    """A sentence for those who do not see the figure: its label, else its titles; maybe empty."""
-    titles = [fig.get_suptitle(), *(ax.get_title() or ax.get_title("left") for ax in fig.axes)]
-    return fig.get_label() or ". ".join(filter(None, titles))
 
 
 def make_static(nb) -> None:

@@ -12,7 +12,7 @@ from jinja2 import pass_context
 from latex2mathml.converter import convert
 from markupsafe import Markup
 from nbconvert import HTMLExporter
-from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+from nbconvert.filters.markdown_mistune import InvalidNotebook, IPythonRenderer, MarkdownWithMath
 from traitlets.config import Config
 
 from workbench.report import shown
@@ -20,7 +20,6 @@ from workbench.report.outputs import make_static
 
 TEMPLATES = Path(__file__).parent / "templates"
 IMAGES = ("image/png", "image/jpeg", "image/svg+xml")
-FUNCTION = re.compile(r'<mi>(log|ln|exp|max|min|sin|cos|arg|dim|sup|inf|lim)</mi>(<mo stretchy="false">&#x00028;)?')
 PLACE_OF_CONTENTS = "<!-- contents -->"
 RESERVED = {"in-short", "failed", "about", "references", "show-code", "main"}  # ids of the template
 
@@ -28,15 +27,9 @@ RESERVED = {"in-short", "failed", "about", "references", "show-code", "main"}  #
 def mathml(tex: str, display: str = "inline") -> str:
     """TeX as MathML; TeX that cannot be read stays as it is, as code."""
     try:
-        return FUNCTION.sub(_spaced, convert(tex, display=display))
+        return convert(tex, display=display)
     except Exception:  # the converter raises whatever it stumbles on
         return f'<code class="tex">{escape(tex)}</code>'
-
-
-def _spaced(match: re.Match) -> str:
-    """A function's name keeps its distance from what it is applied to, but for a bracket."""
-    after = "0" if match[2] else ".17em"
-    return f'<mo lspace=".17em" rspace="{after}">{match[1]}</mo>{match[2] or ""}'
 
 
 class Renderer(IPythonRenderer):
@@ -66,14 +59,10 @@ class Renderer(IPythonRenderer):
 
     def _embed_image_or_attachment(self, src: str) -> str:
         """The data of a picture in place of its address, which is quoted where its name has a space or an ü."""
-        address = unescape(src)
-        for name in (address, unquote(address)):
-            for mime, data in self.attachments.get(name.removeprefix("attachment:"), {}).items():
-                return f"data:{mime};base64,{data}"
-            with contextlib.suppress(OSError, ValueError):  # a folder, or what cannot be a file's name
-                if data := self._src_to_base64(name):
-                    return data
-        return src
+        found = src
+        with contextlib.suppress(OSError, ValueError, InvalidNotebook):  # it is not there, or cannot be a file's name
+            found = super()._embed_image_or_attachment(unquote(unescape(src)))
+        return found if found.startswith("data:") else src
 
     def _html_embed_images(self, html: str) -> str:
         """In place of nbconvert's, which parses each piece of HTML and closes every tag that is open at its end."""
@@ -84,14 +73,6 @@ class Renderer(IPythonRenderer):
         return re.sub(r"""(<img\b[^>]*?\bsrc=)(["'])(.*?)\2""", embed, html, flags=re.S | re.I)
 
 
-def _without_blank_streams(nb, resources):
-    """Drop streams in which nothing is left, such as progress that was erased when it was over."""
-    for cell in nb.cells:
-        if cell.cell_type == "code":
-            cell.outputs = [x for x in cell.outputs if x.output_type != "stream" or x.text.strip()]
-    return nb, resources
-
-
 class Exporter(HTMLExporter):
     """Our template, with TeX as MathML."""
 
@@ -100,7 +81,6 @@ class Exporter(HTMLExporter):
     def __init__(self, **kw):
         kw["config"] = Config(CoalesceStreamsPreprocessor={"enabled": True})
         super().__init__(extra_template_basedirs=[str(TEMPLATES)], **kw)
-        self.register_preprocessor(_without_blank_streams, enabled=True)
         self.headings: list[tuple[int, str, str]] = []
 
     def inline(self, text: str) -> str:
@@ -193,16 +173,14 @@ def _drop_title(nb) -> None:
 
 
 def _describe_images(nb) -> None:
-    """Every image output gets an alternative text: its own, else the heading it stands under."""
+    """Every image that `show.figure` did not show gets an alternative text: the heading it stands under."""
     heading = "figure"
     for cell in nb.cells:
         if cell.cell_type == "markdown":
             heading = (re.findall(r"(?m)^#+ (.+)$", cell.source) or [heading])[-1].replace("`", "").replace("$", "")
         for output in cell.get("outputs", []):
-            data, meta = output.get("data", {}), output.get("metadata", {})
-            alts = [meta.get(mime, {}).get("alt") for mime in IMAGES if isinstance(meta.get(mime, {}), dict)]
-            if set(IMAGES) & set(data):
-                output.metadata["alt"] = next(filter(None, [*alts, meta.get("alt")]), f"Figure: {heading}")
+            if set(IMAGES) & set(output.get("data", {})):
+                output.metadata["alt"] = f"Figure: {heading}"
 
 
 def _contents(headings: list[tuple[int, str, str]]) -> str:

@@ -7,13 +7,12 @@ asked of one stands in the notebook's metadata, beside the values that a profile
                    "parameters": {"n": {"least": 8, "multiple": 8}, "dtypes": {"choices": ["float32", "float64"]}}}}
 
 `least`, `most` and `multiple` hold for a number and for each number of a list, `choices` for strings or numbers
-likewise. `length` is a list's, or [least, most] of it; `as_long_as` names the list that it pairs with. `keys` has the
-rules of a dict's keys, and those that it may have beside its default's. A list is empty only where its default is; one
-of several kinds (`[128, 128, "sliding", 17]`) keeps length and order.
+likewise. `length` is a list's, or [least, most] of it. `keys` has the rules of a dict's keys, and those that it may
+have beside its default's. A list is empty only where its default is, which then needs `choices`; one of several kinds
+(`[128, 128, "sliding", 17]`) keeps length and order.
 """
 
 import ast
-import contextlib
 import json
 import math
 import os
@@ -21,7 +20,7 @@ import os
 from workbench.report import notebooks as nbs
 
 PROFILES = ("tiny", "quick", "gpu")
-RULES = {"least", "most", "multiple", "choices", "length", "as_long_as", "keys"}
+RULES = {"least", "most", "multiple", "choices", "length", "keys"}
 MARK = "WORKBENCH_RUN"  # in the environment of a kernel of `workbench report`, and so of what descends from it
 
 
@@ -33,17 +32,12 @@ def declared(nb: dict, name: str = "notebook") -> dict[str, object]:
     except SyntaxError as error:
         raise ValueError(f"{name}: its parameters cell is not Python ({error}); it takes `name = literal`") from None
     for statement in statements:
-        match statement:
-            case ast.Assign([ast.Name(key), *_], value) | ast.AnnAssign(ast.Name(key), _, value):
-                try:
-                    found[key] = ast.literal_eval(value)
-                except (ValueError, TypeError):
-                    raise ValueError(f"{name}: parameter `{ast.unparse(statement)}` is not a literal") from None
-            case ast.Expr(ast.Constant()):
-                pass  # a docstring
-            case _:
-                words = f"`{ast.unparse(statement)}` in its parameters cell, which takes `name = literal`"
-                raise ValueError(f"{name}: {words}")
+        try:
+            (target,) = statement.targets
+            found[target.id] = ast.literal_eval(statement.value)
+        except (AttributeError, ValueError, TypeError):
+            words = f"`{ast.unparse(statement)}` in its parameters cell, which takes `name = literal`"
+            raise ValueError(f"{name}: {words}") from None
     return found
 
 
@@ -58,19 +52,17 @@ def profiles(nb: dict) -> dict[str, dict[str, object]]:
 
 
 def kind(value: object) -> str:
-    """What a parameter with this default takes: 'int', 'float', 'str', 'list of int', 'list', 'dict', 'anything'..."""
-    if value is None:
-        return "anything"
+    """What a parameter with this default takes: 'int', 'float', 'str', 'list of int', 'list', 'dict', ..."""
     if not isinstance(value, list | tuple):
         return type(value).__name__
     kinds = {kind(item) for item in value}
     if kinds == {"int", "float"}:
         return "list of float"
-    return f"list of {kinds.pop()}" if len(kinds) == 1 and "anything" not in kinds else "list"
+    return f"list of {kinds.pop()}" if len(kinds) == 1 else "list"
 
 
 def fits(value: object, default: object, rule: dict) -> bool:
-    """Whether a parameter takes a value: one that JSON holds, of its default's kind, as its rule wants it.
+    """Whether a parameter takes a value: one of its default's kind, as its rule wants it.
 
     An int may stand for a float and a tuple for a list; a bool is no int.
     """
@@ -82,15 +74,11 @@ def fits(value: object, default: object, rule: dict) -> bool:
         least, most = _lengths(default, rule)
         if not isinstance(value, list | tuple) or not least <= len(value) <= most:
             return False
-        if not (default := default or rule.get("choices", [])[:1]):
-            return all(_is_json(item) for item in value)
-        each = {key: bound for key, bound in rule.items() if key != "length"}
+        default, each = default or rule["choices"], {key: bound for key, bound in rule.items() if key != "length"}
         if kind(default) == "list":
             return len(value) == len(default) and all(map(fits, value, default, [each] * len(value)))
         example = max(default, key=lambda item: isinstance(item, float))
         return all(fits(item, example, each) for item in value)
-    if default is None:
-        return _is_json(value)
     kinds = int | float if isinstance(default, float) else type(default)
     return isinstance(value, kinds) and isinstance(value, bool) == isinstance(default, bool) and _allowed(value, rule)
 
@@ -111,14 +99,6 @@ def _allowed(value: object, rule: dict) -> bool:
     return least <= value <= most and abs(value) != math.inf
 
 
-def _is_json(value: object) -> bool:
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 def _keys(default: dict, rule: dict) -> dict[str, tuple]:
     """key -> (its default or, where there is none, a value of its kind, and its rule)."""
     about = {key: {} for key in default} | rule.get("keys", {})
@@ -131,7 +111,7 @@ def wanted(default: object, rule: dict) -> str:
     if isinstance(default, dict):
         return f"dict of {'; '.join(f'{key}: {wanted(*own)}' for key, own in _keys(default, rule).items())}"
     full = ["not empty"] if isinstance(default, list | tuple) and default and "length" not in rule else []
-    said = [f"{key} {json.dumps(bound)}" for key, bound in rule.items() if key != "as_long_as"]
+    said = [f"{key} {json.dumps(bound)}" for key, bound in rule.items()]
     return ", ".join([kind(default), *full, *said])
 
 
@@ -168,11 +148,6 @@ def _settled(name: str, nb: dict, own: dict, profile: str, asked: dict) -> dict[
                 accepted = f"should be {wanted(own[key], rule)}, such as {own[key]!r}"
                 raise ValueError(f"{origin} {key}={value!r} of {name}: {accepted}. {_known({name: own})}")
             settled[key] = value
-    for key, rule in rules(nb).items():
-        other = rule.get("as_long_as", key)
-        one, two = ((own | settled)[x] for x in (key, other))
-        if other != key and len(one) != len(two):
-            raise ValueError(f"parameters {key}={one!r}, {other}={two!r} of {name}: want lists of one length")
     return settled
 
 
@@ -185,9 +160,8 @@ def _known(defaults: dict[str, dict[str, object]]) -> str:
 def apply(notebook: str, values: dict[str, object]) -> None:
     """Check the parameters of a running notebook and apply its profile: its first call, with its `globals()`.
 
-    notebook: its name in notebooks/. values: changed in place. What is neither its default nor set by papermill becomes
-    what the profile sets, and is printed. A string in place of something else, which is what papermill's command line
-    makes of a list, is read as JSON. ValueError, with what is taken, for a profile or a value that does not fit.
+    notebook: its name in notebooks/. values: changed in place: what is its default becomes what the profile sets, which
+    is printed. ValueError, with what is taken, for a profile or a value that does not fit.
     Under `workbench report` all this is done before the kernel starts.
     """
     if MARK in os.environ:
@@ -195,11 +169,8 @@ def apply(notebook: str, values: dict[str, object]) -> None:
     path = nbs.find([notebook])[0]
     nb = nbs.read(path)
     own = declared(nb, path.stem)
-    asked = {}
-    for key in own.keys() & values.keys():
-        value = _read(values[key], own[key])
-        if key in _injected(values) or type(value) is not type(own[key]) or value != own[key]:
-            asked[key] = value
+    asked = {key: values[key] for key in own.keys() & values.keys()}
+    asked = {key: x for key, x in asked.items() if type(x) is not type(own[key]) or x != own[key]}
     profile = asked.pop("profile", own.get("profile", "quick"))
     if profile not in PROFILES:
         raise ValueError(f"profile={profile!r}: one of {', '.join(PROFILES)}")
@@ -208,17 +179,3 @@ def apply(notebook: str, values: dict[str, object]) -> None:
     changed = [f"{key} = {value!r}" for key, value in settled.items() if key not in {"profile", *asked}]
     if changed:
         print(f"Profile {profile}: {', '.join(changed)}")
-
-
-def _read(value: object, default: object) -> object:
-    if isinstance(value, str) and default is not None and not isinstance(default, str):
-        with contextlib.suppress(ValueError):
-            return json.loads(value)
-    return value
-
-
-def _injected(namespace: dict[str, object]) -> set[str]:
-    """The names that papermill's cell set, which IPython keeps among its inputs."""
-    cells = [source for source in namespace.get("In", []) if source.startswith("# Parameters\n")]
-    names = (target for source in cells for statement in ast.parse(source).body for target in statement.targets)
-    return {name.id for name in names}

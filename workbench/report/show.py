@@ -5,14 +5,13 @@ report` the output carries, besides, what the page needs (metadata `workbench`):
 anchor and buttons that save its data, and lifts "in short" to the top of the page.
 """
 
-import base64
 import io
 import os
 import re
 from html import escape, unescape
 
 from workbench.harness.narrate import heads, number
-from workbench.report.outputs import describe
+from workbench.report.parameters import MARK
 
 DPI = 200  # of what is pixels in an SVG
 
@@ -23,13 +22,9 @@ def figure(fig, caption: str, data=None) -> None:
     caption: the claim, how to read it, and N, dtype, heads and device, in a few sentences of Markdown.
     data: the DataFrame that is drawn; the page saves it as CSV and shows it as a table on demand.
     """
-    alt = describe(fig)
-    about = {"kind": "figure", "caption": caption, "alt": alt, "csv": _csv(data), "inches": float(fig.get_figwidth())}
-    if _batch():
-        _display({"image/svg+xml": svg(fig)}, about)
-        return
-    inside = f'<img alt="{escape(alt)}" style="max-width: 100%" src="data:image/png;base64,{_png(fig)}">'
-    _display({"text/html": f"<figure>{inside}<figcaption>{_plain(caption)}</figcaption></figure>"}, about)
+    if not _live(fig, caption):
+        about = {"kind": "figure", "caption": caption, "alt": fig.get_label(), "csv": _csv(data)}
+        _display({"image/svg+xml": svg(fig)}, about | {"inches": float(fig.get_figwidth())})
 
 
 def table(frame, caption: str, fold: bool = False) -> None:
@@ -40,12 +35,13 @@ def table(frame, caption: str, fold: bool = False) -> None:
     frame as CSV as it is.
     fold: closed behind its caption until somebody opens it.
     """
+    from IPython.display import HTML
+
     styled = hasattr(frame, "data")
     html = _table(frame if styled else formatted(frame))
-    about = {"kind": "table", "caption": caption, "csv": _csv(frame.data if styled else frame), "fold": fold}
-    if not _batch():
-        html = html.replace("<table>", f"<table><caption>{_plain(caption)}</caption>", 1)
-    _display({"text/html": html}, about)
+    if not _live(caption, HTML(html)):
+        csv = _csv(frame.data if styled else frame)
+        _display({"text/html": html}, {"kind": "table", "caption": caption, "csv": csv, "fold": fold})
 
 
 def in_short(sentences, key=None, headline: str = "") -> None:
@@ -57,13 +53,12 @@ def in_short(sentences, key=None, headline: str = "") -> None:
     from workbench.harness import records
 
     sentences = [" ".join(sentence.split()) for sentence in sentences]
-    about = {"kind": "short", "sentences": sentences, "headline": headline, "records": dict(records.DRAWN)}
-    bundle = {"text/markdown": "\n".join(f"- {sentence}" for sentence in sentences)}
-    if key is not None and _batch():
-        about |= {"svg": svg(key), "alt": describe(key), "inches": float(key.get_figwidth())}
-    _display(bundle, about)
-    if key is not None and not _batch():
-        _display({"image/png": _png(key)}, {})
+    listed = "\n".join(f"- {sentence}" for sentence in sentences)
+    if not _live(listed, *[key] * (key is not None)):
+        about = {"kind": "short", "sentences": sentences, "headline": headline, "records": dict(records.DRAWN)}
+        if key is not None:
+            about |= {"svg": svg(key), "alt": key.get_label(), "inches": float(key.get_figwidth())}
+        _display({"text/markdown": listed}, about)
 
 
 def formatted(frame):
@@ -124,12 +119,6 @@ def _rounded(path: str) -> str:
     return re.sub(r"\d*\.\d{3,}", lambda x: f"{float(x[0]):.2f}", path)
 
 
-def _png(fig) -> str:
-    out = io.BytesIO()
-    fig.savefig(out, format="png", dpi=110, bbox_inches="tight")
-    return base64.b64encode(out.getvalue()).decode()
-
-
 def _csv(data) -> str | None:
     return None if data is None else data.to_csv(index=not _plain_index(data), lineterminator="\n")
 
@@ -139,16 +128,17 @@ def _plain_index(frame) -> bool:
     return list(frame.index.names) == [None] and frame.index.dtype.kind in "iu"
 
 
-def _plain(markdown: str) -> str:
-    return escape(re.sub(r"[*`]", "", markdown))
+def _live(*things) -> bool:
+    """Display figures, tables and Markdown in a live notebook; False under `workbench report`, without doing it."""
+    from IPython.display import Markdown, display
 
-
-def _batch() -> bool:
-    return bool(os.environ.get("WORKBENCH_BATCH"))
+    if MARK in os.environ:
+        return False
+    display(*(Markdown(x) if isinstance(x, str) else x for x in things))
+    return True
 
 
 def _display(bundle: dict, about: dict) -> None:
     from IPython.display import display
 
-    text = re.sub(r"[*`]", "", about.get("caption", " ".join(about.get("sentences", ["a figure"]))))
-    display({**bundle, "text/plain": text}, metadata={"workbench": about}, raw=True)
+    display(bundle, metadata={"workbench": about}, raw=True)
