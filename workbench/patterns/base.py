@@ -342,14 +342,14 @@ def ranges(begin: Tensor, many: Tensor) -> Tensor:
     return torch.arange(int(many.sum())) - (many.cumsum(0) - many - begin).repeat_interleave(many)
 
 
-def place(x: Tensor) -> str:
-    """Where what is kept for x is: on its device, or without contents."""
-    return f"{x.device}{', traced' * traced()}"
+def place(x: Tensor) -> tuple:
+    """Where what is kept for x is: its device, and what traces, whose tensors have no contents."""
+    return str(x.device), *traced()
 
 
-def traced() -> bool:
-    """Whether tensors may have no contents: under a mode of torch that is more than a default device."""
-    return not all(isinstance(x, DeviceContext) for x in _get_current_function_mode_stack())
+def traced() -> list:
+    """The modes of torch that are more than a default device."""
+    return [x for x in _get_current_function_mode_stack() if not isinstance(x, DeviceContext)]
 
 
 def weight(x) -> int:
