@@ -21,18 +21,16 @@ from torch._library.custom_ops import _maybe_get_opdef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from workbench.fit import cards
 from workbench.fit.allocator import MIB, Allocator, OutOfMemory
 from workbench.patterns.checks import FINITE, number
 
 META = torch.device("meta")
 
 
-class VirtualCard:
+class VirtualCard(TorchDispatchMode):
     """A card of `gib` GiB, while the block lasts, for what this thread computes on the CPU (its backward included).
 
-    gib: memory that tensors may take: the whole card's less its CUDA context, which is about half a GiB; or the name of
-        a card (`cards.find`), "rtx4090", for what that one has.
+    gib: memory that tensors may take: the whole card's less its CUDA context, which is about half a GiB.
 
     A tensor made inside counts from its birth to its death, also where it outlives the block; one made before counts
     from its first use inside, as if it were copied to the card then. Operators defined in Python, as attention's
@@ -46,46 +44,31 @@ class VirtualCard:
     A card can be entered again, with what is still alive on it.
     """
 
-    def __init__(self, gib: float | str):
-        if isinstance(gib, str):
-            card = cards.find(gib)
-            gib = (card.total_bytes - card.context_bytes) / (1024 * MIB)
-        self.gib = number("gib", gib, 0, FINITE, "the card's memory in GiB, e.g. 8 or 0.5, or a card's name, 'rtx4090'")
-        self._births = _Births(Allocator(int(self.gib * 1024 * MIB)))
+    def __init__(self, gib: float):
+        super().__init__()
+        self.allocator = Allocator(int(number("gib", gib, 0, FINITE, "the card's memory in GiB, e.g. 8") * 1024 * MIB))
+        self.known: dict[int, tuple] = {}  # a storage that lives, by its address: its bytes and its block
+        # Storages die at any time, even while the allocator is at work (when cycles are collected), so they queue.
+        self.dead: deque[int] = deque()
+        self.ways: dict[object, Callable] = {}
 
     def __enter__(self) -> VirtualCard:
-        if any(isinstance(mode, _Births) for mode in _get_current_dispatch_mode_stack()):
+        if any(isinstance(mode, VirtualCard) for mode in _get_current_dispatch_mode_stack()):
             raise RuntimeError("a VirtualCard is in use: a tensor lies on one card, leave that card's block first")
-        self._births.__enter__()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._births.__exit__(*error)
+        return super().__enter__()
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the blocks in use now; the peaks below are since the card was made."""
-        return self._births.settled().allocated
+        return self.settled().allocated
 
     @property
     def peak_requested_bytes(self) -> int:
-        return self._births.allocator.peak_requested
+        return self.allocator.peak_requested
 
     @property
     def peak_reserved_bytes(self) -> int:
-        return self._births.allocator.peak_reserved
-
-
-class _Births(TorchDispatchMode):
-    """Follows the storages of CPU tensors from operator to operator and keeps them on the allocator."""
-
-    def __init__(self, allocator: Allocator):
-        super().__init__()
-        self.allocator = allocator
-        self.known: dict[int, tuple[int, int]] = {}  # a storage that lives, by its address: its bytes and handle
-        # Storages die at any time, even while the allocator is at work (when cycles are collected), so they queue.
-        self.dead: deque[int] = deque()
-        self.ways: dict[object, Callable] = {}
+        return self.allocator.peak_reserved
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         try:
@@ -127,11 +110,11 @@ class _Births(TorchDispatchMode):
             for x in _tensors(out):
                 self.count(x, places)
         finally:
-            for _, handle in places:
-                allocator.free(handle)
+            for _, block in places:
+                allocator.free(block)
         return out
 
-    def count(self, x: Tensor, places: list[tuple[int, int]] | None = None) -> None:
+    def count(self, x: Tensor, places: list[tuple] | None = None) -> None:
         """Put the storage of x on the allocator, if it is not there with its size: in the first place, if it fits."""
         if not (x.is_cpu and x.layout is torch.strided and torch._C._has_storage(x)):
             return
