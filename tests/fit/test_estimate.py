@@ -48,7 +48,7 @@ H100 = cards.find("h100")
 def test_flash_splits_its_keys_where_there_are_few_queries(heads, n, parts):
     """Measured on an H100: 2 heads x 3001 x 80 hold five parts, of 96 columns and an lse each."""
     q = torch.empty(1, heads, n, 80, device="meta")
-    assert workspace.flash(q, q, card=H100) == parts * 4 * heads * n * 97
+    assert sum(workspace.flash(q, q, card=H100)) == parts * 4 * heads * n * 97
 
 
 @pytest.mark.parametrize("n, heads, head_dim, measured", [

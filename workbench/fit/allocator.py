@@ -20,8 +20,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from workbench.patterns.checks import whole
-
 MIB = 1 << 20
 ROUND = 512  # kMinBlockSize
 SMALL = MIB  # kSmallSize: the most that the small pool takes
@@ -91,7 +89,7 @@ class Allocator:
     """
 
     def __init__(self, limit: int | None = None):
-        self.limit = None if limit is None else whole("limit", limit, 0)
+        self.limit = limit
         self.requested = self.allocated = self.reserved = 0
         self.peak_requested = self.peak_allocated = self.peak_reserved = 0
         self._pools: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}  # small, large

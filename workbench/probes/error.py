@@ -7,7 +7,7 @@ Dimensions: B batch, N keys, Nq queries, H query heads, Hkv key heads, D head_di
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pandas as pd
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from workbench.engines.check import DTYPES
-from workbench.engines.dispatch import BACKENDS, attention, choose, why_not
+from workbench.engines.dispatch import BACKENDS
 from workbench.engines.reference import reference
 from workbench.harness.outcome import attempt
 from workbench.patterns import checks
@@ -65,7 +65,7 @@ def of(case: Case) -> dict:
     )
     leaves = [x.requires_grad_(backward) for x in (q, k, v)]
     with torch.set_grad_enabled(backward):
-        outcome = attempt(lambda: _run(case, leaves))
+        outcome = attempt(lambda: case.function(*leaves, return_lse=True))
         if outcome.status != "ok":
             return row | {"status": outcome.status, "error": outcome.error}
         run, row["backend"] = outcome.result
@@ -76,19 +76,6 @@ def of(case: Case) -> dict:
     errors = {name: _error(name, got[name], want[name], upstream) for name in got}
     row |= {f"error_{name}": e for name, e in errors.items()} | {f"budget_{name}": budget[name] for name in errors}
     return row | {"status": "ok", "worst": max(_share(e, budget[name]) for name, e in errors.items())}
-
-
-def _run(case: Case, leaves) -> tuple[Callable, str]:
-    """(the call, q, k, v -> (out, lse or None); its backend); ValueError or NotImplementedError where it cannot run."""
-    pattern, backend = case.pattern, case.backend
-    if backend == "auto":
-        backend = choose("auto", *leaves, pattern)[0]
-    if backend not in BACKENDS:
-        function, name = case.function(*leaves)
-        return lambda *x: (function(*x), None), name
-    if reason := why_not(backend, *leaves, pattern):
-        raise ValueError(reason)
-    return lambda *x: attention(*x, pattern, backend=backend, return_lse=True), backend
 
 
 def _quantities(run, leaves, upstream: Tensor, backward: bool) -> dict[str, Tensor]:
