@@ -37,10 +37,11 @@ def case(pattern, dtype, backend):
     [
         (lambda out, lse: (out * 1.03, lse), "out"),
         (lambda out, lse: (out, lse + 0.01), "lse"),
+        (lambda out, lse: (out, lse * torch.nan), "lse"),
         (lambda out, lse: (out + 0.1 * (out - out.detach()), lse), "dq"),  # the value is right, the gradient is not
         (lambda out, lse: (out.detach().clone().requires_grad_() + 0 * out, lse), "dv"),
     ],
-    ids=["output scaled", "lse shifted", "gradient scaled", "gradient dropped"],
+    ids=["output scaled", "lse shifted", "lse no number", "gradient scaled", "gradient dropped"],
 )
 def test_a_degraded_backend_misses_its_budget(monkeypatch, dtype, how, name):
     right = dispatch.attention

@@ -7,6 +7,7 @@ Dimensions: B batch, N keys, Nq queries, H query heads, Hkv key heads, D head_di
 """
 
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -87,20 +88,29 @@ def _quantities(run, leaves, upstream: Tensor, backward: bool) -> dict[str, Tens
     return named
 
 
-def _error(name: str, got: Tensor, want: Tensor, upstream: Tensor) -> float:
+def relative(got: Tensor, want: Tensor, upstream: Tensor | None = None) -> float:
+    """||got - want|| over the larger of ||want|| and ||upstream||, absolute where both are 0; infinite for a NaN."""
+    scale = max(float(x.double().norm()) for x in (want, upstream) if x is not None)
+    error = float((got.double() - want.double()).norm()) / (scale or 1.0)
+    return math.inf if math.isnan(error) else error
+
+
+def lse_error(got: Tensor, want: Tensor) -> float:
+    """The largest |got - want| / max(1, |want|); infinite for a NaN, and where only one of them is -inf."""
     got, want = got.double(), want.double()
-    if name == "lse":
-        difference = torch.where(got == want, 0, (got - want).abs())  # -inf on both sides is no difference
-        return float((difference / want.abs().clamp(min=1)).max()) if want.numel() else 0.0
-    scale = max(float(want.norm()), float(upstream.double().norm()) if name in GRADIENTS else 0.0)
-    error = float((got - want).norm())
-    return error / scale if scale else error
+    distance = ((got - want).abs() / want.abs().clamp(min=1)).nan_to_num(math.inf, math.inf)
+    distance = torch.where(got == want, 0.0, distance)  # -inf on both sides is no difference
+    return float(distance.max()) if want.numel() else 0.0
+
+
+def _error(name: str, got: Tensor, want: Tensor, upstream: Tensor) -> float:
+    return lse_error(got, want) if name == "lse" else relative(got, want, upstream if name in GRADIENTS else None)
 
 
 def _share(error: float, budget: float) -> float:
     """error / budget; an exact result needs no budget (bfloat16 gradients that are 0 have none)."""
     if not budget:
-        return float("inf") if error else 0.0
+        return math.inf if error else 0.0
     return error / budget
 
 
