@@ -80,6 +80,12 @@ def test_list_tells_notebooks_and_their_parameters(folder, capsys):
     ]
 
 
+def test_list_prints_the_cards_once(capsys):
+    assert cli.main(["list"]) == 0
+    said = capsys.readouterr().out
+    assert said.count('"v100-16gb"') == 1 and "fit_card (str, choices as for card of 03_oom_frontiers) =" in said
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["-p", "m", "1"], "m=1: no notebook here declares it. Declared: 01_one: n, lengths, scale; 02_two: none"),
     (["-p", "n", '"1"'], "parameter n='1' of 01_one: should be int, such as 512"),

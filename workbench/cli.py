@@ -14,6 +14,7 @@ from workbench.report import notebooks as nbs
 from workbench.report import parameters
 
 MOST = 1 << 53  # of a number: sums and products of a few stay within 64 bits
+LONG = 120  # characters of a list of choices that `list` prints once
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -189,6 +190,7 @@ def _value(name: str, text: str) -> object:
 def _list(arguments) -> int:
     if nbs.root() == nbs.SHARED:
         print(f"Those of the installed package; to edit them: cp -r {nbs.SHARED / 'notebooks'} .")
+    told = {}  # long lists of choices, as of all cards: where they stand
     for path in nbs.find():
         nb = nbs.read(path)
         print(f"{path.stem}: {nbs.title(nb, path.stem)}")
@@ -199,7 +201,12 @@ def _list(arguments) -> int:
             setting = [profile for profile in parameters.PROFILES if name in profiles.get(profile, {})]
             sets = [f"{profile}: {json.dumps(profiles[profile][name])}" for profile in setting]
             others = f"   [{', '.join(sets)}]" if sets else ""
-            print(f"    {name} ({parameters.wanted(default, rules.get(name, {}))}) = {json.dumps(default)}{others}")
+            rule = rules.get(name, {})
+            choices = json.dumps(rule.get("choices", []))
+            wanted = parameters.wanted(default, rule).replace(choices, told.get(choices, choices))
+            if len(choices) > LONG:
+                told.setdefault(choices, f"as for {name} of {path.stem}")
+            print(f"    {name} ({wanted}) = {json.dumps(default)}{others}")
     return 0
 
 
