@@ -93,7 +93,7 @@ class Allocator:
         self.requested = self.allocated = self.reserved = 0
         self.peak_requested = self.peak_allocated = self.peak_reserved = 0
         self._pools: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}  # small, large
-        self._top = 0  # the address of the next segment
+        self.top = 0  # the address of the next segment
 
     def malloc(self, nbytes: int) -> _Block | None:
         """Allocate; returns the block to free, None for no bytes. OutOfMemory changes no used block."""
@@ -146,8 +146,8 @@ class Allocator:
                 )
         self.reserved += segment
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        self._top += segment
-        return _Block(self._top - segment, segment, pool)
+        self.top += segment
+        return _Block(self.top - segment, segment, pool)
 
 
 def replay(events: Iterable[Sequence], limit: int | None = None) -> Allocator:
