@@ -107,7 +107,7 @@ def test_no_notebooks_are_refused(tmp_path, monkeypatch, capsys):
 
 
 def test_report_asks_the_machine_and_writes_where_the_profile_says(folder):
-    done = workbench("report", "01", "--profile", "tiny", "-p", "n=65", "-p", "lengths", "[1, 2]", cwd=folder)
+    done = workbench("report", "01", "--profile", "tiny", "-p", "n", "65", "-p", "lengths", "[1, 2]", cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
     first, second = done.stdout.splitlines()
     assert first.startswith("profile tiny, on ") and "unknown" not in first

@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # what the encoding lacks is escaped
     try:
-        arguments = parser().parse_args(_words(sys.argv[1:] if argv is None else argv))
+        arguments = parser().parse_args(argv)
         code = arguments.command(arguments)
         print(end="", flush=True)
         return code
@@ -40,12 +40,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("workbench: interrupted; what is done is written", file=sys.stderr)
         return 130
-
-
-def _words(argv: list[str]) -> list[str]:
-    """`-p heads=4` is `-p heads 4`."""
-    pairs = zip(["", *argv], argv, strict=False)
-    return [part for before, word in pairs for part in (word.split("=", 1) if before == "-p" else [word])]
 
 
 def parser() -> argparse.ArgumentParser:

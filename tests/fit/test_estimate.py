@@ -75,19 +75,6 @@ def test_the_efficiency_table_is_what_the_committed_records_give(tmp_path, monke
     assert estimate.EFFICIENCY.read_text() == shipped
 
 
-def test_an_efficiency_table_is_of_the_card_that_was_measured(tmp_path, monkeypatch):
-    """A card's name may have an x in it, as a machine kind has."""
-    monkeypatch.setattr(estimate, "EFFICIENCY", tmp_path / "efficiency.json")
-    monkeypatch.setattr(records, "default_folder", lambda: tmp_path)
-    with pytest.raises(ValueError, match="kind='rtx4090x2': want a machine kind with committed timings"):
-        efficiency.write("rtx4090x2")
-    row = {"status": "ok", "median_ms": 10.0} | Case(wb.Dense(), 8192, 8, 64, "float16", "flash").fields()
-    records.start("timing", "gpu", tmp_path / "rtx4090x2").row(**row)
-    (line,) = efficiency.write("rtx4090x2")["Dense flash full fwd"]
-    assert line["share"] == pytest.approx(4 * 8 * 64 * 8192**2 / 1e10 / 165.2, rel=1e-3)
-    assert '"card": "rtx4090"' in estimate.EFFICIENCY.read_text()
-
-
 def test_time_is_within_15_percent_of_what_frontiers_measured():
     """The committed calls of an H100 that the efficiency table does not know, from 32K up, baselines aside."""
     rows = records.load(records.default_folder() / "h100x1")

@@ -101,9 +101,7 @@ def program(prepare: Callable[[], Callable], card: str | cards.Card = "h100", ca
 
 
 def _estimate(life: tracer.Traced, card: cards.Card, communicator=0, time=None, strategy=None) -> Estimate:
-    used, prepared = allocator.replay(life.events), life.events[: life.before]
-    lives = {x.id: x.nbytes for x in prepared if x.nbytes >= 0}
-    inputs = sum(lives.values()) - sum(lives[x.id] for x in prepared if x.nbytes < 0)
+    used, inputs = allocator.replay(life.events), allocator.replay(life.events[: life.before]).requested
     return Estimate(
         card.key, life.backend, inputs, used.peak_requested, used.peak_allocated, used.peak_reserved,
         used.peak_reserved + card.context_bytes + communicator, time, life.events, strategy, wrong=life.wrong,

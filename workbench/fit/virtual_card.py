@@ -10,6 +10,7 @@ an operator returns is allocated before it computes, so one that does not fit ta
 
 from __future__ import annotations
 
+import functools
 import traceback
 import weakref
 from collections import deque
@@ -21,6 +22,7 @@ from torch._library.custom_ops import _maybe_get_opdef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from workbench.engines.operators import BODIES
 from workbench.fit.allocator import MIB, Allocator, OutOfMemory
 from workbench.patterns.checks import FINITE, number
 
@@ -50,7 +52,6 @@ class VirtualCard(TorchDispatchMode):
         self.known: dict[int, tuple] = {}  # a storage that lives, by its address: its bytes and its block
         # Storages die at any time, even while the allocator is at work (when cycles are collected), so they queue.
         self.dead: deque[int] = deque()
-        self.ways: dict[object, Callable] = {}
 
     def __enter__(self) -> VirtualCard:
         if any(isinstance(mode, VirtualCard) for mode in _get_current_dispatch_mode_stack()):
@@ -71,32 +72,18 @@ class VirtualCard(TorchDispatchMode):
         return self.allocator.peak_reserved
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        body, on_meta = _way(func)
         try:
-            way = self.ways.get(func) or self.ways.setdefault(func, self.way(func))
-            return way(args, kwargs or {})
+            if body is None:
+                return self.run(func, args, kwargs or {}, on_meta)
+            with self:
+                return body(*args, **(kwargs or {}))
         except OutOfMemory as error:
             # What ran below this call ends with it, as it would in C++: its frames let go of their tensors.
             traceback.clear_frames(error.__traceback__)
             raise
 
-    def way(self, func) -> Callable:
-        """How an operator is run: a function of its args and kwargs."""
-        has, name, schema = torch._C._dispatch_has_kernel_for_dispatch_key, func.name(), func._schema
-        body = _python_body(func)
-        if body is None and has(name, "CompositeImplicitAutograd") and not has(name, "CPU"):
-            body = func.decompose
-        if body is not None:
-            return lambda args, kwargs: self.inside(body, args, kwargs)
-        if schema.is_mutable or any(x.alias_info is not None for x in schema.returns):  # in place, or a view
-            return lambda args, kwargs: self.run(func, args, kwargs)
-        named = {"device": META} if any(x.name == "device" for x in schema.arguments) else {}
-        return lambda args, kwargs: self.run(func, args, kwargs, named)
-
-    def inside(self, body: Callable, args, kwargs):
-        with self:
-            return body(*args, **kwargs)
-
-    def run(self, func, args, kwargs, on_meta: dict | None = None):
+    def run(self, func, args, kwargs, on_meta: dict | None):
         """Run an operator on the CPU, its results allocated before if running it on_meta tells how large they are."""
         allocator = self.settled()
         for x in _tensors((args, kwargs)):
@@ -139,16 +126,19 @@ class VirtualCard(TorchDispatchMode):
         return self.allocator
 
 
-def _python_body(func) -> Callable | None:
-    """The Python that an operator runs on a CPU, if that is how it is defined."""
-    from workbench.engines.operators import BODIES
-
-    if func in BODIES:
-        return BODIES[func]
+@functools.cache
+def _way(func) -> tuple[Callable | None, dict | None]:
+    """(the Python that an operator runs on a CPU, None if it is not defined so; what else it is called with on meta for
+    the sizes of its results, None if it makes none: it works in place, or returns a view)."""
+    has, name, schema = torch._C._dispatch_has_kernel_for_dispatch_key, func.name(), func._schema
     definition = _maybe_get_opdef(func)
-    if definition is None:
-        return None
-    return definition._backend_fns.get("cpu") or definition._backend_fns.get(None)
+    of_custom = definition._backend_fns if definition else {}
+    body = BODIES.get(func) or of_custom.get("cpu") or of_custom.get(None)
+    if body is None and has(name, "CompositeImplicitAutograd") and not has(name, "CPU"):
+        body = func.decompose
+    if schema.is_mutable or any(x.alias_info is not None for x in schema.returns):
+        return body, None
+    return body, {"device": META} if any(x.name == "device" for x in schema.arguments) else {}
 
 
 def _sizes(func, args, kwargs, on_meta: dict) -> list[int]:

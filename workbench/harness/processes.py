@@ -55,18 +55,21 @@ def imported(name: str) -> Callable:
 
 
 @functools.cache
-def shared() -> Server:
-    """The server of this process. It ends when this process does."""
-    return Server()
+def shared(**environment: str) -> Server:
+    """The server of this process whose environment has these variables, too. It ends when this process does."""
+    return Server(environment)
 
 
 class Server(contextlib.AbstractContextManager):
     """Starts processes. It starts itself with the first, and again if it has died; `with Server() as server` ends it.
 
-    The server and its processes end when this process does, however that ends.
+    environment: variables that the server and all processes get beside those of this process, so early that the C
+    library sees them. The server and its processes end when this process does, however that ends.
     """
 
-    _process: subprocess.Popen | None = None
+    def __init__(self, environment: dict[str, str] | None = None):
+        self._environment = environment or {}
+        self._process: subprocess.Popen | None = None
 
     def __exit__(self, *_) -> None:
         self.close()
@@ -98,7 +101,8 @@ class Server(contextlib.AbstractContextManager):
         ours, theirs = Pipe()
         fate, told = Pipe(duplex=False)
         said = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
-        request = pickle.dumps((main, path, os.getcwd(), os.environ | (environment or {})))
+        environment = dict(os.environ) | self._environment | (environment or {})
+        request = pickle.dumps((main, path, os.getcwd(), environment))
         with theirs, told, contextlib.suppress(ConnectionError):  # a server that has died is told by `Process`
             files = [x.fileno() for x in (theirs, told, said)]
             socket.send_fds(self._socket, [len(request).to_bytes(4, "big")], files)
@@ -125,9 +129,10 @@ class Server(contextlib.AbstractContextManager):
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the server)
         with theirs:
             command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)} | self._environment
             self._process = subprocess.Popen(  # in a session of its own: Ctrl-C is for the one who asked
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self._said, stderr=self._said,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path)}, start_new_session=True,
+                env=environment, start_new_session=True,
             )  # fmt: skip
 
 
