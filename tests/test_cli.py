@@ -268,7 +268,7 @@ def test_fit_takes_a_function_and_a_spec(folder, capsys):
     (["--pattern", "{"], "pattern='{': not JSON"),
     (["--pattern", '{"pattern": "Sparse"}'], "pattern='Sparse': want one of Dense"),
     (["--backend", "cuda"], "backend='cuda': want one of auto, reference"),
-    (["--backend", "no_such:thing"], "backend='no_such:thing': cannot import it"),
+    (["--backend", "no_such:thing"], "'no_such:thing': cannot import it"),
     (["--heads", "0"], "--heads 0: want at least 1"), (["--n", "0"], "--n 0: want at least 1"),
     (["--budget-gib", "0"], "--budget-gib 0.0: want at least 0.001"),
     (["--budget-gib", "inf"], "--budget-gib inf: want at least 0.001, at most 9,007,199,254,740,992"),

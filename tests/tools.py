@@ -254,7 +254,7 @@ TILED = [
     Case("layouts-and-a-function", lambda: BlockSparse(batch_layout(2, 2, 3, 3), 16) & Predicate(some_rows_only), 45,
          batch=2),
     Case("several-axes", lambda: Neighborhood((2,) * 5 + (1,) * 28, (1, 0, 1, 1, 0) + (1,) * 28), 32),
-]
+]  # fmt: skip
 
 
 def nested(t):
