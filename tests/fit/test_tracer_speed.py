@@ -7,6 +7,7 @@ import pytest
 
 import workbench as wb
 from tests import tools
+from workbench.engines.torch import steps
 from workbench.fit import allocator, cards, tracer, tracer_shortcuts
 from workbench.patterns.dilated import PAPER
 from workbench.probes.case import Case
@@ -45,7 +46,7 @@ def test_few_calls_take_what_all_of_them_do(monkeypatch, number):
         pytest.importorskip("triton")
     case = Case(pattern, n, backend=backend, **SIZES | {"dtype": "bfloat16", "mode": "fwdbwd"} | options)
     found = peaks(case, card)
-    monkeypatch.setattr(tracer_shortcuts, "few", lambda times, most: times)
+    monkeypatch.setattr(tracer_shortcuts, "few_starts", steps.starts)
     monkeypatch.setattr(tracer_shortcuts, "EACH", 1 << 30)
     monkeypatch.setattr(tracer, "_kind", lambda func: None)
     assert peaks(case, card) == found
