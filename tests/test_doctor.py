@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from workbench import doctor
-from workbench.engines import triton_backend
+from workbench.engines import dispatch, triton_backend
 from workbench.patterns import Dense
 from workbench.probes import error
 
@@ -31,13 +31,13 @@ def test_reports_versions_and_every_backend(capsys):
 
 @pytest.mark.usefixtures("one_case")
 def test_a_wrong_backend_is_called_wrong(monkeypatch, capsys):
-    right = error.attention
+    right = dispatch.attention
 
-    def wrong(q, k, v, pattern, *, backend, return_lse=False):
-        got = right(q, k, v, pattern, backend=backend, return_lse=return_lse)
-        return (got[0] * (1 + 1e-5), got[1]) if return_lse and backend == "torch" else got
+    def wrong(*inputs, backend, **options):
+        out, lse = right(*inputs, backend=backend, **options)
+        return out * (1 + 1e-5) if backend == "torch" else out, lse
 
-    monkeypatch.setattr(error, "attention", wrong)
+    monkeypatch.setattr(dispatch, "attention", wrong)
     assert doctor.main() == 1
     said = capsys.readouterr().out
     assert "torch      forward   float64: WRONG: 1e+05 times the error allowed\n" in said

@@ -21,6 +21,7 @@ from workbench.distributed.views import some_heads
 from workbench.engines.reference import reference
 from workbench.patterns import orderings, swin
 from workbench.probes import error
+from workbench.probes.error import lse_error, relative
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 RELATIVE = {torch.float64: 1e-10, torch.float32: 2e-6}
@@ -253,7 +254,7 @@ TILED = [
     Case("layouts-and-a-function", lambda: BlockSparse(batch_layout(2, 2, 3, 3), 16) & Predicate(some_rows_only), 45,
          batch=2),
     Case("several-axes", lambda: Neighborhood((2,) * 5 + (1,) * 28, (1, 0, 1, 1, 0) + (1,) * 28), 32),
-]
+]  # fmt: skip
 
 
 def nested(t):
@@ -287,20 +288,6 @@ def differentiate(run, inputs, pattern) -> dict[str, torch.Tensor]:
 def oracle(inputs, pattern) -> dict[str, torch.Tensor]:
     """What is right, float64: also the gradients, which autograd would round to the dtype of 16-bit leaves."""
     return differentiate(reference, [x.double() for x in inputs], pattern)
-
-
-def relative(got: torch.Tensor, want: torch.Tensor, upstream: torch.Tensor | None = None) -> float:
-    """||got - want|| over the larger of ||want|| and ||upstream||; absolute where both are zero."""
-    scale = max(float(want.double().norm()), 0.0 if upstream is None else float(upstream.double().norm()))
-    return float((got.double() - want.double()).norm()) / (scale or 1.0)
-
-
-def lse_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest |got - want| / max(1, |want|); infinite where only one of them is -inf."""
-    assert got.shape == want.shape
-    distance = torch.where(got.double() == want, 0.0, (got.double() - want).abs() / want.abs().clamp(min=1))
-    distance = distance.nan_to_num(torch.inf, torch.inf)
-    return float(torch.where(want == -torch.inf, torch.where(got == want, 0.0, torch.inf), distance).amax())
 
 
 def budgets(pattern, inputs, want) -> dict[str, float]:

@@ -14,6 +14,7 @@ from workbench.report import notebooks as nbs
 from workbench.report import parameters
 
 MOST = 1 << 53  # of a number: sums and products of a few stay within 64 bits
+LONG = 120  # characters of a list of choices that `list` prints once
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # what the encoding lacks is escaped
     try:
-        arguments = parser().parse_args(_words(sys.argv[1:] if argv is None else argv))
+        arguments = parser().parse_args(argv)
         code = arguments.command(arguments)
         print(end="", flush=True)
         return code
@@ -39,12 +40,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("workbench: interrupted; what is done is written", file=sys.stderr)
         return 130
-
-
-def _words(argv: list[str]) -> list[str]:
-    """`-p heads=4` is `-p heads 4`."""
-    pairs = zip(["", *argv], argv, strict=False)
-    return [part for before, word in pairs for part in (word.split("=", 1) if before == "-p" else [word])]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,7 +62,6 @@ def parser() -> argparse.ArgumentParser:
     add("-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "JSON"), help=setting)
     limit = "seconds a cell may take (default: %(default)g)"
     add("--timeout", type=float, default=report.LIMIT_S, metavar="S", help=limit)
-    _add_records(make)
     make.set_defaults(command=_report)
 
     listing = commands.add_parser("list", help="the notebooks and their parameters")
@@ -105,7 +99,8 @@ def parser() -> argparse.ArgumentParser:
         help="what several cards give: each way of using them against one card, measured",
         description="Times each way of using several cards against one of them on the same sequence, interleaved; "
         "checks that the result is the same; measures memory, bytes moved and busy share. Where there is no CUDA, the "
-        "ranks are processes on this CPU. Every row is a record, and what the records have is not measured again.",
+        "ranks are processes on this CPU. Every row is a record (in $WORKBENCH_RECORDS or outputs/records), and what "
+        "the records have is not measured again.",
         epilog="example: workbench scale --nproc 2 --pattern longnet-geometric dense --n 131072 --mode fwdbwd",
     )
     add = scale.add_argument
@@ -121,14 +116,8 @@ def parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=20.0, metavar="S", help="for a case's rounds (default: %(default)g)")
     within = "seconds after which no case is begun; the same line again goes on"
     add("--within", type=float, metavar="S", help=within)
-    _add_records(scale)
     scale.set_defaults(command=_scale)
     return top
-
-
-def _add_records(command: argparse.ArgumentParser) -> None:
-    where = "where measurements are recorded (default: $WORKBENCH_RECORDS or outputs/records)"
-    command.add_argument("--records", metavar="DIR", help=where)
 
 
 def _add_call(command: argparse.ArgumentParser, patterns: str, n: str) -> None:
@@ -143,12 +132,6 @@ def _add_call(command: argparse.ArgumentParser, patterns: str, n: str) -> None:
     add("--mode", choices=("fwd", "fwdbwd"), help="with gradients? (default: fwd, of a model fwdbwd)")
     add("--causal", action="store_true", help="of the patterns that can be")
     add("--json", action="store_true", help="print JSON: a list of objects, one for each line of the table")
-
-
-def _to_records(arguments) -> None:
-    """Have this process and those that it starts write records where --records says."""
-    if arguments.records is not None:
-        os.environ["WORKBENCH_RECORDS"] = os.path.abspath(arguments.records)
 
 
 def _count(text: str) -> int:
@@ -170,7 +153,6 @@ def _dtype(text: str) -> str:
 
 
 def _report(arguments) -> int:
-    _to_records(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a supervisor's polite end is a Ctrl-C
     asked = {name: _value(name, text) for name, text in arguments.parameters}
     reports = report.run(arguments.notebooks, arguments.profile, arguments.out, asked, arguments.timeout)
@@ -189,6 +171,7 @@ def _value(name: str, text: str) -> object:
 def _list(arguments) -> int:
     if nbs.root() == nbs.SHARED:
         print(f"Those of the installed package; to edit them: cp -r {nbs.SHARED / 'notebooks'} .")
+    told = {}  # long lists of choices, as of all cards: where they stand
     for path in nbs.find():
         nb = nbs.read(path)
         print(f"{path.stem}: {nbs.title(nb, path.stem)}")
@@ -199,7 +182,12 @@ def _list(arguments) -> int:
             setting = [profile for profile in parameters.PROFILES if name in profiles.get(profile, {})]
             sets = [f"{profile}: {json.dumps(profiles[profile][name])}" for profile in setting]
             others = f"   [{', '.join(sets)}]" if sets else ""
-            print(f"    {name} ({parameters.wanted(default, rules.get(name, {}))}) = {json.dumps(default)}{others}")
+            rule = rules.get(name, {})
+            choices = json.dumps(rule.get("choices", []))
+            wanted = parameters.wanted(default, rule).replace(choices, told.get(choices, choices))
+            if len(choices) > LONG:
+                told.setdefault(choices, f"as for {name} of {path.stem}")
+            print(f"    {name} ({wanted}) = {json.dumps(default)}{others}")
     return 0
 
 
@@ -239,7 +227,6 @@ def _scale(arguments) -> int:
 
     from workbench.scaling import sweeps
 
-    _to_records(arguments)
     sys.path.insert(0, os.getcwd())  # where module:function may be
     _defaults(arguments)
     _at_least(arguments, nproc=1, heads=1, kv_heads=1, head_dim=1, batch=1, n=1, samples=1, seconds=1e-3)

@@ -15,15 +15,17 @@ def numbers(allocator):
 
 
 def segments(allocator):
-    """The segments by address, each a list of its blocks: (address, size, requested bytes; None where free)."""
-    blocks = [block for block in allocator._used.values() if block is not None]
-    blocks += [block for pool in allocator._pools.values() for _, _, block in pool]
-    found = []
-    for block in sorted(blocks, key=lambda block: block.address):
-        if block.before is None:
-            found.append([])
-        found[-1].append((block.address, block.size, block.requested if block.used else None))
-    return found
+    """The segments that have a free block, by address, each a list of its blocks: (address, size, requested bytes; None
+    where free)."""
+    found = {}
+    for block in [block for pool in allocator._pools.values() for _, _, block in pool]:
+        while block.before is not None:
+            block = block.before
+        line = found[block.address] = []
+        while block is not None:
+            line.append((block.address, block.size, block.requested if block.used else None))
+            block = block.after
+    return [found[address] for address in sorted(found)]
 
 
 @pytest.mark.parametrize("nbytes, allocated, reserved", [
@@ -123,19 +125,6 @@ def test_a_segment_in_use_does_not_go():
     allocator.malloc(9 * MIB)
 
 
-def test_bad_calls_are_refused():
-    with pytest.raises(ValueError, match="limit=-1"):
-        Allocator(-1)
-    allocator = Allocator()
-    with pytest.raises(ValueError, match="nbytes=-1"):
-        allocator.malloc(-1)
-    handle, nothing = allocator.malloc(1), allocator.malloc(0)
-    for x in (handle, nothing):
-        allocator.free(x)
-        with pytest.raises(ValueError, match=f"handle={x}"):
-            allocator.free(x)
-
-
 def test_replay():
     events = [(7, 30 * MIB, "q"), (8, 0, "empty"), (7, -1, ""), (9, 15 * MIB, "k"), (7, 15 * MIB, "v"), (8, -1, "")]
     allocator = replay(events)
@@ -145,10 +134,6 @@ def test_replay():
     with pytest.raises(OutOfMemory):
         replay(events, limit=29 * MIB)
     assert replay(events, limit=30 * MIB).peak_reserved == 30 * MIB
-    with pytest.raises(ValueError, match="3 is not alive"):
-        replay([(3, -1, "")])
-    with pytest.raises(ValueError, match="3 is already alive"):
-        replay([(3, 1, ""), (3, 1, "")])
 
 
 def test_it_is_fast_however_many_are_alive():

@@ -33,14 +33,6 @@ def test_cards_of_other_habits_are_traced_apart():
     assert any("flash" in event.name for event in estimate.trace(dense, "a100-80gb").events)
 
 
-def test_a_kernel_that_an_old_card_lacks_is_not_taken():
-    old = {card: estimate.trace(longnet(dtype="float16"), card) for card in ("gtx1080", "h100")}
-    has_flash = {card: any("flash" in event.name for event in found.events) for card, found in old.items()}
-    assert has_flash == {"gtx1080": False, "h100": True}
-    with pytest.raises(NotImplementedError, match="No available kernel"):
-        estimate.trace(Case(wb.Dense(), 1024, 2, 32, "float16", "flash"), "gtx1080")
-
-
 H100 = cards.find("h100")
 
 
@@ -48,7 +40,7 @@ H100 = cards.find("h100")
 def test_flash_splits_its_keys_where_there_are_few_queries(heads, n, parts):
     """Measured on an H100: 2 heads x 3001 x 80 hold five parts, of 96 columns and an lse each."""
     q = torch.empty(1, heads, n, 80, device="meta")
-    assert workspace.flash(q, q, card=H100) == parts * 4 * heads * n * 97
+    assert sum(workspace.flash(q, q, card=H100)) == parts * 4 * heads * n * 97
 
 
 @pytest.mark.parametrize("n, heads, head_dim, measured", [
@@ -81,19 +73,6 @@ def test_the_efficiency_table_is_what_the_committed_records_give(tmp_path, monke
     monkeypatch.setattr(estimate, "EFFICIENCY", tmp_path / "efficiency.json")
     efficiency.write("h100x1")
     assert estimate.EFFICIENCY.read_text() == shipped
-
-
-def test_an_efficiency_table_is_of_the_card_that_was_measured(tmp_path, monkeypatch):
-    """A card's name may have an x in it, as a machine kind has."""
-    monkeypatch.setattr(estimate, "EFFICIENCY", tmp_path / "efficiency.json")
-    monkeypatch.setattr(records, "default_folder", lambda: tmp_path)
-    with pytest.raises(ValueError, match="kind='rtx4090x2': want a machine kind with committed timings"):
-        efficiency.write("rtx4090x2")
-    row = {"status": "ok", "median_ms": 10.0} | Case(wb.Dense(), 8192, 8, 64, "float16", "flash").fields()
-    records.start("timing", "gpu", tmp_path / "rtx4090x2").row(**row)
-    (line,) = efficiency.write("rtx4090x2")["Dense flash full fwd"]
-    assert line["share"] == pytest.approx(4 * 8 * 64 * 8192**2 / 1e10 / 165.2, rel=1e-3)
-    assert '"card": "rtx4090"' in estimate.EFFICIENCY.read_text()
 
 
 def test_time_is_within_15_percent_of_what_frontiers_measured():

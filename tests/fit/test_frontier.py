@@ -9,7 +9,6 @@ from tests import tools
 from workbench.fit import cards, estimate, frontier, trial
 from workbench.harness import records
 from workbench.harness.outcome import Outcome
-from workbench.harness.processes import shared
 from workbench.probes.case import Case
 
 MIB = 1 << 20
@@ -56,6 +55,7 @@ def refused(q, k, v):
         raise ValueError("want at most 1536")
     return attention(q, k, v)
 """
+MODULES = {"mine.py": HERE}
 
 
 def toy(monkeypatch, bytes_=1000.0, milliseconds=None, fails=None):
@@ -107,17 +107,6 @@ def search(case=CASE, **options):
 def recorder(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_COMMIT", "0123456789abcdef")
     return lambda: records.start("frontier", "quick", tmp_path)
-
-
-@pytest.fixture
-def mine(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(HERE)
-    monkeypatch.syspath_prepend(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def server():
-    return shared()
 
 
 def test_a_prediction_takes_few_traces(monkeypatch):
@@ -320,14 +309,14 @@ def test_gradients_that_were_not_checked_do_not_count_as_valid(monkeypatch):
     ("killed", "killed", None, "SIGKILL"), ("launch", "ok", "launch", "invalid configuration"),
     ("refused", "ok", "launch", "want at most 1536"),
 ])  # fmt: skip
-def test_a_fault_is_what_it_is(monkeypatch, mine, server, how, status, limiter, said):
+def test_a_fault_is_what_it_is(monkeypatch, folder, how, status, limiter, said):
     monkeypatch.setattr(trial, "SLACK_BYTES", 256 * MIB)  # of the first call of a CUDA build of torch
     monkeypatch.setattr(frontier, "FIRST", 1024)
     toy(monkeypatch, fails=lambda n: (_ for _ in ()).throw(estimate.CannotTrace("it sleeps")))
     case = Case(wb.Dense(), 1024, 1, 8, backend=f"mine:{how}")
     seconds = 4 * tools.slowness() if how == "asleep" else 3600
     options = {"budget_bytes": 16 * MIB, "limit_n": 2048, "grain": 512, "seconds": seconds}
-    row = search(case, card=None, measure=True, server=server, **options)
+    row = search(case, card=None, measure=True, **options)
     assert (row["status"], row["limiter"]) == (status, limiter), row
     assert row["n"] == (2048 if how == "attention" else 1024 if how == "killed" else 1536)
     assert said is None and row["error"] is None or said in row["error"]
@@ -340,20 +329,20 @@ def test_a_fault_is_what_it_is(monkeypatch, mine, server, how, status, limiter, 
     Case(wb.BlockSparse(wb.layouts.local(1), causal=True), 1024, 4, 64),
 ], ids=["dense by torch", "dilated", "dilated bfloat16 fwdbwd", "dense fwdbwd", "dilated float64", "masked blocks"]
 )  # fmt: skip
-def test_a_card_in_software_holds_what_was_predicted(server, case):
-    row = search(case, card=None, budget_bytes=22 * MIB, measure=True, server=server, seconds=120)
+def test_a_card_in_software_holds_what_was_predicted(case):
+    row = search(case, card=None, budget_bytes=22 * MIB, measure=True, seconds=120)
     assert row["limiter"] == row["predicted_limiter"] == "memory" and row["valid"]
     assert row["measured_n"] == row["predicted_n"], row
 
 
 @pytest.mark.parametrize("given", ["by name", "itself"])
-def test_a_function_of_the_users_is_measured_again(monkeypatch, mine, tmp_path, server, recorder, given):
+def test_a_function_of_the_users_is_measured_again(monkeypatch, folder, tmp_path, recorder, given):
     """It may have been edited since."""
     monkeypatch.setattr(frontier, "FIRST", 512)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     backend = "mine:attention" if given == "by name" else importlib.import_module("mine").attention
     case = Case(wb.Dense(), 512, 1, 8, backend=backend)
-    options = {"budget_bytes": 16 * MIB, "limit_n": 512, "measure": True, "server": server, "card": None}
+    options = {"budget_bytes": 16 * MIB, "limit_n": 512, "measure": True, "card": None}
     for lines in (2, 4):
         assert search(case, **options, recorder=recorder())["limiter"] == "search"
         assert len(records.load(tmp_path)) == lines

@@ -1,5 +1,3 @@
-import json
-
 import pytest
 import torch
 
@@ -32,7 +30,6 @@ def test_layers_are_rows_beside_the_first_and_its_noise(tmp_path):
     same |= {"causal": False, "embed_dim": 32, "pattern_spec": LONGNET.spec(), "pairs": LONGNET.pairs(256, 4)}
     assert {name: row[name] for name in same} == same
     assert rows["extra_bytes"].isna().all()  # a CPU does not tell
-    assert all("/" not in json.dumps(row["error"]) for _, row in rows.iterrows())
 
 
 def test_a_layer_that_cannot_run_is_a_row(tmp_path):

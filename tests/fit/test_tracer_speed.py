@@ -7,8 +7,8 @@ import pytest
 
 import workbench as wb
 from tests import tools
-from workbench.fit import allocator, cards, tracer, tracer_shortcuts, workspace
-from workbench.patterns.base import Pattern
+from workbench.engines.torch import steps
+from workbench.fit import allocator, cards, tracer, tracer_shortcuts
 from workbench.patterns.dilated import PAPER
 from workbench.probes.case import Case
 
@@ -46,7 +46,7 @@ def test_few_calls_take_what_all_of_them_do(monkeypatch, number):
         pytest.importorskip("triton")
     case = Case(pattern, n, backend=backend, **SIZES | {"dtype": "bfloat16", "mode": "fwdbwd"} | options)
     found = peaks(case, card)
-    monkeypatch.setattr(tracer_shortcuts, "few", lambda times, most: times)
+    monkeypatch.setattr(tracer_shortcuts, "few_starts", steps.starts)
     monkeypatch.setattr(tracer_shortcuts, "EACH", 1 << 30)
     monkeypatch.setattr(tracer, "_kind", lambda func: None)
     assert peaks(case, card) == found
@@ -69,29 +69,3 @@ def test_a_trace_takes_hardly_longer_for_long_sequences(monkeypatch, backend, ma
         for n in (1 << 16, 1 << 18)
     )
     assert many <= 4 * few and many < 20_000
-
-
-PATTERNS = [
-    *((layouts.local(2), bs, causal) for bs in (4, 8, (4, 8)) for causal in (False, True)),
-    *((layout, 4, causal) for causal in (False, True) for layout in (
-        layouts.global_(2), layouts.strided(5), layouts.hierarchical(2, 3),
-        layouts.strided(4) & ~layouts.local(2), layouts.global_(3) - layouts.strided(3),
-        layouts.random(0.1), layouts.random(0.3, per_head=True), layouts.random(0.2) | layouts.local(1),
-    )),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("n, nq", [(397, 397), (400, 400), (400, 392), (397, 300), (5, 5), (64, 0)])
-def test_pairs_are_counted_as_listed(n, nq):
-    for layout, block_size, causal in PATTERNS:
-        pattern = wb.BlockSparse(layout, block_size, causal)
-        assert pattern.pairs(n, 2, nq) == Pattern.pairs(pattern, n, 2, nq), pattern
-
-
-@pytest.mark.parametrize("backend", ["cudnn", "flash"])
-def test_float32_is_refused_by_kernels_that_have_none(monkeypatch, backend):
-    monkeypatch.setattr(workspace, "of", lambda *_: 0)
-    for heads in (12, 4):
-        case = Case(wb.Dense(), 1024, dtype="float32", backend=backend, mode="fwdbwd", kv_heads=heads, **SIZES)
-        with pytest.raises(NotImplementedError, match="No available kernel for torch.float32"):
-            peaks(case, "h100")

@@ -64,8 +64,8 @@ def checked(case: Case, heads_outside: bool = False) -> tuple[str, validity.Vali
     said = explain(*made[:3], case.pattern) if case.backend == "auto" else ""
     result = call()
     if case.mode == "fwd":
-        return said, validity.check(case, {"out": result}, made)
-    return said, validity.check(case, dict(zip(("dq", "dk", "dv"), result, strict=True)), made)
+        return said, validity.check(case.pattern, {"out": result}, made)
+    return said, validity.check(case.pattern, dict(zip(("dq", "dk", "dv"), result, strict=True)), made)
 
 
 def attempted(pattern, sizes, backend, mode, dtype="bfloat16", heads_outside=False) -> Outcome:

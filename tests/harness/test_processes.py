@@ -36,9 +36,6 @@ def dies(how):
     print("went away", file=sys.stderr, flush=True)
     os._exit(1)
 
-def sleeps():
-    time.sleep(600)
-
 def leaves_a_child(path):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     with open(path, "w") as file:
@@ -68,16 +65,8 @@ def no_answer():
 """
 
 
-@pytest.fixture(scope="module")
-def running():
-    return shared()
-
-
-@pytest.fixture
-def mine(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(HERE)
-    monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
+MODULES = {"mine.py": HERE}
+running = shared()
 
 
 def pids(path: Path) -> list[int]:
@@ -85,7 +74,7 @@ def pids(path: Path) -> list[int]:
     return [int(x) for x in path.read_text().split()]
 
 
-def test_every_job_is_in_a_process_of_its_own(running, mine):
+def test_every_job_is_in_a_process_of_its_own(folder):
     assert [running.run("mine:adds", (2,)).result for _ in range(3)] == [2, 2, 2]  # and what is printed is no answer
     first, second = (running.run("mine:state", ()).result for _ in range(2))
     assert first[0] != second[0] and first[1] == second[1]  # one server
@@ -93,19 +82,19 @@ def test_every_job_is_in_a_process_of_its_own(running, mine):
     assert first[0] != os.getpid() and first[1] != os.getpid()
 
 
-def test_jobs_compute_with_all_threads_and_with_gradients(running):
+def test_jobs_compute_with_all_threads_and_with_gradients():
     case = Case(wb.Dilated([256, 512], [1, 2]), 1024, 2, 16, mode="fwdbwd")
     got = running.run("workbench.fit.trial:call", (case, GIB, 60.0))
     assert got.status == "ok" and got.result["valid"] is True, got
 
 
-def test_a_job_computes_little_beside_what_it_is_given(running):
+def test_a_job_computes_little_beside_what_it_is_given():
     """A Python that loads torch computes for a second or more; here it is what the process has used when it begins."""
     used = min(running.run("time:process_time", ()).result for _ in range(5))
     assert used < 0.2 * tools.slowness(time.process_time)
 
 
-def test_what_cannot_be_found_or_sent_is_said(running):
+def test_what_cannot_be_found_or_sent_is_said():
     assert "has no function" in running.run("os:nothing", ()).error
     assert running.run("no_such_module:fn", ()).status == "refused"
     with pytest.raises(ValueError, match="module:function"):
@@ -116,61 +105,61 @@ def test_what_cannot_be_found_or_sent_is_said(running):
     "how, status, error",
     [("kill", "killed", "signal 9 (SIGKILL)"), ("segfault", "killed", "SIGSEGV"), ("exit", "killed", "went away")],
 )
-def test_a_job_that_dies_is_data(running, mine, how, status, error):
+def test_a_job_that_dies_is_data(folder, how, status, error):
     outcome = running.run("mine:dies", (how,), timeout_s=3600)
     assert (outcome.status, outcome.result) == (status, None) and error in outcome.error
     assert running.run("os:getpid", ()).status == "ok"
 
 
-def test_an_answer_that_cannot_be_sent_is_data(running, mine):
+def test_an_answer_that_cannot_be_sent_is_data(folder):
     outcome = running.run("mine:no_answer", ())
     assert outcome.status == "killed" and "exit code 1" in outcome.error and "pickle" in outcome.error
 
 
-def test_memory_is_capped(running, mine):
+def test_memory_is_capped(folder):
     outcome = running.run("mine:endless", (), timeout_s=3600, memory_bytes=GIB // 4)
     assert outcome.status == "oom" and "its cap" in outcome.error and "0.25 GiB" in outcome.error
     outcome = running.run("mine:hungry", (), memory_bytes=GIB)
     assert outcome.status == "oom" and "its cap" not in outcome.error  # an exception, as ever
 
 
-def test_the_system_killing_for_memory_is_out_of_memory(mine, monkeypatch):
+def test_the_system_killing_for_memory_is_out_of_memory(folder, monkeypatch):
     kills = iter([3, 3])  # when it starts, and when it is asked
     monkeypatch.setattr(processes, "kills", lambda: next(kills, 4))
-    outcome = shared().run("mine:dies", ("kill",))
+    outcome = running.run("mine:dies", ("kill",))
     assert (outcome.status, outcome.error) == ("oom", "killed by the system, which was out of memory")
 
 
-def test_a_job_past_its_time_ends_with_all_that_it_started(running, mine):
-    outcome = running.run("mine:leaves_a_child", (str(mine / "pid"),), timeout_s=3)
+def test_a_job_past_its_time_ends_with_all_that_it_started(folder, tmp_path):
+    outcome = running.run("mine:leaves_a_child", (str(tmp_path / "pid"),), timeout_s=3)
     assert (outcome.status, outcome.error) == ("timeout", "no answer within 3 s")
-    (child,) = pids(mine / "pid")
+    (child,) = pids(tmp_path / "pid")
     assert gone(child)
 
 
-def test_an_interrupt_ends_the_job_and_leaves_no_answer_behind(running, mine, monkeypatch):
+def test_an_interrupt_ends_the_job_and_leaves_no_answer_behind(folder, tmp_path, monkeypatch):
     def interrupted(process, *_):
-        pids(mine / "pid")
+        pids(tmp_path / "pid")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Process, "outcome", interrupted)
-        running.run("mine:pid", (str(mine / "pid"),))
-    assert gone(pids(mine / "pid")[0]) and alive(pids(mine / "pid")[1])
+        running.run("mine:pid", (str(tmp_path / "pid"),))
+    assert gone(pids(tmp_path / "pid")[0]) and alive(pids(tmp_path / "pid")[1])
     assert running.run("mine:adds", (5,)).result == 5
 
 
-def test_a_job_does_not_outlive_the_one_who_asked(mine):
-    code = f"from workbench.harness.processes import shared; shared().run('mine:pid', ({str(mine / 'pid')!r},))"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(mine)])}
+def test_a_job_does_not_outlive_the_one_who_asked(folder, tmp_path):
+    code = f"from workbench.harness.processes import shared; shared().run('mine:pid', ({str(tmp_path / 'pid')!r},))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
     with subprocess.Popen([sys.executable, "-c", code], env=environment) as asker:
-        job, forker = pids(mine / "pid")
+        job, forker = pids(tmp_path / "pid")
         assert alive(job) and alive(forker)
         asker.kill()
     assert gone(job, forker)
 
 
-def test_a_server_of_its_own_has_its_environment_and_no_threads_and_its_death_is_data(mine):
+def test_a_server_of_its_own_has_its_environment_and_no_threads_and_its_death_is_data(folder):
     with Server({"OMP_NUM_THREADS": "1"}) as one:  # for numpy's BLAS, whose own threads survive a fork
         assert one.run("os:getenv", ("OMP_NUM_THREADS",)).result == "1"
         assert one.run("mine:state", ()).result[-1] == 1

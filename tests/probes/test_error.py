@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import workbench as wb
+from workbench.engines import dispatch
 from workbench.patterns import layouts
 from workbench.plots import exactness
 from workbench.probes import error
@@ -30,27 +31,21 @@ def case(pattern, dtype, backend):
     return Case(pattern, N, 2, 32, dtype, backend, "fwdbwd")
 
 
-def spoiled(how):
-    def attention(*args, **kw):
-        out, lse = wb.attention(*args, **kw)
-        return how(out, lse)
-
-    return attention
-
-
 @pytest.mark.parametrize("dtype", error.DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("how", "name"),
     [
         (lambda out, lse: (out * 1.03, lse), "out"),
         (lambda out, lse: (out, lse + 0.01), "lse"),
+        (lambda out, lse: (out, lse * torch.nan), "lse"),
         (lambda out, lse: (out + 0.1 * (out - out.detach()), lse), "dq"),  # the value is right, the gradient is not
         (lambda out, lse: (out.detach().clone().requires_grad_() + 0 * out, lse), "dv"),
     ],
-    ids=["output scaled", "lse shifted", "gradient scaled", "gradient dropped"],
+    ids=["output scaled", "lse shifted", "lse no number", "gradient scaled", "gradient dropped"],
 )
 def test_a_degraded_backend_misses_its_budget(monkeypatch, dtype, how, name):
-    monkeypatch.setattr(error, "attention", spoiled(how))
+    right = dispatch.attention
+    monkeypatch.setattr(dispatch, "attention", lambda *x, **options: how(*right(*x, **options)))
     row = error.of(case(PATTERNS[1], dtype, "torch"))
     assert row[f"error_{name}"] > row[f"budget_{name}"] and row["worst"] > 1
 
@@ -73,7 +68,7 @@ def test_where_gradients_are_refused_the_values_are_a_row_of_their_own(monkeypat
     def why_not(backend, q, k, v, pattern):
         return "no backward here" if q.requires_grad else None
 
-    monkeypatch.setattr(error, "why_not", why_not)
+    monkeypatch.setattr(dispatch, "why_not", why_not)
     rows = error.table([wb.Dense()], n=N, backends=["torch"], dtypes=["float32"])
     assert list(zip(rows["mode"], rows.status, strict=True)) == [("fwdbwd", "refused"), ("fwd", "ok")]
     assert exactness.refusals(rows[rows.status == "ok"].drop(columns="error")).empty, "where nothing is refused"
@@ -81,7 +76,7 @@ def test_where_gradients_are_refused_the_values_are_a_row_of_their_own(monkeypat
 
 
 def test_where_values_are_refused_too_the_reason_is_theirs(monkeypatch):
-    monkeypatch.setattr(error, "why_not", lambda *_: "there is no compiler here")
+    monkeypatch.setattr(dispatch, "why_not", lambda *_: "there is no compiler here")
     rows = error.table([PATTERNS[2]], n=N, backends=["torch"], dtypes=["float32"])
     assert list(rows.error) == ["there is no compiler here"]
     assert list(exactness.refusals(rows).refuses) == ["all"]

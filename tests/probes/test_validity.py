@@ -11,7 +11,7 @@ from tests import tools
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, layouts, reference
 from workbench.patterns.dilated import PAPER
 from workbench.probes import memory, validity, visible
-from workbench.probes.case import Case
+from workbench.probes.validity import check
 
 every_case = pytest.mark.parametrize("case", tools.TABLE.values(), ids=list(tools.TABLE))
 
@@ -31,25 +31,15 @@ every_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=list(P
 
 
 def called(pattern, dtype=torch.float32, n=96, nq=None, heads=4, kv_heads=2, d=8, batch=2, run=None):
-    """(q, k, v), what a right call returns for `check` (out, lse, upstream, grads): tensors that a test may spoil."""
+    """(q, k, v and the upstream gradient, what a right call returns by name): tensors that a test may spoil."""
     case = tools.Case("", None, n, nq, heads, kv_heads, d, batch)
     q, k, v, upstream, _ = case.inputs(dtype)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     run = run or (lambda *x: attention(*x, pattern, backend="torch", return_lse=True))
     out, lse = run(*leaves)
     grads = [x.clone() for x in torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
-    return leaves, {"out": out.detach().to(dtype), "lse": lse.detach(), "upstream": upstream, "grads": grads}
-
-
-def check(pattern, out, *inputs, lse=None, upstream=None, grads=(), **options):
-    given = {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), grads, strict=False))
-    given = {name: x for name, x in given.items() if x is not None}
-    return validity.check(pattern, given, inputs if upstream is None else (*inputs, upstream), **options)
-
-
-def checked(pattern, inputs, returned, **options):
-    others = {x: returned[x] for x in ("lse", "upstream", "grads")}
-    return check(pattern, returned["out"], *inputs, **others, **options)
+    returned = dict(zip(tools.NAMES, (out.detach().to(dtype), lse.detach(), *grads), strict=True))
+    return [*leaves, upstream], returned
 
 
 @every_case
@@ -88,7 +78,7 @@ IN_TURN = [pytest.param(case, dtype, id=f"{case.id}-{tools.name_of(dtype)}")
 def test_no_false_alarm(case, dtype):
     pattern = case.pattern()
     inputs, returned = called(pattern, dtype, case.n, case.nq, case.heads, case.kv_heads, case.head_dim, case.batch)
-    found = checked(pattern, inputs, returned)
+    found = check(pattern, returned, inputs)
     assert found.ok and found.note is None, found
     assert set(found.errors) == set(found.allowed) == {"out", "lse", "dq", "dk", "dv"}
     assert found.rows and found.keys and str(found) == f"right at {found.rows} rows and {found.keys} keys"
@@ -96,48 +86,45 @@ def test_no_false_alarm(case, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=tools.name_of)
 def test_rounding_is_no_error_where_the_terms_cancel(dtype):
-    (q, k, v), _ = called(Dense(), dtype, heads=1, kv_heads=1, batch=1)
+    (q, k, v, _), _ = called(Dense(), dtype, heads=1, kv_heads=1, batch=1)
     with torch.no_grad():
         weights = (q[0, 5, 0].double() @ k[0, :, 0].double().T / math.sqrt(8)).softmax(0)
         v[0, -1, 0] = -(weights[:-1] @ v[0, :-1, 0].double() / weights[-1]).to(dtype)  # out of row 5 is next to nothing
         out = attention(q, k, v, Dense(), backend="torch")
     assert out[0, 5, 0].norm() < 0.1 * out[0, 6, 0].norm()
-    found = check(Dense(), out, q, k, v, rows=[(0, 5, 0)])
+    found = check(Dense(), {"out": out}, (q, k, v), rows=[(0, 5, 0)])
     assert found.ok and found.errors["out"] > 0, found
 
 
 @every_pattern
 def test_the_exact_rows_are_the_oracles(pattern):
-    found = checked(pattern, *called(pattern, torch.float64, nq=70, run=lambda *x: reference(*x, pattern)))
+    inputs, returned = called(pattern, torch.float64, nq=70, run=lambda *x: reference(*x, pattern))
+    found = check(pattern, returned, inputs)
     assert found.ok and max(found.errors.values()) < 1e-13, found
 
 
-def test_a_case_and_its_pattern_are_the_same_question():
+def test_what_is_not_given_is_not_checked():
     pattern = PATTERNS["dilated"]
     inputs, returned = called(pattern)
-    case = Case(pattern, n=96, heads=4, head_dim=8, batch=2, kv_heads=2)
-    assert checked(case, inputs, returned) == checked(pattern, inputs, returned)
-    only_out = check(case, returned["out"], *inputs)
+    only_out = check(pattern, {"out": returned["out"]}, inputs[:3])
     assert set(only_out.errors) == {"out"} and only_out.keys == 0
-    only_grads = check(case, None, *inputs, upstream=returned["upstream"], grads=returned["grads"])
+    only_grads = check(pattern, {name: returned[name] for name in ("dq", "dk", "dv")}, inputs)
     assert set(only_grads.errors) == {"dq", "dk", "dv"} and only_grads.ok and only_grads.note is None
 
 
-SPOILED = [(name, how) for name in ("out", "lse", "dq", "dk", "dv") for how in ("nothing", "neighbour", "nan")]
+SPOILED = [(name, how) for name in tools.NAMES for how in ("nothing", "neighbour", "nan")]
 
 
 @every_pattern
 @pytest.mark.parametrize("dtype", tools.tiers([torch.float64, torch.bfloat16], [torch.bfloat16]), ids=tools.name_of)
 def test_one_wrong_row_is_caught_and_described(pattern, dtype):
     inputs, returned = called(pattern, dtype)
-    dq, dk, dv = returned["grads"]
-    named = {"out": returned["out"], "lse": returned["lse"], "dq": dq, "dk": dk, "dv": dv}
     for name, how in SPOILED:
-        x, (b, row, h) = named[name], (1, 61, 1)
+        x, (b, row, h) = returned[name], (1, 61, 1)
         at, other = ((b, h, row), (b, h, row + 7)) if name == "lse" else ((b, row, h), (b, row + 7, h))
         kept = x[at].clone()
         x[at] = {"nothing": 0.0, "neighbour": x[other].clone(), "nan": math.nan}[how]
-        found = checked(pattern, inputs, returned, rows=[(0, 3, 0), (b, row, h)], keys=[(0, 3, 0), (b, row, h)])
+        found = check(pattern, returned, inputs, rows=[(0, 3, 0), (b, row, h)], keys=[(0, 3, 0), (b, row, h)])
         x[at] = kept
         element = ((b * 4 + h) * 96 + row) if name == "lse" else ((b * 96 + row) * x.shape[2] + h) * 8
         assert len(found.wrong) == 1, (name, how, found)
@@ -146,7 +133,7 @@ def test_one_wrong_row_is_caught_and_described(pattern, dtype):
         )
         assert not found.ok and found.errors[name] > found.allowed[name]
         assert str(found).startswith(f"wrong: {found.wrong[0]}; compared 2 rows and 2 keys")
-    assert checked(pattern, inputs, returned).ok
+    assert check(pattern, returned, inputs).ok
 
 
 LESS = {
@@ -162,8 +149,8 @@ LESS = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=tools.name_of)
 def test_another_pattern_is_caught(asked, computed, dtype):
     inputs, returned = called(computed, dtype)
-    returned["lse"] = None
-    found = checked(asked, inputs, returned)
+    del returned["lse"]
+    found = check(asked, returned, inputs)
     assert {"out", "dq", "dk", "dv"} == {text.split()[0] for text in found.wrong}, found
     worst = [float(re.search(r"off by ([\d.e+-]+|inf) ", text)[1]) for text in found.wrong]
     assert worst == sorted(worst, reverse=True) and f"and {len(worst) - 1} more" in str(found)
@@ -171,7 +158,7 @@ def test_another_pattern_is_caught(asked, computed, dtype):
 
 def test_keys_counted_once_that_count_twice_show_in_lse():
     inputs, returned = called(Dilated([48], [2]))
-    found = checked(Dilated([48, 48], [2, 2]), inputs, returned)  # every weight twice: the same out
+    found = check(Dilated([48, 48], [2, 2]), returned, inputs)  # every weight twice: the same out
     assert {text[:3] for text in found.wrong} == {"lse"}
 
 
@@ -179,11 +166,11 @@ def test_a_row_that_sees_nothing_has_to_be_nothing():
     pattern = Predicate(tools.some_rows_only)  # rows 5, 12, 19, ... see nothing
     inputs, returned = called(pattern, torch.float16, n=23)
     places = [(0, 12, 1), (1, 5, 0)]
-    assert checked(pattern, inputs, returned, rows=places, keys=[]).errors == {"out": 0.0, "lse": 0.0, "dq": 0.0}
+    assert check(pattern, returned, inputs, rows=places, keys=[]).errors == {"out": 0.0, "lse": 0.0, "dq": 0.0}
     returned["out"][0, 12, 1, 3] = 1e-3
     returned["lse"][1, 0, 5] = 0
-    returned["grads"][0][1, 5, 0] = 1e-3
-    found = checked(pattern, inputs, returned, rows=places, keys=[])
+    returned["dq"][1, 5, 0] = 1e-3
+    found = check(pattern, returned, inputs, rows=places, keys=[])
     assert {text[:3] for text in found.wrong} == {"out", "lse", "dq "}, found
 
 
@@ -219,10 +206,10 @@ def test_what_is_wrong_only_past_an_offset_is_caught(monkeypatch):
     pattern = PATTERNS["dilated"]
     inputs, returned = called(pattern, kv_heads=4)
     monkeypatch.setattr(validity, "ELEMENTS", (past, 1 << 32))
-    for x, name in zip((returned["out"], *returned["grads"]), ("out", "dq", "dk", "dv"), strict=True):
-        kept = x.clone()
+    for name in ("out", "dq", "dk", "dv"):
+        x, kept = returned[name], returned[name].clone()
         x.view(-1)[past:] = x.view(-1)[: x.numel() - past]  # as where the offset wrapped
-        found = checked(pattern, inputs, returned)
+        found = check(pattern, returned, inputs)
         x.copy_(kept)
         elements = [int(re.search(r"element ([\d,]+)", text)[1].replace(",", "")) for text in found.wrong]
         assert min(elements) == past and len(elements) > validity.RANDOM // 2
@@ -231,7 +218,8 @@ def test_what_is_wrong_only_past_an_offset_is_caught(monkeypatch):
 
 def test_past_the_budget_keys_are_left_out_and_that_is_said():
     pattern = PATTERNS["dilated-causal"]
-    alone = checked(pattern, *called(pattern), pairs=0)
+    inputs, returned = called(pattern)
+    alone = check(pattern, returned, inputs, pairs=0)
     assert alone.keys == 0 and set(alone.errors) == {"out", "lse", "dq"}
     assert re.fullmatch(r"\d+ keys left out: the softmaxes of their queries are too many pairs", alone.note)
     assert not alone.ok and not alone.wrong and alone.unchecked == ("dk", "dv")
@@ -242,18 +230,18 @@ def test_a_check_of_nothing_is_not_ok():
     """Not even a row of what was given was compared; but a tensor without rows is right."""
     pattern = PATTERNS["dilated"]
     inputs, returned = called(pattern)
-    found = checked(pattern, inputs, returned, rows=[])
+    found = check(pattern, returned, inputs, rows=[])
     assert not found.ok and found.unchecked == ("out", "lse", "dq") and found.keys
-    found = checked(pattern, inputs, returned, keys=[])
+    found = check(pattern, returned, inputs, keys=[])
     assert not found.ok and found.unchecked == ("dk", "dv") and found.note is None
-    assert checked(pattern, *called(pattern, nq=0)).ok
+    inputs, returned = called(pattern, nq=0)
+    assert check(pattern, returned, inputs).ok
 
 
 def test_the_budget_is_spent_on_the_first_keys():
     pattern = Dense()
     inputs, returned = called(pattern, kv_heads=4)
-    returned["lse"] = None
-    found = checked(pattern, inputs, returned, pairs=3 * 96 * 96, keys=[(0, x, 0) for x in range(5)])
+    found = check(pattern, returned, inputs, pairs=3 * 96 * 96, keys=[(0, x, 0) for x in range(5)])
     assert found.keys == 3 and found.note.startswith("2 keys left out")
 
 
@@ -262,7 +250,8 @@ def test_nothing_as_large_as_an_input_is_held(monkeypatch):
     monkeypatch.setattr(validity, "ROWS", 64)
     n, pattern = 1 << 18, Dilated([64, 256], [1, 4])
     x = torch.zeros(1, n, 2, 8, dtype=torch.float16)  # 8 MB, and 32 in float64
-    spent = lambda p, **kept: check(p, x, x, x, x, upstream=x, grads=(x, x, x), **kept)  # noqa: E731
+    returned = dict.fromkeys(("out", "dq", "dk", "dv"), x)
+    spent = lambda p, **kept: check(p, returned, [x] * 4, **kept)  # noqa: E731
     assert memory.measure(lambda: spent(pattern)) < 4 << 20
     few = {"rows": [(0, n - 1, 0)], "keys": [(0, n - 1, 1)]}
     assert memory.measure(lambda: spent(Dense(True), **few)) < 4 << 20
@@ -271,15 +260,15 @@ def test_nothing_as_large_as_an_input_is_held(monkeypatch):
 def test_bad_input_is_refused():
     pattern = PATTERNS["dilated"]
     inputs, returned = called(pattern)
-    out, upstream, grads = returned["out"], returned["upstream"], returned["grads"]
-    with pytest.raises(ValueError, match="nothing to check"):
-        check(pattern, None, *inputs)
-    with pytest.raises(ValueError, match=r"out of shape \(2, 95, 4, 8\): want \(2, 96, 4, 8\)"):
-        check(pattern, out[:, 1:], *inputs)
-    with pytest.raises(ValueError, match=r"dk of shape \(2, 96, 4, 8\): want \(2, 96, 2, 8\)"):
-        check(pattern, out, *inputs, upstream=upstream, grads=(grads[0], grads[0], grads[2]))
-    for bad in ({"grads": grads}, {"grads": grads[:2], "upstream": upstream}, {"grads": grads, "upstream": out[:1]}):
+    out, dq = returned["out"], returned["dq"]
+    for given, want in (
+        ({}, "nothing to check"), ({"out": out[:, 1:]}, r"out of shape \(2, 95, 4, 8\): want \(2, 96, 4, 8\)"),
+        (returned | {"dk": dq}, r"dk of shape \(2, 96, 4, 8\): want \(2, 96, 2, 8\)"), ({"dq": dq}, "gradients: want"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=want):
+            check(pattern, given, inputs)
+    for upstream in ([], [out[:1]]):
         with pytest.raises(ValueError, match="gradients: want"):
-            check(pattern, out, *inputs, **bad)
+            check(pattern, returned, [*inputs[:3], *upstream])
     with pytest.raises(ValueError, match="want a pattern"):
-        check("dense", out, *inputs)
+        check("dense", returned, inputs)

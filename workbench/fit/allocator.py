@@ -20,8 +20,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from workbench.patterns.checks import whole
-
 MIB = 1 << 20
 ROUND = 512  # kMinBlockSize
 SMALL = MIB  # kSmallSize: the most that the small pool takes
@@ -91,22 +89,16 @@ class Allocator:
     """
 
     def __init__(self, limit: int | None = None):
-        self.limit = None if limit is None else whole("limit", limit, 0)
+        self.limit = limit
         self.requested = self.allocated = self.reserved = 0
         self.peak_requested = self.peak_allocated = self.peak_reserved = 0
         self._pools: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}  # small, large
-        self._used: dict[int, _Block | None] = {}
-        self._next_handle = 0
-        self._top = 0
+        self.top = 0  # the address of the next segment
 
-    def malloc(self, nbytes: int) -> int:
-        """Allocate; returns the handle to free it by. No bytes take no memory. OutOfMemory changes no used block."""
-        if nbytes < 0:
-            raise ValueError(f"nbytes={nbytes!r}: want at least 0")
-        self._next_handle += 1
+    def malloc(self, nbytes: int) -> _Block | None:
+        """Allocate; returns the block to free, None for no bytes. OutOfMemory changes no used block."""
         if nbytes == 0:
-            self._used[self._next_handle] = None
-            return self._next_handle
+            return None
         size = -(-nbytes // ROUND) * ROUND
         pool = self._pools[size <= SMALL]
         at = bisect_left(pool, (size,))  # the free block that fits best, if any does
@@ -116,18 +108,14 @@ class Allocator:
             rest, block = block, block.split_off(size)
             rest.offer()
         block.used, block.requested = True, nbytes
-        self._used[self._next_handle] = block
         self.requested += nbytes
         self.allocated += block.size
         self.peak_requested = max(self.peak_requested, self.requested)
         self.peak_allocated = max(self.peak_allocated, self.allocated)
-        return self._next_handle
+        return block
 
-    def free(self, handle: int) -> None:
-        """Free what `malloc` returned the handle of, once. ValueError for any other handle."""
-        if handle not in self._used:
-            raise ValueError(f"handle={handle!r}: nothing that is allocated has it")
-        block = self._used.pop(handle)
+    def free(self, block: _Block | None) -> None:
+        """Free what `malloc` returned, once."""
         if block is None:
             return
         self.requested -= block.requested
@@ -158,25 +146,18 @@ class Allocator:
                 )
         self.reserved += segment
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return _Block(self._place(segment), segment, pool)
-
-    def _place(self, nbytes: int) -> int:
-        """The address of a new segment."""
-        self._top += nbytes
-        return self._top - nbytes
+        self.top += segment
+        return _Block(self.top - segment, segment, pool)
 
 
 def replay(events: Iterable[Sequence], limit: int | None = None) -> Allocator:
     """The allocator after the events (id, nbytes, ...): births of nbytes, and deaths, which have nbytes -1.
 
-    OutOfMemory where they do not fit the limit; ValueError for a death of what is not alive, or a second birth.
+    OutOfMemory where they do not fit the limit; KeyError for a death of what is not alive.
     """
     allocator = Allocator(limit)
-    alive: dict[int, int] = {}
-    for event in events:
-        key, nbytes = event[0], event[1]
-        if (key in alive) != (nbytes == -1):
-            raise ValueError(f"event {tuple(event)}: {key!r} is {'already' if key in alive else 'not'} alive")
+    alive: dict[int, _Block | None] = {}
+    for key, nbytes, *_ in events:
         if nbytes == -1:
             allocator.free(alive.pop(key))
         else:

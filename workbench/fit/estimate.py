@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from workbench.engines import torch_rules
@@ -100,9 +101,7 @@ def program(prepare: Callable[[], Callable], card: str | cards.Card = "h100", ca
 
 
 def _estimate(life: tracer.Traced, card: cards.Card, communicator=0, time=None, strategy=None) -> Estimate:
-    used, prepared = allocator.replay(life.events), life.events[: life.before]
-    lives = {x.id: x.nbytes for x in prepared if x.nbytes >= 0}
-    inputs = sum(lives.values()) - sum(lives[x.id] for x in prepared if x.nbytes < 0)
+    used, inputs = allocator.replay(life.events), allocator.replay(life.events[: life.before]).requested
     return Estimate(
         card.key, life.backend, inputs, used.peak_requested, used.peak_allocated, used.peak_reserved,
         used.peak_reserved + card.context_bytes + communicator, time, life.events, strategy, wrong=life.wrong,
@@ -171,19 +170,15 @@ def family(case: Case, backend: str, card: cards.Card, kernel: str | None = None
 
 def between(points: list[tuple[int, float]], rows: int) -> float:
     """The share at so many rows, on straight lines over log rows between the points, and level beyond the last."""
-    if rows >= points[-1][0]:
-        return points[-1][1]
-    if rows <= points[0][0]:
-        return points[0][1] * rows / points[0][0]  # launches take over: the time stays
-    x = next(i for i, (m, _) in enumerate(points) if m >= rows)
-    (a, low), (b, high) = points[x - 1 : x + 1]
-    return low + (high - low) * math.log(rows / a) / math.log(b / a)
+    counts, shares = zip(*points, strict=True)
+    least = min(1, rows / counts[0])  # of fewer rows launches take over: the time stays
+    return least * float(np.interp(math.log(rows), np.log(counts), shares))
 
 
 @functools.cache
 def efficiency() -> dict[str, list[dict]]:
     """{family: [{head_dim, rows, share of the card's matmul peak}]}, from an H100's records (tests/efficiency.py)."""
-    return json.loads(EFFICIENCY.read_text())["families"] if EFFICIENCY.exists() else {}
+    return json.loads(EFFICIENCY.read_text())["families"]
 
 
 __all__ = ["CannotTrace", "Estimate", "Event", "program", "trace"]

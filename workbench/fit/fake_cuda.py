@@ -127,6 +127,10 @@ _GETTERS = {
 }
 
 
+# What a checkpoint compares of a tensor and the one that it computes again: not the device, which is "cuda" or meta.
+CHECKS = {"default": lambda x: (x.shape, x.dtype), "none": lambda _: None}
+
+
 @contextlib.contextmanager
 def impersonate(card: Card, functions: OnCard):
     """torch.cuda as it is on the card, and kernels of Triton that do nothing. functions: entered inside."""
@@ -153,8 +157,7 @@ def impersonate(card: Card, functions: OnCard):
         (torch, "cuda", cuda),
         (torch, "clear_autocast_cache", functions.casts.clear),
         (torch.autograd, "_engine_run_backward", backward),
-        (checkpoint, "_allowed_determinism_checks_to_fns", 
-         {"default": lambda x: (x.shape, x.dtype), "none": lambda _: None}),  # the device is "cuda" or meta
+        (checkpoint, "_allowed_determinism_checks_to_fns", CHECKS),
         (torch.backends.cudnn, "is_available", lambda: True),
         (fa4, "STAND_IN", silent),
     ]

@@ -36,6 +36,7 @@ from workbench.probes.case import Case
 class Event(NamedTuple):
     """The birth of a storage of nbytes, or with nbytes -1 the death of the one with this id.
 
+    id: the place of the birth in the list of events
     name: what it holds ("out", "dq", an input's name), or the operator that made it; "" in a death
     """
 
@@ -118,7 +119,6 @@ class Births(TorchDispatchMode):
 
     wrong: what of the operators that ran is known to compute wrongly
     functions: the mode that makes "cuda" mean meta; it is entered beside this one
-    bodies: our operators and their Python, which is run in their place
     words: an iterator of names for the next storages, before operators' own names are used
     """
 
@@ -127,15 +127,11 @@ class Births(TorchDispatchMode):
         self.card = card
         self.events: list[Event] = []
         self.wrong: set[str] = set()
-        self.alive: dict[int, int] = {}  # the address of a storage: its id
-        self.watched: dict[int, weakref.ref] = {}
-        self.place: dict[int, int] = {}  # an id: the place of its birth in `events`
+        self.alive: dict[int, tuple[int, weakref.ref]] = {}  # a storage, by its address: its id, and what sees it die
         self.functions = OnCard(card)
-        self.bodies = operators.BODIES  # our operators and the Python that they run
         self.words = iter(())  # names for what comes next
         self.shapes: dict[tuple, tuple] = {}  # of results, see `made`
         self.mirrored = False  # see `mirror`
-        self.ids = itertools.count(1)
         self.workspaces: set[bool] = set()  # of which of the two threads, see `hidden`
 
     @classmethod
@@ -146,9 +142,9 @@ class Births(TorchDispatchMode):
         """One of our operators runs as Python. Of torch's, views and those that return an argument make no storage; all
         others are followed."""
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        if func in self.bodies:  # an operator of ours: its Python, as it runs on the card
+        if func in operators.BODIES:  # an operator of ours: its Python, as it runs on the card
             with self, self.functions:
-                out = self.bodies[func](*args, **kwargs)
+                out = operators.BODIES[func](*args, **kwargs)
             for x, word in zip(out, BACKWARD if "backward" in name else FORWARD, strict=False):
                 self.rename(x, word)
             return out
@@ -203,8 +199,7 @@ class Births(TorchDispatchMode):
 
     def watch(self, storage, id: int) -> None:
         address = storage._cdata
-        self.alive[address] = id
-        self.watched[address] = weakref.ref(storage, lambda _: self.died(address))
+        self.alive[address] = id, weakref.ref(storage, lambda _: self.died(address))
 
     def mirror(self, call: Callable):
         """call(), whose tensors on the CPU count as if they were on the card."""
@@ -216,32 +211,26 @@ class Births(TorchDispatchMode):
 
     def onto_card(self, x: Tensor) -> Tensor:
         """In the place of a tensor that `mirror` has counted, one without contents."""
-        address = x.untyped_storage()._cdata
-        self.watched.pop(address)
+        id, _ = self.alive.pop(x.untyped_storage()._cdata)
         with _disable_current_modes():
             made = torch.empty(x.shape, dtype=x.dtype, device=META)
-        self.watch(made.untyped_storage(), self.alive.pop(address))
+        self.watch(made.untyped_storage(), id)
         return made
 
     def died(self, address: int) -> None:
         """Note that the storage at this address is gone; called by its weak reference."""
-        self.watched.pop(address, None)
-        gone = self.alive.pop(address, None)
-        if gone is not None:
-            self.events.append(Event(gone, -1, ""))
+        if address in self.alive:
+            self.events.append(Event(self.alive.pop(address)[0], -1, ""))
 
     def add(self, nbytes: int, name: str) -> int:
         """Note a birth; returns its id."""
-        id = next(self.ids)
-        self.place[id] = len(self.events)
-        self.events.append(Event(id, nbytes, name))
-        return id
+        self.events.append(Event(len(self.events), nbytes, name))
+        return self.events[-1].id
 
     def rename(self, x: Tensor, name: str) -> None:
         """Name a storage that is alive by what our operator returns it as."""
-        place = self.place.get(self.alive.get(x.untyped_storage()._cdata))
-        if place is not None:
-            self.events[place] = self.events[place]._replace(name=name)
+        if known := self.alive.get(x.untyped_storage()._cdata):
+            self.events[known[0]] = self.events[known[0]]._replace(name=name)
 
     def hidden(self, name: str, args) -> None:
         """Note what the kernel of an operator takes beside its results, and frees again at its end.
@@ -253,15 +242,14 @@ class Births(TorchDispatchMode):
             if backward not in self.workspaces:
                 self.workspaces.add(backward)  # once a handle and stream, and kept
                 self.add(self.card.workspace_bytes, "cuBLAS workspace")
-        if name in workspace.RULES or name in workspace.table():
-            taken = {}
-            for step in workspace.of(name, args, self.card):
-                if step >= 0:
-                    taken[len(taken)] = self.add(step, f"scratch of {name}")
-                else:
-                    self.events.append(Event(taken[~step], -1, ""))
-                    taken[~step] = None
-            self.events += [Event(id, -1, "") for id in taken.values() if id is not None]
+        taken, gone = [], set()
+        for step in workspace.of(name, args, self.card):
+            if step >= 0:
+                taken.append(self.add(step, f"scratch of {name}"))
+            else:
+                self.events.append(Event(taken[~step], -1, ""))
+                gone.add(taken[~step])
+        self.events += [Event(id, -1, "") for id in taken if id not in gone]
 
 
 INPUTS, FORWARD, BACKWARD = ("q", "k", "v", "gradient of out"), ("out", "lse"), ("dq", "dk", "dv")

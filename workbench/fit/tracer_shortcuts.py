@@ -5,10 +5,9 @@ blocks into strips by what is in the lists: it does so on the host, whose tensor
 """
 
 import collections
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
-from workbench.engines.torch import block_sparse, dilated, steps
+from workbench.engines.torch import block_sparse, steps
 from workbench.engines.torch.block_sparse import Strips
 from workbench.fit.fake_cuda import replaced
 from workbench.patterns.base import Blocks
@@ -28,7 +27,6 @@ class Shortcuts:
         return replaced([
             (Blocks, "to", lambda *x, to=Blocks.to: self.moved(*x, to)),
             (block_sparse, "strips", lambda *x, make=block_sparse.strips: self.strips(*x, make)),
-            (dilated, "pieces", lambda *x, make=dilated.pieces: repeated(make(*x), _shape, 4)),
             (steps, "starts", few_starts),
         ])  # fmt: skip
 
@@ -48,28 +46,12 @@ class Shortcuts:
 
 
 def few_starts(length: int, step: int, followed: int = 6) -> range:
-    """As `steps.starts`, of many whole steps a few: the same as of a shorter `length`."""
-    whole, rest = divmod(length, step)
-    return range(0, few(whole, followed) * step + rest, step)
-
-
-def repeated(items: Iterable, shape: Callable, most: int) -> Iterator:
-    """The items; of a run of equal shape(item) a few."""
-    for _, run in itertools.groupby(items, shape):
-        alike = list(run)
-        yield from alike[: few(len(alike), most)]
-
-
-def few(times: int, most: int) -> int:
-    """How many of so many equal calls in a row are followed: at most `most`, or one more.
+    """As `steps.starts`, of many whole steps `followed`, or one more: the same as of a shorter `length`.
 
     What is alive at once is known from the second on; which free blocks an allocator takes for it settles later, and
     may alternate between two places.
     """
-    return times if times <= most + 1 else most + (times - most) % 2
-
-
-def _shape(piece) -> tuple:
-    """What the memory that a `dilated.Piece` takes depends on."""
-    sizes = (len(range(x.start, x.stop, x.step or 1)) for x in piece[3:7])
-    return piece.length, piece.count, piece.queries.step, piece.heads.step, piece.causal, *sizes
+    whole, rest = divmod(length, step)
+    if whole > followed:
+        whole = followed + (whole - followed) % 2
+    return range(0, whole * step + rest, step)

@@ -145,7 +145,7 @@ def _valid(case: Case, made: list, results: list) -> dict:
     """
     names = ("dq", "dk", "dv") if case.mode == "fwdbwd" else ("out",)
     pairs = PAIRS.get(made[0].device.type) if case.mode == "fwdbwd" else None
-    check = lambda: validity.check(case, dict(zip(names, results, strict=True)), made, pairs=pairs)  # noqa: E731
+    check = lambda: validity.check(case.pattern, dict(zip(names, results, strict=True)), made, pairs=pairs)  # noqa: E731
     outcome = attempt(check)
     size = sum(x.numel() * x.element_size() for x in (*made, *results))
     if outcome.status == "oom" and made[0].is_cuda and size < 0.8 * psutil.virtual_memory().available:

@@ -10,6 +10,7 @@ an operator returns is allocated before it computes, so one that does not fit ta
 
 from __future__ import annotations
 
+import functools
 import traceback
 import weakref
 from collections import deque
@@ -21,18 +22,17 @@ from torch._library.custom_ops import _maybe_get_opdef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from workbench.fit import cards
+from workbench.engines.operators import BODIES
 from workbench.fit.allocator import MIB, Allocator, OutOfMemory
 from workbench.patterns.checks import FINITE, number
 
 META = torch.device("meta")
 
 
-class VirtualCard:
+class VirtualCard(TorchDispatchMode):
     """A card of `gib` GiB, while the block lasts, for what this thread computes on the CPU (its backward included).
 
-    gib: memory that tensors may take: the whole card's less its CUDA context, which is about half a GiB; or the name of
-        a card (`cards.find`), "rtx4090", for what that one has.
+    gib: memory that tensors may take: the whole card's less its CUDA context, which is about half a GiB.
 
     A tensor made inside counts from its birth to its death, also where it outlives the block; one made before counts
     from its first use inside, as if it were copied to the card then. Operators defined in Python, as attention's
@@ -46,74 +46,44 @@ class VirtualCard:
     A card can be entered again, with what is still alive on it.
     """
 
-    def __init__(self, gib: float | str):
-        if isinstance(gib, str):
-            card = cards.find(gib)
-            gib = (card.total_bytes - card.context_bytes) / (1024 * MIB)
-        self.gib = number("gib", gib, 0, FINITE, "the card's memory in GiB, e.g. 8 or 0.5, or a card's name, 'rtx4090'")
-        self._births = _Births(Allocator(int(self.gib * 1024 * MIB)))
+    def __init__(self, gib: float):
+        super().__init__()
+        self.allocator = Allocator(int(number("gib", gib, 0, FINITE, "the card's memory in GiB, e.g. 8") * 1024 * MIB))
+        self.known: dict[int, tuple] = {}  # a storage that lives, by its address: its bytes and its block
+        # Storages die at any time, even while the allocator is at work (when cycles are collected), so they queue.
+        self.dead: deque[int] = deque()
 
     def __enter__(self) -> VirtualCard:
-        if any(isinstance(mode, _Births) for mode in _get_current_dispatch_mode_stack()):
+        if any(isinstance(mode, VirtualCard) for mode in _get_current_dispatch_mode_stack()):
             raise RuntimeError("a VirtualCard is in use: a tensor lies on one card, leave that card's block first")
-        self._births.__enter__()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._births.__exit__(*error)
+        return super().__enter__()
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the blocks in use now; the peaks below are since the card was made."""
-        return self._births.settled().allocated
+        return self.settled().allocated
 
     @property
     def peak_requested_bytes(self) -> int:
-        return self._births.allocator.peak_requested
+        return self.allocator.peak_requested
 
     @property
     def peak_reserved_bytes(self) -> int:
-        return self._births.allocator.peak_reserved
-
-
-class _Births(TorchDispatchMode):
-    """Follows the storages of CPU tensors from operator to operator and keeps them on the allocator."""
-
-    def __init__(self, allocator: Allocator):
-        super().__init__()
-        self.allocator = allocator
-        self.known: dict[int, tuple[int, int]] = {}  # a storage that lives, by its address: its bytes and handle
-        # Storages die at any time, even while the allocator is at work (when cycles are collected), so they queue.
-        self.dead: deque[int] = deque()
-        self.ways: dict[object, Callable] = {}
+        return self.allocator.peak_reserved
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        body, on_meta = _way(func)
         try:
-            way = self.ways.get(func) or self.ways.setdefault(func, self.way(func))
-            return way(args, kwargs or {})
+            if body is None:
+                return self.run(func, args, kwargs or {}, on_meta)
+            with self:
+                return body(*args, **(kwargs or {}))
         except OutOfMemory as error:
             # What ran below this call ends with it, as it would in C++: its frames let go of their tensors.
             traceback.clear_frames(error.__traceback__)
             raise
 
-    def way(self, func) -> Callable:
-        """How an operator is run: a function of its args and kwargs."""
-        has, name, schema = torch._C._dispatch_has_kernel_for_dispatch_key, func.name(), func._schema
-        body = _python_body(func)
-        if body is None and has(name, "CompositeImplicitAutograd") and not has(name, "CPU"):
-            body = func.decompose
-        if body is not None:
-            return lambda args, kwargs: self.inside(body, args, kwargs)
-        if schema.is_mutable or any(x.alias_info is not None for x in schema.returns):  # in place, or a view
-            return lambda args, kwargs: self.run(func, args, kwargs)
-        named = {"device": META} if any(x.name == "device" for x in schema.arguments) else {}
-        return lambda args, kwargs: self.run(func, args, kwargs, named)
-
-    def inside(self, body: Callable, args, kwargs):
-        with self:
-            return body(*args, **kwargs)
-
-    def run(self, func, args, kwargs, on_meta: dict | None = None):
+    def run(self, func, args, kwargs, on_meta: dict | None):
         """Run an operator on the CPU, its results allocated before if running it on_meta tells how large they are."""
         allocator = self.settled()
         for x in _tensors((args, kwargs)):
@@ -127,11 +97,11 @@ class _Births(TorchDispatchMode):
             for x in _tensors(out):
                 self.count(x, places)
         finally:
-            for _, handle in places:
-                allocator.free(handle)
+            for _, block in places:
+                allocator.free(block)
         return out
 
-    def count(self, x: Tensor, places: list[tuple[int, int]] | None = None) -> None:
+    def count(self, x: Tensor, places: list[tuple] | None = None) -> None:
         """Put the storage of x on the allocator, if it is not there with its size: in the first place, if it fits."""
         if not (x.is_cpu and x.layout is torch.strided and torch._C._has_storage(x)):
             return
@@ -156,16 +126,19 @@ class _Births(TorchDispatchMode):
         return self.allocator
 
 
-def _python_body(func) -> Callable | None:
-    """The Python that an operator runs on a CPU, if that is how it is defined."""
-    from workbench.engines.operators import BODIES
-
-    if func in BODIES:
-        return BODIES[func]
+@functools.cache
+def _way(func) -> tuple[Callable | None, dict | None]:
+    """(the Python that an operator runs on a CPU, None if it is not defined so; what else it is called with on meta for
+    the sizes of its results, None if it makes none: it works in place, or returns a view)."""
+    has, name, schema = torch._C._dispatch_has_kernel_for_dispatch_key, func.name(), func._schema
     definition = _maybe_get_opdef(func)
-    if definition is None:
-        return None
-    return definition._backend_fns.get("cpu") or definition._backend_fns.get(None)
+    of_custom = definition._backend_fns if definition else {}
+    body = BODIES.get(func) or of_custom.get("cpu") or of_custom.get(None)
+    if body is None and has(name, "CompositeImplicitAutograd") and not has(name, "CPU"):
+        body = func.decompose
+    if schema.is_mutable or any(x.alias_info is not None for x in schema.returns):
+        return body, None
+    return body, {"device": META} if any(x.name == "device" for x in schema.arguments) else {}
 
 
 def _sizes(func, args, kwargs, on_meta: dict) -> list[int]:

@@ -19,11 +19,12 @@ MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}  # which take cuBLAS's works
 def of(name: str, args: tuple, card) -> list[int]:
     """The scratch of the operator `name`, called with these arguments on a card, step by step: the bytes of a block
     that is taken, or ~i where the i-th block is given back; what is left is at the end. [] for those that take none."""
+    if name not in RULES and name not in table():
+        return []
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     if name in RULES:
-        steps = RULES[name](*tensors, card=card)
-        return steps if isinstance(steps, list) else [steps] if steps else []
-    found = table().get(name, {}).get(str(tensors[0].dtype).removeprefix("torch.")) if tensors else None
+        return RULES[name](*tensors, card=card)
+    found = table()[name].get(str(tensors[0].dtype).removeprefix("torch."))
     if found is None:
         return []
     shape = tensors[name.endswith("_backward")].shape  # the backward's first is the upstream gradient
@@ -35,7 +36,7 @@ def of(name: str, args: tuple, card) -> list[int]:
 @functools.cache
 def table() -> dict:
     """{operator: {dtype: {round_n, round_d, constant_bytes, row_bytes, element_bytes, worst}}}."""
-    return json.loads(TABLE.read_text())["operators"] if TABLE.exists() else {}
+    return json.loads(TABLE.read_text())["operators"]
 
 
 def sizes(shape, round_n: int, round_d: int) -> tuple[int, int]:
@@ -45,7 +46,7 @@ def sizes(shape, round_n: int, round_d: int) -> tuple[int, int]:
     return rows, rows * -(-d // round_d) * round_d
 
 
-def flash(q: torch.Tensor, k: torch.Tensor, *_, card) -> int:
+def flash(q: torch.Tensor, k: torch.Tensor, *_, card) -> list[int]:
     """Bytes of the parts' float32 out and lse in FlashAttention-2's forward: the rule of its num_splits_heuristic.
 
     Where there are too few queries to fill the card it splits the keys: into as few parts as give 85 % of the best use
@@ -56,12 +57,12 @@ def flash(q: torch.Tensor, k: torch.Tensor, *_, card) -> int:
     units, filled = b * h * -(-n // 64), 2 * card.multiprocessors
     blocks = -(-k.shape[2] // (256 if d <= 64 else 128 if d <= 128 else 64))
     if units >= 0.8 * filled:
-        return 0
+        return []
     parts = [s for s in range(1, min(128, filled, blocks) + 1) if s == 1 or -(-blocks // s) != -(-blocks // (s - 1))]
     use = {s: units * s / filled / -(-units * s // filled) for s in parts}
     best = next(s for s in parts if use[s] >= 0.85 * max(use.values()))
     rows, elements = sizes(q.shape, 1, 32 if d <= 128 else 64)
-    return 0 if best == 1 else best * 4 * (rows + elements)
+    return [] if best == 1 else [best * 4 * (rows + elements)]
 
 
 def flash_backward(_, q: torch.Tensor, *__, card) -> list[int]:
@@ -70,9 +71,9 @@ def flash_backward(_, q: torch.Tensor, *__, card) -> list[int]:
     return [4 * rows, 4 * elements]
 
 
-def efficient(q: torch.Tensor, *_, card) -> int:
+def efficient(q: torch.Tensor, *_, card) -> list[int]:
     """Bytes of the float32 out that the memory-efficient forward sums in, where 16 bits do not stay in registers."""
-    return 4 * q.numel() if q.element_size() == 2 and q.shape[3] > 128 else 0
+    return [4 * q.numel()] if q.element_size() == 2 and q.shape[3] > 128 else []
 
 
 def efficient_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *__, card) -> list[int]:
@@ -112,5 +113,5 @@ RULES = {
     "_scaled_dot_product_flash_attention": flash, "_scaled_dot_product_flash_attention_backward": flash_backward,
     "_scaled_dot_product_efficient_attention": efficient,
     "_scaled_dot_product_efficient_attention_backward": efficient_backward,
-    "_softmax_backward_data": lambda grad, *_, card: grad.numel() * grad.element_size(),  # grad * output (SoftMax.cu)
+    "_softmax_backward_data": lambda grad, *_, card: [grad.numel() * grad.element_size()],  # grad * output (SoftMax.cu)
 }  # fmt: skip

@@ -45,13 +45,10 @@ def start(probe: str, profile: str, folder: str | Path | None = None) -> Recorde
     """
     from workbench.harness import machine
 
-    if not isinstance(probe, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", probe):
-        raise ValueError(f"probe={probe!r}: want a lower-case word, e.g. 'timing': it names the file")
     commit, dirty = revision()
     described = machine.describe()
     machine_kind = described.pop("kind")  # in a line, `kind` is what the line is
-    named = folder or os.environ.get(FOLDER)
-    folder = Path(folder) if folder else Path(named or default_folder()) / machine_kind
+    folder = Path(folder or Path(os.environ.get(FOLDER) or default_folder()) / machine_kind)
     now = datetime.now(UTC)
     ending = f"-{probe}-{commit[:7] if commit else 'nocommit'}.jsonl"
     earlier = sorted(folder.glob(f"????-??-??{ending}"))

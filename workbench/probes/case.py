@@ -9,12 +9,14 @@ import contextlib
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from workbench.engines import dispatch
 from workbench.engines.torch.fused import expand_heads
 from workbench.harness.processes import imported
 from workbench.patterns import Dense, Pattern, checks
@@ -118,23 +120,22 @@ class Case:
 
         return call, name
 
-    def function(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable, str]:
-        """(the function of q, k and v that `backend` names, its name)."""
-        if not isinstance(self.backend, str):
-            return self.backend, self.fields()["backend"]
-        if ":" in self.backend:
-            return imported(self.backend), self.backend
-        if self.backend in BASELINES:
-            return _baseline(self.backend, self), self.backend
-        from workbench.engines import dispatch
-
-        backend = self.backend
-        if backend == "auto":
-            backend = dispatch.choose("auto", q, k, v, self.pattern)[0]
-        reason = dispatch.why_not(backend, q, k, v, self.pattern)
-        if reason:
-            raise ValueError(reason)
-        return lambda q, k, v: dispatch.attention(q, k, v, self.pattern, backend=backend), backend
+    def function(self, q: Tensor, k: Tensor, v: Tensor, return_lse=False) -> tuple[Callable, str]:
+        """(the function of q, k and v that `backend` names, its name). return_lse: it gives (out, lse), where lse is
+        None for a baseline and a user's function."""
+        function, name = self.backend, self.backend
+        if not isinstance(name, str):
+            name = self.fields()["backend"]
+        elif ":" in name:
+            function = imported(name)
+        elif name in BASELINES:
+            function = _baseline(name, self)
+        else:
+            name = dispatch.choose("auto", q, k, v, self.pattern)[0] if name == "auto" else name
+            if reason := dispatch.why_not(name, q, k, v, self.pattern):
+                raise ValueError(reason)
+            return partial(dispatch.attention, pattern=self.pattern, backend=name, return_lse=return_lse), name
+        return (lambda *x: (function(*x), None)) if return_lse else function, name
 
 
 def source_of(backend: str | Callable) -> str | None:

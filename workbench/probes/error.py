@@ -7,7 +7,8 @@ Dimensions: B batch, N keys, Nq queries, H query heads, Hkv key heads, D head_di
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pandas as pd
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from workbench.engines.check import DTYPES
-from workbench.engines.dispatch import BACKENDS, attention, choose, why_not
+from workbench.engines.dispatch import BACKENDS
 from workbench.engines.reference import reference
 from workbench.harness.outcome import attempt
 from workbench.patterns import checks
@@ -65,7 +66,7 @@ def of(case: Case) -> dict:
     )
     leaves = [x.requires_grad_(backward) for x in (q, k, v)]
     with torch.set_grad_enabled(backward):
-        outcome = attempt(lambda: _run(case, leaves))
+        outcome = attempt(lambda: case.function(*leaves, return_lse=True))
         if outcome.status != "ok":
             return row | {"status": outcome.status, "error": outcome.error}
         run, row["backend"] = outcome.result
@@ -78,19 +79,6 @@ def of(case: Case) -> dict:
     return row | {"status": "ok", "worst": max(_share(e, budget[name]) for name, e in errors.items())}
 
 
-def _run(case: Case, leaves) -> tuple[Callable, str]:
-    """(the call, q, k, v -> (out, lse or None); its backend); ValueError or NotImplementedError where it cannot run."""
-    pattern, backend = case.pattern, case.backend
-    if backend == "auto":
-        backend = choose("auto", *leaves, pattern)[0]
-    if backend not in BACKENDS:
-        function, name = case.function(*leaves)
-        return lambda *x: (function(*x), None), name
-    if reason := why_not(backend, *leaves, pattern):
-        raise ValueError(reason)
-    return lambda *x: attention(*x, pattern, backend=backend, return_lse=True), backend
-
-
 def _quantities(run, leaves, upstream: Tensor, backward: bool) -> dict[str, Tensor]:
     """out (B, Nq, H, D), lse (B, H, Nq) where there is one, and the gradients, like q, k, v, of sum(out * upstream)."""
     out, lse = run(*leaves)
@@ -100,20 +88,29 @@ def _quantities(run, leaves, upstream: Tensor, backward: bool) -> dict[str, Tens
     return named
 
 
-def _error(name: str, got: Tensor, want: Tensor, upstream: Tensor) -> float:
+def relative(got: Tensor, want: Tensor, upstream: Tensor | None = None) -> float:
+    """||got - want|| over the larger of ||want|| and ||upstream||, absolute where both are 0; infinite for a NaN."""
+    scale = max(float(x.double().norm()) for x in (want, upstream) if x is not None)
+    error = float((got.double() - want.double()).norm()) / (scale or 1.0)
+    return math.inf if math.isnan(error) else error
+
+
+def lse_error(got: Tensor, want: Tensor) -> float:
+    """The largest |got - want| / max(1, |want|); infinite for a NaN, and where only one of them is -inf."""
     got, want = got.double(), want.double()
-    if name == "lse":
-        difference = torch.where(got == want, 0, (got - want).abs())  # -inf on both sides is no difference
-        return float((difference / want.abs().clamp(min=1)).max()) if want.numel() else 0.0
-    scale = max(float(want.norm()), float(upstream.double().norm()) if name in GRADIENTS else 0.0)
-    error = float((got - want).norm())
-    return error / scale if scale else error
+    distance = ((got - want).abs() / want.abs().clamp(min=1)).nan_to_num(math.inf, math.inf)
+    distance = torch.where(got == want, 0.0, distance)  # -inf on both sides is no difference
+    return float(distance.max()) if want.numel() else 0.0
+
+
+def _error(name: str, got: Tensor, want: Tensor, upstream: Tensor) -> float:
+    return lse_error(got, want) if name == "lse" else relative(got, want, upstream if name in GRADIENTS else None)
 
 
 def _share(error: float, budget: float) -> float:
     """error / budget; an exact result needs no budget (bfloat16 gradients that are 0 have none)."""
     if not budget:
-        return float("inf") if error else 0.0
+        return math.inf if error else 0.0
     return error / budget
 
 

@@ -23,7 +23,6 @@ from torch import Tensor
 from workbench.engines import dispatch
 from workbench.engines.torch.fused import GRID
 from workbench.patterns import Pattern
-from workbench.probes.case import Case
 from workbench.probes.error import LSE, RELATIVE
 from workbench.probes.visible import CHUNK, cut, parts, queries, tensor
 
@@ -70,20 +69,20 @@ class Validity:
 
 @torch.no_grad()
 def check(
-    case: Case | Pattern, returned: Mapping[str, Tensor], inputs: Sequence[Tensor], *,
+    pattern: Pattern, returned: Mapping[str, Tensor], inputs: Sequence[Tensor], *,
     rows: Iterable[tuple[int, int, int]] | None = None, keys: Iterable[tuple[int, int, int]] | None = None,
     pairs: int | None = None,
 ) -> Validity:  # fmt: skip
     """Compare what a call of attention returned with float64, at sampled rows.
 
-    case: what was computed, a Case or its pattern
+    pattern: what was computed
     returned: by name, what there is of out (B, Nq, H, D), lse (B, H, Nq) and dq, dk, dv of sum(out * upstream)
     inputs: q (B, Nq, H, D), k and v (B, N, G, D) and, for gradients, the upstream one, like q
     rows: (batch entry, row of q, head), and keys: (batch entry, row of k, key head); default `sample`'s
     pairs: of (query, key), how many may be computed for the softmaxes of the queries that see a sampled key. A key that
         needs more is left out, as `note` says.
     """
-    pattern, (q, k, v, *upstream) = getattr(case, "pattern", case), inputs
+    q, k, v, *upstream = inputs
     dispatch.check(q, k, v, pattern)
     given = _given(returned, q, k, upstream)
     exact, shift = Exact(pattern, q, k, v, *(upstream if "dq" in given else ())), k.shape[1] - q.shape[1]
