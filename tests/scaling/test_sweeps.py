@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from tests.distributed import drawn
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, attention, layouts
+from workbench import BlockSparse, Dense, Dilated, attention, layouts
 from workbench.harness import records
 from workbench.patterns.dilated import geometric
 from workbench.probes.case import Case
@@ -433,34 +432,3 @@ def test_geometric_segments_grow_by_four_until_one_is_all(n, lengths):
     assert list(pattern.segment_lengths) == lengths and pattern.causal
     assert list(pattern.dilation_rates) == [2**x for x in range(len(lengths))]
     assert geometric(n, first=n).segment_lengths == (n,) and geometric(3, first=1).segment_lengths == (1, 3)
-
-
-LONG = {
-    "dense": Dense(), "causal": Dense(causal=True), "longnet": Dilated([16, 64, 256], [1, 2, 4]),
-    "longnet-causal": Dilated([16, 64, 256], [1, 2, 4], causal=True),
-    "blocks": BlockSparse(layouts.local(2) | layouts.strided(4), 16), "grid": Neighborhood((16, 16), 2),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LONG)
-@pytest.mark.parametrize("strategy", ["sequence", "heads"])
-def test_a_call_too_large_for_one_device_is_compared_with_float64(ranks, name, strategy):
-    case = Case(LONG[name], 256, 4, 8, kv_heads=2)
-    for found in ranks(2).run(drawn.facts, case, strategy):
-        assert found["errors"]["out"][1] <= 1 and found["compared"] > 8 and found["unchecked"] is None
-        assert found["compared_with"].startswith("float64")
-
-
-def test_a_wrong_row_of_a_call_too_large_for_one_device_is_found(ranks):
-    case = Case(LONG["longnet"], 256, 4, 8)
-    right, wrong = ranks(2).run(drawn.facts, case, "sequence", True)
-    assert right["errors"]["out"][1] <= 1 and wrong["errors"]["out"][1] > 1
-
-
-def test_rows_that_are_drawn_again_are_those_that_ranks_hold():
-    case = Case(Dense(), 10_000, 3, 4, batch=2, kv_heads=1)
-    at = torch.tensor([0, 4095, 4096, 4097, 9999, 17])
-    for name in "qkv":
-        whole = strategies.make(case, name, range(2), (range(10_000),))
-        assert torch.equal(strategies.remake(case, name, at), whole[:, at])
-        assert torch.equal(strategies.make(case, name, range(1, 2), (range(4090, 5000),)), whole[1:, 4090:5000])
