@@ -255,8 +255,12 @@ class Pattern(Value):
         return self._ask(self._blocks, n, heads, nq, self.block_of(block_size))
 
     def block_of(self, block_size=None) -> tuple[int, int]:
-        """A block size as (query, key)."""
-        return axes("block_size", 128 if block_size is None else block_size, 2, 1)
+        """A block size as (query, key); where the pattern has one of its own, that or multiples of it."""
+        own = getattr(self, "block_size", None)
+        asked = axes("block_size", (own or 128) if block_size is None else block_size, 2, 1)
+        if own and any(x % y for x, y in zip(asked, own, strict=True)):
+            raise ValueError(f"block_size={block_size!r}: want {own}, the pattern's own, or multiples")
+        return asked
 
     def _tiles(self, n, heads, nq):
         """Yield the count of some rows after the other, (heads, rows, n)."""

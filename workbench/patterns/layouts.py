@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 import operator
 import zlib
@@ -112,12 +111,6 @@ class Layout(Value):
     @property
     def _inner(self) -> str:
         return f"({self.name})" if len(self.of) > 1 else self.name
-
-    def __eq__(self, other):
-        return isinstance(other, Layout) and self.spec() == other.spec()
-
-    def __hash__(self):
-        return hash(json.dumps(self.spec()))
 
     def __repr__(self):
         if self.tensor is not None:
@@ -248,9 +241,9 @@ def explicit(blocks: Tensor, name: str = "explicit") -> Layout:
 
 def _explicit(blocks: Tensor, name: str) -> Layout:
     def visible(h, i, j, grid):
-        table = blocks.to(i.device)
-        if table.ndim == 4:
-            raise ValueError(f"layout of batch {len(table)}: index the batch, for_batch(b), first")
+        if blocks.ndim == 4 and len(blocks) != 1:
+            raise ValueError(f"layout of batch {len(blocks)}: index the batch, for_batch(b), first")
+        table = blocks.to(i.device).view(blocks.shape[-3:])
         return table[h, i, j] if per_head else table.view(table.shape[-2:])[i, j]
 
     per_head = blocks.ndim > 2 and blocks.shape[-3] != 1
