@@ -21,11 +21,8 @@ EXACT = wb.Dense, wb.Dilated, wb.Window, wb.Neighborhood, wb.BlockSparse  # othe
 
 def seen(case, pattern) -> torch.Tensor:
     """bool (key heads, Nq, N): which rows a query sees under one of the heads of a key head, in any of the batch."""
-    each = (
-        [pattern] if getattr(pattern, "batch", None) is None else [pattern.for_batch(b) for b in range(pattern.batch)]
-    )
     heads, key_heads = case.heads, case.kv_heads or case.heads
-    total = sum(x.multiplicity(case.n, heads, case.nq) for x in each) > 0
+    total = sum(x.multiplicity(case.n, heads, case.nq) for x in pattern.each()) > 0
     return total.view(key_heads, heads // key_heads, *total.shape[1:]).any(1)
 
 
@@ -66,8 +63,7 @@ def test_pairs_of_the_ranks_are_those_of_the_pattern(id):
     found = plan_of(case, drawn(case.n, 3, id), "sequence")
     if isinstance(pattern, wb.BlockSparse) or not isinstance(pattern, EXACT) or not getattr(pattern, "plain", True):
         # visible blocks count as a whole
-        each = [pattern] if pattern.batch is None else [pattern.for_batch(b) for b in range(pattern.batch)]
-        assert found.pairs.sum() >= sum(x.pairs(case.n, case.heads, case.nq) for x in each)
+        assert found.pairs.sum() >= sum(x.pairs(case.n, case.heads, case.nq) for x in pattern.each())
         return
     count = pattern.multiplicity(case.n, case.heads, case.nq)
     first = case.n - found.nq
