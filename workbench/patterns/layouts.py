@@ -21,7 +21,6 @@ from torch import Tensor
 
 from workbench.patterns.checks import Value, axes, describe, flag, number, unwritten, whole
 
-LONG = 2000  # characters of a repr
 FAR = 1 << 30  # more blocks than there ever are: longer distances are cut to it, so that they fit in int32
 OPERATORS = {"|": operator.or_, "&": operator.and_, "-": operator.sub, "~": operator.invert}
 
@@ -114,8 +113,7 @@ class Layout(Value):
 
     def __repr__(self):
         if self.tensor is not None:
-            text = f"layouts.from_spec({self.spec()!r})"
-            return text if len(text) < LONG else f"<layout {self.name} of {tuple(self.tensor.shape)}>"
+            return f"<layout {self.name} of {tuple(self.tensor.shape)}>"
         parts = [f"({part!r})" if len(part.of) > 1 else repr(part) for part in self.of]
         if parts:
             return f"~{parts[0]}" if self.kind == "~" else f" {self.kind} ".join(parts)

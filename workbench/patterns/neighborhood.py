@@ -139,7 +139,7 @@ class Neighborhood(Pattern):
     def _laid(self, cells: Tensor) -> Tensor:
         """What the cells of the grid have, at their places."""
         cells = cells.view(self.shape)
-        for axis, (place, _, _) in enumerate([] if self.plain else self.windows):
+        for axis, (place, _, _) in enumerate(self.windows):
             cells = cells.index_select(axis, place.argsort())
         return cells.flatten()
 
