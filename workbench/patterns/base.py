@@ -71,12 +71,6 @@ class Blocks:
         line = self.line
         return line // max(1, self.rows), line % max(1, self.rows)
 
-    def spans(self, which: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """int64: ((first query, last + 1), (first key, last + 1)) of some blocks."""
-        (bq, bk), row, column = self.block_size, self.place[1][which] + self.first, self.columns[which].long()
-        queries = (row * bq).clamp(min=self.n - self.nq), (row * bq + bq).clamp(max=self.n)
-        return queries, (column * bk, (column * bk + bk).clamp(max=self.n))
-
     def to(self, device) -> Blocks:
         moved = (t if t is None else t.to(device) for t in (self.starts, self.columns, self.full, self.used))
         return Blocks(self.block_size, self.n, self.nq, self.layouts, *moved)
