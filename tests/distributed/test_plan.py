@@ -71,16 +71,6 @@ def test_pairs_of_the_ranks_are_those_of_the_pattern(id):
     assert found.pairs.tolist() == want
 
 
-def test_local_branches_move_nothing_and_a_branch_across_shards_moves_what_it_keeps():
-    n, heads = 1 << 16, 4
-    inside = plan(wb.Dilated([1024, 4096], [1, 4]), Shards.even(n, 8), heads)
-    assert int(inside.units.sum()) == 0 and inside.balance == 1
-    across = plan(wb.Dilated([1024, n], [1, 4]), Shards.even(n, 2), heads)
-    assert across.units.tolist() == [[0, heads * n // 8], [heads * n // 8, 0]]
-    causal = plan(wb.Dilated([1024, n], [1, 4], causal=True), Shards.even(n, 2), heads)
-    assert causal.units.tolist() == [[0, heads * n // 8], [0, 0]]
-
-
 def test_zigzag_is_even():
     assert plan(wb.Dense(causal=True), Shards.even(1 << 20, 8), 4).balance < 1.0001
 
