@@ -88,7 +88,8 @@ class BlockSparse(Listed):
     def _inside(self, blocks, heads, part):
         """Query i sees i + 1 - k0 keys of a block, from 0 to all k1 - k0: the sum is of triangular numbers."""
         (bq, bk), n = self.block_size, blocks.n
-        q0, k0 = (blocks.place[1][part] + blocks.first) * bq, blocks.columns[part].long() * bk
+        row, k0 = blocks.line[part] % max(1, blocks.rows), blocks.columns[part].long() * bk
+        q0 = (row + blocks.first) * bq
         q1, k1, q0 = (q0 + bq).clamp(max=n), (k0 + bk).clamp(max=n), q0.clamp(min=n - blocks.nq)
         many = sum(sign * (x - y).clamp(min=0) * ((x - y).clamp(min=0) + 1) // 2
                    for sign, x, y in ((1, q1, k0), (-1, q1, k1), (-1, q0, k0), (1, q0, k1)))  # fmt: skip
