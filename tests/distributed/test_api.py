@@ -43,12 +43,11 @@ def test_what_goes_wrong_while_preparing_on_one_rank_is_raised_on_all_and_the_gr
     assert last[0] == {"bug": "KeyError"}.get(what, kind)
 
 
-@pytest.mark.parametrize("strategy", ["sequence", "heads"])
-def test_an_out_of_memory_in_the_backward_is_raised_on_all_and_the_group_goes_on(ranks, strategy):
-    assert ranks(2).run(work.out_of_memory_backward, strategy) == [
-        ("OutOfMemoryError", "rank 1: no room"),
-        ("OutOfMemoryError", "no room"),
-    ]
+NO_ROOM = ("OutOfMemoryError", "rank 1: no room"), ("OutOfMemoryError", "no room")  # of two ranks, the last failing
+
+
+def test_an_out_of_memory_in_the_backward_by_heads_is_raised_on_all_and_the_group_goes_on(ranks):
+    assert tuple(ranks(2).run(work.out_of_memory_by_heads)) == NO_ROOM
 
 
 def test_queries_that_one_rank_has_changed_before_the_backward_are_an_error_on_all_and_the_group_goes_on(ranks):
@@ -60,18 +59,17 @@ def test_a_function_that_answers_otherwise_before_the_backward_is_an_error_on_al
     assert all("has changed since the forward" in text for text in ranks(2).run(work.changed_function))
 
 
-@pytest.mark.parametrize("backward, forgets", [(False, ()), (False, (0,)), (False, (0, 1)), (True, ())])
-def test_an_out_of_memory_before_ranks_have_agreed_is_raised_on_all_and_the_group_goes_on(ranks, backward, forgets):
-    first, last = ranks(2).run(work.out_of_memory_beside, backward, forgets)
-    assert first[0] == ("OutOfMemoryError", "rank 1: no room") and last[0] == ("OutOfMemoryError", "no room")
-    assert first[1] == last[1] == []
-
-
-@pytest.mark.parametrize("where", ["buffers", "own rows"])
-@pytest.mark.parametrize("backward", [False, True])
-def test_an_out_of_memory_before_ranks_have_agreed_leaves_nothing_alive_and_no_race(ranks, backward, where):
-    for left, races in ranks(2).run(work.left_by_an_error, backward, where):
-        assert left < 1 << 14 and races == []  # a thread of gloo may hold the 400 bytes of the reason a little longer
+@pytest.mark.parametrize("backward, where, forgets", [
+    (False, "buffers", ()), (True, "buffers", ()), (False, "own rows", ()), (True, "own rows", ()),
+    (False, "own rows", (0,)), (False, "own rows", (0, 1)),
+])  # fmt: skip
+def test_an_out_of_memory_before_ranks_have_agreed_is_raised_on_all_and_the_group_goes_on(
+    ranks, backward, where, forgets
+):
+    """It leaves nothing alive, and no race."""
+    errors, left, races = zip(*ranks(2).run(work.runs_out, backward, where, forgets), strict=True)
+    assert errors == NO_ROOM and races == ([], [])
+    assert max(left) < 1 << 14  # a thread of gloo may hold the 400 bytes of the reason a little longer
 
 
 def test_another_strategy_may_be_the_better_one_for_other_lengths_of_other_ranks(ranks):

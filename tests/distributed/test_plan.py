@@ -21,11 +21,8 @@ EXACT = wb.Dense, wb.Dilated, wb.Window, wb.Neighborhood, wb.BlockSparse  # othe
 
 def seen(case, pattern) -> torch.Tensor:
     """bool (key heads, Nq, N): which rows a query sees under one of the heads of a key head, in any of the batch."""
-    each = (
-        [pattern] if getattr(pattern, "batch", None) is None else [pattern.for_batch(b) for b in range(pattern.batch)]
-    )
     heads, key_heads = case.heads, case.kv_heads or case.heads
-    total = sum(x.multiplicity(case.n, heads, case.nq) for x in each) > 0
+    total = sum(x.multiplicity(case.n, heads, case.nq) for x in pattern.each()) > 0
     return total.view(key_heads, heads // key_heads, *total.shape[1:]).any(1)
 
 
@@ -66,23 +63,12 @@ def test_pairs_of_the_ranks_are_those_of_the_pattern(id):
     found = plan_of(case, drawn(case.n, 3, id), "sequence")
     if isinstance(pattern, wb.BlockSparse) or not isinstance(pattern, EXACT) or not getattr(pattern, "plain", True):
         # visible blocks count as a whole
-        each = [pattern] if pattern.batch is None else [pattern.for_batch(b) for b in range(pattern.batch)]
-        assert found.pairs.sum() >= sum(x.pairs(case.n, case.heads, case.nq) for x in each)
+        assert found.pairs.sum() >= sum(x.pairs(case.n, case.heads, case.nq) for x in pattern.each())
         return
     count = pattern.multiplicity(case.n, case.heads, case.nq)
     first = case.n - found.nq
     want = [int(count[:, [x - first for part in found.work(p) for x in part]].sum()) for p in range(3)]
     assert found.pairs.tolist() == want
-
-
-def test_local_branches_move_nothing_and_a_branch_across_shards_moves_what_it_keeps():
-    n, heads = 1 << 16, 4
-    inside = plan(wb.Dilated([1024, 4096], [1, 4]), Shards.even(n, 8), heads)
-    assert int(inside.units.sum()) == 0 and inside.balance == 1
-    across = plan(wb.Dilated([1024, n], [1, 4]), Shards.even(n, 2), heads)
-    assert across.units.tolist() == [[0, heads * n // 8], [heads * n // 8, 0]]
-    causal = plan(wb.Dilated([1024, n], [1, 4], causal=True), Shards.even(n, 2), heads)
-    assert causal.units.tolist() == [[0, heads * n // 8], [0, 0]]
 
 
 def test_zigzag_is_even():

@@ -340,13 +340,12 @@ def refused(rank, world, what):
     return found
 
 
-def out_of_memory_backward(rank, world, strategy):
+def out_of_memory_by_heads(rank, world):
     """What this rank raises if the last one has no memory for the backward; then the same backward, with memory."""
     pattern, (*mine, g, _) = Dilated([64], [2]), mine_of(Dilated([64], [2]), rank, world, heads=4)
     leaves = [x.clone().requires_grad_() for x in mine]
-    out = api.attention(*leaves, pattern, strategy=strategy)
-    where = {"sequence": (Executor, "allocate"), "heads": (torch.Tensor, "new_empty")}[strategy]
-    error = patch.object(*where, side_effect=torch.OutOfMemoryError("no room"))
+    out = api.attention(*leaves, pattern, strategy="heads")
+    error = patch.object(torch.Tensor, "new_empty", side_effect=torch.OutOfMemoryError("no room"))
     with error if rank == world - 1 else contextlib.nullcontext():
         found = raised(out.backward, g, retain_graph=True)
     out.backward(g)
@@ -379,59 +378,39 @@ def changed_function(rank, world):
     return raised(out.backward, g)[1]
 
 
-def left_by_an_error(rank, world, backward, where):
-    """(bytes of tensors that an error of the last rank keeps alive until a garbage collection, races).
+def runs_out(rank, world, backward, where, forgets=()):
+    """(what this rank raises, bytes of tensors that it keeps alive until a garbage collection, races) if the last rank
+    runs out of memory before ranks have agreed, by gloo; then the same call, with memory, has to be right.
 
-    where: the error comes while that rank makes its buffers, or attends to its own rows; both are before ranks have
-    agreed, by gloo
+    where: what that rank does then, make its "buffers" or attend to its "own rows"; forgets: ranks that have lost their
+    plan by then
     """
-    pattern = Dense()
-    leaves = [torch.randn(1, 512, 2, 8, requires_grad=True) for _ in range(3)]  # 32 KB each
+    pattern, case = Dense(), Case("", Dense, 512 * world)  # 32 KB a tensor
+    inputs, rows = case.inputs(torch.float32), rows_of(case, [512] * world, rank)
+    want, mine = tools.oracle(inputs, pattern), shard(inputs, rows)
+    leaves = [x.clone().requires_grad_() for x in mine[:3]]
+
+    def fails(*_, **__):
+        some = torch.empty(1 << 15)  # noqa: F841, which the traceback has in this frame
+        raise torch.OutOfMemoryError("no room")
+
     with races.Races(by_host=True) as found:
-        for _ in range(2):
-            call = run(pattern, group=found.ranks)
-            out = call(*leaves, pattern)[0]
-            torch.autograd.grad(out, leaves, out.detach(), retain_graph=True)
+        call = run(pattern, group=found.ranks)
+        out = call(*leaves, pattern)[0]
+        torch.autograd.grad(out, leaves, mine[3], retain_graph=True)
+        if rank in forgets:
+            plans_of(pattern).clear()
         gc.collect()
         gc.disable()
         before = alive()
         place = {"buffers": (Executor, "allocate"), "own rows": (partial, "backward" if backward else "forward")}[where]
-
-        def runs_out(*_, **__):
-            some = torch.empty(1 << 15)  # noqa: F841, which the traceback has in this frame
-            raise torch.OutOfMemoryError
-
-        where = patch.object(*place, runs_out)
-        with where if rank == world - 1 else contextlib.nullcontext(), contextlib.suppress(torch.OutOfMemoryError):
-            torch.autograd.grad(out, leaves, leaves[0].detach()) if backward else call(*leaves, pattern)
-            raise AssertionError("no error")
-    del where
-    left = alive() - before
-    gc.enable()
-    return left, sorted(found.found)
-
-
-def out_of_memory_beside(rank, world, backward, forgets=()):
-    """(what this rank raises, races) if the last rank runs out of memory while it attends to its own rows, before ranks
-    have agreed; then the same call, with memory. forgets: the ranks that have lost their plan by then."""
-    case, shards = CASES["dense"]
-    pattern, inputs, rows = case.pattern(), case.inputs(torch.float64), rows_of(case, shards[world], rank)
-    want, mine = tools.oracle(inputs, pattern), shard(inputs, rows)
-    error = torch.OutOfMemoryError("no room") if rank == world - 1 else None
-    with races.Races(by_host=True) as races_found:
-        call = run(pattern, group=races_found.ranks)
-        tools.differentiate(call, mine, pattern)  # from now on the plan is there
-        if rank in forgets:
-            plans_of(pattern).clear()
-        leaves = [x.clone().requires_grad_() for x in mine[:3]]
-        out = call(*leaves, pattern)[0] if backward else None
-        where = patch.object(partial, "backward" if backward else "forward", side_effect=error)
-        with where if error else contextlib.nullcontext():
-            again = (out.backward, mine[3], None, True) if backward else (call, *leaves, pattern)
-            found = raised(*again)
+        with patch.object(*place, fails) if rank == world - 1 else contextlib.nullcontext():
+            error = raised(torch.autograd.grad, out, leaves, mine[3]) if backward else raised(call, *leaves, pattern)
+        left = alive() - before
+        gc.enable()
         got = tools.differentiate(call, mine, pattern)
-    assert max(float((x - part(name, want[name], rows)).abs().max()) for name, x in got.items()) < TOLERANCE
-    return found, sorted(races_found.found)
+    assert max(tools.relative(x, part(name, want[name], rows), inputs[3]) for name, x in got.items()) < 2e-6
+    return error, left, sorted(found.found)
 
 
 def flips(rank, world):

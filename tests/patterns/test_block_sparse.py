@@ -64,7 +64,7 @@ def test_a_batch_is_indexed_before_it_is_counted(agree):
     pattern = BlockSparse(top_k(q, k, 4, 2), 4)
     assert pattern.batch == 2
     for question in (pattern.pairs, pattern.multiplicity, pattern.blocks, pattern.coverage, pattern.density):
-        with pytest.raises(ValueError, match=r"layout of batch 2: index the batch, pattern.for_batch\(b\), first"):
+        with pytest.raises(ValueError, match=r"layout of batch 2: index the batch, for_batch\(b\), first"):
             question(20, 3)
     one = pattern.for_batch(1)
     assert one.batch is None

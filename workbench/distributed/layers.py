@@ -3,7 +3,6 @@
 import copy
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from workbench.distributed.api import attention
@@ -50,7 +49,3 @@ class MultiheadAttention(layers.MultiheadAttention):
         twin = memo[id(self)] = self.__new__(type(self))
         twin.__dict__ = copy.deepcopy(self.__dict__, memo)
         return twin
-
-    def extra_repr(self) -> str:
-        ranks = dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
-        return f"{super().extra_repr()}, ranks={ranks}, strategy={self.strategy!r}"

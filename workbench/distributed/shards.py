@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,10 +75,7 @@ class Rows:
 
     def without(self, hole: range) -> Rows:
         """The positions outside a range of step 1."""
-        if not hole:
-            return self
-        ends = (int(self.pieces[0][0]), int(self.pieces[-1][-1]) + 1) if self.pieces else (0, 0)
-        return Rows(self.within(min(ends[0], hole.start), hole.start).pieces + self.within(hole.stop, ends[1]).pieces)
+        return Rows(self.within(0, hole.start).pieces + self.within(hole.stop, sys.maxsize).pieces)
 
     @cached_property
     def positions(self) -> Tensor:

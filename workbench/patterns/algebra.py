@@ -53,14 +53,6 @@ class _Made(Listed):
             part.for_batch(0).check(n, heads, nq)
         return super().check(n, heads, nq)
 
-    def block_of(self, block_size=None):
-        """Any; where parts have one of their own, a multiple of these."""
-        own = getattr(self, "block_size", None)
-        asked = own if block_size is None and own else super().block_of(block_size)
-        if own and any(x % y for x, y in zip(asked, own, strict=True)):
-            raise ValueError(f"block_size={block_size!r}: want {own}, the pattern's own, or multiples")
-        return asked
-
     def spec(self):
         return {"pattern": self.kind, "of": [part.spec() for part in self.of]}
 

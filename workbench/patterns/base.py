@@ -75,12 +75,6 @@ class Blocks:
         line = self.line
         return line // max(1, self.rows), line % max(1, self.rows)
 
-    def spans(self, which: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """int64: ((first query, last + 1), (first key, last + 1)) of some blocks."""
-        (bq, bk), row, column = self.block_size, self.place[1][which] + self.first, self.columns[which].long()
-        queries = (row * bq).clamp(min=self.n - self.nq), (row * bq + bq).clamp(max=self.n)
-        return queries, (column * bk, (column * bk + bk).clamp(max=self.n))
-
     def to(self, device) -> Blocks:
         moved = (t if t is None else t.to(device) for t in (self.starts, self.columns, self.full, self.used))
         return Blocks(self.block_size, self.n, self.nq, self.layouts, *moved)
@@ -271,8 +265,12 @@ class Pattern(Value):
         return self._ask(self._blocks, n, heads, nq, self.block_of(block_size))
 
     def block_of(self, block_size=None) -> tuple[int, int]:
-        """A block size as (query, key)."""
-        return axes("block_size", 128 if block_size is None else block_size, 2, 1)
+        """A block size as (query, key); where the pattern has one of its own, that or multiples of it."""
+        own = getattr(self, "block_size", None)
+        asked = axes("block_size", (own or 128) if block_size is None else block_size, 2, 1)
+        if own and any(x % y for x, y in zip(asked, own, strict=True)):
+            raise ValueError(f"block_size={block_size!r}: want {own}, the pattern's own, or multiples")
+        return asked
 
     def _tiles(self, n, heads, nq):
         """Yield the count of some rows after the other, (heads, rows, n)."""

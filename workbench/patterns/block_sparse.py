@@ -47,24 +47,11 @@ class BlockSparse(Listed):
         return n, heads, nq
 
     def count(self, h, i, j, n, heads):
-        seen = self._layout(h, i // self.block_size[0], j // self.block_size[1], n)
+        seen = self.layout.visible(h, i // self.block_size[0], j // self.block_size[1], self._grid(n))
         return seen & (j <= i) if self.causal else seen.expand(torch.broadcast_shapes(seen.shape, i.shape, j.shape))
-
-    def _layout(self, h, a, b, n):
-        if self.batch is not None and self.batch != 1:
-            raise ValueError(f"layout of batch {self.batch}: index the batch, pattern.for_batch(b), first")
-        layout = self.layout if self.batch is None else self.layout.for_batch(0)
-        return layout.visible(h, a, b, self._grid(n))
 
     def _grid(self, n):
         return -(-n // self.block_size[0]), -(-n // self.block_size[1])
-
-    def block_of(self, block_size=None):
-        """The pattern's own, or multiples of it; another one is refused."""
-        asked = self.block_size if block_size is None else axes("block_size", block_size, 2, 1)
-        if any(x % own for x, own in zip(asked, self.block_size, strict=True)):
-            raise ValueError(f"block_size={block_size!r}: want {self.block_size}, the pattern's own, or multiples")
-        return asked
 
     def _blocks(self, n, heads, nq, block_size):
         layouts = heads if self.layout.per_head else 1
@@ -79,14 +66,16 @@ class BlockSparse(Listed):
     def _rows(self, head, start, end, n, nq):
         """(how many blocks each row of [start, end) has, their columns, full) of one layout."""
         bq, bk = self.block_size
-        cols = self._grid(n)[1]
+        grid = self._grid(n)
+        cols = grid[1]
         a = torch.arange(start, end, dtype=torch.int32).view(1, -1, 1)
         start_of = torch.arange(start, end)[:, None] * bq
         first, last = start_of.clamp(min=n - nq), (start_of + bq).clamp(max=n) - 1  # the queries of each row
         if self.causal:
             cols = int(last[-1]) // bk + 1  # nothing further right is visible to these rows
         b = torch.arange(cols, dtype=torch.int32).view(1, 1, -1)
-        visible = self._layout(torch.full((1, 1, 1), head, dtype=torch.int32), a, b, n).expand(1, end - start, cols)[0]
+        h = torch.full((1, 1, 1), head, dtype=torch.int32)
+        visible = self.layout.visible(h, a, b, grid).expand(1, end - start, cols)[0]
         if self.causal:
             visible = visible & (b[0].long() * bk <= last)
         row, column = visible.nonzero(as_tuple=True)
@@ -98,7 +87,10 @@ class BlockSparse(Listed):
 
     def _inside(self, blocks, heads, part):
         """Query i sees i + 1 - k0 keys of a block, from 0 to all k1 - k0: the sum is of triangular numbers."""
-        (q0, q1), (k0, k1) = blocks.spans(part)
+        (bq, bk), n = self.block_size, blocks.n
+        row, k0 = blocks.line[part] % max(1, blocks.rows), blocks.columns[part].long() * bk
+        q0 = (row + blocks.first) * bq
+        q1, k1, q0 = (q0 + bq).clamp(max=n), (k0 + bk).clamp(max=n), q0.clamp(min=n - blocks.nq)
         many = sum(sign * (x - y).clamp(min=0) * ((x - y).clamp(min=0) + 1) // 2
                    for sign, x, y in ((1, q1, k0), (-1, q1, k1), (-1, q0, k0), (1, q0, k1)))  # fmt: skip
         yield slice(None), many

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 import operator
 import zlib
@@ -22,7 +21,6 @@ from torch import Tensor
 
 from workbench.patterns.checks import Value, axes, describe, flag, number, unwritten, whole
 
-LONG = 2000  # characters of a repr
 FAR = 1 << 30  # more blocks than there ever are: longer distances are cut to it, so that they fit in int32
 OPERATORS = {"|": operator.or_, "&": operator.and_, "-": operator.sub, "~": operator.invert}
 
@@ -113,16 +111,9 @@ class Layout(Value):
     def _inner(self) -> str:
         return f"({self.name})" if len(self.of) > 1 else self.name
 
-    def __eq__(self, other):
-        return isinstance(other, Layout) and self.spec() == other.spec()
-
-    def __hash__(self):
-        return hash(json.dumps(self.spec()))
-
     def __repr__(self):
         if self.tensor is not None:
-            text = f"layouts.from_spec({self.spec()!r})"
-            return text if len(text) < LONG else f"<layout {self.name} of {tuple(self.tensor.shape)}>"
+            return f"<layout {self.name} of {tuple(self.tensor.shape)}>"
         parts = [f"({part!r})" if len(part.of) > 1 else repr(part) for part in self.of]
         if parts:
             return f"~{parts[0]}" if self.kind == "~" else f" {self.kind} ".join(parts)
@@ -248,9 +239,9 @@ def explicit(blocks: Tensor, name: str = "explicit") -> Layout:
 
 def _explicit(blocks: Tensor, name: str) -> Layout:
     def visible(h, i, j, grid):
-        table = blocks.to(i.device)
-        if table.ndim == 4:
-            raise ValueError(f"layout of batch {len(table)}: index the batch, for_batch(b), first")
+        if blocks.ndim == 4 and len(blocks) != 1:
+            raise ValueError(f"layout of batch {len(blocks)}: index the batch, for_batch(b), first")
+        table = blocks.to(i.device).view(blocks.shape[-3:])
         return table[h, i, j] if per_head else table.view(table.shape[-2:])[i, j]
 
     per_head = blocks.ndim > 2 and blocks.shape[-3] != 1

@@ -121,10 +121,7 @@ class Neighborhood(Pattern):
 
     def _pairs(self, n, heads, nq):
         if self.ordering is None and nq == n:  # windows are boxes: one axis times the other
-            if not self.plain:
-                return [math.prod(int((high - low + 1).sum()) for _, low, high in self.windows)] * heads
-            reaches = [(side, min(r, side - 1)) for side, r in zip(self.shape, self.radius, strict=True)]
-            return [math.prod(side * (2 * r + 1) - r * (r + 1) for side, r in reaches)] * heads
+            return [math.prod(int((high - low + 1).sum()) for _, low, high in self.windows)] * heads
         return [int(self.keys()[n - nq :].sum())] * heads
 
     def keys(self) -> Tensor:
@@ -142,7 +139,7 @@ class Neighborhood(Pattern):
     def _laid(self, cells: Tensor) -> Tensor:
         """What the cells of the grid have, at their places."""
         cells = cells.view(self.shape)
-        for axis, (place, _, _) in enumerate([] if self.plain else self.windows):
+        for axis, (place, _, _) in enumerate(self.windows):
             cells = cells.index_select(axis, place.argsort())
         return cells.flatten()
 
@@ -161,28 +158,29 @@ class Neighborhood(Pattern):
         parts = []
         for a in range(0, rows, step):
             some = slice(max(0, (first + a) * bq - (n - nq)), max(0, (first + a + step) * bq - (n - nq)))
-            block, seen = self._widen(queries[some] // bq - first - a, cell[some])
+            seen = self._widen((queries[some] // bq - first - a) * len(token) + cell[some])
+            block = seen // len(token)
             visible = torch.zeros(min(step, rows - a), cols + 1, dtype=torch.bool)  # the last of cells without a token
-            visible[block, key_block[seen]] = True
+            visible[block, key_block[seen - block * len(token)]] = True
             x, y = visible[:, :cols].nonzero(as_tuple=True)
-            parts.append((visible[:, :cols].sum(1), y.int(), _within(inside[:, :, x + a], boxes[:, :, y])))
+            parts.append((x.bincount(minlength=len(visible)), y.int(), _within(inside[:, :, x + a], boxes[:, :, y])))
         return Blocks.joined(block_size, n, nq, 1, parts)
 
-    def _widen(self, block: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-        """The cells in the windows of cells, each once a block: (block, cell). Axis by axis, from the cells of a line
-        in order, each of which adds what the one before has not: windows begin and end no earlier than that one's."""
-        stride, cells = 1, math.prod(self.shape)
+    def _widen(self, cell: Tensor) -> Tensor:
+        """The cells in the windows of cells, each once; of several grids, through which cells are counted on. Axis by
+        axis, from the cells of a line in order, each of which adds what the one before has not: windows begin and end
+        no earlier than that one's."""
+        stride = 1
         for side, (_, low, high) in zip(self.shape[::-1], self.windows[::-1], strict=True):
             x = cell // stride % side
-            key = ((block * cells + cell - x * stride) * side + x).sort().values
+            key = ((cell - x * stride) * side + x).sort().values
             line, x = key // side, key % side
             begin, after = low[x], torch.where(line[1:] == line[:-1], high[x[:-1]] + 1, 0)
             begin[1:] = begin[1:].maximum(after)
             many = (high[x] - begin + 1).clamp(min=0)
-            line = line.repeat_interleave(many)
-            block, cell = line // cells, line % cells + ranges(begin, many) * stride
+            cell = line.repeat_interleave(many) + ranges(begin, many) * stride
             stride *= side
-        return block, cell
+        return cell
 
     def _bounds(self, token: Tensor, size: int, first: int, blocks: int, keys: bool) -> Tensor:
         """int64 (axes, 2, blocks): of each block, from which place to which its tokens are (keys), or what is in the

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from workbench.patterns.checks import Value, axes, describe, on_host, several, unwritten, whole, wholes
 
-LONG = 2000  # characters of a repr
-
 
 class Ordering(Value):
     """The cells of a grid in the order in which they are tokens; `restrict` leaves some of them out.
@@ -119,12 +117,11 @@ class Ordering(Value):
         return Ordering, (self.name, self.shape, self.curve, self.source)
 
     def __repr__(self) -> str:
-        """A call that makes it; where that would be a long list, what it is in words."""
-        if self.source and "runs" not in self.source:
-            arguments = [f"{k}={v!r}" for k, v in self.source.items() if k != "ordering"]
-            return f"orderings.{self.source['ordering']}({', '.join(arguments)})"
-        text = f"orderings.from_spec({self.spec()!r})"
-        return text if len(text) < LONG else f"<{self.name} of {len(self):,} tokens on {self.shape}>"
+        """A call that makes it; of one made by hand or restricted, what it is in words."""
+        if not self.source or "runs" in self.source:
+            return f"<{self.name} of {len(self):,} tokens on {self.shape}>"
+        arguments = [f"{k}={v!r}" for k, v in self.source.items() if k != "ordering"]
+        return f"orderings.{self.source['ordering']}({', '.join(arguments)})"
 
 
 @on_host()

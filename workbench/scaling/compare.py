@@ -1,19 +1,17 @@
-"""Whether a strategy's results are right: each rank's rows against those of one device or, if it cannot, float64.
+"""Whether a strategy's results are right: each rank's rows against those of one device.
 
 Dimensions: B batch, N positions, H heads, D head_dim.
 """
-
-from collections import defaultdict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workbench.distributed.shards import Rows, Shards, as_tensor
+from workbench.distributed.shards import Rows, Shards
 from workbench.harness.outcome import attempt
 from workbench.probes.case import Case
 from workbench.probes.error import RELATIVE
-from workbench.probes.validity import Exact, edges, sample
+from workbench.probes.validity import edges
 from workbench.scaling import strategies
 from workbench.scaling.strategies import ONE, Work
 
@@ -60,7 +58,7 @@ def one_device(case: Case, rank: int, world: int) -> tuple[dict[str, Tensor] | N
 
 
 def with_one_device(work: Work, results: dict[str, Tensor], expected: dict[str, Tensor], world: int) -> dict:
-    """errors, compared and compared_with of `on_ranks.facts`, against the one-device call.
+    """errors and compared of `on_ranks.facts`.
 
     A row's error is ||got - want|| over its size, ||want||. In the dq of a query that sees few keys, or the dk of a key
     that few see, nearly everything cancels; so ||out||, or ||dv||, which for inputs N(0, 1) are of the same scale, is
@@ -83,56 +81,7 @@ def with_one_device(work: Work, results: dict[str, Tensor], expected: dict[str, 
         relative = off.norm(dim=-1) / size.clamp(min=torch.finfo(case.dtype).tiny)
         errors[name] = [_largest(off.abs()), _largest(relative) / allowed]
         compared = max(compared, len(here)) if name in ("out", "dq") else compared
-    return {"errors": errors, "compared": compared, "compared_with": "one device"}
-
-
-class _Drawn(Exact):
-    """The definition in float64, for inputs that no device can hold: their rows are drawn again as needed."""
-
-    def __init__(self, case: Case):
-        sizes = {"q": (case.nq, case.heads), "k": (case.n, case.kv_heads), "v": (case.n, case.kv_heads)}
-        shapes = [(case.batch, *sizes[name], case.head_dim) for name in "qkv"]
-        super().__init__(case.pattern, *(torch.empty(shape, device="meta") for shape in shapes))
-        self.case, self.device = case, torch.device(case.device)
-
-    def take(self, x: Tensor, b: int, at: range | Tensor, h: int) -> Tensor:
-        name = next(name for name in "qkv" if x is getattr(self, name))
-        rows = as_tensor(at).cpu()
-        return strategies.remake(self.case, name, rows)[b, :, h].double()
-
-
-def with_float64(work: Work, results: dict[str, Tensor]) -> dict:
-    """errors, compared and compared_with of `on_ranks.facts`, against float64, of some of this rank's rows of out.
-
-    In each run of rows that the rank has, these are the ones of `validity.sample` (at both sides of edges and of where
-    offsets no longer fit into 32 bits, and random ones) and, for each dilated branch and head, the last row it keeps.
-    """
-    case, exact, at = work.case, _Drawn(work.case), defaultdict(list)
-    branches = [getattr(case.pattern, x, ()) for x in ("segment_lengths", "dilation_rates")]
-    shift, place = case.n - case.nq, 0
-    for rows in work.share.rows("out", case) if results else ():
-        shape = (len(work.share.batch), len(rows), case.heads, case.head_dim)
-        first = rows.start + shift
-        for b, i, h in sample(shape, case.pattern, first, case.seed):
-            at[work.share.batch.start + b, h].append((place + i, first + i))
-        last = rows.stop - 1 + shift
-        for branch, (w, r) in enumerate(zip(*branches, strict=True)):
-            for h in range(case.heads):
-                o = case.pattern.offset(branch, h, case.heads)
-                kept = None if o is None else last // w * w + (last % w - o) // r * r + o
-                if kept is not None and kept >= first:
-                    at[work.share.batch.start, h].append((place + kept - first, kept))
-        place += len(rows)
-    absolute, relative, compared = 0.0, 0.0, 0
-    allowed = RELATIVE.get(case.dtype, 2 * torch.finfo(case.dtype).eps)
-    for (b, h), rows in at.items():
-        here, positions = (torch.tensor(x) for x in zip(*sorted(set(rows)), strict=True))
-        want, size = exact.rows(b, h, positions)["out"]
-        off = results["out"][b - work.share.batch.start, here.to(want.device), h].double() - want
-        absolute, compared = max(absolute, _largest(off.abs())), compared + len(here)
-        relative = max(relative, _largest(off.norm(dim=1) / size.clamp(min=torch.finfo(case.dtype).tiny)))
-    errors = {"out": [absolute, relative / allowed]} if compared else {}
-    return {"errors": errors, "compared": compared, "compared_with": "float64, keys drawn again"}
+    return {"errors": errors, "compared": compared}
 
 
 def _largest(x: Tensor) -> float:

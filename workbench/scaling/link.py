@@ -41,20 +41,17 @@ class Rates(NamedTuple):
 
 
 def measure(
-    nproc: int = 2, sizes: Iterable[int] = MESSAGES, *, device: str | None = None, samples: int = 9, profile="quick",
-    folder=None,
-) -> pd.DataFrame:  # fmt: skip
+    nproc: int = 2, sizes: Iterable[int] = MESSAGES, *, samples: int = 9, profile="quick", folder=None
+) -> pd.DataFrame:
     """Measure all-to-alls in which each rank sends `size` bytes, equally to each other rank: a row and record by size
     (stage "link"); and one of a call of dense attention on the ranks, over its share of the time on one device (stage
     "cost": samples_ms are these differences, message_bytes what it sends, exchanges in how many messages).
 
-    device: "cpu" (gloo) or "cuda" (NCCL); by default "cuda" if there is one. A row: message_bytes (what a rank sends,
-    rounded down to equal parts), samples_ms and median_ms of the slowest rank, bytes_per_second that a rank sends at
-    the median. ValueError for another device, for fewer than two ranks, or for less than a byte to each other rank.
+    By NCCL where there is a CUDA card, else by gloo. A row: message_bytes (what a rank sends, rounded down to equal
+    parts), samples_ms and median_ms of the slowest rank, bytes_per_second that a rank sends at the median. ValueError
+    for fewer than two ranks, or for less than a byte to each other rank.
     """
-    device = device or ("cuda" if torch.cuda.device_count() else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device={device!r}: want 'cpu' or 'cuda', on which each rank has a card")
+    device = "cuda" if torch.cuda.device_count() else "cpu"
     nproc, samples = checks.whole("nproc", nproc, 2), checks.whole("samples", samples, 1)
     sizes = checks.wholes("sizes", checks.listed("sizes", sizes), nproc - 1)  # a byte for each other rank
     sizes = [size // (nproc - 1) * (nproc - 1) for size in sizes]

@@ -39,7 +39,7 @@ ONE = "one device"
 OURS = ("sequence", "heads")
 STRATEGIES = (ONE, "data parallel", "distributed data parallel", *OURS, "context parallel")
 SHORT = {"data parallel": "DataParallel", "distributed data parallel": "DDP"}  # names by which users know them
-CHUNK, MOST = 4096, 1 << 18  # rows that are drawn at once, for short and for long sequences
+CHUNK = 1 << 14  # rows that are drawn at once
 TENSORS = ("q", "k", "v", "upstream")
 
 
@@ -114,43 +114,18 @@ def make(case: Case, name: str, batch: range, rows: tuple[range, ...]) -> Tensor
 
     Each chunk of rows has a seed of its own, so that a rank draws little more than what it holds.
     """
-    many, size = _heads(case, name), _chunk(case)
-    found = torch.empty(len(batch), sum(map(len, rows)), many, case.head_dim, dtype=case.dtype, device=case.device)
-    start = 0
+    shape = case.batch, CHUNK, case.kv_heads if name in "kv" else case.heads, case.head_dim
+    like = {"dtype": case.dtype, "device": case.device}
+    found = torch.empty(len(batch), sum(map(len, rows)), *shape[2:], **like)
+    start, random = 0, torch.Generator(case.device)
     for part in rows if batch else ():
-        for first in range(part.start // size * size, part.stop, size):
-            some = range(max(part.start, first), min(part.stop, first + size))
-            drawn = _draw(case, name, first)[batch.start : batch.stop, some.start - first : some.stop - first]
-            found[:, start : start + len(some)] = drawn
+        for first in range(part.start // CHUNK * CHUNK, part.stop, CHUNK):
+            some = range(max(part.start, first), min(part.stop, first + CHUNK))
+            random.manual_seed(zlib.crc32(f"{case.seed} {name} {first}".encode()))  # the CPU's uses 32 bits of a seed
+            drawn = torch.randn(shape, generator=random, **like)[batch.start : batch.stop]
+            found[:, start : start + len(some)] = drawn[:, some.start - first : some.stop - first]
             start += len(some)
     return found
-
-
-def remake(case: Case, name: str, rows: Tensor) -> Tensor:
-    """Single rows (int64 (m,), on the CPU) of what `make` makes: (B, m, heads, D)."""
-    size = _chunk(case)
-    found = torch.empty(case.batch, len(rows), _heads(case, name), case.head_dim, dtype=case.dtype, device=case.device)
-    for x in (rows // size).unique().tolist():
-        here = (rows // size == x).nonzero().flatten()
-        drawn = _draw(case, name, x * size)
-        found[:, here.to(found.device)] = drawn[:, (rows[here] - x * size).to(found.device)]
-    return found
-
-
-def _heads(case: Case, name: str) -> int:
-    return case.kv_heads if name in "kv" else case.heads
-
-
-def _chunk(case: Case) -> int:
-    return max(CHUNK, min(MOST, case.n // 1024))
-
-
-def _draw(case: Case, name: str, first: int) -> Tensor:
-    """The chunk of rows that begins at `first`, of all sequences."""
-    random = torch.Generator(case.device)
-    random.manual_seed(zlib.crc32(f"{case.seed} {name} {first}".encode()))  # the CPU's generator uses 32 bits of a seed
-    shape = case.batch, _chunk(case), _heads(case, name), case.head_dim
-    return torch.randn(shape, generator=random, dtype=case.dtype, device=case.device)
 
 
 @dataclass
