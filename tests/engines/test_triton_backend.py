@@ -119,28 +119,6 @@ def test_is_an_operator_as_torch_wants_them(pattern):
     torch.library.opcheck(attend, (q, k, v, handle_of(pattern), 0.25), test_utils=tests)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=tools.name_of)
-def test_merges_into_the_results_of_other_keys(dtype):
-    """In place, into some heads of a larger tensor; a row that sees nothing changes nothing."""
-    from workbench.engines.merge import merge_
-    from workbench.engines.triton_backend import attend, attend_into
-
-    first, second = BlockSparse(layouts.local(1), 16), BlockSparse(layouts.global_(1) & ~layouts.local(1), 16)
-    q, k, v = (torch.randn(2, 80, 6, 16, generator=torch.Generator().manual_seed(x)).to(dtype) for x in range(3))
-    out, lse = attend(q, k, v, handle_of(first), 0.3)
-    want, its = out[:, :, 1:5].float(), lse[:, 1:5].clone()
-    q, k, v = (x[:, :, 1:5] for x in (q, k, v))
-    some, more = attend(q, k, v, handle_of(second), 0.3)
-    merge_(want, its.transpose(1, 2), some.float(), more.transpose(1, 2))
-    before, blind = out.clone(), more.transpose(1, 2) == -torch.inf
-    attend_into(q, k, v, handle_of(second), 0.3, out[:, :, 1:5], lse[:, 1:5])
-    close = {"rtol": 0, "atol": 1e-6 if dtype == torch.float32 else 2e-3}
-    torch.testing.assert_close(out[:, :, 1:5].float(), want, **close)
-    torch.testing.assert_close(lse[:, 1:5], its, rtol=0, atol=1e-5)
-    assert torch.equal(out[:, :, 1:5][blind], before[:, :, 1:5][blind]) and blind.any() and not blind.all()
-    assert torch.equal(out[:, :, ::5], before[:, :, ::5])
-
-
 def test_strided_inputs_and_upstream_gradients_give_the_same_numbers():
     case = tools.Case("strided", lambda: Dilated([16, 32], [1, 2]), 40, head_dim=16)
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from workbench.engines import scores
 from workbench.engines.check import check, refuse
 from workbench.engines.dispatch import attention, even
-from workbench.engines.merge import merge_
-from workbench.engines.operators import lse_dtype
+from workbench.engines.merge import lse_dtype, merge_
 from workbench.engines.torch import fused
 from workbench.engines.torch.dilated import offset_slices, share_heads
 from workbench.patterns import Dense, Dilated, Neighborhood, Pattern, Window

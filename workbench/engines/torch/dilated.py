@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workbench.engines.merge import merge_
+from workbench.engines.merge import lse_dtype, merge_
 from workbench.engines.torch import fused, steps
 
 ELEMENTS = 1 << 24  # of a fused call's output: bounds a forward's memory beyond its result
@@ -118,7 +118,7 @@ def parts(piece: Piece, d: int) -> Iterator[Piece]:
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Tensor, Tensor]:
     """out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D), k and v (B, N, G, D)."""
     (b, nq, h, d), (n, g) = q.shape, k.shape[1:3]
-    wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    wide = lse_dtype(q)
     out = q.new_zeros(b, nq, h, d, dtype=wide)  # 16-bit parts are merged in float32, and rounded once
     lse = q.new_full((b, h, nq), -torch.inf, dtype=wide)
     rows = lse.transpose(1, 2)
@@ -134,7 +134,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Ten
 def backward(grad, q, k, v, out, lse, pattern, scale):
     """(dq, dk, dv) from the gradient of out, and what `forward` returned."""
     n, nq = k.shape[1], q.shape[1]
-    wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    wide = lse_dtype(q)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
     rows = lse.transpose(1, 2)
     for piece in pieces(pattern, n, nq, q.shape[2], k.shape[2]):
