@@ -61,7 +61,7 @@ REFUSED = {
     "scale-nan": (bad(scale=math.nan), "scale=nan: want a finite number above 0"),
     "scale-0": (bad(scale=0), "scale=0: want a finite number above 0"),
     "scale-text": (bad(scale="1"), "scale='1': want a finite number above 0"),
-    "unknown-backend": (bad(backend="cuda"), "backend='cuda': want 'auto' or one of 'reference', 'torch', 'triton'"),
+    "unknown-backend": (bad(backend="cuda"), "backend='cuda': want one of 'auto', 'reference', 'torch', 'triton'"),
     "causal": (bad(causal=True), "causal=True: attention has no such option; the pattern says it, e.g. Dense(causal"),
     "dropout": (bad(dropout_p=0.0), "dropout_p=0.0: attention has no such option; the weights are not dropped out"),
     "misspelled": (bad(scales=1.0), "scales=1.0: attention has no such option; see its help"),
@@ -280,19 +280,12 @@ def test_strided_inputs_give_the_same_numbers(pattern, how):
 
 
 @every_pattern
-def test_broadcast_inputs_and_upstream_gradients_of_stride_0(pattern):
+def test_broadcast_inputs(pattern):
     q, k, v = tensors(dtype=torch.float64)
     k, v = (x[:, :, :1].expand(-1, -1, 2, -1) for x in (k, v))
     assert_right(q, k, v, pattern)
     assert_right(q.expand(3, -1, -1, -1), *(x.expand(3, -1, -1, -1) for x in (k, v)), pattern)
     assert_right(q[..., :1].expand(-1, -1, -1, 4), k, v, pattern)
-    q.requires_grad_()
-    for options in ({}, {"return_lse": True}):
-        out = attention(q, k, v, pattern, **options)
-        out = out[0] if options else out
-        one = torch.ones((), dtype=torch.float64)
-        wide = torch.autograd.grad(out, q, one.expand_as(out), retain_graph=True)[0]
-        torch.testing.assert_close(wide, torch.autograd.grad(out, q, torch.ones_like(out))[0], rtol=1e-12, atol=1e-12)
 
 
 @every_pattern
@@ -304,35 +297,24 @@ def test_a_scale_of_ones_own(pattern):
 
 
 @every_pattern
-def test_autocast_casts_all_but_float64(pattern):
+def test_autocast_comes_before_the_checks_and_casts_all_but_float64(pattern):
+    """As with float32 q and k from a rotary embedding beside a 16-bit v; torch's attention casts them too."""
     q, k, v = tensors(nq=5)
-    narrow = [x.bfloat16() for x in (q, k, v)]
+    q, k, v = q, k.half(), v.bfloat16()
+    narrow = [q.bfloat16(), k.bfloat16(), v]
+    mass = captured_mass(*narrow[:2], pattern)
     for options in ({}, {"return_lse": True}, {"backend": "reference"}):
         want = attention(*narrow, pattern, **options)
         with torch.autocast("cpu", torch.bfloat16):
             got = attention(q, k, v, pattern, **options)
-            wide = attention(q.double(), k.double(), v.double(), pattern)
-            assert "torch" in explain(q, k, v, pattern)
-        first = got[0] if options.get("return_lse") else got
-        assert first.dtype == torch.bfloat16 and wide.dtype == torch.float64
         torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
-@every_pattern
-def test_autocast_comes_before_the_checks(pattern):
-    """As with float32 q and k from a rotary embedding beside a 16-bit v; torch's attention casts them too."""
-    q, k, v = tensors(nq=5)
-    q, k, v = q, k.half(), v.bfloat16()
-    want = attention(q.bfloat16(), k.bfloat16(), v, pattern)
-    mass = captured_mass(q.bfloat16(), k.bfloat16(), pattern)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(attention(q, k, v, pattern), want)
+        assert attention(*(x.double() for x in (q, k, v)), pattern).dtype == torch.float64
         assert explain(q, k, v, pattern) == explain(q, q[:, :1].expand_as(k), v, pattern)
         assert torch.equal(captured_mass(q, k, pattern), mass)
-        with pytest.raises(ValueError, match="dtypes float64, bfloat16, bfloat16"):
-            attention(q.double(), k, v, pattern)
-        with pytest.raises(ValueError, match="dtypes int64, bfloat16, bfloat16"):
-            attention(q.long(), k, v, pattern)
+        for dtype, name in ((torch.float64, "float64"), (torch.int64, "int64")):
+            with pytest.raises(ValueError, match=f"dtypes {name}, bfloat16, bfloat16"):
+                attention(q.to(dtype), k, v, pattern)
     with pytest.raises(ValueError, match="dtypes float32, float16, bfloat16"):
         attention(q, k, v, pattern)
 

@@ -6,7 +6,6 @@ import torch
 from tests import tools
 from workbench import BlockSparse, Dense, Dilated, PerHead, Window, attention, explain, layouts
 from workbench.engines import triton_backend
-from workbench.engines.operators import handle_of
 from workbench.engines.triton import bit_masks
 from workbench.patterns import tile_order
 
@@ -108,34 +107,6 @@ PASSES = [  # pattern, n, nq, head_dim, the modules that run it
 def test_nested_branches_run_in_one_pass(pattern, n, nq, d, modules):
     found = triton_backend.kernels(pattern, torch.zeros(()).expand(1, nq, 2, d), n)
     assert " ".join(execution.__name__.rpartition(".")[2] for execution, _ in found) == modules
-
-
-@pytest.mark.parametrize("pattern", [Dilated([8, 16], [1, 2]), BlockSparse(layouts.local(1), 16)], ids=str)
-def test_is_an_operator_as_torch_wants_them(pattern):
-    q, k, v = (torch.randn(1, 24, 2, 16, requires_grad=True) for _ in range(3))
-    from workbench.engines.triton_backend import attend
-
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(attend, (q, k, v, handle_of(pattern), 0.25), test_utils=tests)
-
-
-def test_strided_inputs_and_upstream_gradients_give_the_same_numbers():
-    case = tools.Case("strided", lambda: Dilated([16, 32], [1, 2]), 40, head_dim=16)
-
-    def run(q, k, v, pattern):
-        views = (x.repeat_interleave(2, -1)[..., ::2] for x in (q, k, v))
-        out, lse = attention(*views, pattern, backend="triton", return_lse=True)
-        return out.repeat_interleave(2, -1)[..., ::2], lse
-
-    tools.check(case, torch.float32, run=run)
-
-
-def test_nothing_in_nothing_out():
-    for b, nq, n, h in ((0, 4, 4, 2), (1, 0, 4, 2), (1, 0, 0, 2), (1, 4, 4, 0)):
-        q, k = torch.randn(b, nq, h, 16, requires_grad=True), torch.randn(b, n, h, 16, requires_grad=True)
-        out = attention(q, k, k, Dilated([4], [1]), backend="triton")
-        out.sum().backward()
-        assert out.shape == q.shape and not k.grad.any()
 
 
 REFUSED = [

@@ -150,15 +150,14 @@ def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **options) -> str
 
 
 def why_not(backend: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str | None:
-    """The reason why a backend does not run this call, or None."""
+    """The reason why a backend does not run this call, or None. ValueError where there is no such backend."""
+    choice("backend", backend, "auto", *BACKENDS)
     if backend == "triton":
         sizes = map(operator.index, (k.shape[1], q.shape[2], q.shape[1]))
         return triton_backend.why_not(q, k, pattern) or pattern.answer(triton_backend.too_many_masks, *sizes)
     if backend == "fa4":
         return fa4_backend.why_not(q, k, pattern)
-    if backend in ("torch", "reference"):
-        return None
-    return f"backend={backend!r}: want 'auto' or one of {', '.join(map(repr, BACKENDS))}"
+    return None
 
 
 def choose(backend: str, q, k, v, pattern, changes=None) -> tuple[str, str]:
@@ -168,9 +167,8 @@ def choose(backend: str, q, k, v, pattern, changes=None) -> tuple[str, str]:
             raise ValueError(f"backend={backend!r}: its kernels have no {changes}; backend='torch' computes this")
         return "torch", f"scores are made block by block in bounded memory, where {changes} can change them"
     if backend != "auto":
-        reason = why_not(backend, q, k, v, pattern)
-        if reason:
-            raise ValueError(reason if reason.startswith("backend=") else f"backend={backend!r}: {reason}")
+        if reason := why_not(backend, q, k, v, pattern):
+            raise ValueError(f"backend={backend!r}: {reason}")
         return backend, "asked for by name"
     device = q.device.type
     if device == "cuda" and q.dtype in HALF and fa4_backend.preferred(q, k, pattern):

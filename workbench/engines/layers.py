@@ -30,9 +30,8 @@ class MultiheadAttention(nn.Module):
     batch_first, in_proj_bias, _qkv_same_embed_dim = True, None, True
 
     def __init__(
-        self, embed_dim, num_heads, pattern, *, num_kv_heads=None, bias=True, dropout=0.0, attention_dropout=0.0,
-        backend="auto", qk_norm=False, rope=None, sub_norm=False, tokens="natural", device=None, dtype=None,
-        **options,
+        self, embed_dim, num_heads, pattern, *, num_kv_heads=None, bias=True, dropout=0.0, backend="auto",
+        qk_norm=False, rope=None, sub_norm=False, tokens="natural", device=None, dtype=None, **options,
     ):  # fmt: skip
         super().__init__()
         refuse("MultiheadAttention", scores.others(options))
@@ -44,12 +43,9 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"embed_dim={embed_dim}, num_heads={num_heads}: num_heads must divide embed_dim")
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads={num_heads}, num_kv_heads={num_kv_heads}: the second must divide the first")
-        if backend not in ("auto", *BACKENDS):
-            raise ValueError(f"backend={backend!r}: want 'auto' or one of {', '.join(map(repr, BACKENDS))}")
-        if attention_dropout:
-            raise ValueError(f"attention_dropout={attention_dropout}: want 0; `dropout` acts on the output instead")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
-        self.pattern, self.backend, self.tokens = pattern, backend, choice("tokens", tokens, *TOKENS)
+        self.pattern, self.backend = pattern, choice("backend", backend, "auto", *BACKENDS)
+        self.tokens = choice("tokens", tokens, *TOKENS)
         self.rope = rope if rope is None else number("rope", rope, 0, FINITE)
         if rope is not None and self.head_dim % 2:
             raise ValueError(f"rope={rope}, head_dim={self.head_dim}: want an even head_dim, or rope=None")
