@@ -285,11 +285,10 @@ def launch(name, kernel, plan: Plan, causal: bool, inputs, others, strided, scal
     tile = tile_sizes.choose(f"blocks {name}", q, plan.block_size)
     count = plan.count[keys]
     programs = count * (cols // tile.N if keys else rows // tile.M) * (g if keys else h) * b
-    strides = [stride for t in (*inputs, *strided) for stride in t.stride()[:3]]
     if programs:
         kernel[(programs,)](
-            *inputs, *others, *strides, *(plan.by_keys if keys else plan.by_queries), plan.table, *scales,
-            n, nq, h, count, plan.block0, plan.by_batch, plan.by_head, plan.reach,
+            *inputs, *others, *tile_ops.strides(*inputs, *strided), *(plan.by_keys if keys else plan.by_queries),
+            plan.table, *scales, n, nq, h, count, plan.block0, plan.by_batch, plan.by_head, plan.reach,
             GROUP=h // g, D=d, BLOCK_D=tile_sizes.padded(d), ROWS=rows, COLS=cols, CAUSAL=causal,
             MASK=plan.mask, RATE=plan.rate, **options, **tile.options(),
         )  # fmt: skip

@@ -257,7 +257,7 @@ def forward(
         if fused:
             cudnn_views.forward(q, k, v, out, lse, branch, fused, pattern.causal, scale)
         branch.launch(
-            forward_kernel, b, n, nq, h, fused, tile.M, q, k, v, out, lse, *rows(q, k, v, out),
+            forward_kernel, b, n, nq, h, fused, tile.M, q, k, v, out, lse, *tile_ops.strides(q, k, v, out),
             scale * math.log2(math.e), GROUP=h // k.shape[2], D=d, BLOCK_D=tile_sizes.padded(d), CAUSAL=pattern.causal,
             FIRST=branch.whole, **tile.options(), **tile_sizes.overlap(q, launched),
         )  # fmt: skip
@@ -291,7 +291,7 @@ def backward(
             tile = tile_sizes.choose(f"dilated {name}", q)
             branch.launch(
                 kernel, b, n, nq, h, fused, tile.M if name == "dq" else tile.N, q, k, v, grad, of_rows, *results,
-                *rows(q, k, v, grad, results[0]), scale * math.log2(math.e), scale,
+                *tile_ops.strides(q, k, v, grad, results[0]), scale * math.log2(math.e), scale,
                 GROUP=h // k.shape[2], D=d, BLOCK_D=tile_sizes.padded(d), CAUSAL=pattern.causal,
                 FIRST=branch.whole and (name == "dq" or nq == n), **tile.options(), **tile_sizes.overlap(q, launched),
             )  # fmt: skip
@@ -303,8 +303,3 @@ def new(like: Tensor, written: bool) -> Tensor:
     """A contiguous result: uninitialised if the first launch writes all of it, else zeros."""
     make = torch.empty if written else torch.zeros
     return make(like.shape, dtype=like.dtype, device=like.device)
-
-
-def rows(*tensors: Tensor) -> list[int]:
-    """The strides of batch, position and head of each."""
-    return [stride for t in tensors for stride in t.stride()[:3]]
