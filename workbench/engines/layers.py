@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from workbench.engines import rotary, scores
 from workbench.engines.check import autocast, refuse
 from workbench.engines.dispatch import BACKENDS, TOKENS, attention
+from workbench.engines.merge import lse_dtype
 from workbench.patterns import Pattern, tile_order
 from workbench.patterns.checks import FINITE, choice, describe, flag, number, whole
 
@@ -101,13 +102,10 @@ class MultiheadAttention(nn.Module):
     def rotation(self, n: int, device=None, cache=None) -> Tensor:
         """`rotary.table` of n tokens in the layer's order, or of those that come next in a cache."""
         if cache is None and self.tokens == "tile order":
-            return self._table(tile_order.tile_order(self.pattern, n).to(device))
-        first = 0 if cache is None else cache.n
-        return self._table(torch.arange(first, first + n, device=device))
-
-    def _table(self, positions: Tensor) -> Tensor:
-        dtype = torch.float64 if self.q.weight.dtype == torch.float64 else torch.float32
-        return rotary.table(positions, self.head_dim, self.rope, dtype)
+            positions = tile_order.tile_order(self.pattern, n).to(device)
+        else:
+            positions = torch.arange(n, device=device) + (0 if cache is None else cache.n)
+        return rotary.table(positions, self.head_dim, self.rope, lse_dtype(self.q.weight))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         """The attention between the projections: q (B, Nq, H, D), k and v (B, N, Hkv, D) -> (B, Nq, H, D)."""
