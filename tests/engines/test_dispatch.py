@@ -1,6 +1,5 @@
 """The one door: what it refuses and how it says so, what it accepts that is unusual, and which backend it takes."""
 
-import math
 import re
 import subprocess
 import sys
@@ -46,7 +45,6 @@ def t(*shape, dtype=torch.float32):
 half = torch.float16
 REFUSED = {
     "no-pattern": (bad(pattern="dense"), "pattern='dense': want a pattern"),
-    "a-class-for-a-pattern": (bad(pattern=Dense), "want a pattern, e.g. Dense()"),
     "no-tensor": (bad(q=t(1, 6, 2, 4).numpy()), "q is a ndarray: want a tensor"),
     "another-batch": (bad(q=t(3, 6, 2, 4)), "q (3, 6, 2, 4), k (1, 6, 2, 4)"),
     "another-head-dim": (bad(q=t(1, 6, 2, 5)), "q (1, 6, 2, 5), k (1, 6, 2, 4)"),
@@ -58,9 +56,7 @@ REFUSED = {
     "float16-on-q-only": (bad(q=t(1, 6, 2, 4, dtype=half)), "dtypes float16, float32, float32 of q (1, 6, 2, 4)"),
     "integers": (bad(*[t(1, 6, 2, 4, dtype=torch.int64)] * 3), "want one of float64, float32, bfloat16, float16"),
     "another-device": (bad(q=t(1, 6, 2, 4).to("meta")), "devices meta, cpu, cpu"),
-    "scale-nan": (bad(scale=math.nan), "scale=nan: want a finite number above 0"),
     "scale-0": (bad(scale=0), "scale=0: want a finite number above 0"),
-    "scale-text": (bad(scale="1"), "scale='1': want a finite number above 0"),
     "unknown-backend": (bad(backend="cuda"), "backend='cuda': want one of 'auto', 'reference', 'torch', 'triton'"),
     "causal": (bad(causal=True), "causal=True: attention has no such option; the pattern says it, e.g. Dense(causal"),
     "dropout": (bad(dropout_p=0.0), "dropout_p=0.0: attention has no such option; the weights are not dropped out"),

@@ -133,7 +133,6 @@ REFUSED = {
     "mask": (bad(attn_mask=two > 0), "e.g. Predicate(lambda h, i, j: seen[i, j]); padding on the right is"),
     "of-flash": (bad(cu_seqlens=two), "packed sequences are attention's documents="),
     "on-ranks": (bad(distributed.attention, lengths=two), "call it for each document, or, over ranks, give"),
-    "on-ranks-too": (bad(distributed.attention, documents=two), "give ranks whole documents and call workbench"),
 }  # fmt: skip
 
 
