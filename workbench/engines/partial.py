@@ -17,7 +17,7 @@ from workbench.patterns import Dense, Pattern
 
 OPERATORS = {"torch": torch_backend, "triton": triton_backend, "fa4": fa4_backend}
 BACKENDS = ("auto", "torch", "triton", "fa4")
-ROWS = 1024  # queries and keys from which on cuDNN is the faster (`strided.FROM`)
+ROWS = 1024  # queries and keys from which on cuDNN is the faster (`cudnn_views.FROM`)
 
 
 def why_not(backend: str, q: Tensor, k: Tensor, pattern: Pattern) -> str | None:

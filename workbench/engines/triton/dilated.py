@@ -1,11 +1,11 @@
 """Dilated attention, a launch for each branch: kept positions are addressed by strides, and branches merge in place.
 
 In each segment of w positions a head with offset o keeps o, o + r, o + 2r, ...; a program takes a tile of those. The
-forward merges its tile into out and lse in its epilogue (log-sum-exp weights, see `execution.merge`), the backward adds
+forward merges its tile into out and lse in its epilogue (log-sum-exp weights, see `engines.merge`), the backward adds
 to dq, dk and dv: there are no intermediate tensors. Launches follow each other in one stream, and no two programs of a
-launch write the same row: results are reproducible bit for bit, except where cuDNN takes a branch of the backward (see
-`strided`). Where the card can (programmatic dependent launch, OVERLAP), a launch starts on the processors that the tail
-of the one before leaves idle. It waits for the end of that one before it reads or writes any result.
+launch write the same row: results are reproducible bit for bit, except where cuDNN takes a branch of the backward
+(`cudnn_views`). Where the card can (programmatic dependent launch, OVERLAP), a launch starts on the processors that the
+tail of the one before leaves idle. It waits for the end of that one before it reads or writes any result.
 Nested branches run in one pass of `block_sparse` instead where that is the faster (`triton_backend.in_tile_order`).
 
 Dimensions: B batch, N keys, Nq queries (the last Nq positions), H query heads, G key heads, D head_dim. In a kernel M
