@@ -1,6 +1,5 @@
 """The one door: what it refuses and how it says so, what it accepts that is unusual, and which backend it takes."""
 
-import math
 import re
 import subprocess
 import sys
@@ -46,7 +45,6 @@ def t(*shape, dtype=torch.float32):
 half = torch.float16
 REFUSED = {
     "no-pattern": (bad(pattern="dense"), "pattern='dense': want a pattern"),
-    "a-class-for-a-pattern": (bad(pattern=Dense), "want a pattern, e.g. Dense()"),
     "no-tensor": (bad(q=t(1, 6, 2, 4).numpy()), "q is a ndarray: want a tensor"),
     "another-batch": (bad(q=t(3, 6, 2, 4)), "q (3, 6, 2, 4), k (1, 6, 2, 4)"),
     "another-head-dim": (bad(q=t(1, 6, 2, 5)), "q (1, 6, 2, 5), k (1, 6, 2, 4)"),
@@ -58,10 +56,8 @@ REFUSED = {
     "float16-on-q-only": (bad(q=t(1, 6, 2, 4, dtype=half)), "dtypes float16, float32, float32 of q (1, 6, 2, 4)"),
     "integers": (bad(*[t(1, 6, 2, 4, dtype=torch.int64)] * 3), "want one of float64, float32, bfloat16, float16"),
     "another-device": (bad(q=t(1, 6, 2, 4).to("meta")), "devices meta, cpu, cpu"),
-    "scale-nan": (bad(scale=math.nan), "scale=nan: want a finite number above 0"),
     "scale-0": (bad(scale=0), "scale=0: want a finite number above 0"),
-    "scale-text": (bad(scale="1"), "scale='1': want a finite number above 0"),
-    "unknown-backend": (bad(backend="cuda"), "backend='cuda': want 'auto' or one of 'reference', 'torch', 'triton'"),
+    "unknown-backend": (bad(backend="cuda"), "backend='cuda': want one of 'auto', 'reference', 'torch', 'triton'"),
     "causal": (bad(causal=True), "causal=True: attention has no such option; the pattern says it, e.g. Dense(causal"),
     "dropout": (bad(dropout_p=0.0), "dropout_p=0.0: attention has no such option; the weights are not dropped out"),
     "misspelled": (bad(scales=1.0), "scales=1.0: attention has no such option; see its help"),
@@ -101,8 +97,7 @@ def test_a_backend_asked_for_by_name_never_falls_back(monkeypatch):
     with pytest.raises(ValueError, match="backend='fa4': the kernels are for CUDA, not cpu"):
         attention(q, k, v, Dense(), backend="fa4")
     ran = []
-    for name in dispatch.BACKENDS:
-        monkeypatch.setitem(dispatch._RUN, name, lambda q, *_, name=name: (ran.append(name), (q, None))[1])
+    monkeypatch.setattr(dispatch, "run", lambda backend, q, *_: (ran.append(backend), (q, None))[1])
     for name in ("reference", "torch"):
         attention(q, k, v, Dense(), backend=name)
     assert ran == ["reference", "torch"]
@@ -110,9 +105,8 @@ def test_a_backend_asked_for_by_name_never_falls_back(monkeypatch):
 
 @every_pattern
 def test_explain_names_the_backend_that_runs_and_gives_a_reason(pattern, monkeypatch):
-    ran = []
-    for name, run in dispatch._RUN.items():
-        monkeypatch.setitem(dispatch._RUN, name, lambda *x, name=name, run=run: (ran.append(name), run(*x))[1])
+    ran, run = [], dispatch.run
+    monkeypatch.setattr(dispatch, "run", lambda *x: (ran.append(x[0]), run(*x))[1])
     q, k, v = tensors()
     backend, reason = explain(q, k, v, pattern).split(": ", 1)
     attention(q, k, v, pattern)
@@ -282,19 +276,12 @@ def test_strided_inputs_give_the_same_numbers(pattern, how):
 
 
 @every_pattern
-def test_broadcast_inputs_and_upstream_gradients_of_stride_0(pattern):
+def test_broadcast_inputs(pattern):
     q, k, v = tensors(dtype=torch.float64)
     k, v = (x[:, :, :1].expand(-1, -1, 2, -1) for x in (k, v))
     assert_right(q, k, v, pattern)
     assert_right(q.expand(3, -1, -1, -1), *(x.expand(3, -1, -1, -1) for x in (k, v)), pattern)
     assert_right(q[..., :1].expand(-1, -1, -1, 4), k, v, pattern)
-    q.requires_grad_()
-    for options in ({}, {"return_lse": True}):
-        out = attention(q, k, v, pattern, **options)
-        out = out[0] if options else out
-        one = torch.ones((), dtype=torch.float64)
-        wide = torch.autograd.grad(out, q, one.expand_as(out), retain_graph=True)[0]
-        torch.testing.assert_close(wide, torch.autograd.grad(out, q, torch.ones_like(out))[0], rtol=1e-12, atol=1e-12)
 
 
 @every_pattern
@@ -306,35 +293,24 @@ def test_a_scale_of_ones_own(pattern):
 
 
 @every_pattern
-def test_autocast_casts_all_but_float64(pattern):
+def test_autocast_comes_before_the_checks_and_casts_all_but_float64(pattern):
+    """As with float32 q and k from a rotary embedding beside a 16-bit v; torch's attention casts them too."""
     q, k, v = tensors(nq=5)
-    narrow = [x.bfloat16() for x in (q, k, v)]
+    q, k, v = q, k.half(), v.bfloat16()
+    narrow = [q.bfloat16(), k.bfloat16(), v]
+    mass = captured_mass(*narrow[:2], pattern)
     for options in ({}, {"return_lse": True}, {"backend": "reference"}):
         want = attention(*narrow, pattern, **options)
         with torch.autocast("cpu", torch.bfloat16):
             got = attention(q, k, v, pattern, **options)
-            wide = attention(q.double(), k.double(), v.double(), pattern)
-            assert "torch" in explain(q, k, v, pattern)
-        first = got[0] if options.get("return_lse") else got
-        assert first.dtype == torch.bfloat16 and wide.dtype == torch.float64
         torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
-@every_pattern
-def test_autocast_comes_before_the_checks(pattern):
-    """As with float32 q and k from a rotary embedding beside a 16-bit v; torch's attention casts them too."""
-    q, k, v = tensors(nq=5)
-    q, k, v = q, k.half(), v.bfloat16()
-    want = attention(q.bfloat16(), k.bfloat16(), v, pattern)
-    mass = captured_mass(q.bfloat16(), k.bfloat16(), pattern)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(attention(q, k, v, pattern), want)
+        assert attention(*(x.double() for x in (q, k, v)), pattern).dtype == torch.float64
         assert explain(q, k, v, pattern) == explain(q, q[:, :1].expand_as(k), v, pattern)
         assert torch.equal(captured_mass(q, k, pattern), mass)
-        with pytest.raises(ValueError, match="dtypes float64, bfloat16, bfloat16"):
-            attention(q.double(), k, v, pattern)
-        with pytest.raises(ValueError, match="dtypes int64, bfloat16, bfloat16"):
-            attention(q.long(), k, v, pattern)
+        for dtype, name in ((torch.float64, "float64"), (torch.int64, "int64")):
+            with pytest.raises(ValueError, match=f"dtypes {name}, bfloat16, bfloat16"):
+                attention(q.to(dtype), k, v, pattern)
     with pytest.raises(ValueError, match="dtypes float32, float16, bfloat16"):
         attention(q, k, v, pattern)
 

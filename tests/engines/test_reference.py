@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import scaled_dot_product_attention
 
 from tests import tools
 from workbench import Dense, Dilated, Window, reference
@@ -92,19 +91,6 @@ def test_with_a_scale():
 def test_dilated_on_drawn_shapes(n, less, heads, causal, branches):
     pattern = Dilated(*zip(*branches, strict=True), causal=causal)
     agree(tools.Case("", lambda: pattern, n, max(1, n - less), heads, None, 3))
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("n", [1, 2, 37])
-def test_dense_is_torchs_attention_values_and_gradients(n, causal):
-    q, k, v, g, _ = tools.Case("", None, n, heads=4, kv_heads=2, batch=2).inputs(torch.float64)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    heads_first = (x.transpose(1, 2) for x in leaves)
-    want = scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=True).transpose(1, 2)
-    got = reference(*leaves, Dense(causal))[0]
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    for x, y in zip(torch.autograd.grad(got, leaves, g), torch.autograd.grad(want, leaves, g), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("id", ["dilated-uncovered-rows-causal", "one-dark-row", "sees-nothing", "local-global"])

@@ -55,5 +55,5 @@ def attention(
         dispatch.refuse("attention", unknown)
         q, k, v, this = call.check(q, k, v, pattern, ranks, strategy, scale, backend, return_lse)
         out, lse = call.Attend.apply(q, k, v, this, agreement)
-    out = dispatch._divided(out, pattern)
+    out = dispatch.divided(out, pattern)
     return (out, lse) if return_lse else out

@@ -32,7 +32,6 @@ from workbench.distributed.group import Ranks
 from workbench.distributed.partials import Partial, head_group
 from workbench.distributed.plans import Plan, Stage
 from workbench.engines import partial
-from workbench.patterns import BlockSparse
 
 
 class Buffers(NamedTuple):
@@ -225,12 +224,7 @@ class Forward(Run):
 
     def attend(self, placed: Placed, x: int) -> None:
         keys = placed.gather(self.k, self.v, self.buffers.received[x % len(self.buffers.received)])
-        this = placed.take(self.q), *keys, placed.partial.pattern, self.call
-        if placed.stage is not None and self.executor.layout.merged and isinstance(placed.partial.pattern, BlockSparse):
-            to = placed.take(self.out), placed.take(self.lse.transpose(1, 2)).transpose(1, 2)  # views
-            if partial.merge_into(*to, *this):
-                return
-        out, lse = partial.forward(*this)
+        out, lse = partial.forward(placed.take(self.q), *keys, placed.partial.pattern, self.call)
         if self.out is None:
             as_is, rows = partial.narrow(self.q) or not self.executor.layout.merged, self.executor.rows
             self.out, self.lse = (out if as_is else out.to(lse.dtype))[:, :rows], lse[..., :rows]

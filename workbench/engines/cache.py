@@ -17,8 +17,7 @@ from torch import Tensor
 from workbench.engines import scores
 from workbench.engines.check import check, refuse
 from workbench.engines.dispatch import attention, even
-from workbench.engines.merge import merge_
-from workbench.engines.operators import lse_dtype
+from workbench.engines.merge import lse_dtype, merge_
 from workbench.engines.torch import fused
 from workbench.engines.torch.dilated import offset_slices, share_heads
 from workbench.patterns import Dense, Dilated, Neighborhood, Pattern, Window
@@ -141,11 +140,14 @@ class Held(Looked):
 
 
 class Rest:
-    """The keys of any pattern: all, or where the greatest length n is said, those that a later query sees."""
+    """The keys of any pattern: all, or where the greatest length n is said, those that a later query sees.
 
-    def __init__(self, pattern: Pattern, n: int | None, heads: int):
+    changes: what is done to scores, where all keys are held.
+    """
+
+    def __init__(self, pattern: Pattern, n: int | None, heads: int, changes: dict | None = None):
         self.pattern, self.n, self.kept, self.at, self.last = pattern, n, Rows(FAR), torch.arange(0), None
-        self.changes: dict = {}  # what is done to scores, where all keys are held
+        self.changes = changes or {}
         if n is not None:  # of each key, the end of the last block of queries that sees some of its block
             blocks = pattern.blocks(n, heads)
             last, row = torch.zeros(blocks.cols, dtype=torch.int64), blocks.line % blocks.rows
@@ -244,10 +246,8 @@ class Cache:
         scale, width = q.shape[-1] ** -0.5 if scale is None else scale, v.shape[-1]
         q, k, v = map(fused.unit_stride, even(q, k, v))
         if self.like is None:
-            self.lanes, self.like = self._lanes(q.shape[2], k.shape[2]), like
-            if changes:
-                self.lanes = [Rest(self.pattern, None, q.shape[2])]
-                self.lanes[0].changes = options
+            by_scores = [Rest(self.pattern, None, q.shape[2], options)]
+            self.lanes, self.like = by_scores if changes else self._lanes(q.shape[2], k.shape[2]), like
         if self.n == 0 and k.shape[1] > 1 and not (self.by_length and stop < self.max_len):  # a prompt
             self._run(None, k, v, scale)
             out, lse = attention(q, k, v, self.pattern, scale=scale, return_lse=True, **options)
@@ -263,14 +263,10 @@ class Cache:
         return parts
 
     def _merged(self, q: Tensor, parts: list[Part]) -> tuple[Tensor, Tensor]:
+        if len(parts) == 1 and parts[0][2].shape == q.shape:
+            return parts[0][2:]
         wide = lse_dtype(q)
-        if parts and parts[0][2].shape == q.shape:  # of all heads and tokens: the others are merged into it
-            out, lse = parts.pop(0)[2:]
-            if not parts:
-                return out, lse
-            out, lse = out.to(wide), lse.transpose(1, 2).to(wide)
-        else:
-            out, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+        out, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
         for tokens, heads, some, its_lse in parts:
             merge_(out[:, tokens, heads], lse[:, tokens, heads], some, its_lse.transpose(1, 2).to(wide))
         return (out / self.pattern.divisor(q.shape[2])).to(q.dtype), lse.transpose(1, 2)

@@ -14,16 +14,20 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from workbench.engines import ragged, scores
+from workbench.engines import fa4_backend, ragged, scores, torch_backend, triton_backend
 from workbench.engines.check import check, refuse
+from workbench.engines.merge import lse_dtype
 from workbench.engines.operators import call, handle_of, refuse_transforms
 from workbench.engines.reference import reference
+from workbench.engines.torch import scored
 from workbench.engines.torch.fused import GRID, OFFSETS, expand_heads, kernel, span, unit_stride
+from workbench.engines.torch_rules import HALF
 from workbench.patterns import Dense, Dilated, Pattern, tile_order
 from workbench.patterns.checks import choice, flag
 
 BACKENDS = ("reference", "torch", "triton", "fa4")
 TOKENS = ("natural", "tile order")
+ATTEND = {"torch": torch_backend.attend, "triton": triton_backend.attend, "fa4": fa4_backend.attend}
 
 
 def attention(
@@ -76,11 +80,55 @@ def attention(
 
 def _one(q, k, v, pattern, *, scale, backend, return_lse, tokens, changes):
     """(out, lse or None) of sequences of one length."""
-    chosen = choose(backend, q, k, v, pattern, changes)[0]
-    run = _RUN[chosen] if changes is None else functools.partial(_run_scored, chosen, changes)
-    if choice("tokens", tokens, *TOKENS) == "tile order":
-        run = functools.partial(_run_tiled, run, chosen)
-    return run(q, k, v, pattern, scale, return_lse)
+    chosen, n = choose(backend, q, k, v, pattern, changes)[0], k.shape[1]
+    if choice("tokens", tokens, *TOKENS) == "natural":
+        return run(chosen, q, k, v, pattern, scale, return_lse, changes)
+    if q.shape[1] != n:
+        raise ValueError(f"tokens='tile order' with {q.shape[1]} queries on {n} keys: want all the queries")
+    if chosen == "fa4" and pattern.answer(fa4_backend.in_its_order, operator.index(n)):
+        out, lse = call(fa4_backend.attend_tiled, q, k, v, handle_of(pattern), scale)
+        return divided(out, pattern), lse
+    order = tile_order.tile_order(pattern, n).to(q.device)
+    back = order.argsort()
+    out, lse = run(chosen, *(x.index_select(1, back) for x in (q, k, v)), pattern, scale, return_lse, changes)
+    return out.index_select(1, order), lse if lse is None else lse.index_select(2, order)
+
+
+def run(backend: str, q, k, v, pattern, scale, return_lse, changes) -> tuple[Tensor, Tensor | None]:
+    """(out, lse or None) of tokens in natural order."""
+    if backend == "reference":
+        out, lse = reference(q, k, v, pattern, scale, **(changes._asdict() if changes else {}))
+        return out.to(q.dtype), lse.to(lse_dtype(q))
+    square = not pattern.causal or q.shape[1] == k.shape[1]  # torch aligns its causal mask at the first query
+    if changes is not None:
+        softcap = changes.softcap or 0.0
+        out, lse = call(scored.attend, q, k, v, *changes[:2], handle_of(pattern), scale, softcap)
+    elif backend == "torch" and isinstance(pattern, Dense) and square and not return_lse and q.numel():
+        return _dense(q, k, v, pattern.causal, scale), None
+    else:
+        out, lse = call(ATTEND[backend], q, k, v, handle_of(pattern), scale)
+    return divided(out, pattern), lse
+
+
+def _dense(q, k, v, causal, scale) -> Tensor:
+    """out (B, N, H, D) by whichever of its kernels torch takes; the memory-efficient one wants as many key heads."""
+    if len(q) > GRID:
+        parts = zip(*(tensor.split(GRID) for tensor in (q, k, v)), strict=True)
+        return torch.cat([_dense(*part, causal, scale) for part in parts])
+    past = gradients_past_2_31(q, k, v)
+    q, k, v = (unit_stride(tensor).transpose(1, 2) for tensor in (q, k, v))
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    if grouped and q.device.type == "cuda" and (past or q.dtype == torch.float32 or kernel(q) == "efficient"):
+        k, v, grouped = expand_heads(k, q), expand_heads(v, q), {}
+    with right_past_2_31() if past else contextlib.nullcontext():
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return sdpa(q, k, v, is_causal=causal, scale=scale, **grouped).transpose(1, 2)
+
+
+def divided(out: Tensor, pattern: Pattern) -> Tensor:
+    """out by the pattern's divisor: where each head is in one branch, the branches are averaged."""
+    divisor = pattern.divisor(out.shape[2])
+    return out if divisor == 1 else out / divisor
 
 
 def even(*tensors: Tensor) -> list[Tensor]:
@@ -102,19 +150,14 @@ def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **options) -> str
 
 
 def why_not(backend: str, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str | None:
-    """The reason why a backend does not run this call, or None."""
+    """The reason why a backend does not run this call, or None. ValueError where there is no such backend."""
+    choice("backend", backend, "auto", *BACKENDS)
     if backend == "triton":
-        from workbench.engines import triton_backend
-
         sizes = map(operator.index, (k.shape[1], q.shape[2], q.shape[1]))
         return triton_backend.why_not(q, k, pattern) or pattern.answer(triton_backend.too_many_masks, *sizes)
     if backend == "fa4":
-        from workbench.engines import fa4_backend
-
         return fa4_backend.why_not(q, k, pattern)
-    if backend in ("torch", "reference"):
-        return None
-    return f"backend={backend!r}: want 'auto' or one of {', '.join(map(repr, BACKENDS))}"
+    return None
 
 
 def choose(backend: str, q, k, v, pattern, changes=None) -> tuple[str, str]:
@@ -124,22 +167,17 @@ def choose(backend: str, q, k, v, pattern, changes=None) -> tuple[str, str]:
             raise ValueError(f"backend={backend!r}: its kernels have no {changes}; backend='torch' computes this")
         return "torch", f"scores are made block by block in bounded memory, where {changes} can change them"
     if backend != "auto":
-        reason = why_not(backend, q, k, v, pattern)
-        if reason:
-            raise ValueError(reason if reason.startswith("backend=") else f"backend={backend!r}: {reason}")
+        if reason := why_not(backend, q, k, v, pattern):
+            raise ValueError(f"backend={backend!r}: {reason}")
         return backend, "asked for by name"
     device = q.device.type
-    if device == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
-        from workbench.engines import fa4_backend
-
-        if fa4_backend.preferred(q, k, pattern):
-            words = "FlashAttention-4 is installed, and was measured to be the faster for such calls; its gradients"
-            return "fa4", f"{words} differ in their last bits from run to run (use_deterministic_algorithms: Triton's)"
+    if device == "cuda" and q.dtype in HALF and fa4_backend.preferred(q, k, pattern):
+        words = "FlashAttention-4 is installed, and was measured to be the faster for such calls; its gradients"
+        return "fa4", f"{words} differ in their last bits from run to run (use_deterministic_algorithms: Triton's)"
     if isinstance(pattern, Dense):
         return "torch", "every pair attends, which torch's fused attention computes as it is"
-    wide = q.dtype not in (torch.bfloat16, torch.float16)
     reason = f"on a {device.upper()} there are no other kernels"
-    if device == "cuda" and not (wide and isinstance(pattern, Dilated)):
+    if device == "cuda" and not (q.dtype not in HALF and isinstance(pattern, Dilated)):
         reason = why_not("triton", q, k, v, pattern)
         if reason is None:
             return "triton", "on this device the pattern has kernels of its own"
@@ -184,83 +222,3 @@ def kernels_right_past_2_31() -> tuple[str, ...]:
 
 # What torch.compiler.assume_constant_result sets; calling it would import the compiler, which takes two seconds.
 kernels_right_past_2_31._dynamo_marked_constant = True
-
-
-def _run_reference(q, k, v, pattern, scale, return_lse, changes=None):
-    out, lse = reference(q, k, v, pattern, scale, **(changes._asdict() if changes else {}))
-    return out.to(q.dtype), lse if q.dtype == torch.float64 else lse.float()
-
-
-def _run_torch(q, k, v, pattern, scale, return_lse):
-    from workbench.engines.torch_backend import attend
-
-    square = not pattern.causal or q.shape[1] == k.shape[1]  # torch aligns its causal mask at the first query
-    if isinstance(pattern, Dense) and square and not return_lse and q.numel():
-        past = gradients_past_2_31(q, k, v)
-        with right_past_2_31() if past else contextlib.nullcontext():
-            if q.shape[0] <= GRID:
-                return _dense(q, k, v, pattern.causal, scale, past), None
-            parts = zip(*(tensor.split(GRID) for tensor in (q, k, v)), strict=True)
-            return torch.cat([_dense(*part, pattern.causal, scale, past) for part in parts]), None
-    return _by(attend, q, k, v, pattern, scale)
-
-
-def _dense(q, k, v, causal, scale, efficient=False):
-    """out (B, N, H, D) by whichever of its kernels torch takes; the memory-efficient one wants as many key heads."""
-    q, k, v = (unit_stride(tensor).transpose(1, 2) for tensor in (q, k, v))
-    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    if grouped and q.device.type == "cuda" and (efficient or q.dtype == torch.float32 or kernel(q) == "efficient"):
-        k, v, grouped = expand_heads(k, q), expand_heads(v, q), {}
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    return sdpa(q, k, v, is_causal=causal, scale=scale, **grouped).transpose(1, 2)
-
-
-def _run_triton(q, k, v, pattern, scale, return_lse):
-    from workbench.engines.triton_backend import attend
-
-    return _by(attend, q, k, v, pattern, scale)
-
-
-def _run_fa4(q, k, v, pattern, scale, return_lse):
-    from workbench.engines.fa4_backend import attend
-
-    return _by(attend, q, k, v, pattern, scale)
-
-
-def _run_scored(backend, changes, q, k, v, pattern, scale, return_lse):
-    if backend == "reference":
-        return _run_reference(q, k, v, pattern, scale, return_lse, changes)
-    from workbench.engines.torch.scored import attend
-
-    out, lse = call(attend, q, k, v, *changes[:2], handle_of(pattern), scale, changes.softcap or 0.0)
-    return _divided(out, pattern), lse
-
-
-def _run_tiled(run, backend, q, k, v, pattern, scale, return_lse):
-    """Of tokens in tile order: the fa4 backend computes in it, the others in natural order."""
-    n = k.shape[1]
-    if q.shape[1] != n:
-        raise ValueError(f"tokens='tile order' with {q.shape[1]} queries on {n} keys: want all the queries")
-    if backend == "fa4":
-        from workbench.engines.fa4_backend import attend_tiled, in_its_order
-
-        if pattern.answer(in_its_order, operator.index(n)):
-            return _by(attend_tiled, q, k, v, pattern, scale)
-    order = tile_order.tile_order(pattern, n).to(q.device)
-    back = order.argsort()
-    out, lse = run(*(x.index_select(1, back) for x in (q, k, v)), pattern, scale, return_lse)
-    return out.index_select(1, order), lse if lse is None else lse.index_select(2, order)
-
-
-def _by(attend, q, k, v, pattern, scale):
-    out, lse = call(attend, q, k, v, handle_of(pattern), scale)
-    return _divided(out, pattern), lse
-
-
-def _divided(out, pattern):
-    """out by the pattern's divisor: where each head is in one branch, the branches are averaged."""
-    divisor = pattern.divisor(out.shape[2])
-    return out if divisor == 1 else out / divisor
-
-
-_RUN = {"reference": _run_reference, "torch": _run_torch, "triton": _run_triton, "fa4": _run_fa4}

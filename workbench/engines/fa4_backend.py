@@ -12,7 +12,6 @@ from torch import Tensor
 
 from workbench.engines import fa4, operators
 from workbench.engines.fa4.lists import SHIFT, TIMES
-from workbench.engines.torch.fused import unit_stride
 from workbench.engines.triton.block_lists import kind_of
 from workbench.patterns import BlockSparse, Dense, Dilated, Window, tile_order
 from workbench.patterns.tile_order import TILE
@@ -108,18 +107,15 @@ def worthwhile(pattern: Dilated, n: int) -> bool:
 def directions(natural: bool):
     """The forward and the backward, for `operators.define`, of tokens that lie in natural order or in tile order."""
 
-    def forward(q, k, v, pattern, scale):
+    def forward(*args):
         from workbench.engines.fa4 import engine
 
-        with torch.cuda.device(q.device):
-            return engine.forward(*map(unit_stride, (q, k, v)), pattern, scale, natural)
+        return engine.forward(*args, natural)
 
-    def backward(grad, grad_lse, q, k, v, out, lse, pattern, scale):
+    def backward(*args):
         from workbench.engines.fa4 import engine
 
-        grad, q, k, v, out = map(unit_stride, (grad, q, k, v, out))
-        with torch.cuda.device(q.device):
-            return engine.backward(grad, grad_lse, q, k, v, out, lse, pattern, scale, natural)
+        return engine.backward(*args, natural)
 
     return forward, backward
 

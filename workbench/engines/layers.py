@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from workbench.engines import rotary, scores
 from workbench.engines.check import autocast, refuse
 from workbench.engines.dispatch import BACKENDS, TOKENS, attention
+from workbench.engines.merge import lse_dtype
 from workbench.patterns import Pattern, tile_order
 from workbench.patterns.checks import FINITE, choice, describe, flag, number, whole
 
@@ -36,9 +37,8 @@ class MultiheadAttention(nn.Module):
     in_proj_weight, out_proj = SimpleNamespace(__torch_function__=None), property(lambda self: self.out)
 
     def __init__(
-        self, embed_dim, num_heads, pattern, *, num_kv_heads=None, bias=True, dropout=0.0, attention_dropout=0.0,
-        backend="auto", qk_norm=False, rope=None, xpos=None, sub_norm=False, tokens="natural", device=None, dtype=None,
-        **options,
+        self, embed_dim, num_heads, pattern, *, num_kv_heads=None, bias=True, dropout=0.0, backend="auto",
+        qk_norm=False, rope=None, xpos=None, sub_norm=False, tokens="natural", device=None, dtype=None, **options,
     ):  # fmt: skip
         super().__init__()
         refuse("MultiheadAttention", scores.others(options))
@@ -50,12 +50,9 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"embed_dim={embed_dim}, num_heads={num_heads}: num_heads must divide embed_dim")
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads={num_heads}, num_kv_heads={num_kv_heads}: the second must divide the first")
-        if backend not in ("auto", *BACKENDS):
-            raise ValueError(f"backend={backend!r}: want 'auto' or one of {', '.join(map(repr, BACKENDS))}")
-        if attention_dropout:
-            raise ValueError(f"attention_dropout={attention_dropout}: want 0; `dropout` acts on the output instead")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
-        self.pattern, self.backend, self.tokens = pattern, backend, choice("tokens", tokens, *TOKENS)
+        self.pattern, self.backend = pattern, choice("backend", backend, "auto", *BACKENDS)
+        self.tokens = choice("tokens", tokens, *TOKENS)
         self.rope = rope if rope is None else number("rope", rope, 0, FINITE)
         if rope is not None and self.head_dim % 2:
             raise ValueError(f"rope={rope}, head_dim={self.head_dim}: want an even head_dim, or rope=None")
@@ -129,8 +126,7 @@ class MultiheadAttention(nn.Module):
         """n: more than any position."""
         if self.xpos and n > rotary.XPOS * self.xpos:
             raise ValueError(f"xpos={self.xpos} with {n} tokens, which overflow: want at least {n} / {rotary.XPOS}")
-        dtype = torch.float64 if self.q.weight.dtype == torch.float64 else torch.float32
-        return rotary.table(positions, self.head_dim, self.rope, dtype, self.xpos)
+        return rotary.table(positions, self.head_dim, self.rope, lse_dtype(self.q.weight), self.xpos)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         """The attention between the projections: q (B, Nq, H, D), k and v (B, N, Hkv, D) -> (B, Nq, H, D)."""

@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 
+def lse_dtype(x: Tensor) -> torch.dtype:
+    """Of the lse of x, and of what is summed for it: float64 for float64, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Two parts (out (..., D), lse (...)) as one. Merging (0, -inf), which saw nothing, with any x gives exactly x."""
     out, lse = one[0].clone(), one[1].clone()

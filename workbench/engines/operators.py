@@ -5,12 +5,15 @@ An operator cannot take a pattern, so it takes the pattern's key, a string by wh
 Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads, D head_dim.
 """
 
+import contextlib
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from workbench.engines.merge import lse_dtype
+from workbench.engines.torch.fused import unit_stride
 from workbench.patterns import Pattern
 from workbench.patterns.checks import LIVING
 
@@ -62,13 +65,16 @@ def define(name: str, forward: Callable, backward: Callable, more: str = "", num
     forward returns out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D) and k, v (B, N, G, D), of any strides.
     backward(grad, grad_lse or None, q, k, v, *more, out, lse, pattern, scale, *numbers) returns the gradients of q, k,
     v and *more, an empty tensor for None. The operators take `handle_of` the pattern. more, numbers: the schema of
-    tensors and of numbers that there are besides.
+    tensors and of numbers that there are besides. Both get tensors whose last strides are 1, on the current device.
     """
     many = 3 + more.count("Tensor")
 
     def run(*args):
         tensors, (handle, *rest) = args[:many], args[many:]
-        return forward(*tensors, LIVING[handle], *rest) if args[0].numel() else _shapes(*args)
+        if not args[0].numel():
+            return _shapes(*args)
+        with _device_of(args[0]):
+            return forward(*map(unit_stride, tensors), LIVING[handle], *rest)
 
     def like(x, q):
         return q.new_empty(0) if x is None else x.new_empty(x.shape)
@@ -77,7 +83,8 @@ def define(name: str, forward: Callable, backward: Callable, more: str = "", num
         tensors, (handle, *rest) = args[: many + 4], args[many + 4 :]
         if tensors[2].numel() == 0:
             return tuple(like(x, tensors[2]).zero_() for x in tensors[2:-2])
-        return backward(*tensors, LIVING[handle], *rest)
+        with _device_of(tensors[0]):
+            return backward(*map(unit_stride, tensors), LIVING[handle], *rest)
 
     of_call, of_pattern = OF_CALL + more, OF_PATTERN + numbers
     attend = _operator(f"{name}({of_call}, {of_pattern}) -> (Tensor, Tensor)", run, _shapes)
@@ -125,9 +132,9 @@ def call(op, *args):
         return BODIES[op](*args)
 
 
-def lse_dtype(q: Tensor) -> torch.dtype:
-    """lse is float32, and float64 for float64 inputs."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+def _device_of(x: Tensor):
+    """Triton launches on the current device: that of the tensors."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
 
 
 def _shapes(q, *_):

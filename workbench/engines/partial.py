@@ -9,68 +9,40 @@ Dimensions: B batch, L queries, M keys, H query heads, G key heads, D head_dim. 
 import torch
 from torch import Tensor
 
-from workbench.engines import torch_backend
+from workbench.engines import dispatch, fa4_backend, torch_backend, triton_backend
 from workbench.engines.merge import merge_
 from workbench.engines.operators import handle_of
 from workbench.engines.torch.fused import span, unit_stride
-from workbench.patterns import BlockSparse, Dense, Dilated, Pattern
+from workbench.patterns import Dense, Pattern
 
+OPERATORS = {"torch": torch_backend, "triton": triton_backend, "fa4": fa4_backend}
 BACKENDS = ("auto", "torch", "triton", "fa4")
-ROWS = 1024  # queries and keys from which on cuDNN is the faster (`strided.FROM`)
+ROWS = 1024  # queries and keys from which on cuDNN is the faster (`cudnn_views.FROM`)
 
 
 def why_not(backend: str, q: Tensor, k: Tensor, pattern: Pattern) -> str | None:
     """Why the backend that the caller named cannot run this, or None."""
     if backend not in BACKENDS:
         return f"backend={backend!r}: want one of {', '.join(map(repr, BACKENDS))} on shards"
-    if backend in ("triton", "fa4"):
-        from workbench.engines import fa4_backend, triton_backend
-
-        reason = (triton_backend if backend == "triton" else fa4_backend).why_not(q, k, pattern)
-        return reason and f"backend={backend!r}: {reason}"
-    return None
+    reason = OPERATORS[backend].why_not(q, k, pattern) if backend in ("triton", "fa4") else None
+    return reason and f"backend={backend!r}: {reason}"
 
 
-def kernels(backend: str, q: Tensor, k: Tensor, pattern: Pattern) -> bool:
-    """Whether this package's Triton kernels run this."""
-    if q.device.type != "cuda" and backend != "triton":
-        return False
-    if backend == "auto" and q.dtype == torch.float32 and isinstance(pattern, (Dense, Dilated)):
-        return False  # torch's kernel for float32 is the faster one, on a single device too
-    from workbench.engines import triton_backend
-
-    if backend != "auto":
-        return backend == "triton"
-    sizes = k.shape[1], q.shape[2], q.shape[1]
-    return not (triton_backend.why_not(q, k, pattern) or pattern.answer(triton_backend.too_many_masks, *sizes))
-
-
-def _fa4(backend: str, q: Tensor, k: Tensor, pattern: Pattern) -> bool:
-    """Whether FlashAttention-4's kernels run this."""
-    if backend not in ("auto", "fa4") or q.device.type != "cuda":
-        return False
-    from workbench.engines import fa4_backend
-
-    return backend == "fa4" or fa4_backend.preferred(q, k, pattern)
-
-
-def _operators(backend: str, q: Tensor, k: Tensor, pattern: Pattern):
-    if _fa4(backend, q, k, pattern):
-        from workbench.engines import fa4_backend
-
-        return fa4_backend
-    if kernels(backend, q, k, pattern):
-        from workbench.engines import triton_backend
-
-        return triton_backend
-    return torch_backend
+def operators(backend: str, q: Tensor, k: Tensor, pattern: Pattern):
+    """The module whose `attend` and `attend_backward` run this: as on a single device, but Triton's kernels for dense
+    attention too, since torch's fastest ones return no lse."""
+    if backend == "auto":
+        backend = dispatch.choose("auto", q, k, k, pattern)[0]
+        if backend == "torch" and isinstance(pattern, Dense) and q.device.type == "cuda" and narrow(q):
+            backend = "triton"
+    return OPERATORS[backend]
 
 
 def _cudnn(direction: str, backend: str, pattern: Pattern, q: Tensor, k: Tensor, *others: Tensor):
     """The module that calls cuDNN, if cuDNN takes this, else None."""
     if not isinstance(pattern, Dense) or backend != "auto" or min(q.shape[1], k.shape[1]) < ROWS:
         return None
-    if not kernels(backend, q, k, pattern) or _fa4(backend, q, k, pattern):
+    if operators(backend, q, k, pattern) is not triton_backend:
         return None
     from workbench.engines.triton import cudnn_views
 
@@ -88,25 +60,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, call) -> tuple[Te
         if q.shape[1] > k.shape[1]:
             parts = [forward(x, k, v, pattern, call) for x in q.split(k.shape[1], 1)]
             return torch.cat([x for x, _ in parts], 1), torch.cat([x for _, x in parts], 2)
-        return _operators(backend, q, k, pattern).attend(q, k, v, handle_of(pattern), scale)
+        return operators(backend, q, k, pattern).attend(q, k, v, handle_of(pattern), scale)
     before = k.shape[1] - q.shape[1] if pattern.causal else 0
     out, lse = cudnn.attend(*(_inner(x) for x in (q, k[:, before:], v[:, before:])), pattern.causal, scale)
     if before:
         some, its_lse = cudnn.attend(*(_inner(x) for x in (q, k[:, :before], v[:, :before])), False, scale)
         cudnn.merge(some, its_lse, out, lse)
     return _inner(out), lse
-
-
-def merge_into(out: Tensor, lse: Tensor, q, k, v, pattern: Pattern, call) -> bool:
-    """Merge the results of `forward` into out (B, L, H, D) and lse (B, H, L); False if no kernel does both."""
-    if not isinstance(pattern, BlockSparse) or not kernels(call.backend, q, k, pattern):
-        return False
-    if _fa4(call.backend, q, k, pattern):
-        return False
-    from workbench.engines import triton_backend
-
-    triton_backend.attend_into(q, k, v, handle_of(pattern), call.scale, out, lse)
-    return True
 
 
 def backward(grad, grad_lse, q, k, v, out, lse, pattern: Pattern, call):
@@ -135,7 +95,7 @@ def _by_operators(grad, grad_lse, q, k, v, out, lse, pattern: Pattern, call):
         rows = slice(start, start + many)
         of_rows = q[:, rows], k, v, out[:, rows], lse[:, :, rows]
         its_grad_lse = None if grad_lse is None else grad_lse[:, :, rows]
-        operator = _operators(call.backend, q, k, pattern).attend_backward
+        operator = operators(call.backend, q, k, pattern).attend_backward
         found.append(operator(grad[:, rows], its_grad_lse, *of_rows, handle_of(pattern), call.scale))
     if len(found) == 1:
         return found[0]
@@ -150,11 +110,7 @@ def _inner(x: Tensor) -> Tensor:
 
 def narrow(q: Tensor) -> bool:
     """Whether results are 16-bit and merged in place by a kernel that rounds once a call, as on a single device."""
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    from workbench.engines import triton_backend
-
-    return triton_backend.why_not(q, q, Dense()) is None
+    return q.dtype in (torch.bfloat16, torch.float16) and triton_backend.why_not(q, q, Dense()) is None
 
 
 def merge(out: Tensor, lse: Tensor, some: Tensor, its_lse: Tensor) -> None:

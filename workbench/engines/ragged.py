@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from workbench.engines.operators import lse_dtype
+from workbench.engines.merge import lse_dtype
 from workbench.patterns import Pattern
 from workbench.patterns.base import ranges
 from workbench.patterns.checks import describe

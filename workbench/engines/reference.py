@@ -5,32 +5,25 @@
 with s = scale * q.k and C the pattern's `multiplicity`. A row that sees no key: out 0, lse -inf, zero gradients.
 """
 
-import functools
 import math
 
 import torch
 from torch import Tensor
 
-from workbench.engines import ragged, scores
+from workbench.engines import scores
 from workbench.engines.check import check, refuse
 
 
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, pattern, scale: float | None = None, lengths=None, documents=None, **options
-) -> tuple[Tensor, Tensor]:
+def reference(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float | None = None, **options) -> tuple[Tensor, Tensor]:
     """out (B, Nq, H, D), lse (B, H, Nq), float64 and differentiable, from q (B, Nq, H, D), k and v (B, N, Hkv, D).
 
     N x N memory: meant for small N. scale defaults to 1 / sqrt(D). The D of v, and so of out, may be another one.
-    lengths and documents as those of `attention`; options: its alibi_slopes, softcap and relative_bias.
+    options: alibi_slopes, softcap and relative_bias, as of `attention`.
     """
     refuse("reference", scores.others(options))
     q, k, v = (t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in (q, k, v))
-    whole = lengths is None and documents is None
-    check(q, k, v, pattern, scale, whole)
+    check(q, k, v, pattern, scale)
     changes = scores.of(options, q, pattern)
-    if not whole:
-        line = ragged.cut(q, k, pattern, lengths, documents)
-        return ragged.attend(functools.partial(reference, scale=scale, **options), q, k, v, pattern, line)
     (b, nq, h, d), n = q.shape, k.shape[1]
     c = torch.stack([one.multiplicity(n, h, nq) for one in pattern.each()])  # (B or 1, H, Nq, N)
     c = c.to(q.device, torch.float64)

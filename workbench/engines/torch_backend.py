@@ -3,6 +3,7 @@
 Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads, D head_dim.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -11,7 +12,6 @@ from torch.nn.functional import pad
 
 from workbench.engines import operators
 from workbench.engines.torch import block_sparse, dilated
-from workbench.engines.torch.fused import unit_stride
 from workbench.patterns import Dense, Dilated
 from workbench.patterns.base import place
 
@@ -21,21 +21,22 @@ def one_branch(pattern: Dense, n: int) -> Dilated:
     return Dilated([max(1, n)], [1], causal=pattern.causal)
 
 
-def run(direction: str, tensors: tuple[Tensor, ...], pattern, n: int, scale: float) -> tuple[Tensor, ...]:
-    """`forward` or `backward` of the execution that the pattern needs, one sequence at a time where layouts differ."""
-    first = tensors[0]  # q or its like
-    if pattern.batch is not None:
-        sequences = zip(*(t.split(1) for t in tensors), strict=True)
-        each = [run(direction, x, one, n, scale) for x, one in zip(sequences, pattern.each(), strict=True)]
-        return tuple(torch.cat(t) for t in zip(*each, strict=True))
+def execution_of(pattern, q: Tensor, k: Tensor):
+    """(the module that runs the pattern, what its functions take for it)."""
     if isinstance(pattern, Dense):
-        pattern = one_branch(pattern, n)
-    execution, given = dilated, pattern
-    if not isinstance(pattern, Dilated):
-        q, k = tensors[:2] if direction == "forward" else tensors[1:3]
-        execution, given = block_sparse, block_sparse.Grid(pattern, blocks_of(pattern, q, n), q.shape[2], k.shape[2])
-    with torch.autocast(first.device.type, enabled=False):  # the inputs are cast; what is wide inside stays wide
-        return getattr(execution, direction)(*map(unit_stride, tensors), given, scale)
+        pattern = one_branch(pattern, k.shape[1])
+    if isinstance(pattern, Dilated):
+        return dilated, pattern
+    return block_sparse, block_sparse.Grid(pattern, blocks_of(pattern, q, k.shape[1]), q.shape[2], k.shape[2])
+
+
+def of_each(run: Callable, pattern, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """run(pattern, *tensors), one sequence at a time where layouts differ."""
+    with torch.autocast(tensors[0].device.type, enabled=False):  # the inputs are cast; what is wide inside stays wide
+        if pattern.batch is None:
+            return run(pattern, *tensors)
+        found = [run(*x) for x in zip(pattern.each(), *(x.split(1) for x in tensors), strict=True)]
+        return tuple(map(torch.cat, zip(*found, strict=True)))
 
 
 def blocks_of(pattern, q: Tensor, n: int):
@@ -53,27 +54,35 @@ def blocks_of(pattern, q: Tensor, n: int):
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Tensor, Tensor]:
     """out (B, Nq, H, D) and lse (B, H, Nq)."""
-    return run("forward", (q, k, v), pattern, k.shape[1], scale)
+
+    def run(one, q, k, v):
+        execution, given = execution_of(one, q, k)
+        return execution.forward(q, k, v, given, scale)
+
+    return of_each(run, pattern, (q, k, v))
 
 
 def backward(grad, grad_lse, q, k, v, out, lse, pattern, scale):
     """(dq, dk, dv) from the gradients of out and lse, the inputs, and out and lse."""
-    return through_lse(
-        grad, grad_lse, q, k, v, out, lse, lambda tensors: run("backward", tensors, pattern, k.shape[1], scale)
-    )
+
+    def run(one, grad, q, k, *rest):
+        execution, given = execution_of(one, q, k)
+        return execution.backward(grad, q, k, *rest, given, scale)
+
+    return through_lse(grad, grad_lse, q, k, v, out, lse, lambda *x: of_each(run, pattern, x))
 
 
 def through_lse(grad, grad_lse, q, k, v, out, lse, run) -> tuple[Tensor, ...]:
-    """run((grad, q, k, v, out, lse)), a backward that knows no gradient of lse, with that gradient too."""
+    """run(grad, q, k, v, out, lse), a backward that knows no gradient of lse, with that gradient too."""
     if grad_lse is None:
-        return run((grad, q, k, v, out, lse))
+        return run(grad, q, k, v, out, lse)
     # dS = P * (dO V^T + dlse - rowsum(dO * out)): one more column, ones in V and dlse in dO, adds just that term.
     # Eight columns, because CUDA's kernels want head_dims in eights.
     column = grad_lse.masked_fill(lse == -torch.inf, 0).transpose(1, 2)[..., None].to(grad.dtype)
     grad = torch.cat((grad, pad(column, (0, 7))), -1)
     q, k, out = pad(q, (0, 8)), pad(k, (0, 8)), pad(out, (0, 8))
     v = torch.cat((v, pad(torch.ones_like(v[..., :1]), (0, 7))), -1)
-    return tuple(x[..., : q.shape[-1] - 8].contiguous() for x in run((grad, q, k, v, out, lse)))
+    return tuple(x[..., : q.shape[-1] - 8].contiguous() for x in run(grad, q, k, v, out, lse))
 
 
 attend, attend_backward = operators.define("attend", forward, backward)

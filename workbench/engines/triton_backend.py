@@ -3,7 +3,6 @@
 Dimensions: B batch, N keys, Nq queries (the last Nq of the N positions), H query heads, G key heads, D head_dim.
 """
 
-import contextlib
 import importlib.util
 import sys
 from operator import index  # which has torch.compile take a length as a constant
@@ -12,12 +11,10 @@ import torch
 from torch import Tensor
 
 from workbench.engines import operators
-from workbench.engines.torch.fused import unit_stride
 from workbench.engines.torch_backend import one_branch
 from workbench.engines.triton.block_lists import kind_of
 from workbench.patterns import Dense, Dilated, Neighborhood, tile_order
 from workbench.patterns.base import place
-from workbench.patterns.checks import LIVING
 from workbench.patterns.listed import repeats
 
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -78,38 +75,21 @@ def block_size_of(pattern) -> tuple[int, int]:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Tensor, Tensor]:
     """out (B, Nq, H, D) and lse (B, H, Nq), float32."""
-    found, (q, k, v) = (), map(unit_stride, (q, k, v))
-    with device_of(q):
-        for execution, arguments in kernels(pattern, q, k.shape[1]):
-            found = (execution.forward(q, k, v, *arguments, scale, *found),)
+    found = ()
+    for execution, arguments in kernels(pattern, q, k.shape[1]):
+        found = (execution.forward(q, k, v, *arguments, scale, *found),)
     return found[0]
 
 
 def backward(grad, grad_lse, q, k, v, out, lse, pattern, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) from the gradients of out and lse, the inputs, and out and lse."""
-    found, lse = (), lse.contiguous()  # the kernels read it as that, and it may be a slice
-    grad, q, k, v, out = map(unit_stride, (grad, q, k, v, out))
-    with device_of(q):
-        for execution, arguments in kernels(pattern, q, k.shape[1]):
-            found = (execution.backward(grad, grad_lse, q, k, v, out, lse, *arguments, scale, *found),)
+    found = ()
+    for execution, arguments in kernels(pattern, q, k.shape[1]):
+        found = (execution.backward(grad, grad_lse, q, k, v, out, lse, *arguments, scale, *found),)
     return found[0]
 
 
 attend, attend_backward = operators.define("attend_by_kernels", forward, backward)
-
-
-@torch.library.custom_op("workbench::attend_by_kernels_into", mutates_args=("out", "lse"))
-def attend_into(q: Tensor, k: Tensor, v: Tensor, handle: str, scale: float, out: Tensor, lse: Tensor) -> None:
-    """Merge what `attend` gives into out (B, Nq, H, D) and lse (B, H, Nq) of other keys; no dilated pattern."""
-    if q.numel():
-        ((execution, pattern),) = kernels(LIVING[handle], q, k.shape[1])
-        with device_of(q):
-            execution.forward(*map(unit_stride, (q, k, v)), *pattern, scale, (out, lse))
-
-
-@attend_into.register_fake
-def _(q, k, v, handle, scale, out, lse):
-    return None
 
 
 def kernels(pattern, q: Tensor, n: int) -> list[tuple]:
@@ -162,8 +142,3 @@ def plan_of(pattern, q: Tensor, n: int):
         return block_lists.make_plan(*found, pattern, q.device)
 
     return pattern.kept("plan", (*sizes, place(q)), make)
-
-
-def device_of(q: Tensor):
-    """Triton launches on the current device: that of the tensors."""
-    return torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext()

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from workbench.engines import partial
-from workbench.engines.merge import merge_
-from workbench.engines.operators import lse_dtype
+from workbench.engines.merge import lse_dtype, merge_
 from workbench.patterns import Dense
 from workbench.streaming import host
 from workbench.streaming.calls import EVERY, Call, Calls, Kept, Positions

@@ -19,6 +19,7 @@ from torch import Tensor
 from workbench.engines import fa4
 from workbench.engines.fa4 import places, plans
 from workbench.engines.fa4.plans import Plan, Variant
+from workbench.engines.triton import dilated
 from workbench.patterns import Dense
 from workbench.patterns.tile_order import TILE, TileOrder
 
@@ -116,8 +117,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float, natural: boo
         lse = lse.index_select(2, queries.order.place(torch.arange(nq, device=q.device)))
     lse = lse.transpose(0, 1).contiguous()
     if plan.rest is not None:
-        from workbench.engines.triton import dilated
-
         dilated.forward(q, k, v, plan.rest, scale, (out, lse))
     return out, lse
 
@@ -153,8 +152,6 @@ def backward(grad, grad_lse, q, k, v, out, lse, pattern, scale: float, natural: 
         for frame, result, x in zip((queries, keys, keys), to, results, strict=True):
             frame.leave(result, x)
     if plan.rest is not None:
-        from workbench.engines.triton import dilated
-
         dilated.backward(grad, grad_lse, q, k, v, out, lse, plan.rest, scale, (dq, dk, dv))
     return dq, dk, dv
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workbench.engines.triton.block_lists import every
+from workbench.engines.triton import block_lists
 from workbench.patterns.base import Blocks
 from workbench.patterns.tile_order import TILE, Pairs, turn
 
@@ -87,7 +87,7 @@ def _of_heads(part: Lists, found: Pairs, batch: int, tiles: int) -> Lists:
 
 def of_blocks(each: list[Blocks]) -> Both:
     """The lists of the blocks of each sequence, or of all: of multiples of 128 queries and keys, each counted once."""
-    one, (layout, row, col, full) = each[0], every(each)
+    one, (layout, row, col, full) = each[0], block_lists.every(each)
     (high, wide), rows, cols = (x // TILE for x in one.block_size), -(-one.nq // TILE), -(-one.n // TILE)
     if high * wide > 1:  # each block as blocks of 128; of partial ones some are full or empty, which the mask finds too
         row = (row[:, None, None] * high + torch.arange(high)[:, None]).expand(-1, high, wide).flatten()
@@ -102,18 +102,15 @@ def _both(layout, row, col, times, partial, shape) -> Both:
     """layout: of each pair, counted through sequences and layouts; shape: how many of these, rows and columns."""
     (b, sets, rows, cols), found = shape, []
     for line, lines, entry in ((layout * rows + row, rows, col), (layout * cols + col, cols, row)):
-        order = line.argsort(stable=True)
-        found.append(_lists(line[order], ((times << SHIFT) + entry)[order], partial[order], (b, sets, lines)))
+        of = block_lists.lists(line, (times << SHIFT) + entry, ~partial, b * sets * lines)
+        found.append(Lists(*_padded(of.part, of.part_blocks, (b, sets, lines)),
+                           *_padded(of.full, of.full_blocks, (b, sets, lines))))  # fmt: skip
     return Both(*found, bool(partial.any()))
 
 
-def _lists(line: Tensor, entry: Tensor, partial: Tensor, shape: tuple[int, ...]) -> Lists:
-    found, lines = [], shape[0] * shape[1] * shape[2]
-    for chosen in (partial, ~partial):
-        of = line[chosen]
-        counts = torch.bincount(of, minlength=lines)
-        place = torch.arange(len(of)) - (counts.cumsum(0) - counts)[of]
-        table = torch.zeros(lines, max(1, int(counts.max()) if lines else 1), dtype=torch.int32)
-        table[of, place] = entry[chosen].to(torch.int32)
-        found += [counts.to(torch.int32).view(shape), table.view(*shape, -1)]
-    return Lists(*found)
+def _padded(starts: Tensor, entries: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(counts, entries as a table) of CSR lists."""
+    counts = starts.diff()
+    table = torch.zeros(len(counts), max([1, *counts.tolist()]), dtype=torch.int32)
+    table[torch.arange(table.shape[1]) < counts[:, None]] = entries
+    return counts.view(shape), table.view(*shape, -1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from workbench.engines.merge import merge_
+from workbench.engines.merge import lse_dtype, merge_
 from workbench.engines.torch import fused, steps
 from workbench.patterns.base import Blocks
 
@@ -176,7 +176,7 @@ def gather(units: Tensor, index: Tensor, strips: int = 0, room: Tensor | None = 
 def forward(q: Tensor, k: Tensor, v: Tensor, grid: Grid, scale: float) -> tuple[Tensor, Tensor]:
     """out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D), k and v (B, N, G, D)."""
     b, nq, h, _ = q.shape
-    wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    wide = lse_dtype(q)
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(b, h, nq, dtype=wide)
     for x in range(b):
         qu, ku, vu = grid.query_units(q[x]), grid.key_units(k[x]), grid.key_units(v[x])
@@ -197,7 +197,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, grid: Grid, scale: float) -> tuple[
 
 def backward(grad, q, k, v, out, lse, grid: Grid, scale):
     """(dq, dk, dv) from the gradient of out, and what `forward` returned."""
-    wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    wide = lse_dtype(q)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exact zeros for rows that nothing reaches
     for x in range(q.shape[0]):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workbench.engines.merge import merge_
+from workbench.engines.merge import lse_dtype, merge_
 from workbench.engines.torch import fused, steps
 
 ELEMENTS = 1 << 24  # of a fused call's output: bounds a forward's memory beyond its result
@@ -115,36 +115,32 @@ def parts(piece: Piece, d: int) -> Iterator[Piece]:
         yield piece._replace(start=piece.start + s * piece.length, count=min(step, piece.count - s))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Tensor, Tensor]:
-    """out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D), k and v (B, N, G, D)."""
-    (b, nq, h, d), (n, g) = q.shape, k.shape[1:3]
-    wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
-    out = q.new_zeros(b, nq, h, d, dtype=wide)  # 16-bit parts are merged in float32, and rounded once
-    lse = q.new_full((b, h, nq), -torch.inf, dtype=wide)
-    rows = lse.transpose(1, 2)
+def calls(pattern, q: Tensor, k: Tensor, of_queries: tuple, of_keys: tuple) -> Iterator[tuple]:
+    """Of each fused call whether it is causal, its views of tensors like q and its views of tensors like k."""
+    (_, nq, h, d), (n, g) = q.shape, k.shape[1:3]
     for piece in pieces(pattern, n, nq, h, g):
         for part in parts(piece, d):
-            targets = zip(*(select(x, part, part.queries, part.heads, n - nq) for x in (q, out, rows)), strict=True)
-            sources = zip(*(select(x, part, part.keys, part.key_heads) for x in (k, v)), strict=True)
-            for (q_part, out_part, lse_part), (k_part, v_part) in zip(targets, sources, strict=True):
-                merge_(out_part, lse_part, *fused.forward(q_part, k_part, v_part, part.causal, scale))
+            rows = zip(*(select(x, part, part.queries, part.heads, n - nq) for x in of_queries), strict=True)
+            keys = zip(*(select(x, part, part.keys, part.key_heads) for x in of_keys), strict=True)
+            yield from ((part.causal, *views) for views in zip(rows, keys, strict=True))
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float) -> tuple[Tensor, Tensor]:
+    """out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D), k and v (B, N, G, D)."""
+    b, nq, h, _ = q.shape
+    out = q.new_zeros(q.shape, dtype=lse_dtype(q))  # 16-bit parts are merged in float32, and rounded once
+    lse = q.new_full((b, h, nq), -torch.inf, dtype=out.dtype)
+    for causal, (q_, out_, lse_), keys in calls(pattern, q, k, (q, out, lse.transpose(1, 2)), (k, v)):
+        merge_(out_, lse_, *fused.forward(q_, *keys, causal, scale))
     return out.to(q.dtype), lse
 
 
 def backward(grad, q, k, v, out, lse, pattern, scale):
     """(dq, dk, dv) from the gradient of out, and what `forward` returned."""
-    n, nq = k.shape[1], q.shape[1]
-    wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
-    dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
-    rows = lse.transpose(1, 2)
-    for piece in pieces(pattern, n, nq, q.shape[2], k.shape[2]):
-        for part in parts(piece, q.shape[3]):
-            of_rows = (select(x, part, part.queries, part.heads, n - nq) for x in (grad, q, out, rows, dq))
-            of_keys = (select(x, part, part.keys, part.key_heads) for x in (k, v, dk, dv))
-            for (g_, q_, out_, lse_, dq_), (k_, v_, dk_, dv_) in zip(
-                zip(*of_rows, strict=True), zip(*of_keys, strict=True), strict=True
-            ):
-                parts_ = fused.backward(g_, q_, k_, v_, out_, lse_, part.causal, scale)
-                for total, x in zip((dq_, dk_, dv_), parts_, strict=True):
-                    total += fused.sum_heads(x, total.shape[1])
+    dq, dk, dv = (torch.zeros(x.shape, dtype=lse_dtype(x), device=x.device) for x in (q, k, v))
+    of_queries = grad, q, out, lse.transpose(1, 2), dq
+    for causal, (grad_, q_, out_, lse_, dq_), (k_, v_, dk_, dv_) in calls(pattern, q, k, of_queries, (k, v, dk, dv)):
+        found = fused.backward(grad_, q_, k_, v_, out_, lse_, causal, scale)
+        for total, x in zip((dq_, dk_, dv_), found, strict=True):
+            total += fused.sum_heads(x, total.shape[1])
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.engines import torch_rules
+from workbench.engines.merge import lse_dtype
 from workbench.engines.torch import steps
 
 aten = torch.ops.aten
@@ -117,7 +118,7 @@ def _unfused_rows(q, k):
 
 
 def _wide(t: Tensor) -> Tensor:
-    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+    return t.to(lse_dtype(t))
 
 
 def _scores(q, k, mask, causal, scale, rows):
@@ -159,9 +160,9 @@ def _unfused_backward(grad, q, k, v, mask, out, lse, causal, scale):
     return dq, dk, dv
 
 
-def unit_stride(x: Tensor) -> Tensor:
+def unit_stride(x: Tensor | None) -> Tensor | None:
     """Fused kernels read a last stride other than 1 as if it were 1: copy then."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def span(x: Tensor) -> int:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from workbench.engines import operators
+from workbench.engines.merge import lse_dtype
 from workbench.engines.scores import Scores, places
 from workbench.engines.torch import block_sparse
 from workbench.engines.torch.fused import expand_heads
-from workbench.engines.torch_backend import blocks_of, through_lse
+from workbench.engines.torch_backend import blocks_of, of_each, through_lse
 
 
 class Explicit(block_sparse.Grid):
@@ -19,7 +20,7 @@ class Explicit(block_sparse.Grid):
 
     def __init__(self, pattern, q: Tensor, k: Tensor, scores: Scores):
         super().__init__(pattern, blocks_of(pattern, q, k.shape[1]), q.shape[2], k.shape[2])
-        self.changes, self.wide = scores, torch.promote_types(q.dtype, torch.float32)
+        self.changes, self.wide = scores, lse_dtype(q)
         self.sums = [None if x is None else torch.zeros_like(x, dtype=self.wide) for x in scores[:2]]
 
     def elements(self, units: Tensor) -> int:
@@ -62,26 +63,23 @@ class Explicit(block_sparse.Grid):
 
 def forward(q, k, v, slopes, bias, pattern, scale, softcap) -> tuple[Tensor, Tensor]:
     """out (B, Nq, H, D) and lse (B, H, Nq)."""
-    each, found = pattern.each(), []
-    for one, *x in zip(each, *(x.chunk(len(each)) for x in (q, k, v)), strict=True):
-        grid = Explicit(one, x[0], x[1], Scores(slopes, bias, softcap))
-        found.append(block_sparse.forward(*x, grid, scale))
-    return tuple(torch.cat(x) for x in zip(*found, strict=True))
+
+    def run(one, q, k, v):
+        return block_sparse.forward(q, k, v, Explicit(one, q, k, Scores(slopes, bias, softcap)), scale)
+
+    return of_each(run, pattern, (q, k, v))
 
 
 def backward(grad, grad_lse, *rest) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, slopes and bias; an empty tensor for what is None."""
     q, k, v, slopes, bias, out, lse, pattern, scale, softcap = rest
-    each, grids = pattern.each(), []
+    grids = []
 
-    def run(tensors):
-        found = []
-        for one, *x in zip(each, *(x.chunk(len(each)) for x in tensors), strict=True):
-            grids.append(Explicit(one, x[1], x[2], Scores(slopes, bias, softcap)))
-            found.append(block_sparse.backward(*x, grids[-1], scale))
-        return [torch.cat(x) for x in zip(*found, strict=True)]
+    def run(one, grad, q, k, *rest):
+        grids.append(Explicit(one, q, k, Scores(slopes, bias, softcap)))
+        return block_sparse.backward(grad, q, k, *rest, grids[-1], scale)
 
-    found = through_lse(grad, grad_lse, q, k, v, out, lse, run)
+    found = through_lse(grad, grad_lse, q, k, v, out, lse, lambda *x: of_each(run, pattern, x))
     for at, x in enumerate((slopes, bias)):
         found = *found, q.new_empty(0) if x is None else sum(grid.sums[at] for grid in grids).to(x.dtype)
     return found

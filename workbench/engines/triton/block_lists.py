@@ -76,14 +76,12 @@ def sides(each: list[Blocks]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def make_plan(each: list[Blocks], bits: Tensor | None, which: Tensor | None, pattern, device) -> Plan:
     """From what `bit_masks.find` found."""
     one, (layout, row, column, full), both = each[0], sides(each), []
-    masks = None if which is None else torch.zeros_like(row).masked_scatter(~full, which)
     for lines, of, block in ((one.rows, row, column), (one.cols, column, row)):
-        line = layout * lines + of
-        order = line.argsort(stable=True)
-        found = lists(line[order], block[order], full[order], len(each) * one.layouts * lines)
-        if masks is not None:
-            own = masks[order][~full[order]].to(torch.int32)
-            found = found._replace(part_blocks=torch.stack([found.part_blocks, own], 1))
+        line, many = layout * lines + of, len(each) * one.layouts * lines
+        found = lists(line, block, full, many)
+        if which is not None:
+            masks = lists(line, torch.zeros_like(row).masked_scatter(~full, which), full, many).part_blocks
+            found = found._replace(part_blocks=torch.stack([found.part_blocks, masks], 1))
         both.append(Lists(*(x.to(device) for x in found)))
     mask = mask_of(pattern, one.n, device) if bits is None else (bits.to(device), 0, "bits")
     return Plan(
@@ -113,10 +111,7 @@ def make_ordered_plan(pattern, order: TileOrder, nq: int, heads: int, device) ->
         exist = (last[row] >= low) & (torch.maximum(i, j) < high)
         bias = of.times[ours].float().log2().view(torch.int32).long()
         for found, line, first in zip(by_lines, (row, col), (j, i), strict=True):
-            shown = exist.nonzero()[:, 0]
-            in_order = np.argsort(line[shown].numpy().astype(np.uint16), kind="stable")  # 16 bits: by radix, in a tenth
-            shown = shown[torch.from_numpy(in_order)]
-            found.append(lists(line[shown], torch.stack([first[shown], bias[shown]], 1), full[shown], many))
+            found.append(lists(line[exist], torch.stack([first, bias], 1)[exist], full[exist], many))
     table = torch.cat([each[0].which * len(kinds) * many, begin, kind * many]).to(torch.int32).to(device)
     first = (n - nq) // period * many
     count = len(start) * many
@@ -126,9 +121,14 @@ def make_ordered_plan(pattern, order: TileOrder, nq: int, heads: int, device) ->
 
 
 def lists(line: Tensor, block: Tensor, full: Tensor, lines: int) -> Lists:
-    found = []
+    """The lists of so many lines, of blocks that come in any order and keep it within their line."""
+    order = np.argsort(line.numpy().astype(np.uint16), kind="stable")  # 16 bits: by radix, in a tenth
+    if lines > 1 << 16:
+        order = order[np.argsort((line.numpy()[order] >> 16).astype(np.uint16), kind="stable")]
+    order = torch.from_numpy(order)
+    line, block, full, found = line[order], block[order], full[order], []
     for chosen in (full, ~full):
-        starts = torch.zeros(lines + 1, dtype=torch.int32, device=line.device)
+        starts = torch.zeros(lines + 1, dtype=torch.int32)
         starts[1:] = torch.bincount(line[chosen], minlength=lines).cumsum(0)
         found += [starts, block[chosen].to(torch.int32)]
     return Lists(*found)

@@ -257,20 +257,13 @@ def dkdv_kernel(Q, K, V, DO, OF_ROWS, DK, DV, q_b, q_n, q_h, k_b, k_n, k_h, v_b,
     tile_ops.store(DV + out, dv, ours, d, D)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, causal: bool, scale: float, into: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D), k and v (B, N, G, D), last strides 1.
-
-    into: an out and lse of other keys, with which these are merged in place by their softmax denominators
-    """
+def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D), k and v (B, N, G, D), last strides 1."""
     b, nq, h, _ = q.shape
-    out, lse = into or (
-        torch.empty_like(q, memory_format=torch.contiguous_format),
-        torch.empty((b, h, nq), dtype=torch.float32, device=q.device),
-    )
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty((b, h, nq), dtype=torch.float32, device=q.device)
     scales = (scale * math.log2(math.e),)
-    launch("forward", forward_kernel, plan, causal, (q, k, v), (out, lse), (out, lse), scales, FIRST=into is None)
+    launch("forward", forward_kernel, plan, causal, (q, k, v), (out, lse), (out, lse), scales, FIRST=True)
     return out, lse
 
 
@@ -292,11 +285,10 @@ def launch(name, kernel, plan: Plan, causal: bool, inputs, others, strided, scal
     tile = tile_sizes.choose(f"blocks {name}", q, plan.block_size)
     count = plan.count[keys]
     programs = count * (cols // tile.N if keys else rows // tile.M) * (g if keys else h) * b
-    strides = [stride for t in (*inputs, *strided) for stride in t.stride()[:3]]
     if programs:
         kernel[(programs,)](
-            *inputs, *others, *strides, *(plan.by_keys if keys else plan.by_queries), plan.table, *scales,
-            n, nq, h, count, plan.block0, plan.by_batch, plan.by_head, plan.reach,
+            *inputs, *others, *tile_ops.strides(*inputs, *strided), *(plan.by_keys if keys else plan.by_queries),
+            plan.table, *scales, n, nq, h, count, plan.block0, plan.by_batch, plan.by_head, plan.reach,
             GROUP=h // g, D=d, BLOCK_D=tile_sizes.padded(d), ROWS=rows, COLS=cols, CAUSAL=causal,
             MASK=plan.mask, RATE=plan.rate, **options, **tile.options(),
         )  # fmt: skip

@@ -33,11 +33,12 @@ M = 32  # rows of a program that merges or adds
 
 
 class View(NamedTuple):
-    """What one call takes: segments from `start`, and of `count` heads from `head` on each the positions it keeps.
+    """What one call takes of a sequence: segments from `start`, of `count` heads from `head` on what each keeps there.
 
     Head x of them is head + x * head_step, and keeps offset + x * offset_step + i * r in a segment, i < length.
     """
 
+    batch: int
     start: int
     segments: int
     w: int
@@ -49,10 +50,10 @@ class View(NamedTuple):
     offset_step: int
     length: int
 
-    def of(self, x: Tensor, batch: int, shift: int = 0) -> Tensor:
+    def of(self, x: Tensor, shift: int = 0) -> Tensor:
         """(S, H, L, D) of x (B, rows, heads, D), or (S, H, L) of x (B, rows, heads); row 0: position shift."""
         _, n, h, *d = x.stride()
-        at = x.storage_offset() + batch * x.stride(0) + (self.start - shift + self.offset) * n + self.head * h
+        at = x.storage_offset() + self.batch * x.stride(0) + (self.start - shift + self.offset) * n + self.head * h
         size = (self.segments, self.count, self.length, *x.shape[3:])
         return x.as_strided(size, (self.w * n, self.head_step * h + self.offset_step * n, self.r * n, *d), at)
 
@@ -108,8 +109,9 @@ def kept(branch) -> tuple[list[int], list[int]]:
     return offsets, [max(0, -(-(branch.w - o) // branch.r)) for o in offsets]
 
 
-def views(branch, segments: range, row_bytes: int, room: int, limit: int) -> Iterator[View]:
-    """The calls of a branch over whole segments: row_bytes * rows at most about `room`, segments at most `limit`."""
+def views(branch, segments: range, batch: int, row_bytes: int, room: int, limit: int) -> Iterator[View]:
+    """The calls of a branch over whole segments of each sequence: row_bytes * rows at most about `room`, segments at
+    most `limit`."""
     w, r = branch.w, branch.r
     offsets, length = kept(branch)
     for first, step, count in groups(offsets, length):
@@ -119,8 +121,9 @@ def views(branch, segments: range, row_bytes: int, room: int, limit: int) -> Ite
         some = -(-len(segments) // -(-len(segments) // some))  # as even as can be
         turn = offsets[first + step] - offsets[first] if count > 1 else 0
         for s in range(segments.start, segments.stop, some):
-            yield View(s * w, min(some, segments.stop - s), w, r, branch.head0 + first, step, count, offsets[first],
-                       turn, length[first])  # fmt: skip
+            for b in range(batch):
+                yield View(b, s * w, min(some, segments.stop - s), w, r, branch.head0 + first, step, count,
+                           offsets[first], turn, length[first])  # fmt: skip
 
 
 def groups(offsets: list[int], length: list[int]) -> list[tuple[int, int, int]]:
@@ -157,12 +160,11 @@ def attend_backward(grad, q, k, v, out, lse: Tensor, causal: bool, scale: float)
 
 def forward(q: Tensor, k: Tensor, v: Tensor, out, lse, branch, segments: range, causal, scale) -> None:
     """Merge the branch over whole segments into out and lse; one that is `whole` writes them instead."""
-    shift, lse = k.shape[1] - q.shape[1], lse.transpose(1, 2)
-    for view in views(branch, segments, q.shape[3] * q.element_size(), room(out, 24), most(branch.w, q, k, v)):
-        for b in range(q.shape[0]):
-            results = attend(view.of(q, b, shift), view.of(k, b), view.of(v, b), causal, scale)
-            merge(*results, view.of(out, b, shift), view.of(lse, b, shift), first=branch.whole)
-            del results  # before the next ones are made
+    shift, lse, row_bytes = k.shape[1] - q.shape[1], lse.transpose(1, 2), q.shape[3] * q.element_size()
+    for view in views(branch, segments, len(q), row_bytes, room(out, 24), most(branch.w, q, k, v)):
+        results = attend(view.of(q, shift), view.of(k), view.of(v), causal, scale)
+        merge(*results, view.of(out, shift), view.of(lse, shift), first=branch.whole)
+        del results  # before the next ones are made
 
 
 def room(result: Tensor, share: int) -> int:
@@ -182,16 +184,14 @@ def backward(grad, q, k, v, out, lse, dq, dk, dv, branch, segments: range, causa
     """Add the branch's gradients over whole segments to dq, dk and dv; one that is `whole` writes them instead."""
     shift, lse = k.shape[1] - q.shape[1], lse.transpose(1, 2)
     row_bytes, limit = 2 * q.shape[3] * q.element_size(), most(branch.w, grad, q, k, v, out)  # cuDNN's dq is float32
-    for view in views(branch, segments, row_bytes, room(dq, 12), limit):
-        for b in range(q.shape[0]):
-            to = view.of(dq, b, shift), view.of(dk, b), view.of(dv, b)
-            results = attend_backward(
-                view.of(grad, b, shift), view.of(q, b, shift), view.of(k, b), view.of(v, b), view.of(out, b, shift),
-                view.of(lse, b, shift), causal, scale,
-            )  # fmt: skip
-            for x in range(3):
-                launch(add_kernel, results[x], to[x], first=branch.whole and (x == 0 or shift == 0))
-            del results
+    for view in views(branch, segments, len(q), row_bytes, room(dq, 12), limit):
+        results = attend_backward(
+            view.of(grad, shift), view.of(q, shift), view.of(k), view.of(v), view.of(out, shift), view.of(lse, shift),
+            causal, scale,
+        )  # fmt: skip
+        for x, to in enumerate((view.of(dq, shift), view.of(dk), view.of(dv))):
+            launch(add_kernel, results[x], to, first=branch.whole and (x == 0 or shift == 0))
+        del results
 
 
 @triton.jit
@@ -230,6 +230,5 @@ def merge(*tensors: Tensor, first: bool = False) -> None:
 def launch(kernel, *tensors: Tensor, first: bool) -> None:
     segments, heads, length, d = tensors[0].shape
     kernel[(segments * heads * triton.cdiv(length, M),)](
-        *tensors, *(stride for x in tensors for stride in x.stride()[:3]), heads, length, D=d,
-        BLOCK_D=tile_sizes.padded(d), M=M, FIRST=first,
+        *tensors, *tile_ops.strides(*tensors), heads, length, D=d, BLOCK_D=tile_sizes.padded(d), M=M, FIRST=first,
     )  # fmt: skip

@@ -1,11 +1,11 @@
 """Dilated attention, a launch for each branch: kept positions are addressed by strides, and branches merge in place.
 
 In each segment of w positions a head with offset o keeps o, o + r, o + 2r, ...; a program takes a tile of those. The
-forward merges its tile into out and lse in its epilogue (log-sum-exp weights, see `execution.merge`), the backward adds
+forward merges its tile into out and lse in its epilogue (log-sum-exp weights, see `engines.merge`), the backward adds
 to dq, dk and dv: there are no intermediate tensors. Launches follow each other in one stream, and no two programs of a
-launch write the same row: results are reproducible bit for bit, except where cuDNN takes a branch of the backward (see
-`strided`). Where the card can (programmatic dependent launch, OVERLAP), a launch starts on the processors that the tail
-of the one before leaves idle. It waits for the end of that one before it reads or writes any result.
+launch write the same row: results are reproducible bit for bit, except where cuDNN takes a branch of the backward
+(`cudnn_views`). Where the card can (programmatic dependent launch, OVERLAP), a launch starts on the processors that the
+tail of the one before leaves idle. It waits for the end of that one before it reads or writes any result.
 Nested branches run in one pass of `block_sparse` instead where that is the faster (`triton_backend.in_tile_order`).
 
 Dimensions: B batch, N keys, Nq queries (the last Nq positions), H query heads, G key heads, D head_dim. In a kernel M
@@ -257,7 +257,7 @@ def forward(
         if fused:
             cudnn_views.forward(q, k, v, out, lse, branch, fused, pattern.causal, scale)
         branch.launch(
-            forward_kernel, b, n, nq, h, fused, tile.M, q, k, v, out, lse, *rows(q, k, v, out),
+            forward_kernel, b, n, nq, h, fused, tile.M, q, k, v, out, lse, *tile_ops.strides(q, k, v, out),
             scale * math.log2(math.e), GROUP=h // k.shape[2], D=d, BLOCK_D=tile_sizes.padded(d), CAUSAL=pattern.causal,
             FIRST=branch.whole, **tile.options(), **tile_sizes.overlap(q, launched),
         )  # fmt: skip
@@ -291,7 +291,7 @@ def backward(
             tile = tile_sizes.choose(f"dilated {name}", q)
             branch.launch(
                 kernel, b, n, nq, h, fused, tile.M if name == "dq" else tile.N, q, k, v, grad, of_rows, *results,
-                *rows(q, k, v, grad, results[0]), scale * math.log2(math.e), scale,
+                *tile_ops.strides(q, k, v, grad, results[0]), scale * math.log2(math.e), scale,
                 GROUP=h // k.shape[2], D=d, BLOCK_D=tile_sizes.padded(d), CAUSAL=pattern.causal,
                 FIRST=branch.whole and (name == "dq" or nq == n), **tile.options(), **tile_sizes.overlap(q, launched),
             )  # fmt: skip
@@ -303,8 +303,3 @@ def new(like: Tensor, written: bool) -> Tensor:
     """A contiguous result: uninitialised if the first launch writes all of it, else zeros."""
     make = torch.empty if written else torch.zeros
     return make(like.shape, dtype=like.dtype, device=like.device)
-
-
-def rows(*tensors: Tensor) -> list[int]:
-    """The strides of batch, position and head of each."""
-    return [stride for t in tensors for stride in t.stride()[:3]]

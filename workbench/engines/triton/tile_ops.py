@@ -179,12 +179,17 @@ def rows_kernel(OUT, DO, LSE, DLSE, LSE2, DELTA, o_b, o_n, o_h, g_b, g_n, g_h, l
     tl.store(DELTA + to, delta, place < places)
 
 
+def strides(*tensors: Tensor) -> list[int]:
+    """Those of the first three dimensions of each, as kernels take them."""
+    return [stride for x in tensors for stride in x.stride()[:3]]
+
+
 def write_rows(grad, grad_lse: Tensor | None, out: Tensor, lse: Tensor, lse2: Tensor, delta: Tensor, order) -> None:
     """lse2, delta (B, H, places), of the same strides; order: (positions, places, segment, run, rate)."""
     (b, _, h, d), lse = out.shape, lse.contiguous()
     rows_kernel[(b * h * triton.cdiv(order[1], ROWS),)](
-        out, grad, lse, None if grad_lse is None else grad_lse.contiguous(), lse2, delta, *out.stride()[:3],
-        *grad.stride()[:3], *lse.stride(), *lse2.stride(), h, *order, D=d, BLOCK_D=tiles.padded(d), M=ROWS,
+        out, grad, lse, None if grad_lse is None else grad_lse.contiguous(), lse2, delta,
+        *strides(out, grad, lse, lse2), h, *order, D=d, BLOCK_D=tiles.padded(d), M=ROWS,
     )  # fmt: skip
 
 
