@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import browser
+from workbench.patterns import tables
 
 # Without a CUDA card the kernels are interpreted.
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
@@ -48,6 +49,12 @@ def pytest_xdist_make_scheduler(config, log):
             return group_of(nodeid)
 
     return ByGroup(config, log)
+
+
+@pytest.fixture(autouse=True)
+def own_tables(monkeypatch):
+    """What a test that changes the code finds out of its patterns is found by no other test's that are equal."""
+    monkeypatch.setattr(tables, "EQUAL", {})
 
 
 @pytest.fixture(scope="module")

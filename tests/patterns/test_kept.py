@@ -7,7 +7,7 @@ import torch
 
 from workbench import BlockSparse, Dilated, Neighborhood, PerHead, Window, attention, layouts
 from workbench.fit import estimate
-from workbench.patterns import base, orderings
+from workbench.patterns import orderings, tables
 
 EQUAL = [lambda: Window(40, True, sinks=2), lambda: Dilated([8, 16], [1, 2]), lambda: Neighborhood((8, 8), 1)]
 
@@ -21,15 +21,15 @@ def made(pattern, keys) -> list[int]:
 
 
 def test_several_sizes_are_kept_and_the_oldest_goes(monkeypatch):
-    pattern, many = PerHead([Window(3)]), base.SIZES
+    pattern, many = PerHead([Window(3)]), tables.SIZES
     assert made(pattern, [1, 2, 1, 2]) == [1, 2]
     assert made(pattern, [*range(1, many + 1), 1]) == [*range(3, many + 1)]
     assert made(pattern, [many + 1, 1, 2]) == [many + 1, 2]
-    monkeypatch.setattr(base, "ROOM", 100)
+    monkeypatch.setattr(tables, "ROOM", 100)
     for place, many in enumerate((20, 30, 30, 10)):  # 80 bytes stay, 120 do not
         pattern.kept("large", (place,), lambda many=many: (3, [torch.zeros(many)]))
     assert [*pattern._kept["large"]] == [(3,)]
-    assert base.weight(pattern.blocks(3, 1)) == 2 * 8 + 4 + 1
+    assert tables.weight(pattern.blocks(3, 1)) == 2 * 8 + 4 + 1
 
 
 @pytest.mark.parametrize("make", EQUAL)
@@ -50,10 +50,10 @@ def test_what_a_few_numbers_do_not_say_is_found_by_nobody_else(make):
 
 
 def test_what_is_kept_of_equal_patterns_is_that_of_the_last(monkeypatch):
-    monkeypatch.setattr(base, "EQUAL", {})
-    for width in [*range(1, base.SIZES + 1), 1, base.SIZES + 1]:
+    monkeypatch.setattr(tables, "EQUAL", {})
+    for width in [*range(1, tables.SIZES + 1), 1, tables.SIZES + 1]:
         made(Window(width), [0])
-    assert made(Window(1), [0]) == [] and made(Window(2), [0]) == [0] and len(base.EQUAL) == base.SIZES
+    assert made(Window(1), [0]) == [] and made(Window(2), [0]) == [0] and len(tables.EQUAL) == tables.SIZES
 
 
 def test_a_tracer_leaves_nothing_without_contents():

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from workbench.engines import operators
 from workbench.engines.torch import block_sparse, dilated
 from workbench.patterns import Dense, Dilated
-from workbench.patterns.base import place
+from workbench.patterns.tables import place
 
 
 def one_branch(pattern: Dense, n: int) -> Dilated:

@@ -14,8 +14,8 @@ from workbench.engines import operators
 from workbench.engines.torch_backend import one_branch
 from workbench.engines.triton.block_lists import kind_of
 from workbench.patterns import Dense, Dilated, Neighborhood, tile_order
-from workbench.patterns.base import place
 from workbench.patterns.listed import repeats
+from workbench.patterns.tables import place
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 LENGTH = 1 << 30  # positions are int32 in the kernels, and some are computed one tile beyond the last

@@ -9,21 +9,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
+from workbench.patterns import tables
 from workbench.patterns.checks import LIVING, Value, axes, on_host, whole
 from workbench.patterns.fingerprint import Fingerprint, fingerprint
 
 T = TypeVar("T")
 TILE = 1 << 22  # pairs in a tile of a generic count: 32 MB of int64
-SIZES, ROOM = 16, 1 << 27  # what is kept with a pattern: for so many sizes, and the earlier ones of so many bytes
-EQUAL: dict[str, dict] = {}  # what is kept with the last patterns that are `by_value`, by how they are written
 
 
 @dataclass(frozen=True)
@@ -153,11 +150,8 @@ class Pattern(Value):
 
     def _finish(self, new=False):
         super()._finish()
-        if new and self.by_value and not traced():  # one may be written where it is used, and made at every call
-            written = repr(self)
-            vars(self)["_kept"] = EQUAL[written] = EQUAL.pop(written, self._kept)
-            if len(EQUAL) > SIZES:
-                del EQUAL[next(iter(EQUAL))]
+        if new and self.by_value:
+            vars(self)["_kept"] = tables.of_equal(repr(self), self._kept)
 
     def kept(self, what: str, key: tuple, make: Callable[[], T]) -> T:
         """make(), kept with the pattern as `what` and by its key: of the sizes that were asked for last.
@@ -168,8 +162,7 @@ class Pattern(Value):
         found = held.pop(key, None)
         if found is None or found[0] != now:
             found = None  # the last one goes before the next is made
-            while held and (len(held) >= SIZES or weight([*held.values()]) > ROOM):
-                del held[next(iter(held))]
+            tables.make_room(held)
             with on_host():
                 made = make()
             steady = self.fingerprint().digest == now
@@ -338,20 +331,3 @@ def watched(steps, what: str, total: int):
 def ranges(begin: Tensor, many: Tensor) -> Tensor:
     """begin[0], begin[0] + 1, ... (many[0] of them), begin[1], ..."""
     return torch.arange(int(many.sum())) - (many.cumsum(0) - many - begin).repeat_interleave(many)
-
-
-def place(x: Tensor) -> tuple:
-    """Where what is kept for x is: its device, and what traces, whose tensors have no contents."""
-    return str(x.device), *traced()
-
-
-def traced() -> list:
-    """The modes of torch that are more than a default device."""
-    return [x for x in _get_current_function_mode_stack() if not isinstance(x, DeviceContext)]
-
-
-def weight(x) -> int:
-    """Bytes of the tensors in tuples, lists and dataclasses."""
-    if isinstance(x, Tensor):
-        return x.nbytes
-    return sum(map(weight, x if isinstance(x, (tuple, list)) else vars(x).values() if is_dataclass(x) else ()))

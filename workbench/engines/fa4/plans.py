@@ -14,7 +14,7 @@ from torch import Tensor
 from workbench.engines.fa4 import lists
 from workbench.engines.fa4.lists import Both
 from workbench.patterns import BlockSparse, Dense, Dilated, Window, tile_order
-from workbench.patterns.base import place
+from workbench.patterns.tables import place
 from workbench.patterns.tile_order import TILE, TileOrder
 
 
