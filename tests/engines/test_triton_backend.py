@@ -1,6 +1,7 @@
 """The kernels in Triton's interpreter, against the oracle; tests/gpu/test_triton.py has the same on a card."""
 
 import copy
+
 import pytest
 import torch
 
