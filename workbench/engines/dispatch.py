@@ -98,7 +98,7 @@ def run(backend: str, q, k, v, pattern, scale, return_lse, changes) -> tuple[Ten
     """(out, lse or None) of tokens in natural order."""
     if backend == "reference":
         out, lse = reference(q, k, v, pattern, scale, **(changes._asdict() if changes else {}))
-        return out.to(q.dtype), lse.to(lse_dtype(q))
+        return out.to(q.dtype), lse.to(lse_dtype(q)) if return_lse else None
     square = not pattern.causal or q.shape[1] == k.shape[1]  # torch aligns its causal mask at the first query
     if changes is not None:
         softcap = changes.softcap or 0.0
@@ -107,7 +107,7 @@ def run(backend: str, q, k, v, pattern, scale, return_lse, changes) -> tuple[Ten
         return _dense(q, k, v, pattern.causal, scale), None
     else:
         out, lse = call(ATTEND[backend], q, k, v, handle_of(pattern), scale)
-    return divided(out, pattern), lse
+    return divided(out, pattern), lse if return_lse else None
 
 
 def _dense(q, k, v, causal, scale) -> Tensor:

@@ -77,18 +77,19 @@ def attend(one: Callable, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, lin
         to = ranges(*torch.tensor([starts, sizes])[:, order])
         to, back = to.to(q.device), to.argsort().to(q.device)
     many = [sum(sizes[x] for x in members) for members in groups.values()]
-    parts = zip(*(_moved(x.flatten(0, 1), to).split(many) for x in (q, k, v)), strict=True)
-    patterns, outs, lses = pattern.each(), [], []
-    for kind, part in zip(groups, parts, strict=True):
+    parts = list(zip(*(_moved(x.flatten(0, 1), to).split(many) for x in (q, k, v)), strict=True))
+    patterns, pieces, found = pattern.each(), list(groups), {}
+    for x in sorted(range(len(pieces)), key=lambda x: -many[x]):  # a card computes the longest while the rest is asked
+        kind, part = pieces[x], parts[x]
         if isinstance(kind, tuple):
             entry, size = kind
-            many = len(part[0]) // max(1, size)  # of documents that have no tokens there is one
-            out, lse = one(*(x.view(max(1, many), size, *x.shape[1:]) for x in part), patterns[entry])
+            documents = many[x] // max(1, size) or 1  # of those that have no tokens there is one
+            out, lse = one(*(x.view(documents, size, *x.shape[1:]) for x in part), patterns[entry])
         else:
             out = part[0].new_zeros(1, *part[0].shape[:2], v.shape[-1])
             lse = out.new_full((1, q.shape[2], len(part[0])), -torch.inf, dtype=lse_dtype(q))
-        outs.append(out.flatten(0, 1))
-        lses.append(None if lse is None else lse.transpose(1, 2).flatten(0, 1))
+        found[x] = out.flatten(0, 1), None if lse is None else lse.transpose(1, 2).flatten(0, 1)
+    outs, lses = zip(*(found[x] for x in range(len(pieces))), strict=True)
     out = _moved(torch.cat(outs), back).unflatten(0, q.shape[:2])
     if any(x is None for x in lses):
         return out, None
