@@ -80,20 +80,24 @@ def attend(one: Callable, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, lin
     parts = list(zip(*(_moved(x.flatten(0, 1), to).split(many) for x in (q, k, v)), strict=True))
     patterns, pieces, found = pattern.each(), list(groups), {}
     for x in sorted(range(len(pieces)), key=lambda x: -many[x]):  # a card computes the longest while the rest is asked
-        kind, part = pieces[x], parts[x]
-        if isinstance(kind, tuple):
-            entry, size = kind
-            documents = many[x] // max(1, size) or 1  # of those that have no tokens there is one
-            out, lse = one(*(x.view(documents, size, *x.shape[1:]) for x in part), patterns[entry])
-        else:
-            out = part[0].new_zeros(1, *part[0].shape[:2], v.shape[-1])
-            lse = out.new_full((1, q.shape[2], len(part[0])), -torch.inf, dtype=lse_dtype(q))
-        found[x] = out.flatten(0, 1), None if lse is None else lse.transpose(1, 2).flatten(0, 1)
+        found[x] = _piece(one, parts[x], patterns, pieces[x])
     outs, lses = zip(*(found[x] for x in range(len(pieces))), strict=True)
     out = _moved(torch.cat(outs), back).unflatten(0, q.shape[:2])
     if any(x is None for x in lses):
         return out, None
     return out, _moved(torch.cat(lses), back).unflatten(0, q.shape[:2]).transpose(1, 2)
+
+
+def _piece(one: Callable, part: tuple[Tensor, ...], patterns: list[Pattern], kind) -> tuple[Tensor, Tensor | None]:
+    """(out (tokens, H, D), lse (tokens, H) or None) of documents of one kind, or of padding."""
+    tokens, heads = part[0].shape[:2]
+    if not isinstance(kind, tuple):
+        out = part[0].new_zeros(tokens, heads, part[2].shape[-1])
+        return out, out.new_full((tokens, heads), -torch.inf, dtype=lse_dtype(out))
+    entry, size = kind
+    many = tokens // max(1, size) or 1  # of documents that have no tokens there is one
+    out, lse = one(*(x.view(many, size, *x.shape[1:]) for x in part), patterns[entry])
+    return out.flatten(0, 1), lse if lse is None else lse.transpose(1, 2).flatten(0, 1)
 
 
 def _moved(line: Tensor, index: Tensor | None) -> Tensor:
