@@ -128,8 +128,7 @@ def load(*paths):
 
 
 def committed(kind: str, probe: str | None = None):
-    """`load` of the journals of a machine kind, all rows or those of one probe, the newest last; no rows where there are
-    none."""
+    """`load` of a machine kind's journals, all rows or those of one probe, the newest last; no rows where none are."""
     folder = next((x for x in (default_folder(), SHARED / "outputs" / "records") if (x / str(kind)).is_dir()), Path())
     found = _frame(_lines(sorted((folder / str(kind)).glob("*.jsonl")), probe))
     return found.sort_values("run_utc", kind="stable", ignore_index=True)
