@@ -335,7 +335,7 @@ def about(frame: pd.DataFrame, claim: int) -> str:
     """A claim in its section: the question, the quote, and the answers of the table."""
     words, (_, _, *said, _, _) = CLAIMS[claim], frame[frame["no."].eq(claim)].iloc[0]
     lines = [f"**{claim}. {words['question']}** Report {words['report']}: *“{words['quote']}”*"]
-    places = zip(("Here", f"On {frame.columns[3]}"), said, strict=True)
+    places = zip(("Here", f"On {frame.columns[3]}"), dict.fromkeys(said), strict=False)  # what is equal is said once
     said = [(place, *x.partition(". ")) for place, x in places if x]
     return "\n\n".join(lines + [f"{place}: **{verdict}**. {figures}".rstrip() for place, verdict, _, figures in said])
 
