@@ -85,8 +85,8 @@ class Plan:
         if heads and (not kv_heads or heads % kv_heads):
             raise ValueError(f"kv_heads={kv_heads} on heads={heads}: want a divisor")
         _, heads, self.nq = pattern.for_batch(0).check(shards.n, heads, nq)
-        if on_grid(pattern) and len(pattern.shape) == 1 and pattern.ordering is None:
-            pattern = Window(max(1, 2 * pattern.radius[0]))  # the same pairs; its calls take contiguous keys
+        if isinstance(pattern, Neighborhood) and pattern.line:
+            pattern = pattern.line  # whose calls take contiguous keys
         self.pattern, self.shards, self.heads, self.kv_heads = pattern, shards, heads, kv_heads
         self.zigzag = isinstance(pattern, Dense) and pattern.causal
         self._halos: dict[int, list[HeadRows]] = {}

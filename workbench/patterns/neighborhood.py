@@ -9,6 +9,7 @@ from torch import Tensor
 from workbench.patterns import orderings
 from workbench.patterns.base import Blocks, Pattern, ranges
 from workbench.patterns.checks import axes, choice, flag, several
+from workbench.patterns.window import Window
 
 CHUNK = 1 << 22  # cells of windows held at once: a few hundred MB at most
 MOST = 1 << 53  # of a window: sums with positions stay within 64 bits
@@ -74,6 +75,12 @@ class Neighborhood(Pattern):
     def plain(self) -> bool:
         """Whether the window of every cell is what is within an int's radius, clipped at the border: no options."""
         return not self.options and all(isinstance(r, int) for r in self.radius)
+
+    @cached_property
+    def line(self) -> Window | None:
+        """The window with the same pairs, where the grid is a line in its own order and there are no options."""
+        there = len(self.shape) == 1 and self.ordering is None and self.plain
+        return Window(max(1, 2 * self.radius[0])) if there else None
 
     @cached_property
     def windows(self) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -147,6 +154,8 @@ class Neighborhood(Pattern):
 
     def _blocks(self, n, heads, nq, block_size):
         """Exact, in time that grows with the cells in the windows of each block of queries, not with the pairs."""
+        if self.line:
+            return self.line._blocks(n, heads, nq, block_size)
         bq, bk = block_size
         first, cols = (n - nq) // bq, -(-n // bk)
         rows = -(-n // bq) - first if nq else 0
@@ -206,7 +215,7 @@ class Neighborhood(Pattern):
     @property
     def short_name(self):
         radius = self.radius[:1] if len(set(self.radius)) == 1 else self.radius
-        if len(self.shape) == 1 and self.ordering is None and self.plain:
+        if self.line:
             return f"window-{2 * radius[0]}"  # as `Window` calls it
         parts = ["neighborhood", "x".join(map(str, radius))] + ([] if self.ordering is None else [self.ordering.name])
         for name, value in self.options.items():

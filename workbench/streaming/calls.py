@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from workbench.distributed import halo, views
 from workbench.distributed.plans import on_grid
-from workbench.patterns import Dense, Dilated, Pattern, Window
+from workbench.patterns import Dense, Dilated, Neighborhood, Pattern, Window
 
 Positions = range | Tensor  # ascending but for -1, padding that no query sees
 EVERY = slice(None)
@@ -194,8 +194,7 @@ def window_of(pattern: Pattern) -> Window | None:
     """The pattern as a window on any run of positions; None where it is none, or has sinks."""
     if isinstance(pattern, Window):
         return None if pattern.sinks else pattern
-    line = on_grid(pattern) and len(pattern.shape) == 1 and pattern.ordering is None
-    return Window(2 * pattern.radius[0]) if line and pattern.radius[0] else None
+    return pattern.line if isinstance(pattern, Neighborhood) else None
 
 
 def _nested(branch: tuple[int, int, int], base: tuple[int, int, int]) -> bool:

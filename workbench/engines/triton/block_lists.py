@@ -151,7 +151,7 @@ def kind_of(pattern) -> str:
         return "window" if pattern.dilation == 1 and not pattern.sinks else "bits"
     if not isinstance(pattern, Neighborhood) or not pattern.plain:
         return "bits"
-    if len(pattern.shape) == 1 and pattern.ordering is None:
+    if pattern.line:
         return "window"
     fields = zip(pattern.shape, pattern.radius, strict=True)
     return "near" if sum((side - 1 + min(r, side)).bit_length() + 1 for side, r in fields) <= 62 else "bits"
