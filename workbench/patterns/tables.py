@@ -18,16 +18,21 @@ def of_equal(written: str, own: dict) -> dict:
     """The tables of a pattern that is written so; under a tracer those that it has."""
     if traced():
         return own
-    EQUAL[written] = EQUAL.pop(written, own)
+    EQUAL[written] = found = EQUAL.pop(written, own)
     if len(EQUAL) > SIZES:
-        del EQUAL[next(iter(EQUAL))]
-    return EQUAL[written]
+        _drop_oldest(EQUAL)
+    return found
 
 
 def make_room(held: dict) -> None:
     """Drop the tables that were used longest ago until another one may be made."""
     while held and (len(held) >= SIZES or weight([*held.values()]) > ROOM):
-        del held[next(iter(held))]
+        _drop_oldest(held)
+
+
+def _drop_oldest(held: dict) -> None:
+    for oldest in [*held][:1]:
+        held.pop(oldest, None)  # another thread, of torch's DataParallel, may have dropped it
 
 
 def weight(x) -> int:
