@@ -45,7 +45,7 @@ def test_the_range_is_told_and_where_another_way_is_ahead():
 def test_runs_of_the_same_case_are_further_apart_than_the_rounds_of_one():
     runs = [x | {"run": run} for run, ms in (("a", 4.0), ("b", 5.0)) for x in case(sequence=ms)]
     (found,) = words.between_runs(pd.DataFrame(runs))
-    assert "speed-ups of 1 case differ by **25%**" in found and found.endswith("a run is 2% wide.")
+    assert "differs by **25%** (the median of 1 case)" in found and found.endswith("its interval is 2% wide.")
     assert words.between_runs(pd.DataFrame(runs).assign(run="a")) == []
 
 

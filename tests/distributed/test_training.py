@@ -73,10 +73,10 @@ def test_a_copy_stays_on_its_group_and_a_state_dict_fits_both_layers(ranks):
 
 
 def test_refusals_say_what_is_wanted(ranks):
-    for (uneven, none, many), shape, again in ranks(2).run(train.refused):
+    for (uneven, none, many, long), shape, again in ranks(2).run(train.refused):
         assert "data=3, sequence=1: want integers whose product is the 2 ranks" in uneven
         assert "data=0" in none and "data=2, sequence=3" in many
-        assert shape == [1, 2] and again
+        assert shape == [1, 2] and again and "xpos=1.0 with 80 tokens" in long
 
 
 def test_without_a_process_group():

@@ -194,6 +194,11 @@ def refused(rank, world):
         except ValueError as error:
             found.append(str(error))
     again = training.mesh() is training.mesh()
+    layer = wb.distributed.MultiheadAttention(8, 1, wb.Dense(True), rope=100, xpos=1)
+    try:
+        layer(torch.randn(1, 40, 8))
+    except ValueError as error:
+        found.append(str(error))  # on every rank: the others would wait for one that raises alone
     return found, list(training.mesh().shape), again
 
 

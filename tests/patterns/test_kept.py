@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from workbench import BlockSparse, Dilated, Neighborhood, PerHead, Window, attention, layouts
+from workbench.distributed import views
 from workbench.fit import estimate
 from workbench.patterns import orderings, tables
 
@@ -39,6 +40,9 @@ def test_an_equal_pattern_finds_what_was_kept_but_no_copy_and_no_other_class(mak
     assert made(make(), [1]) == []
     assert made(copy.copy(one), [1]) == made(copy.deepcopy(one), [1]) == [1]
     assert made(make(), [2]) == [2]
+    other = type("Other", (type(one),), {})  # which may count something else
+    assert made(other(*((8, 8), 1) if isinstance(one, Neighborhood) else ([8, 16], [1, 2]) if isinstance(one, Dilated)
+                      else (40, True, 1, 2)), [1]) == [1]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [
@@ -49,22 +53,31 @@ def test_what_a_few_numbers_do_not_say_is_found_by_nobody_else(make):
     assert made(make(), [1]) == made(make(), [1]) == [1]
 
 
+def test_branches_of_other_heads_are_others():
+    whole = Dilated([8, 16], [1, 2])
+    assert views.Branches(whole, (0,), 0, 4)._kept is not views.Branches(whole, (0,), 1, 4)._kept
+
+
 def test_what_is_kept_of_equal_patterns_is_that_of_the_last(monkeypatch):
-    monkeypatch.setattr(tables, "EQUAL", {})
     for width in [*range(1, tables.SIZES + 1), 1, tables.SIZES + 1]:
         made(Window(width), [0])
     assert made(Window(1), [0]) == [] and made(Window(2), [0]) == [0] and len(tables.EQUAL) == tables.SIZES
+    monkeypatch.setattr(tables, "ROOM", 100)
+    Window(50).kept("large", (0,), lambda: torch.zeros(40))
+    Window(51)
+    assert len(tables.EQUAL) == 1
 
 
 def test_a_tracer_leaves_nothing_without_contents():
     """Lists on a card that is not there would be found by a real call, and its kernels read them."""
-    pattern = Window(300, True)
+    pattern, shared = Window(300, True), []
 
     def call():
+        shared.append(Window(300, True)._kept is pattern._kept)
         q = torch.zeros(1, 1024, 2, 64, dtype=torch.bfloat16, device="cuda")
         return attention(q, q, q, pattern), attention(q, q, q, Window(300, True))
 
     first, again = (estimate.program(lambda: call, "h200").requested_bytes for _ in range(2))
-    assert first == again  # with its lists
+    assert first == again and not any(shared)  # with its lists
     keys = [key for what in pattern._kept.values() if isinstance(what, dict) for key in what]
     assert keys and not any(("cuda:0",) in key for key in keys)

@@ -96,6 +96,8 @@ def test_a_progress_bar_in_text_shows_its_last_line_only(render):
     cell.outputs = [v4.new_output("stream", name="stderr", text=t) for t in ("\r  0%", "\r 50%", "\r100%\n", "done\n")]
     body = main(render(cell))
     assert "100%\ndone" in body and "50%" not in body
+    cell.outputs = [v4.new_output("stream", name="stderr", text="\rhalf \rdone \r     \r")]
+    assert "<pre>" not in main(render(cell)), "erased when it was over"
 
 
 def test_the_title_is_in_the_head_only_and_sections_are_in_the_contents(render):

@@ -124,8 +124,8 @@ def _parts(n: int = 512) -> pd.DataFrame:
 
 
 def recorded(kinds: Iterable[str]) -> Seen:
-    """What is committed of these machines, each of its newest commit, of sweeps the newest that has the reports'
-    configurations, if one has."""
+    """What is committed of these machines: of its newest commit each, but of sweeps the newest run that has the
+    reports' configurations, if one has."""
     every = pd.concat([records.committed(x) for x in kinds], ignore_index=True)
     every = every.reindex(columns=[*dict.fromkeys([*every, "label", "stage", "budget_bytes", "measured_n"])])
     every = every.sort_values("run_utc", kind="stable")
@@ -133,7 +133,8 @@ def recorded(kinds: Iterable[str]) -> Seen:
     mine = swept[swept["label"].astype(str).str.startswith("report-")]
     fits = every[every["stage"].eq("search") & every["budget_bytes"].eq(BUDGET) & every["measured_n"].notna()]
     of = ((swept, mine if len(mine) else swept), (messages, messages), (fits, fits))
-    return Seen(*(x[x["run_commit"].eq(y["run_commit"].iloc[-1])] if len(y) else y for x, y in of))
+    by = "run", "run_commit", "run_commit"
+    return Seen(*(x[x[at].eq(y[at].iloc[-1])] if len(y) else y for at, (x, y) in zip(by, of, strict=True)))
 
 
 def batches(rows: pd.DataFrame) -> pd.DataFrame:
@@ -194,7 +195,8 @@ def _communication(rows: pd.DataFrame) -> dict:
     if None in rates:
         raise Missing("the link was not measured")
     size = 4 * case.batch * case.n * case.heads * case.head_dim * case.dtype.itemsize // 2  # half of q, k, v and out
-    took, low, high = (1000 * x.message_s(size) for x in rates)
+    took, *ends = (1000 * x.message_s(size) for x in rates)
+    low, high = min(took, *ends), max(took, *ends)  # fits need not lie as their samples do
     time = f"{number(took)} ms by this link ({number(low)} to {number(high)} by its samples)"
     return {"size": binary(size), "low": low, "high": high, "time": time, "added": 452.1 - 58.0 / 2}
 

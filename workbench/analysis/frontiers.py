@@ -167,6 +167,8 @@ def overpromised(lines: pd.DataFrame, card: str) -> str:
         return f"None of these ways runs on {card}."
     worst = lines.loc[lines[TOO_MUCH].idxmax()]
     promises = f"promises up to **{worst[TOO_MUCH]:.1%}** more tokens than run ({worst['way']})."
+    if worst[TOO_MUCH] < 0.0005:
+        promises = "promises no more tokens than run."
     return f"On {card} (predicted) reading `max_memory_allocated` {promises}"
 
 

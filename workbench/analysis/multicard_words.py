@@ -97,8 +97,8 @@ def between_runs(rows: pd.DataFrame) -> list[str]:
     apart = pd.Series([x["speedup"].max() / x["speedup"].min() - 1 for x in cases])
     within = pd.Series([(x["speedup_high"] / x["speedup_low"]).median() - 1 for x in cases])
     return [
-        f"From run to run, earlier code's too, the speed-ups of {counted(len(cases), 'case')} differ by "
-        f"**{apart.median():.0%}** in the middle of the cases; the interval within a run is {within.median():.0%} wide."
+        f"Between runs, of earlier code too, a case's speed-up differs by **{apart.median():.0%}** (the median of "
+        f"{counted(len(cases), 'case')}); within one run its interval is {within.median():.0%} wide."
     ]
 
 

@@ -47,7 +47,7 @@ def live(lengths, first: int, gib: float, profile="quick") -> tuple[pd.DataFrame
         rows.append({"positions": done, "seconds": seconds, "tokens_a_second": done / seconds})
 
     ran = measure.measure(lengths, gib, first, profile, watch=watch)
-    some = rows[:: -max(1, len(rows) // 8)][::-1]  # the last one, too
+    some = rows[:: -max(1, -(-len(rows) // 8))][::-1]  # the last one, too
     return pd.DataFrame(some, columns=["positions", "seconds", "tokens_a_second"]), table(ran)
 
 
@@ -100,9 +100,11 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
     streamed = runs[runs["of_in_memory"].notna() & (runs["execution"] == "streamed")] if len(runs) else runs
     if len(streamed):
         long = streamed.drop_duplicates("mode", keep="last").to_dict("records")
-        times = (f"{x['n']:,} tokens {x['of_in_memory']:.2f} times ({MODES[x['mode']]}, in "
+        times = (f"**{x['of_in_memory']:.2f} times** as long as in memory ({x['n']:,} tokens, {MODES[x['mode']]}, in "
                  f"{x['peak_bytes'] / GIB:.2f} GiB)" for x in long)  # fmt: skip
-        said.append(f"Streamed they take, of the time in memory: {', '.join(times)}.")
+        why = ": a chunk is short enough for kernels that compute each key once, all tokens at once are not"
+        faster = all(x["of_in_memory"] < 1 for x in long)
+        said.append(f"Streamed, attention takes {' and '.join(times)}{why * faster}.")
     right = "all right" if took["right"].all() else "not all right"
     said.append(f"Here {len(took)} runs of up to {took['n'].max():,} tokens were checked at "
                 f"{took['sampled_rows'].sum():,} sampled rows: {right}.")  # fmt: skip

@@ -36,8 +36,9 @@ class MultiheadAttention(layers.MultiheadAttention):
 
     def rotation(self, n: int, device=None, cache=None) -> Tensor:
         ranks = Ranks.of(self.group)
-        first = sum(rows for (rows,) in ranks.gather(("rows",), [n]).wait()[: ranks.rank]) if ranks.world > 1 else 0
-        return self._table(torch.arange(first, first + n, device=device), first + n)
+        each = [rows for (rows,) in ranks.gather(("rows",), [n]).wait()] if ranks.world > 1 else [n]
+        first = sum(each[: ranks.rank])
+        return self._table(torch.arange(first, first + n, device=device), sum(each))  # all refuse what is too long
 
     def forward(self, query: Tensor, *keys, cache=None, **options):
         if cache is not None:

@@ -20,7 +20,7 @@ class MultiheadAttention(nn.Module):
     dropout acts on the output, in training only; dropout of the attention weights is refused by name.
     qk_norm: each head's queries and keys are normalised by nn.RMSNorm (QK norm, arXiv 2010.04245).
     rope: the base of rotary positions (`engines.rotary`), e.g. 10_000, of even head_dims. xpos: beside it the scale
-        base of xPos, 512 in its paper, of causal patterns, at most 64 xpos tokens, and not in float16.
+        base of xPos, 512 in its paper, of causal patterns, at most 64 * xpos tokens, and not in float16.
     sub_norm: a LayerNorm before the output projection (Sub-LN of MAGNETO, arXiv 2210.06423).
     tokens: "tile order" where they come in the pattern's `tile_order`; their positions are then those of that order.
     options: what changes scores, as of `attention`: softcap; alibi_slopes (H,), which are kept as a buffer; and

@@ -146,12 +146,12 @@ class Pattern(Value):
     function: Callable | None = None  # a user's, which `count` asks
     sees_itself = False  # whether every query sees its own key
     everywhere = False  # whether its blocks come from looking at all pairs
-    by_value = False  # whether a few numbers say all of it: then an equal pattern finds what was kept with this one
+    by_value = False  # whether a few numbers say all of it, of this class itself: an equal one finds what was kept
 
     def _finish(self, new=False):
         super()._finish()
-        if new and self.by_value:
-            vars(self)["_kept"] = tables.of_equal(repr(self), self._kept)
+        if new and (vars(self) | vars(type(self))).get("by_value"):  # a subclass may mean something else
+            vars(self)["_kept"] = tables.of_equal((type(self), repr(self)), self._kept)
 
     def kept(self, what: str, key: tuple, make: Callable[[], T]) -> T:
         """make(), kept with the pattern as `what` and by its key: of the sizes that were asked for last.

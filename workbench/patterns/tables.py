@@ -11,16 +11,16 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 SIZES, ROOM = 16, 1 << 27  # tables of so many sizes stay with a pattern, and the earlier ones of so many bytes
-EQUAL: dict[str, dict] = {}  # the tables of the last patterns of which a few numbers say all, by how they are written
+EQUAL: dict[tuple, dict] = {}  # the tables of the last patterns of which a few numbers say all, by class and writing
 
 
-def of_equal(written: str, own: dict) -> dict:
+def of_equal(written: tuple, own: dict) -> dict:
     """The tables of a pattern that is written so; under a tracer those that it has."""
     if traced():
         return own
+    if written not in EQUAL:
+        make_room(EQUAL)
     EQUAL[written] = found = EQUAL.pop(written, own)
-    if len(EQUAL) > SIZES:
-        _drop_oldest(EQUAL)
     return found
 
 
@@ -36,10 +36,15 @@ def _drop_oldest(held: dict) -> None:
 
 
 def weight(x) -> int:
-    """Bytes of the tensors in tuples, lists and dataclasses."""
+    """Bytes of the tensors in tuples, lists, dicts and dataclasses."""
     if isinstance(x, Tensor):
         return x.nbytes
-    return sum(map(weight, x if isinstance(x, (tuple, list)) else vars(x).values() if is_dataclass(x) else ()))
+    inside = vars(x) if is_dataclass(x) else x
+    return sum(map(weight, [*inside.values()] if isinstance(inside, dict) else inside if _several(inside) else ()))
+
+
+def _several(x) -> bool:
+    return isinstance(x, (tuple, list))
 
 
 def place(x: Tensor) -> tuple:

@@ -73,6 +73,14 @@ class Renderer(IPythonRenderer):
         return re.sub(r"""(<img\b[^>]*?\bsrc=)(["'])(.*?)\2""", embed, html, flags=re.S | re.I)
 
 
+def _without_blank_streams(nb, resources):
+    """Drop streams in which nothing is left, such as progress that was erased when it was over."""
+    for cell in nb.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [x for x in cell.outputs if x.output_type != "stream" or x.text.strip()]
+    return nb, resources
+
+
 class Exporter(HTMLExporter):
     """Our template, with TeX as MathML."""
 
@@ -81,6 +89,7 @@ class Exporter(HTMLExporter):
     def __init__(self, **kw):
         kw["config"] = Config(CoalesceStreamsPreprocessor={"enabled": True})
         super().__init__(extra_template_basedirs=[str(TEMPLATES)], **kw)
+        self.register_preprocessor(_without_blank_streams, enabled=True)
         self.headings: list[tuple[int, str, str]] = []
 
     def inline(self, text: str) -> str:
