@@ -141,3 +141,14 @@ def test_refused_before_any_work(call, message, monkeypatch):
     monkeypatch.setattr(ragged, "attend", None)
     with pytest.raises(ValueError, match=f"(?s){re.escape(message)}"):
         call()
+
+
+def test_a_default_device_is_not_where_lengths_are_worked_out():
+    q = torch.randn(2, 16, 2, 4)
+    calls = [lambda: attention(q, q, q, Dense(True), lengths=lengths)]
+    calls += [lambda: attention(q[:1], q[:1], q[:1], Dense(True), documents=cuts)]
+    lengths, cuts = torch.tensor([16, 5]), torch.tensor([0, 3, 9, 16])
+    for call in calls:
+        want = call()
+        with torch.device("meta"):
+            assert torch.equal(call(), want)

@@ -81,3 +81,16 @@ def test_a_tracer_leaves_nothing_without_contents():
     assert first == again and not any(shared)  # with its lists
     keys = [key for what in pattern._kept.values() if isinstance(what, dict) for key in what]
     assert keys and not any(("cuda:0",) in key for key in keys)
+
+
+def test_what_is_first_asked_for_without_versions_is_right_and_stays_right():
+    """In inference mode an equal pattern finds its blocks, and makes its own order late; a layout copies its blocks."""
+    q = torch.randn(1, 16, 2, 4)
+    want = attention(q, q, q, Neighborhood((4, 4), 1))
+    pattern = Neighborhood((4, 4), 1)
+    with torch.inference_mode():
+        assert torch.equal(attention(q, q, q, pattern), want)
+        picked = BlockSparse(layouts.top_k(q, q, 4, 2) | layouts.local(1), 4)
+        seen = attention(q, q, q, picked)
+    assert torch.equal(attention(q.requires_grad_(), q, q, pattern), want)
+    assert torch.equal(attention(q, q, q, picked), seen)

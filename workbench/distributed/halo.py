@@ -22,6 +22,7 @@ from torch import Tensor
 from workbench.distributed.shards import Rows, Shards, as_tensor, clip
 from workbench.patterns import Dilated, Neighborhood, Pattern, Window
 from workbench.patterns.base import Blocks
+from workbench.patterns.checks import on_host
 from workbench.patterns.neighborhood import box_sums, clipped
 
 
@@ -209,6 +210,7 @@ def lists(pattern: Pattern, n: int, heads: int) -> list[Blocks]:
     return pattern.kept("halo", (n, heads), lambda: [one.blocks(n, heads) for one in pattern.each()])
 
 
+@on_host()
 def visible_blocks(pattern: Pattern, n: int, heads: int, key_heads: int, queries: range) -> tuple[Tensor, Tensor]:
     """(last, pairs) of some queries, one at least.
 
@@ -256,6 +258,7 @@ def window(pattern: Window, n: int, queries: range) -> list[range]:
     return [range(sinks), range(max(sinks, queries.start - back * step), max(sinks, stop))]
 
 
+@on_host()
 def near(pattern: Neighborhood, tokens: Tensor) -> Tensor:
     """The tokens within the radius of one of these: those that it sees, which are those that see it.
 

@@ -17,13 +17,14 @@ from torch import Tensor
 from workbench.engines.merge import lse_dtype
 from workbench.patterns import Pattern
 from workbench.patterns.base import ranges
-from workbench.patterns.checks import describe
+from workbench.patterns.checks import describe, on_host
 
 IDS = "ids (B, N), or for a batch of 1 the cumulative lengths (documents + 1,) from 0 to N"
 Line = tuple[list[int], list[int], list[tuple[int, int] | None]]
 
 
 @torch._disable_dynamo
+@on_host()
 def cut(q: Tensor, k: Tensor, pattern: Pattern, lengths, documents) -> Line:
     """ValueError for lengths and documents that `attention` does not take, and documents that the pattern does not."""
     (b, n), padded = k.shape[:2], lengths is not None
@@ -74,7 +75,8 @@ def attend(one: Callable, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, lin
         groups.setdefault(kind or x, []).append(x)
     order, to, back = [x for members in groups.values() for x in members], None, None
     if order != sorted(order):
-        to = ranges(*torch.tensor([starts, sizes])[:, order])
+        with on_host():
+            to = ranges(*torch.tensor([starts, sizes])[:, order])
         to, back = to.to(q.device), to.argsort().to(q.device)
     many = [sum(sizes[x] for x in members) for members in groups.values()]
     parts = list(zip(*(_moved(x.flatten(0, 1), to).split(many) for x in (q, k, v)), strict=True))

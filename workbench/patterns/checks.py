@@ -67,7 +67,8 @@ def on_host():
 
 def unwritten(name: str, tensor: Tensor) -> Tensor:
     """The tensor, a copy that a `Value` made for itself; ValueError where it has been written to since."""
-    if not torch.compiler.is_compiling() and tensor._version:  # which torch 2.11's compiler does not know
+    seen = not torch.compiler.is_compiling() and not tensor.is_inference()  # torch 2.11's compiler knows no versions
+    if seen and tensor._version:
         raise ValueError(f"{name} has been written to: it belongs to what was made of it; make another one from a copy")
     return tensor
 

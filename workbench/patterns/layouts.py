@@ -234,7 +234,7 @@ def explicit(blocks: Tensor, name: str = "explicit") -> Layout:
     if blocks.is_meta:
         raise ValueError(f"blocks={describe(blocks)} on the meta device: want a tensor with contents")
     with torch.inference_mode(False):
-        return _explicit(blocks.detach().clone(), name)
+        return _explicit(blocks.detach().clone().data, name)  # whose version is 0
 
 
 def _explicit(blocks: Tensor, name: str) -> Layout:

@@ -34,7 +34,7 @@ class Ordering(Value):
         if curve.ndim != 1 or curve.is_floating_point() or curve.dtype == torch.bool or curve.is_meta:
             raise ValueError(f"curve={describe(curve)} on {curve.device}: want integers, one a token")
         with torch.inference_mode(False):
-            self._curve = curve.detach().to("cpu", torch.int64, copy=True)
+            self._curve = curve.detach().to("cpu", torch.int64, copy=True).data  # whose version is 0
 
     @property
     def curve(self) -> Tensor:
@@ -53,9 +53,10 @@ class Ordering(Value):
         with on_host():
             rank = torch.full((cells,), -1)
             rank[curve] = torch.arange(len(self))
+            rank = rank.data  # whose version is 0
         if int((rank >= 0).sum()) != len(self):
             raise ValueError(f"curve of {self.name}: a cell is visited twice: want each at most once")
-        return (torch.from_numpy(rank.numpy()),)  # whose version is 0, wherever it is made
+        return (rank,)
 
     def __len__(self) -> int:
         """Tokens: the cells of the grid, or the occupied ones where it was restricted."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from workbench.distributed.shards import as_tensor
-from workbench.patterns.checks import describe
+from workbench.patterns.checks import describe, on_host
 from workbench.streaming.calls import Positions
 
 
@@ -91,6 +91,7 @@ class Lane:
         if not add:
             return lambda: pinned is to or to.copy_(pinned)
 
+        @on_host()
         def end() -> None:
             at = as_tensor(where)
             at, some = at[at >= 0], pinned[at >= 0]
