@@ -39,9 +39,10 @@ def attempt(work: Callable[[], Any]) -> Outcome:
     except (Exception, SystemExit) as error:
         outcome = Outcome(status_of(error), sentence(error))
         _forget(error)
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    if outcome.status != "refused":  # which is said before anything is allocated; a collection takes half a second
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
     return outcome
 
 
