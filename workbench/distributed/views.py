@@ -23,8 +23,6 @@ class Branches(Dilated):
     which: the branches; all_heads: how many heads the whole pattern is for, on which its offsets may depend
     """
 
-    by_value = False
-
     def __init__(self, whole: Dilated, which: tuple[int, ...], first: int, all_heads: int):
         super().__init__(
             [whole.segment_lengths[b] for b in which], [whole.dilation_rates[b] for b in which], whole.causal,

@@ -150,7 +150,7 @@ class Pattern(Value):
 
     def _finish(self, new=False):
         super()._finish()
-        if new and (vars(self) | vars(type(self))).get("by_value"):  # a subclass may mean something else
+        if new and vars(type(self)).get("by_value", vars(self).get("by_value")):  # a subclass may mean something else
             vars(self)["_kept"] = tables.of_equal((type(self), repr(self)), self._kept)
 
     def kept(self, what: str, key: tuple, make: Callable[[], T]) -> T:

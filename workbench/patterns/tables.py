@@ -27,24 +27,17 @@ def of_equal(written: tuple, own: dict) -> dict:
 def make_room(held: dict) -> None:
     """Drop the tables that were used longest ago until another one may be made."""
     while held and (len(held) >= SIZES or weight([*held.values()]) > ROOM):
-        _drop_oldest(held)
-
-
-def _drop_oldest(held: dict) -> None:
-    for oldest in [*held][:1]:
-        held.pop(oldest, None)  # another thread, of torch's DataParallel, may have dropped it
+        for oldest in [*held][:1]:
+            held.pop(oldest, None)  # another thread, of torch's DataParallel, may have dropped it
 
 
 def weight(x) -> int:
     """Bytes of the tensors in tuples, lists, dicts and dataclasses."""
     if isinstance(x, Tensor):
         return x.nbytes
-    inside = vars(x) if is_dataclass(x) else x
-    return sum(map(weight, [*inside.values()] if isinstance(inside, dict) else inside if _several(inside) else ()))
-
-
-def _several(x) -> bool:
-    return isinstance(x, (tuple, list))
+    x = vars(x) if is_dataclass(x) else x
+    x = [*x.values()] if isinstance(x, dict) else x
+    return sum(map(weight, x)) if isinstance(x, (tuple, list)) else 0
 
 
 def place(x: Tensor) -> tuple:
