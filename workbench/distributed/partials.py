@@ -33,7 +33,7 @@ from workbench.distributed.shards import Rows, Shards, as_tensor, clip
 from workbench.engines.torch.dilated import offset_slices, share_heads
 from workbench.patterns import BlockSparse, Dense, Dilated, Pattern, Window
 
-FIRST = 2 << 30  # pairs that keep a card busy for a millisecond, while ranks agree
+FIRST = 4 << 30  # pairs that keep a card busy for two milliseconds, while ranks agree
 PART = 2 << 20  # (row, head) of a call whose result needs memory beside out: 256 MB at head_dim 64 in 16 bits
 
 

@@ -24,7 +24,7 @@ from workbench.patterns.checks import choice
 
 # How finely the exchange is cut into stages (`Plan.stages`).
 SHARE = 16  # a stage brings a rank about a 16th of the bytes of its own keys and values, unless that is too little:
-PAIRS = 3 << 30  # dense attention computes at least so many pairs a call, a millisecond or two, to outlast its launch
+PAIRS = 24 << 30  # dense attention computes at least so many pairs a call: tiles for many waves, whose last is not full
 LEAST = 3 << 14  # other patterns bring at least so many (row, key head): 12 MB at head_dim 64 in 16 bits
 PIECES = 4  # a key head's rows come in at most so many stages, since what is computed from each has to be merged
 FEW = 4  # neighborhoods: a rank's own rows are at least so many times those that it needs, if they are a call apart
@@ -99,7 +99,7 @@ class Plan:
         apart, dilated = self._apart(), isinstance(self.pattern, Dilated)
         blocks = apart and isinstance(self.pattern, BlockSparse)
         merged = blocks or dilated or isinstance(self.pattern, Dense)
-        ahead = AHEAD if merged and not self.zigzag and not apart else 1
+        ahead = AHEAD if merged and not self.zigzag else 1
         sources = len(self.pattern.segment_lengths) if dilated else int(blocks)
         return Layout(apart, merged, ahead, apart or dilated, sources)
 

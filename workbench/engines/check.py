@@ -43,34 +43,42 @@ def check(q, k, v, pattern, scale=None, whole=True) -> tuple[Tensor, Tensor, Ten
         if t.layout != torch.strided:
             raise ValueError(f"{name} has layout {t.layout}: want a dense tensor")
     q, k, v = autocast(q, k, v)
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    _check_shapes(q, k, v, shapes)
+    _check_shapes(q, k, v)
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         names = ", ".join(str(t.dtype).removeprefix("torch.") for t in (q, k, v))
-        raise ValueError(f"dtypes {names} of {shapes}: want one of float64, float32, bfloat16, float16 for all three")
+        raise ValueError(
+            f"dtypes {names} of {_shapes(q, k, v)}: want one of float64, float32, bfloat16, float16 for all three"
+        )
     if not q.device == k.device == v.device:
-        raise ValueError(f"devices {q.device}, {k.device}, {v.device} of {shapes}: want one")
+        raise ValueError(f"devices {q.device}, {k.device}, {v.device} of {_shapes(q, k, v)}: want one")
     if scale is not None:
         number("scale", scale, 0, FINITE, "a finite number above 0, or None for 1 / sqrt(head_dim)")
     if pattern.batch not in (None, q.shape[0]):
-        raise ValueError(f"the layout is for a batch of {pattern.batch}, but {shapes}")
+        raise ValueError(f"the layout is for a batch of {pattern.batch}, but {_shapes(q, k, v)}")
     if whole:
         pattern.for_batch(0).check(k.shape[1], q.shape[2], q.shape[1])
     return q, k, v
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, shapes: str) -> None:
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"{shapes}: want q (B, Nq, H, D) and k, v (B, N, Hkv, D)")
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"{shapes}: want one batch for q, k and v, one head_dim for q and k, as many v as k")
-    if q.shape[3] * v.shape[3] == 0:
-        raise ValueError(f"{shapes}: head_dim is 0; want at least 1")
-    heads, key_heads = q.shape[2], k.shape[2]
-    if heads and (key_heads == 0 or heads % key_heads):
-        raise ValueError(f"{shapes}: {key_heads} key heads do not divide {heads} query heads")
-    if q.shape[1] > k.shape[1]:
-        raise ValueError(f"{shapes}: {q.shape[1]} queries on {k.shape[1]} keys; queries are the last ones, Nq <= N")
+        raise ValueError(f"{_shapes(q, k, v)}: want q (B, Nq, H, D) and k, v (B, N, Hkv, D)")
+    (b, nq, h, d), (kb, n, g, kd), of_v = q.shape, k.shape, v.shape
+    wrong = None
+    if (kb, n, g) != of_v[:3] or b != kb or d != kd:
+        wrong = "want one batch for q, k and v, one head_dim for q and k, as many v as k"
+    elif d * of_v[3] == 0:
+        wrong = "head_dim is 0; want at least 1"
+    elif h and (g == 0 or h % g):
+        wrong = f"{g} key heads do not divide {h} query heads"
+    elif nq > n:
+        wrong = f"{nq} queries on {n} keys; queries are the last ones, Nq <= N"
+    if wrong:
+        raise ValueError(f"{_shapes(q, k, v)}: {wrong}")
 
 
 def refuse(name: str, options: dict) -> None:

@@ -78,11 +78,11 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _one(q, k, v, pattern, *, scale, backend, return_lse, tokens, changes):
-    """(out, lse or None) of sequences of one length."""
+def _one(q, k, v, pattern, *, scale, backend, return_lse, tokens, changes, into=None):
+    """(out, lse or None) of sequences of one length. into: like q, which may be written and returned as out."""
     chosen, n = choose(backend, q, k, v, pattern, changes)[0], k.shape[1]
     if choice("tokens", tokens, *TOKENS) == "natural":
-        return run(chosen, q, k, v, pattern, scale, return_lse, changes)
+        return run(chosen, q, k, v, pattern, scale, return_lse, changes, into)
     if q.shape[1] != n:
         raise ValueError(f"tokens='tile order' with {q.shape[1]} queries on {n} keys: want all the queries")
     if chosen == "fa4" and pattern.answer(fa4_backend.in_its_order, operator.index(n)):
@@ -94,7 +94,7 @@ def _one(q, k, v, pattern, *, scale, backend, return_lse, tokens, changes):
     return out.index_select(1, order), lse if lse is None else lse.index_select(2, order)
 
 
-def run(backend: str, q, k, v, pattern, scale, return_lse, changes) -> tuple[Tensor, Tensor | None]:
+def run(backend: str, q, k, v, pattern, scale, return_lse, changes, into=None) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None) of tokens in natural order."""
     if backend == "reference":
         out, lse = reference(q, k, v, pattern, scale, **(changes._asdict() if changes else {}))
@@ -106,7 +106,8 @@ def run(backend: str, q, k, v, pattern, scale, return_lse, changes) -> tuple[Ten
     elif backend == "torch" and isinstance(pattern, Dense) and square and not return_lse and q.numel():
         return _dense(q, k, v, pattern.causal, scale), None
     else:
-        out, lse = call(ATTEND[backend], q, k, v, handle_of(pattern), scale)
+        into = {"out": into} if into is not None and backend == "fa4" else {}
+        out, lse = call(ATTEND[backend], q, k, v, handle_of(pattern), scale, **into)
     return divided(out, pattern), lse if return_lse else None
 
 

@@ -107,10 +107,10 @@ def worthwhile(pattern: Dilated, n: int) -> bool:
 def directions(natural: bool):
     """The forward and the backward, for `operators.define`, of tokens that lie in natural order or in tile order."""
 
-    def forward(*args):
+    def forward(*args, **into):
         from workbench.engines.fa4 import engine
 
-        return engine.forward(*args, natural)
+        return engine.forward(*args, natural, **into)
 
     def backward(*args):
         from workbench.engines.fa4 import engine

@@ -69,12 +69,12 @@ def define(name: str, forward: Callable, backward: Callable, more: str = "", num
     """
     many = 3 + more.count("Tensor")
 
-    def run(*args):
+    def run(*args, **into):
         tensors, (handle, *rest) = args[:many], args[many:]
         if not args[0].numel():
             return _shapes(*args)
         with _device_of(args[0]):
-            return forward(*map(unit_stride, tensors), LIVING[handle], *rest)
+            return forward(*map(unit_stride, tensors), LIVING[handle], *rest, **into)
 
     def like(x, q):
         return q.new_empty(0) if x is None else x.new_empty(x.shape)
@@ -117,9 +117,12 @@ def define(name: str, forward: Callable, backward: Callable, more: str = "", num
     return attend, attend_backward
 
 
-def call(op, *args):
+def call(op, *args, **into):
     """The operator, or the Python that it runs where nothing has to see the call: gradients, modes, a compiler, tensors
-    without data. The way through the dispatcher takes as long as a small kernel."""
+    without data. The way through the dispatcher takes as long as a small kernel.
+
+    into: out=, a tensor that this Python writes and returns; an operator makes its own.
+    """
     tensors = [x for x in args if isinstance(x, Tensor)]
     seen = any(type(x) is not Tensor or x.is_meta for x in tensors)
     seen = seen or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
@@ -127,9 +130,9 @@ def call(op, *args):
     if seen:
         return op(*args)
     if not torch.autograd._profiler_enabled():
-        return BODIES[op](*args)
+        return BODIES[op](*args, **into)
     with torch.profiler.record_function(op.name()):  # a profile names the call, whichever way it goes
-        return BODIES[op](*args)
+        return BODIES[op](*args, **into)
 
 
 def _device_of(x: Tensor):

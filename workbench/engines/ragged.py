@@ -10,6 +10,7 @@ that it is cut into: the kind of a document is (batch entry whose pattern it has
 """
 
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -24,7 +25,6 @@ Line = tuple[list[int], list[int], list[tuple[int, int] | None]]
 
 
 @torch._disable_dynamo
-@on_host()
 def cut(q: Tensor, k: Tensor, pattern: Pattern, lengths, documents) -> Line:
     """ValueError for lengths and documents that `attention` does not take, and documents that the pattern does not."""
     (b, n), padded = k.shape[:2], lengths is not None
@@ -35,35 +35,42 @@ def cut(q: Tensor, k: Tensor, pattern: Pattern, lengths, documents) -> Line:
         raise ValueError(f"{name}={describe(value)}: want an int32 or int64 tensor, e.g. torch.tensor([300, 120])")
     if q.shape[1] != n:
         raise ValueError(f"{name} with {q.shape[1]} queries on {n} keys: want all the queries, Nq == N")
-    value = value.cpu().long()
-    if padded and (value.shape != (b,) or bool(((value < 0) | (value > n)).any())):
-        raise ValueError(f"lengths={value.tolist()}: want {b} of them, from 0 to {n}, padding on the right")
-    sequences = torch.stack([value * 0, value], 1) + torch.arange(b)[:, None] * n if padded else None
-    starts = sequences.flatten() if padded else _starts(value, b, n)
-    starts = starts if len(starts) else torch.zeros(1, dtype=torch.int64)  # no tokens are one document
-    sizes = starts.diff(append=torch.tensor([b * n])).tolist()
-    entries = (starts // max(1, n) if pattern.batch else starts * 0).tolist()
-    kinds: list = list(zip(entries, sizes, strict=True))
+    if padded:
+        values = value.tolist()
+        if value.shape != (b,) or not all(0 <= x <= n for x in values):
+            raise ValueError(f"lengths={values}: want {b} of them, from 0 to {n}, padding on the right")
+        starts = [start for x, size in enumerate(values) for start in (x * n, x * n + size)]
+    else:
+        starts = _starts(value, b, n)
+    starts = starts or [0]  # no tokens are one document
+    sizes = [end - start for start, end in pairwise([*starts, b * n])]
+    kinds: list = [
+        (start // max(1, n) if pattern.batch else 0, size) for start, size in zip(starts, sizes, strict=True)
+    ]
     if padded:
         kinds[1::2] = [None] * b
     patterns = pattern.each()
     for entry, size in filter(None, {*kinds}):
         patterns[entry].check(size, q.shape[2])
-    return starts.tolist(), sizes, kinds
+    return starts, sizes, kinds
 
 
-def _starts(documents: Tensor, b: int, n: int) -> Tensor:
+def _starts(documents: Tensor, b: int, n: int) -> list[int]:
     """Where on the line each document begins."""
-    if documents.ndim == b == 1 and [*documents[:1], *documents[-1:]] == [0, n] and not (documents.diff() < 0).any():
-        return documents[:-1]
+    if documents.ndim == b == 1:
+        ends = documents.tolist()
+        if [*ends[:1], *ends[-1:]] == [0, n] and ends == sorted(ends):
+            return ends[:-1]
     if documents.shape != (b, n):
         raise ValueError(f"documents={describe(documents)} in a batch of {b} with N={n}: want {IDS}")
-    row, column = torch.cat([torch.ones(b, min(1, n)), documents.diff()], 1).nonzero(as_tuple=True)
-    found, many = torch.stack([row, documents[row, column]], 1).unique(dim=0, return_counts=True)
+    with on_host():
+        documents = documents.cpu().long()
+        row, column = torch.cat([torch.ones(b, min(1, n)), documents.diff()], 1).nonzero(as_tuple=True)
+        found, many = torch.stack([row, documents[row, column]], 1).unique(dim=0, return_counts=True)
     if len(found) < len(row):
         row, name = found[many > 1][0].tolist()
         raise ValueError(f"documents[{row}]: id {name} is in several places: want a document in one")
-    return row * n + column
+    return (row * n + column).tolist()
 
 
 @torch._disable_dynamo
@@ -79,26 +86,33 @@ def attend(one: Callable, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, lin
             to = ranges(*torch.tensor([starts, sizes])[:, order])
         to, back = to.to(q.device), to.argsort().to(q.device)
     many = [sum(sizes[x] for x in members) for members in groups.values()]
-    parts = list(zip(*(_moved(x.flatten(0, 1), to).split(many) for x in (q, k, v)), strict=True))
-    patterns, pieces, found = pattern.each(), list(groups), {}
-    for x in sorted(range(len(pieces)), key=lambda x: -many[x]):  # a card computes the longest while the rest is asked
-        found[x] = _piece(one, parts[x], patterns, pieces[x])
-    outs, lses = zip(*(found[x] for x in range(len(pieces))), strict=True)
-    out = _moved(torch.cat(outs), back).unflatten(0, q.shape[:2])
+    sources, patterns, found = [_moved(x.flatten(0, 1), to) for x in (q, k, v)], pattern.each(), {}
+    kinds, ends = list(groups), list(accumulate(many))
+    grads = torch.is_grad_enabled() and any(x.requires_grad for x in sources)
+    parts = list(zip(*(x.split(many) for x in sources), strict=True)) if grads else None
+    whole = None if grads else q.new_empty(sources[0].shape)  # results are written where they belong
+    for x in sorted(range(len(many)), key=lambda x: -many[x]):  # a card computes the longest while the rest is asked
+        *part, into = parts[x] + (None,) if grads else (y[ends[x] - many[x] : ends[x]] for y in (*sources, whole))
+        found[x] = _piece(one, part, patterns, kinds[x], into)
+    outs, lses = zip(*(found[x] for x in range(len(many))), strict=True)
+    out = _moved(torch.cat(outs) if grads else whole, back).unflatten(0, q.shape[:2])
     if any(x is None for x in lses):
         return out, None
     return out, _moved(torch.cat(lses), back).unflatten(0, q.shape[:2]).transpose(1, 2)
 
 
-def _piece(one: Callable, part: tuple[Tensor, ...], patterns: list[Pattern], kind) -> tuple[Tensor, Tensor | None]:
-    """(out (tokens, H, D), lse (tokens, H) or None) of documents of one kind, or of padding."""
+def _piece(one: Callable, part: list[Tensor], patterns: list[Pattern], kind, into: Tensor | None):
+    """(out (tokens, H, D), lse (tokens, H) or None) of documents of one kind, or padding. into: to be written, too."""
     tokens, heads = part[0].shape[:2]
     if not isinstance(kind, tuple):
-        out = part[0].new_zeros(tokens, heads, part[2].shape[-1])
+        out = part[0].new_zeros(tokens, heads, part[2].shape[-1]) if into is None else into.zero_()
         return out, out.new_full((tokens, heads), -torch.inf, dtype=lse_dtype(out))
     entry, size = kind
     many = tokens // max(1, size) or 1  # of documents that have no tokens there is one
-    out, lse = one(*(x.view(many, size, *x.shape[1:]) for x in part), patterns[entry])
+    q, k, v, *to = (x.view(many, size, *x.shape[1:]) for x in (*part, *([] if into is None else [into])))
+    out, lse = one(q, k, v, patterns[entry], **({"into": to[0]} if to else {}))
+    if to and out is not to[0]:
+        to[0].copy_(out)
     return out.flatten(0, 1), lse if lse is None else lse.transpose(1, 2).flatten(0, 1)
 
 

@@ -47,7 +47,7 @@ def others(options: dict) -> dict:
 
 def of(options: dict, q: Tensor, pattern: Pattern) -> Scores | None:
     """What the options ask for; ValueError where it is not what `attention` can do."""
-    given = {name: options[name] for name in Scores._fields if options.get(name) is not None}
+    given = {name: value for name, value in options.items() if value is not None}
     if "softcap" in given:
         given["softcap"] = number("softcap", given["softcap"], 0, FINITE)
     for name in given.keys() - {"softcap"}:

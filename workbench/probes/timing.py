@@ -13,6 +13,7 @@ from workbench.patterns import checks
 from workbench.probes.case import Case, case_of
 
 AA = "A/A"  # the first alternative measured against itself: what noise alone does
+HOT = 0.02  # seconds of calls after which the host's part of a short one, too, takes what it takes in a loop
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,15 @@ class Timing:
 def measure(fn: Callable[[], object], *, warmup: int = 2, samples: int = 9, seconds: float = 10.0) -> Timing:
     """Time fn() `samples` times, after `warmup` calls that do not count.
 
-    seconds: about what all of it may take; fewer samples, but at least three, where a call is slow. Where fn started
-    work on a GPU the samples are taken by CUDA events, queued without waiting in between, so that the time to launch
-    kernels shows only where the GPU waits for it.
+    seconds: about what all of it may take; fewer samples, but at least three, where a call is slow. However long the
+    first calls compile, a tenth of it is for samples. Where fn started work on a GPU the samples are taken by CUDA
+    events, queued without waiting in between, so that the time to launch kernels shows only where the GPU waits for it.
     """
     checks.callable_("fn", fn)
     _check(samples, warmup, seconds)
-    seconds -= _warm(fn, warmup, seconds)
+    seconds = max(seconds - _warm(fn, warmup, seconds), seconds / 10)
     reads, begin = [], perf_counter()
-    lasts = _lasts(fn) if _on_gpu() else None  # of events, known only when it is too late
+    lasts = _hot(fn) if _on_gpu() else None  # of events, known only when it is too late
     while len(reads) < samples:
         reads.append(_sample(fn))
         spent = perf_counter() - begin if lasts is None else len(reads) * lasts
@@ -140,6 +141,14 @@ def _warm(fn, calls: int, seconds: float) -> float:
         if perf_counter() - begin > seconds:
             break
     return perf_counter() - begin
+
+
+def _hot(fn) -> float:
+    """Call fn for `HOT` seconds, or once; returns how long the last call took."""
+    begin, took = perf_counter(), 0.0
+    while not took or perf_counter() - begin < HOT:
+        took = _lasts(fn)
+    return took
 
 
 def _lasts(fn) -> float:

@@ -135,6 +135,21 @@ def test_tokens_in_tile_order_stay_in_it_where_it_is_the_kernels_own(monkeypatch
         assert ran.pop() is natural and not ran
 
 
+def test_results_of_documents_are_written_where_they_belong(monkeypatch, emulated):
+    monkeypatch.setattr(fa4_backend, "why_not", lambda *_: None)
+    run, written = engine.forward, []
+    monkeypatch.setattr(engine, "forward", lambda *x, out=None: written.append(out) or run(*x, out=out))
+    q, k, v = torch.randn(3, 1, 1100, 2, 16)
+    for pattern in (Window(150, True), Dilated([256, 512], [1, 2])):
+        found = attention(q, k, v, pattern, backend="fa4", documents=torch.tensor([0, 512, 600, 1100]))
+        pieces = ((x[:, a:b] for x in (q, k, v)) for a, b in ((0, 512), (512, 600), (600, 1100)))
+        want = torch.cat([reference(*x, pattern)[0] for x in pieces], 1).float()
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+        whole = {x.untyped_storage().data_ptr() for x in written}
+        assert whole == {found.untyped_storage().data_ptr()} and len(written) == 3
+        written.clear()
+
+
 @pytest.mark.parametrize(("pattern", "nq", "words"), [
     (Dilated([1000], [8]), 2048, "no branch has a tile order: want segment lengths that are multiples of 128 times"),
     (Dilated([1024], [8], causal=True), 2048, "a causal one at most 4"),

@@ -96,16 +96,18 @@ def frames(plan: Plan, n: int, nq: int, natural: bool) -> tuple[Frame, Frame]:
     return keys._replace(order=plan.order._replace(n=nq)), keys
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, pattern, scale: float, natural: bool = True) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, pattern, scale: float, natural: bool = True, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D), k and v (B, N, G, D).
 
-    natural: whether tokens lie in natural order, else in the pattern's tile order.
+    natural: whether tokens lie in natural order, else in the pattern's tile order. out: contiguous, to be written
     """
     (b, nq, h, _), n = q.shape, k.shape[1]
     plan = plans.plan_of(pattern, q, n)
     queries, keys = frames(plan, n, nq, natural)
     kind = variant(q, k, plan, pattern, queries, False)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     to = queries.result(out)
     lse = torch.empty((h, b, to.shape[1]), dtype=torch.float32, device=q.device)
     kernels().forward(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workbench.engines.triton import tile_ops
+from workbench.engines.triton import tile_ops, tile_sizes
 from workbench.patterns.tile_order import TileOrder
 
 ELEMENTS = 4096  # of a program of `move_kernel`
@@ -48,9 +48,9 @@ def out_of(places: Tensor, tokens: Tensor, order: TileOrder) -> None:
 
 def _move(tokens: Tensor, places: Tensor, order: TileOrder, back: bool) -> None:
     width = tokens.shape[2] * tokens.shape[3]
-    block = triton.next_power_of_2(width)
+    block = tile_sizes.power_of_2(width)
     m = max(1, ELEMENTS // block)
-    move_kernel[(triton.cdiv(order.padded, m), tokens.shape[0])](
+    move_kernel[(-(-order.padded // m), tokens.shape[0])](
         tokens, places, *tokens.stride()[:2], *places.stride()[:2], order.n, order.padded, order.segment, order.run,
         order.rate, WIDTH=width, BLOCK=block, M=m, BACK=back,
     )  # fmt: skip

@@ -64,7 +64,7 @@ def segments(direction: str, branch, causal: bool, q: Tensor, k: Tensor, *others
     direction: "forward" or "backward"; others: every other tensor that would be read.
     """
     n, nq, length = k.shape[1], q.shape[1], branch.w // branch.r
-    if nq == 0 or length == 0:
+    if nq == 0 or length < min(FROM_WHOLE, *FROM.values()):
         return range(0)
     found = range(-(-(n - nq) // branch.w), n // branch.w)
     merged = direction == "backward" or not covers(branch, found, q, k, *others)
@@ -99,8 +99,9 @@ def usable(direction: str, q: Tensor, k: Tensor, *others: Tensor) -> bool:
 
 def covers(branch, some: range, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether one call over the segments `some` computes all of out, in the memory layout that out shall have."""
-    (b, n), joined = k.shape[:2], all(x.stride(0) == x.shape[1] * x.stride(1) for x in (q, k, v))
-    return branch.whole and len(some) * branch.w == n and q.stride(1) >= q.stride(2) and (b == 1 or joined)
+    if not branch.whole or len(some) * branch.w != k.shape[1] or q.stride(1) < q.stride(2):
+        return False
+    return len(k) == 1 or all(x.stride(0) == x.shape[1] * x.stride(1) for x in (q, k, v))
 
 
 def kept(branch) -> tuple[list[int], list[int]]:
@@ -229,6 +230,6 @@ def merge(*tensors: Tensor, first: bool = False) -> None:
 
 def launch(kernel, *tensors: Tensor, first: bool) -> None:
     segments, heads, length, d = tensors[0].shape
-    kernel[(segments * heads * triton.cdiv(length, M),)](
+    kernel[(segments * heads * -(-length // M),)](
         *tensors, *tile_ops.strides(*tensors), heads, length, D=d, BLOCK_D=tile_sizes.padded(d), M=M, FIRST=first,
     )  # fmt: skip

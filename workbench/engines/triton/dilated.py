@@ -24,6 +24,7 @@ from workbench.engines.triton import cudnn_views, tile_ops, tile_sizes
 
 UNSPECIALIZED = ["n", "nq", "w", "r", "divide", "plus", "head0", "heads", "all_heads", "many", "segment0", "segments"]
 GRID = (1 << 31) - 1  # programs of a launch
+LOG2_E = math.log2(math.e)
 
 
 @triton.jit
@@ -214,9 +215,9 @@ class Branch(NamedTuple):
 
         but: segments that are left out, from none of them to all.
         """
-        many = triton.cdiv(triton.cdiv(self.w, self.r), tile)
+        many = -(-self.w // (self.r * tile))
         step = max(1, GRID // (many * self.heads * b))
-        begin, end = (n - nq) // self.w, triton.cdiv(n, self.w)
+        begin, end = (n - nq) // self.w, -(-n // self.w)
         for start, stop in ((begin, but.start), (but.stop, end)) if but else ((begin, end),):
             for segment in range(start, stop, step):
                 some = min(step, stop - segment)
@@ -224,8 +225,12 @@ class Branch(NamedTuple):
                 kernel[(many * self.heads * some * b,)](*tensors, *sizes, **options)
 
 
-def branches(pattern, n: int, heads: int, more: bool = False) -> list[Branch]:
+def branches(pattern, n: int, heads: int, more: bool) -> list[Branch]:
     """The branches that have a head, one that keeps everything first; more: after others, so that none writes alone."""
+    return pattern.kept("branches", (n, heads, more), lambda: _branches(pattern, n, heads, more))
+
+
+def _branches(pattern, n: int, heads: int, more: bool) -> list[Branch]:
     found = []
     for x, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
         members = pattern.head_range(x, heads)
@@ -246,7 +251,8 @@ def forward(
     """
     (b, nq, h, d), n = q.shape, k.shape[1]
     plan, tile = branches(pattern, n, h, into is not None), tile_sizes.choose("dilated forward", q)
-    (out, lse), launched = into or (None, None), False
+    (out, lse), (overlap, later) = into or (None, None), tile_sizes.overlap(q)
+    given = {"GROUP": h // k.shape[2], "D": d, "BLOCK_D": tile_sizes.padded(d), "CAUSAL": pattern.causal}
     for branch in plan:
         fused = cudnn_views.segments("forward", branch, pattern.causal, q, k, v)
         if out is None:
@@ -258,10 +264,9 @@ def forward(
             cudnn_views.forward(q, k, v, out, lse, branch, fused, pattern.causal, scale)
         branch.launch(
             forward_kernel, b, n, nq, h, fused, tile.M, q, k, v, out, lse, *tile_ops.strides(q, k, v, out),
-            scale * math.log2(math.e), GROUP=h // k.shape[2], D=d, BLOCK_D=tile_sizes.padded(d), CAUSAL=pattern.causal,
-            FIRST=branch.whole, **tile.options(), **tile_sizes.overlap(q, launched),
+            scale * LOG2_E, **given, FIRST=branch.whole, **tile.options(), **overlap,
         )  # fmt: skip
-        launched = True
+        overlap = later
     return out, lse
 
 
@@ -274,7 +279,8 @@ def backward(
     into: the gradients from other branches, to which these are added in place
     """
     (b, nq, h, d), n = q.shape, k.shape[1]
-    plan, of_rows, launched = branches(pattern, n, h, into is not None), None, False
+    plan, of_rows, (overlap, later) = branches(pattern, n, h, into is not None), None, tile_sizes.overlap(q)
+    given = {"GROUP": h // k.shape[2], "D": d, "BLOCK_D": tile_sizes.padded(d), "CAUSAL": pattern.causal}
     whole = plan[0].whole
     dq, dk, dv = into or (new(q, whole), new(k, whole and nq == n), new(v, whole and nq == n))
     for branch in plan:
@@ -283,7 +289,7 @@ def backward(
             fused = cudnn_views.segments("backward", branch, pattern.causal, q, k, v, grad, out)
         if fused:
             cudnn_views.backward(grad, q, k, v, out, lse, dq, dk, dv, branch, fused, pattern.causal, scale)
-        if len(fused) == triton.cdiv(n, branch.w):
+        if len(fused) == -(-n // branch.w):
             continue
         if of_rows is None:
             of_rows = tile_ops.rows(grad, grad_lse, out, lse)
@@ -291,11 +297,10 @@ def backward(
             tile = tile_sizes.choose(f"dilated {name}", q)
             branch.launch(
                 kernel, b, n, nq, h, fused, tile.M if name == "dq" else tile.N, q, k, v, grad, of_rows, *results,
-                *tile_ops.strides(q, k, v, grad, results[0]), scale * math.log2(math.e), scale,
-                GROUP=h // k.shape[2], D=d, BLOCK_D=tile_sizes.padded(d), CAUSAL=pattern.causal,
-                FIRST=branch.whole and (name == "dq" or nq == n), **tile.options(), **tile_sizes.overlap(q, launched),
+                *tile_ops.strides(q, k, v, grad, results[0]), scale * LOG2_E, scale, **given,
+                FIRST=branch.whole and (name == "dq" or nq == n), **tile.options(), **overlap,
             )  # fmt: skip
-            launched = True
+            overlap = later
     return dq, dk, dv
 
 

@@ -187,7 +187,7 @@ def strides(*tensors: Tensor) -> list[int]:
 def write_rows(grad, grad_lse: Tensor | None, out: Tensor, lse: Tensor, lse2: Tensor, delta: Tensor, order) -> None:
     """lse2, delta (B, H, places), of the same strides; order: (positions, places, segment, run, rate)."""
     (b, _, h, d), lse = out.shape, lse.contiguous()
-    rows_kernel[(b * h * triton.cdiv(order[1], ROWS),)](
+    rows_kernel[(b * h * -(-order[1] // ROWS),)](
         out, grad, lse, None if grad_lse is None else grad_lse.contiguous(), lse2, delta,
         *strides(out, grad, lse, lse2), h, *order, D=d, BLOCK_D=tiles.padded(d), M=ROWS,
     )  # fmt: skip

@@ -7,7 +7,6 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
 
 SHARED = 160 << 10  # bytes of shared memory a block that the table's large tiles need (A100, H100)
 
@@ -64,7 +63,12 @@ WIDE = 128
 
 def padded(head_dim: int) -> int:
     """The head_dim that a kernel's tiles have: products want a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, power_of_2(head_dim))
+
+
+def power_of_2(x: int) -> int:
+    """The least that is not below x. Triton's own function, as its cdiv, takes longer on the host than a launch."""
+    return 1 << (x - 1).bit_length()
 
 
 def choose(kernel: str, q: torch.Tensor, block_size: tuple[int, int] | None = None) -> Tile:
@@ -85,10 +89,11 @@ def choose(kernel: str, q: torch.Tensor, block_size: tuple[int, int] | None = No
     return tile._replace(M=math.gcd(tile.M, block_size[0]), N=math.gcd(tile.N, block_size[1]))
 
 
-def overlap(q: torch.Tensor, launched: bool) -> dict:
-    """Options of a launch that may begin before the last one ends; launched: whether that was one of this operator."""
-    possible = q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= (9, 0)
-    return {"OVERLAP": possible} | ({"launch_pdl": True} if possible and launched else {})
+def overlap(q: torch.Tensor) -> tuple[dict, dict]:
+    """Options of an operator's first launch and of the later ones, which may begin before the one before them ends."""
+    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) < (9, 0):
+        return {"OVERLAP": False}, {"OVERLAP": False}
+    return {"OVERLAP": True}, {"OVERLAP": True, "launch_pdl": True}
 
 
 def shared_memory(device: torch.device) -> int:
