@@ -76,7 +76,7 @@ def toy(monkeypatch, bytes_=1000.0, milliseconds=None, fails=None):
 
 
 class Card:
-    """Answers as fresh processes would whose probes reserve so many bytes a token: scripted(n) may say something else."""
+    """Answers as fresh processes whose probes reserve so many bytes a token; scripted(n) may say something else."""
 
     def __init__(self, bytes_=1000.0, scripted=lambda n, times: None):
         self.bytes_, self.scripted, self.asked = bytes_, scripted, []

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from workbench import Dense, Dilated, Neighborhood, explain
-from workbench.harness.outcome import Outcome
 from workbench.harness import processes
+from workbench.harness.outcome import Outcome
 from workbench.patterns.dilated import PAPER
 from workbench.probes import validity
 from workbench.probes.case import Case

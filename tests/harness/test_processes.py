@@ -66,6 +66,7 @@ def no_answer():
 
 MODULES = {"mine.py": HERE}
 
+
 def pids(path: Path) -> list[int]:
     assert until(lambda: path.exists() and path.read_text())
     return [int(x) for x in path.read_text().split()]
