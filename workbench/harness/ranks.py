@@ -70,7 +70,8 @@ class RankError(RuntimeError):
 
 class Pool(contextlib.AbstractContextManager):
     """nproc ranks on this host that run functions, one job at a time. They start with the first job, and end with
-    `close`, with the block of `with Pool(2) as pool:`, or with this process, however it ends.
+    `close`, with the block of `with Pool(2) as pool:`, or with this process, however it ends. A script has to start
+    them behind `if __name__ == "__main__":` (see `processes`).
 
     backend: "gloo", or "nccl" with a card for each rank; by default "nccl" if there is CUDA.
     ValueError if nproc is not a positive integer, there are fewer cards than "nccl" needs, or this process is itself
