@@ -310,19 +310,14 @@ def test_a_strategy_that_is_wrong_is_the_exit_code_of_scale(recorded, capsys):
     (["--nproc", "0"], "--nproc 0: want at least 1"), (["--n", "0"], "--n 0: want at least 1"),
     (["--strategies", "ring"], "strategy='ring': want one of one device, data parallel"),
     (["--pattern", "longnets"], "pattern='longnets': want one of dense, longnet-paper"),
-    (["--groups", "dense"], "--groups dense: their lengths are for cards; here want --pattern"),
-    (["--groups", "all", "--n", "512"], "--groups and --n 512: want one of them"),
-    (["--groups", "all", "--pattern", "dense"], "--groups and --pattern: want one of them"),
 ])  # fmt: skip
 def test_scale_refuses_what_it_does_not_know(recorded, capsys, arguments, message):
     assert message in refusal(capsys, "scale", *arguments)
     assert not (recorded / "records").exists()
 
 
-def test_scale_on_cards_knows_its_groups_and_wants_a_card_for_each_rank(recorded, capsys, monkeypatch):
+def test_scale_on_cards_wants_a_card_for_each_rank(recorded, capsys, monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert "--nproc 3: want at most 2, the cards of this machine" in refusal(capsys, "scale", "--nproc", "3")
-    message = "group='rings': want 'all', or what one of these begins with: dense"
-    assert message in refusal(capsys, "scale", "--groups", "rings")

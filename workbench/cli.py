@@ -110,8 +110,6 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", type=_dtype, choices=(*dtypes, "float64"), help=dtype)
     strategies = "ways to use the cards, or your module:function of q, k, v and pattern (default: all)"
     add("--strategies", nargs="+", default=[], metavar="NAME", help=strategies)
-    groups = "on cards, instead of --pattern: groups of cases or all"
-    add("--groups", nargs="+", default=[], metavar="NAME", help=groups)
     add("--samples", type=int, default=9, metavar="S", help="rounds of a case (default: %(default)s)")
     add("--seconds", type=float, default=20.0, metavar="S", help="for a case's rounds (default: %(default)g)")
     within = "seconds after which no case is begun; the same line again goes on"
@@ -235,7 +233,7 @@ def _scale(arguments) -> int:
     if arguments.nproc > most:
         which = which if cards else "four a processor, where there are no cards"
         raise ValueError(f"--nproc {arguments.nproc}: want at most {most}, {which}")
-    cases = _groups(arguments, cards) if arguments.groups else _patterns(arguments, cards)
+    cases = _patterns(arguments, cards)
     frame = sweeps.sweep(
         cases, arguments.nproc, arguments.strategies or sweeps.STRATEGIES, samples=arguments.samples,
         seconds=arguments.seconds, within_s=arguments.within, profile="gpu" if cards else "quick",
@@ -254,22 +252,6 @@ def _patterns(arguments, cards: int) -> dict:
     sizes = (n, arguments.heads, arguments.head_dim, dtype, "auto", arguments.mode, "cuda" if cards else "cpu")
     patterns = {name: catalog.maker(name)(n, arguments.causal) for name in arguments.pattern or ["dense"]}
     return {name: Case(x, *sizes, arguments.batch, arguments.kv_heads) for name, x in patterns.items()}
-
-
-def _groups(arguments, cards: int) -> dict:
-    """{label: Case} of the groups asked for."""
-    from workbench.probes import catalog
-
-    asked = " ".join(arguments.groups)
-    if arguments.pattern:
-        raise ValueError("--groups and --pattern: want one of them, a group has its patterns")
-    if arguments.n is not None:
-        raise ValueError(f"--groups and --n {arguments.n}: want one of them, a group has its lengths")
-    if not cards:
-        example = "--pattern longnet-geometric --n 8192"
-        raise ValueError(f"--groups {asked}: their lengths are for cards; here want {example}")
-    groups = catalog.chosen(catalog.several_cards(arguments.dtype or "bfloat16"), arguments.groups)
-    return {label: case for make in groups.values() for label, case in make().items()}
 
 
 def _defaults(arguments, width: int | None = None, mode: str = "fwd") -> None:

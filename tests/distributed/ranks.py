@@ -2,7 +2,6 @@
 
 import pickle
 
-from workbench.harness.processes import Server
 from workbench.harness.ranks import Pool
 
 LONGEST_S = 3600.0  # far above what any test takes on any machine: it ends what hangs
@@ -11,8 +10,8 @@ LONGEST_S = 3600.0  # far above what any test takes on any machine: it ends what
 class Ranks:
     """`world` ranks. run(function, ...) -> what function(rank, world, ...) returned on each."""
 
-    def __init__(self, world: int, server: Server | None = None):
-        self.pool = Pool(world, "gloo", server)
+    def __init__(self, world: int):
+        self.pool = Pool(world, "gloo")
 
     def run(self, function, *args, **options) -> list:
         """RankError with the stack of the first rank that raised, or of one that waits in vain."""

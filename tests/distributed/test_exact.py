@@ -1,5 +1,7 @@
 """Attention over shards is that of one device, to rounding, and moves the bytes that its plan says."""
 
+from multiprocessing import forkserver
+
 import pytest
 
 from tests import tools
@@ -7,7 +9,6 @@ from tests.distributed import work
 from tests.distributed.cases import CASES
 from tests.distributed.ranks import Ranks
 from tests.distributed.work import MUTANTS, TOLERANCE
-from workbench.harness.processes import shared
 
 BOTH = (2, 4)
 WORLDS = tools.tiers(BOTH, [2])
@@ -56,11 +57,14 @@ def test_in_one_stage(ranks, world):
 
 @pytest.fixture(scope="module")
 def interpreting():
-    """Two ranks in which Triton's interpreter runs the kernels."""
+    """Two ranks in which Triton's interpreter runs the kernels, of a server that has loaded Triton for it."""
     pytest.importorskip("triton")
-    found = Ranks(2, shared(TRITON_INTERPRET="1"))
-    yield found
-    found.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setattr(forkserver, "connect_to_new_process", forkserver.ForkServer().connect_to_new_process)
+        found = Ranks(2)
+        yield found
+        found.close()
 
 
 BY_KERNELS = [

@@ -1,5 +1,6 @@
 import importlib
 import sys
+from unittest import mock
 
 import pandas as pd
 import pytest
@@ -7,7 +8,7 @@ import pytest
 import workbench as wb
 from tests import tools
 from workbench.fit import cards, estimate, frontier, trial
-from workbench.harness import records
+from workbench.harness import processes, records
 from workbench.harness.outcome import Outcome
 from workbench.probes.case import Case
 
@@ -75,7 +76,7 @@ def toy(monkeypatch, bytes_=1000.0, milliseconds=None, fails=None):
 
 
 class Card:
-    """Answers as a server would whose probes reserve so many bytes a token: scripted(n) may say something else."""
+    """Answers as fresh processes whose probes reserve so many bytes a token; scripted(n) may say something else."""
 
     def __init__(self, bytes_=1000.0, scripted=lambda n, times: None):
         self.bytes_, self.scripted, self.asked = bytes_, scripted, []
@@ -99,8 +100,9 @@ BUDGET = 1000 * MIB
 TRUE = BUDGET // 1000 // 128 * 128
 
 
-def search(case=CASE, **options):
-    return frontier.search(case, **({"budget_bytes": BUDGET, "say": None, "card": "h100"} | options))
+def search(case=CASE, answering=processes, **options):
+    with mock.patch.object(processes, "run", answering.run):
+        return frontier.search(case, **({"budget_bytes": BUDGET, "say": None, "card": "h100"} | options))
 
 
 @pytest.fixture
@@ -164,7 +166,7 @@ def test_what_cannot_be_predicted_says_why_and_is_measured_only(monkeypatch, err
     assert (row["n"], row["predicted_n"], row["limiter"], row["status"]) == (None, None, None, status)
     assert row["error"] == row["predicted_error"] == said
     card = Card()
-    row = search(measure=True, server=card)
+    row = search(measure=True, answering=card)
     assert (row["status"], row["limiter"], row["predicted_n"], row["predicted_error"]) == ("ok", "memory", None, said)
     assert TRUE * 0.995 < row["n"] <= TRUE and len(card.asked) <= 6
 
@@ -207,7 +209,7 @@ def test_where_the_prediction_is_right_two_probes_do(monkeypatch, recorder):
     toy(monkeypatch)
     card, said = Card(), []
     journal = recorder()
-    row = search(measure=True, server=card, recorder=journal, say=said.append)
+    row = search(measure=True, answering=card, recorder=journal, say=said.append)
     assert row["measured_n"] == row["predicted_n"] == row["n"] and row["probes"] == len(card.asked) == 2
     assert (row["limiter"], row["measured"], row["valid"], row["median_ms"]) == ("memory", True, True, 1.0)
     assert len(said) == 3 and "works" in said[0] and "oom" in said[1] and "limited by memory (0.98 GiB)" in said[2]
@@ -220,11 +222,11 @@ def test_a_doubtful_probe_is_repeated_once(monkeypatch):
     toy(monkeypatch)
     for status in ("killed", "timeout"):
         card = Card(scripted=lambda n, times, status=status: Outcome(status, "bad luck") if times == 1 else None)
-        row = search(measure=True, server=card)
+        row = search(measure=True, answering=card)
         assert (row["n"], row["limiter"], row["status"]) == (row["predicted_n"], "memory", "ok")
         assert row["probes"] == 2 and len(card.asked) == 4
     card = Card(scripted=lambda n, _: Outcome("killed", "ended by signal 11") if n > 500_000 else None)
-    row = search(measure=True, server=card)
+    row = search(measure=True, answering=card)
     assert (row["n"], row["limiter"], row["status"], row["error"]) == (None, None, "killed", "ended by signal 11")
     assert len(card.asked) == 2
 
@@ -232,18 +234,18 @@ def test_a_doubtful_probe_is_repeated_once(monkeypatch):
 def test_a_time_out_is_a_limit_when_it_is_repeated(monkeypatch):
     toy(monkeypatch)
     card = Card(scripted=lambda n, _: Outcome("timeout", "too long") if n > 500_000 else {"median_ms": n / 100})
-    row = search(measure=True, server=card, seconds=5)
+    row = search(measure=True, answering=card, seconds=5)
     assert row["limiter"] == "time" and 450_000 < row["n"] <= 500_000 and row["status"] == "ok"
     assert all(card.asked.count(n) == 1 + (n > 500_000) for n in card.asked)
     card = Card(scripted=lambda n, _: {"median_ms": n / 100})  # and one that ends, but late
-    row = search(measure=True, server=card, seconds=5)
+    row = search(measure=True, answering=card, seconds=5)
     assert row["limiter"] == "time" and 450_000 < row["n"] <= 500_000 and row["median_ms"] <= 5000
 
 
 def test_a_refusal_at_every_length_ends_the_search(monkeypatch):
     toy(monkeypatch)
     card = Card(scripted=lambda n, _: Outcome("refused", "not on this machine"))
-    row = search(measure=True, server=card)
+    row = search(measure=True, answering=card)
     assert (row["n"], row["limiter"], row["status"], row["error"]) == (None, None, "refused", "not on this machine")
     assert len(card.asked) == 1
 
@@ -257,7 +259,7 @@ def test_interrupted_anywhere_and_run_again_it_gives_the_same_row(monkeypatch, t
         return Outcome("timeout", "too long") if limit and n > limit else None
 
     whole = Card(scripted=scripted)
-    want = search(measure=True, server=whole, recorder=records.start("frontier", "quick", tmp_path / "whole"))
+    want = search(measure=True, answering=whole, recorder=records.start("frontier", "quick", tmp_path / "whole"))
     total = len(whole.asked)
     assert total > 4
     for stop in range(total):
@@ -268,14 +270,14 @@ def test_interrupted_anywhere_and_run_again_it_gives_the_same_row(monkeypatch, t
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            search(measure=True, server=card, recorder=records.start("frontier", "quick", folder), say=interrupt)
+            search(measure=True, answering=card, recorder=records.start("frontier", "quick", folder), say=interrupt)
         journal = next(folder.iterdir())
         with open(journal, "a") as file:
             file.write('{"kind": "row", "n": 12')  # what a killed process leaves
-        got = search(measure=True, server=card, recorder=records.start("frontier", "quick", folder))
+        got = search(measure=True, answering=card, recorder=records.start("frontier", "quick", folder))
         assert got == want
         assert card.asked == whole.asked  # nothing twice but what was asked twice at first
-        again = search(measure=True, server=card, recorder=records.start("frontier", "quick", folder))
+        again = search(measure=True, answering=card, recorder=records.start("frontier", "quick", folder))
         assert again == want and len(card.asked) == total
         assert (records.load(journal).stage == "search").sum() == 1
 
@@ -283,7 +285,7 @@ def test_interrupted_anywhere_and_run_again_it_gives_the_same_row(monkeypatch, t
 def test_a_sweep_is_a_table_and_is_not_measured_again(monkeypatch, tmp_path):
     toy(monkeypatch)
     card, said = Card(), []
-    monkeypatch.setattr(frontier, "shared", lambda: card)
+    monkeypatch.setattr(processes, "run", card.run)
     cases = {"two heads": CASE, "four": Case(wb.Dense(), 1024, 4, 16, device="cuda")}
     tables = [
         frontier.sweep(cases, ["h100"], (BUDGET, BUDGET // 2), measure=True, folder=tmp_path, say=said.append)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from workbench import Dense, Dilated, Neighborhood, explain
+from workbench.harness import processes
 from workbench.harness.outcome import Outcome
-from workbench.harness.processes import shared
 from workbench.patterns.dilated import PAPER
 from workbench.probes import validity
 from workbench.probes.case import Case
@@ -70,7 +70,7 @@ def checked(case: Case, heads_outside: bool = False) -> tuple[str, validity.Vali
 
 def attempted(pattern, sizes, backend, mode, dtype="bfloat16", heads_outside=False) -> Outcome:
     case = Case(pattern, dtype=dtype, backend=backend, mode=mode, device="cuda", **sizes)
-    return shared().run("tests.gpu.test_validity:checked", (case, heads_outside), timeout_s=120)
+    return processes.run("tests.gpu.test_validity:checked", (case, heads_outside), timeout_s=120)
 
 
 def alone(*call, **options) -> tuple[str, validity.Validity]:

@@ -10,7 +10,7 @@ import workbench as wb
 from tests import tools
 from tests.tools import alive, gone, until
 from workbench.harness import processes
-from workbench.harness.processes import Process, Server, shared
+from workbench.harness.processes import Process
 from workbench.probes.case import Case
 
 ROOT = Path(wb.__file__).parents[1]
@@ -43,8 +43,7 @@ def leaves_a_child(path):
     time.sleep(600)
 
 def state():
-    here = [os.getpid(), os.getppid(), torch.cuda.is_initialized(), "mine" in sys.modules, os.getpgrp()]
-    return here + [len(os.listdir(f"/proc/{os.getppid()}/task"))]
+    return [os.getpid(), os.getppid(), torch.cuda.is_initialized(), "mine" in sys.modules, os.getpgrp()]
 
 def adds(n):
     print("not an answer")
@@ -66,7 +65,6 @@ def no_answer():
 
 
 MODULES = {"mine.py": HERE}
-running = shared()
 
 
 def pids(path: Path) -> list[int]:
@@ -75,8 +73,8 @@ def pids(path: Path) -> list[int]:
 
 
 def test_every_job_is_in_a_process_of_its_own(folder):
-    assert [running.run("mine:adds", (2,)).result for _ in range(3)] == [2, 2, 2]  # and what is printed is no answer
-    first, second = (running.run("mine:state", ()).result for _ in range(2))
+    assert [processes.run("mine:adds", (2,)).result for _ in range(3)] == [2, 2, 2]  # and what is printed is no answer
+    first, second = (processes.run("mine:state", ()).result for _ in range(2))
     assert first[0] != second[0] and first[1] == second[1]  # one server
     assert first[2:5] == [False, True, first[0]]
     assert first[0] != os.getpid() and first[1] != os.getpid()
@@ -84,21 +82,21 @@ def test_every_job_is_in_a_process_of_its_own(folder):
 
 def test_jobs_compute_with_all_threads_and_with_gradients():
     case = Case(wb.Dilated([256, 512], [1, 2]), 1024, 2, 16, mode="fwdbwd")
-    got = running.run("workbench.fit.trial:call", (case, GIB, 60.0))
+    got = processes.run("workbench.fit.trial:call", (case, GIB, 60.0))
     assert got.status == "ok" and got.result["valid"] is True, got
 
 
 def test_a_job_computes_little_beside_what_it_is_given():
     """A Python that loads torch computes for a second or more; here it is what the process has used when it begins."""
-    used = min(running.run("time:process_time", ()).result for _ in range(5))
+    used = min(processes.run("time:process_time", ()).result for _ in range(5))
     assert used < 0.2 * tools.slowness(time.process_time)
 
 
 def test_what_cannot_be_found_or_sent_is_said():
-    assert "has no function" in running.run("os:nothing", ()).error
-    assert running.run("no_such_module:fn", ()).status == "refused"
+    assert "has no function" in processes.run("os:nothing", ()).error
+    assert processes.run("no_such_module:fn", ()).status == "refused"
     with pytest.raises(ValueError, match="module:function"):
-        running.run("os:getpid", (lambda: 0,))
+        processes.run("os:getpid", (lambda: 0,))
 
 
 @pytest.mark.parametrize(
@@ -106,32 +104,32 @@ def test_what_cannot_be_found_or_sent_is_said():
     [("kill", "killed", "signal 9 (SIGKILL)"), ("segfault", "killed", "SIGSEGV"), ("exit", "killed", "went away")],
 )
 def test_a_job_that_dies_is_data(folder, how, status, error):
-    outcome = running.run("mine:dies", (how,), timeout_s=3600)
+    outcome = processes.run("mine:dies", (how,), timeout_s=3600)
     assert (outcome.status, outcome.result) == (status, None) and error in outcome.error
-    assert running.run("os:getpid", ()).status == "ok"
+    assert processes.run("os:getpid", ()).status == "ok"
 
 
 def test_an_answer_that_cannot_be_sent_is_data(folder):
-    outcome = running.run("mine:no_answer", ())
+    outcome = processes.run("mine:no_answer", ())
     assert outcome.status == "killed" and "exit code 1" in outcome.error and "pickle" in outcome.error
 
 
 def test_memory_is_capped(folder):
-    outcome = running.run("mine:endless", (), timeout_s=3600, memory_bytes=GIB // 4)
+    outcome = processes.run("mine:endless", (), timeout_s=3600, memory_bytes=GIB // 4)
     assert outcome.status == "oom" and "its cap" in outcome.error and "0.25 GiB" in outcome.error
-    outcome = running.run("mine:hungry", (), memory_bytes=GIB)
+    outcome = processes.run("mine:hungry", (), memory_bytes=GIB)
     assert outcome.status == "oom" and "its cap" not in outcome.error  # an exception, as ever
 
 
 def test_the_system_killing_for_memory_is_out_of_memory(folder, monkeypatch):
     kills = iter([3, 3])  # when it starts, and when it is asked
     monkeypatch.setattr(processes, "kills", lambda: next(kills, 4))
-    outcome = running.run("mine:dies", ("kill",))
+    outcome = processes.run("mine:dies", ("kill",))
     assert (outcome.status, outcome.error) == ("oom", "killed by the system, which was out of memory")
 
 
 def test_a_job_past_its_time_ends_with_all_that_it_started(folder, tmp_path):
-    outcome = running.run("mine:leaves_a_child", (str(tmp_path / "pid"),), timeout_s=3)
+    outcome = processes.run("mine:leaves_a_child", (str(tmp_path / "pid"),), timeout_s=3)
     assert (outcome.status, outcome.error) == ("timeout", "no answer within 3 s")
     (child,) = pids(tmp_path / "pid")
     assert gone(child)
@@ -144,13 +142,13 @@ def test_an_interrupt_ends_the_job_and_leaves_no_answer_behind(folder, tmp_path,
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Process, "outcome", interrupted)
-        running.run("mine:pid", (str(tmp_path / "pid"),))
+        processes.run("mine:pid", (str(tmp_path / "pid"),))
     assert gone(pids(tmp_path / "pid")[0]) and alive(pids(tmp_path / "pid")[1])
-    assert running.run("mine:adds", (5,)).result == 5
+    assert processes.run("mine:adds", (5,)).result == 5
 
 
 def test_a_job_does_not_outlive_the_one_who_asked(folder, tmp_path):
-    code = f"from workbench.harness.processes import shared; shared().run('mine:pid', ({str(tmp_path / 'pid')!r},))"
+    code = f"from workbench.harness import processes; processes.run('mine:pid', ({str(tmp_path / 'pid')!r},))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
     with subprocess.Popen([sys.executable, "-c", code], env=environment) as asker:
         job, forker = pids(tmp_path / "pid")
@@ -159,10 +157,9 @@ def test_a_job_does_not_outlive_the_one_who_asked(folder, tmp_path):
     assert gone(job, forker)
 
 
-def test_a_server_of_its_own_has_its_environment_and_no_threads_and_its_death_is_data(folder):
-    with Server({"OMP_NUM_THREADS": "1"}) as one:  # for numpy's BLAS, whose own threads survive a fork
-        assert one.run("os:getenv", ("OMP_NUM_THREADS",)).result == "1"
-        assert one.run("mine:state", ()).result[-1] == 1
-        outcome = one.run("mine:kills_the_server", ())
-        assert outcome.status == "killed" and "the server" in outcome.error and "SIGKILL" in outcome.error
-        assert one.run("mine:adds", (1,)).result == 1  # of a new server
+def test_the_death_of_the_server_is_data(folder):
+    server = processes.run("mine:state", ()).result[1]
+    outcome = processes.run("mine:kills_the_server", ())
+    assert gone(server)
+    assert outcome.status == "killed" and "exit code 255" in outcome.error
+    assert processes.run("mine:adds", (1,)).result == 1  # of a new server

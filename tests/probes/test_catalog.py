@@ -1,4 +1,4 @@
-"""A name means one pattern everywhere, and groups are cases."""
+"""A name means one pattern everywhere."""
 
 import pytest
 
@@ -23,16 +23,3 @@ def test_a_name_that_means_several_patterns_is_refused_with_the_choices():
         catalog.maker(None)
     of_notebook_04 = multicard.at("longnet-geometric", 4096, heads=1, head_dim=8)(1 << 14).pattern
     assert of_notebook_04.spec() == catalog.maker("longnet-geometric")(1 << 14, False).spec()
-
-
-def test_groups_are_cases_for_several_cards():
-    def cases(names, *dtype):
-        groups = catalog.chosen(catalog.several_cards(*dtype), names)
-        return {label: case for make in groups.values() for label, case in make().items()}
-
-    every = cases(["all"])
-    assert {case.device for case in every.values()} == {"cuda"} and len(every) == 22
-    assert 0.045 < every["local and strided fwd 262144"].pattern.density(262_144, 1) < 0.055
-    assert list(cases(["block"], "float32")) == ["local and strided fwd 262144", "local and strided fwdbwd 262144"]
-    with pytest.raises(ValueError, match="group='rings': want 'all', or what one of these begins with: dense fwd 32"):
-        cases(["rings"])

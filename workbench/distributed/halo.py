@@ -87,6 +87,25 @@ class Residues:
         return pieces[0] if len(pieces) == 1 else torch.cat([*map(as_tensor, pieces)]).unique()
 
 
+def segments(w: int, own: range, queries: range, n: int, causal: bool) -> tuple[range, range, range]:
+    """(the segment of w positions that begins before the shard, the run of segments inside it, the segment that ends
+    behind it), each empty where there is none. If causal, keys behind the shard do not count: none ends behind it.
+
+    own: the shard; queries: those of its positions that are queries, one at least
+    """
+    start = queries.start // w * w
+    head = range(0)
+    if start < own.start:
+        head = range(start, min(start + w, n))
+        start = head.stop
+    stop, tail = own.stop, range(0)
+    if not causal and stop % w and stop < n:
+        stop = max(start, stop // w * w)
+        if stop < own.stop:
+            tail = range(stop, min(stop + w, n))
+    return head, range(start, stop) if start < stop else range(0), tail
+
+
 class Interval(NamedTuple):
     """Positions [start, stop) of other ranks, and by key head the set of those that it needs (None: none of them)."""
 
@@ -120,15 +139,13 @@ class DilatedHalo:
         queries = queries_of(own, self.n, self.nq)
         if not queries:
             return []
+        sides = [(0, own.start)] if self.pattern.causal else [(0, own.start), (own.stop, self.n)]
         outside = []  # (what a segment has on one side of the shard, branch, the segment's start, the queries in it)
         for b, (w, _) in enumerate(self.branches):
-            start = queries.start // w * w
-            if start < own.start:
-                outside.append((range(start, own.start), b, start, range(queries.start, min(queries.stop, start + w))))
-            start = (own.stop - 1) // w * w
-            stop = min(self.n, start + w)
-            if stop > own.stop and not self.pattern.causal:
-                outside.append((range(own.stop, stop), b, start, range(max(queries.start, start), queries.stop)))
+            head, _, tail = segments(w, own, queries, self.n, self.pattern.causal)
+            for x, side in itertools.product((head, tail), sides):
+                if part := clip(x, *side):
+                    outside.append((part, b, x.start, clip(queries, x.start, x.stop)))
         found, edges = [], sorted({x for part, *_ in outside for x in (part.start, part.stop)})
         for start, stop in itertools.pairwise(edges):
             active = [of for part, *of in outside if part.start <= start and stop <= part.stop]
@@ -178,8 +195,8 @@ class DilatedHalo:
     def units(self, shards: Shards) -> Tensor:
         """int64 (world, world): how many (row, key head) rank [p, .] needs of rank [., s], without listing them.
 
-        Intervals that need the same residues share one count of these in every rank's shard. An interval gets the count
-        of each shard that it touches, less what the first and the last of them have outside the interval.
+        Intervals that need the same residues share one count of these before the borders of the shards. Clipped to what
+        is before an interval's start and its stop, that counts what the interval has before each border.
         """
         total, bounds = np.zeros((shards.world, shards.world), dtype=np.int64), shards.bounds.numpy()
         alike: dict[tuple, list[tuple[int, int, int]]] = {}
@@ -187,19 +204,13 @@ class DilatedHalo:
             for z in self.intervals(shards[p]):
                 alike.setdefault(z.residues, []).append((p, z.start, z.stop))
         for residues, intervals in alike.items():
-            residues = Counter(one for one in residues if one)
-            if not residues:
-                continue
-            p, start, stop = np.array(intervals).T
-            below, before, upto = (
-                sum(times * one.below(x) for one, times in residues.items()) for x in (bounds, start, stop)
+            times, ranks = Counter(one for one in residues if one), [p for p, *_ in intervals]
+            below, *ends = (
+                sum(many * one.below(x) for one, many in times.items()) + np.zeros(len(x), dtype=np.int64)
+                for x in (bounds, *np.array(intervals).T[1:])
             )
-            first, last = np.searchsorted(bounds, start, "right") - 1, np.searchsorted(bounds, stop)
-            each = np.diff(below)
-            for row, a, b in zip(p.tolist(), first.tolist(), last.tolist(), strict=True):
-                total[row, a:b] += each[a:b]
-            np.subtract.at(total, (p, first), before - below[first])
-            np.subtract.at(total, (p, last - 1), below[last] - upto)
+            for p, start, stop in zip(ranks, *ends, strict=True):
+                total[p] += np.diff(below.clip(start, stop))
         return torch.from_numpy(total)
 
 

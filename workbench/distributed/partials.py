@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from workbench.distributed import views
-from workbench.distributed.halo import near
+from workbench.distributed.halo import near, segments
 from workbench.distributed.plans import Plan, Stage, on_grid
 from workbench.distributed.shards import Rows, Shards, as_tensor, clip
 from workbench.engines.torch.dilated import offset_slices, share_heads
@@ -177,8 +177,8 @@ def _whole_segments(plan: Plan, rank: int) -> list[Partial]:
     """A call for the branches whose whole segments lie in the same run of the shard, which is mostly all of it."""
     own, queries = plan.shards[rank], plan.queries(rank)
     runs: dict[tuple[range, range], list[int]] = {}
-    for branch in range(len(plan.pattern.segment_lengths)):
-        head, run, _ = _segments(plan, own, queries, branch)
+    for branch, w in enumerate(plan.pattern.segment_lengths):
+        _, run, _ = segments(w, own, queries, plan.n, plan.pattern.causal)
         some = clip(queries, run.start, run.stop)
         if run and some and plan.pattern.head_range(branch, plan.heads):
             runs.setdefault((some, run), []).append(branch)
@@ -204,31 +204,14 @@ def _parts(plan: Plan, rows: int) -> list[range]:
     return [range(plan.kv_heads)]
 
 
-def _segments(plan: Plan, own: range, queries: range, branch: int) -> tuple[range, range, range]:
-    """(the segment that begins before the shard, the run of segments inside it, the segment that ends behind it), each
-    as positions and empty where there is none. If causal, keys behind the shard do not count: none ends behind it."""
-    w, causal = plan.pattern.segment_lengths[branch], plan.pattern.causal
-    start = queries.start // w * w
-    head = range(0)
-    if start < own.start:
-        head = range(start, min(start + w, plan.n))
-        start = head.stop
-    stop, tail = own.stop, range(0)
-    if not causal and stop % w and stop < plan.n:
-        stop = max(start, stop // w * w)
-        if stop < own.stop:
-            tail = range(stop, min(stop + w, plan.n))
-    return head, range(start, stop) if start < stop else range(0), tail
-
-
 def _dilated(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
     """Segments that cross the shard's borders: a head's kept queries here attend to all kept keys of the segment, which
     is dense attention."""
     own, queries, pattern = plan.shards[rank], plan.queries(rank), plan.pattern
     group, heads = plan.heads // plan.kv_heads, _heads_of(plan, stage.heads)
     together: dict[tuple, list[HeadGroup]] = {}
-    for branch, r in enumerate(pattern.dilation_rates):
-        head, _, tail = _segments(plan, own, queries, branch)
+    for branch, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
+        head, _, tail = segments(w, own, queries, plan.n, pattern.causal)
         for segment in (head, tail):
             here = clip(queries, segment.start, segment.stop)
             for offset, members in offset_slices(pattern, branch, plan.heads):

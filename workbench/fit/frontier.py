@@ -22,7 +22,6 @@ from workbench.fit.tracer import uncollected
 from workbench.fit.trial import probed
 from workbench.harness import records
 from workbench.harness.outcome import Outcome, sentence, status_of
-from workbench.harness.processes import Server, shared
 from workbench.patterns import checks
 from workbench.probes.case import Case
 
@@ -41,14 +40,12 @@ class Options:
     limit_n, grain: lengths are multiples of grain, up to limit_n. first: where a prediction begins.
     step: a measurement ends when what works and what does not are this share of N apart, or a tenth where that is time;
         a prediction is ten times as close.
-    server: in whose processes calls are measured; by default this process's shared one.
     """
 
     limit_n: int = 1 << 30
     grain: int = GRAIN
     first: int | None = None
     step: float = STEP
-    server: Server | None = None
 
 
 def search(
@@ -89,7 +86,7 @@ def search(
     if measure:
         guess = {"first": predicted["n"] or first, "near": bool(predicted["n"])}
         guess |= {"step": how.step, "time_step": max(how.step, TIME_STEP)}
-        row |= _measured(at, asked, space | guess, recorder, how.server or shared(), say)
+        row |= _measured(at, asked, space | guess, recorder, say)
     else:
         row |= {x: y for x, y in predicted.items() if x != "milliseconds"}
     row["backend"] = row["backend"] or asked["asked"]
@@ -248,11 +245,11 @@ def _trace(case: Case, card, **place) -> estimate.Estimate:
     )
 
 
-def _measured(at: Lengths, asked: dict, where: dict, recorder, server: Server, say) -> dict:
+def _measured(at: Lengths, asked: dict, where: dict, recorder, say) -> dict:
     """A search's fields, from probes, each of which is a row of the journal."""
 
     def tried(n: int) -> Tried:
-        row = probed(at(n), asked, recorder, server, say)
+        row = probed(at(n), asked, recorder, say)
         if row["limiter"] is None and row["status"] != "ok":
             raise Stopped(Outcome(row["status"], row["error"]))
         return Tried(row["limiter"], row["load"], {x: row.get(x) for x in (*FOUND, "error")})

@@ -11,9 +11,8 @@ import psutil
 import torch
 
 from workbench.fit.virtual_card import VirtualCard
-from workbench.harness import records
+from workbench.harness import processes, records
 from workbench.harness.outcome import Outcome, attempt
-from workbench.harness.processes import Server
 from workbench.probes import validity
 from workbench.probes.case import Case
 
@@ -25,7 +24,7 @@ LAUNCH = ("invalid configuration argument", "invalid argument", "too many resour
           "32bit ind")  # fmt: skip
 
 
-def probed(case: Case, asked: dict, recorder, server: Server, say) -> dict:
+def probed(case: Case, asked: dict, recorder, say) -> dict:
     """The row of a length: from the journal if that settles it, else of a probe, or of two where one is not enough.
 
     A time-out is settled by two, and so is a launch that failed; what dies is asked again by every search.
@@ -37,7 +36,7 @@ def probed(case: Case, asked: dict, recorder, server: Server, say) -> dict:
         return settled[-1]
     late = [row for row in known if row["status"] == "timeout"]
     while len(late) < 2:
-        row = fields | _probe(case, asked, server)
+        row = fields | _probe(case, asked)
         if recorder is not None:
             row = recorder.row(**row)
         if say:
@@ -48,7 +47,7 @@ def probed(case: Case, asked: dict, recorder, server: Server, say) -> dict:
     return late[-1]
 
 
-def _probe(case: Case, asked: dict, server: Server) -> dict:
+def _probe(case: Case, asked: dict) -> dict:
     """What a row says about a call in a fresh process."""
     cuda, seconds = case.device.startswith("cuda"), asked["seconds"]
     cap = int(0.9 * psutil.virtual_memory().available)  # of this machine, whatever is asked of the card
@@ -56,7 +55,7 @@ def _probe(case: Case, asked: dict, server: Server) -> dict:
         cap = min(cap, 5 * asked["budget_bytes"] // 4 + SLACK_BYTES)
     budget = asked["budget_bytes"] if asked["capped"] or not cuda else None
     arguments = (case, budget, seconds)
-    outcome = server.run(f"{__name__}:call", arguments, seconds + COLD_S + SETUP_S, cap)
+    outcome = processes.run(f"{__name__}:call", arguments, seconds + COLD_S + SETUP_S, cap)
     if outcome.status == "killed" and "SIGALRM" in outcome.error:
         outcome = Outcome("timeout", f"the call took more than {seconds:g} s")
     row = {"status": outcome.status, "error": outcome.error, "limiter": None, "load": None, "valid": None}

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.harness.outcome import Outcome, sentence, status_of
-from workbench.harness.processes import Process, Server, imported, shared
+from workbench.harness.processes import Process, imported
 from workbench.patterns import checks
 
 BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # gloo too: ranks whose cards are out of memory can agree
@@ -70,16 +70,15 @@ class RankError(RuntimeError):
 
 class Pool(contextlib.AbstractContextManager):
     """nproc ranks on this host that run functions, one job at a time. They start with the first job, and end with
-    `close`, with the block of `with Pool(2) as pool:`, or with this process, however it ends. They are forked from a
-    server and not from this process, which may have used CUDA.
+    `close`, with the block of `with Pool(2) as pool:`, or with this process, however it ends. A script has to start
+    them behind `if __name__ == "__main__":` (see `processes`).
 
     backend: "gloo", or "nccl" with a card for each rank; by default "nccl" if there is CUDA.
-    server: what to fork them from (default: the one that this process shares).
     ValueError if nproc is not a positive integer, there are fewer cards than "nccl" needs, or this process is itself
     one of several ranks, of which each would start as many.
     """
 
-    def __init__(self, nproc: int, backend: str | None = None, server: Server | None = None):
+    def __init__(self, nproc: int, backend: str | None = None):
         cards = torch.cuda.device_count()  # asks the driver, without starting CUDA in this process
         nproc = checks.whole("nproc", nproc, 1)
         backend = checks.choice("backend", backend or ("nccl" if cards else "gloo"), *BACKENDS)
@@ -92,7 +91,6 @@ class Pool(contextlib.AbstractContextManager):
                 "without the launcher"
             )
         self.nproc, self.backend = nproc, backend
-        self._server = server or shared()
         self._ranks: list[Process] = []
 
     def __exit__(self, *_) -> None:
@@ -151,7 +149,7 @@ class Pool(contextlib.AbstractContextManager):
                   "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": world,
                   "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}  # fmt: skip
         for rank in map(str, range(self.nproc)):
-            self._ranks.append(self._server.start(f"{__name__}:serve", common | {"RANK": rank, "LOCAL_RANK": rank}))
+            self._ranks.append(Process(f"{__name__}:serve", common | {"RANK": rank, "LOCAL_RANK": rank}))
         self._ask(pickle.dumps(self.backend), START_S)
 
     def _ask(self, work: bytes, timeout_s: float) -> list:
@@ -262,7 +260,7 @@ def call(function: str, arguments: dict | list | None = None, backend: str | Non
 def serve(asker: Connection) -> None:
     """A rank of a `Pool`: join, and do jobs until the other end of the pipe is closed."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # by which a pool has a rank that does not answer write its stack
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # by which a pool has a rank that is late write its stack
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
     backend = pickle.loads(asker.recv_bytes())
     _send_or_leave(asker.send_bytes, pickle.dumps, lambda: join(backend))

@@ -1,4 +1,4 @@
-"""The catalog: patterns by name, and the named groups of cases that a card or several cards are measured by.
+"""The catalog: patterns by name, and the named groups of cases that a card is measured by.
 
 A name means one pattern everywhere: on the command line, in notebooks, in tables. "longnet" and "window" alone would
 mean several, so they are refused with the choices.
@@ -8,8 +8,7 @@ Dimensions: N tokens, H heads, D head_dim.
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -65,15 +64,6 @@ def grid(n: int) -> tuple[int, int]:
     """(rows, cols) of the squarest grid of n cells, not higher than wide."""
     rows = next(x for x in range(int(n**0.5), 0, -1) if n % x == 0)
     return rows, n // rows
-
-
-def chosen(groups: Mapping[str, Callable[[], dict]], names: Iterable[str]) -> dict[str, Callable[[], dict]]:
-    """The groups whose name begins with one of `names`, all for "all"; ValueError for a name with which none does."""
-    names = checks.listed("groups", names)
-    for name in names:
-        if name != "all" and not (isinstance(name, str) and name and any(x.startswith(name) for x in groups)):
-            raise ValueError(f"group={name!r}: want 'all', or what one of these begins with: {', '.join(groups)}")
-    return {x: make for x, make in groups.items() if "all" in names or x.startswith(tuple(names))}
 
 
 LONGNET = {  # name: (dilation rates, heads, head_dim)
@@ -179,38 +169,7 @@ def _others(mode: str) -> dict[str, Case]:
     return {label: _on_card(*x[:4], mode, *x[4:]) for label, x in sizes.items()}
 
 
-SPARSE = layouts.local(19) | layouts.strided(32)  # of the 2,048 blocks of 128 of 262,144: 5 %
-GRID, RADIUS = (1024, 1024), 8
 BILLION = 1 << 30
-
-
-def several_cards(dtype: str = "bfloat16") -> dict[str, Callable[[], dict[str, Case]]]:
-    """{name: a function that makes {label: Case}}, for `scaling.sweeps`; those of 524,288 and more for four cards."""
-
-    def cases(n: int, patterns: Mapping[str, Callable[[int], Pattern]], modes=("fwd",), h=12, d=64, dtype=dtype):
-        return {
-            f"{what} {mode} {n}": Case(make(n), n, h, d, dtype, "auto", mode, "cuda")
-            for what, make in patterns.items() for mode in modes
-        }  # fmt: skip
-
-    def dense(n: int, mode: str):
-        return cases(n, narrow, (mode,)) | cases(n, {"dense 8x128": narrow["dense 12x64"]}, (mode,), 8, 128)
-
-    narrow = {"dense 12x64": lambda n: Dense()}
-    longnet, billions = {"longnet-geometric": geometric}, {"longnet-geometric 2x32 float16": geometric}
-    sparse = {"local and strided": lambda n: BlockSparse(SPARSE)}
-    orders = {f"neighborhood {x.__name__}": lambda n, x=x: Neighborhood(GRID, RADIUS, x(GRID))
-              for x in (orderings.row_major, orderings.hilbert)}  # fmt: skip
-    return {
-        **{f"dense {mode} {n}": partial(dense, n, mode) for n in (32_768, 131_072) for mode in MODES},
-        **{f"longnet {n}": partial(cases, n, longnet, MODES) for n in LONG},
-        "block-sparse 262144": partial(cases, 262_144, sparse, MODES),
-        "dense 524288": partial(cases, 524_288, narrow, MODES),
-        "longnet 4194304": partial(cases, 1 << 22, longnet, MODES),
-        "neighborhood 1048576": partial(cases, 1 << 20, orders),
-        **{f"longnet {n}": partial(cases, n, billions, ("fwd",), 2, 32, "float16") for n in (BILLION // 4, BILLION)},
-    }
-
 
 # The configurations of the five reports whose claims notebook 06 settles. Where one says no sizes, they are those that
 # give its megabytes. NEAR is their "dilated_sparse": blocks i, i ± 1, i ± 2 and i ± 4.
