@@ -4,13 +4,18 @@ import copy
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
-from workbench import BlockSparse, Dilated, Neighborhood, PerHead, Window, attention, layouts
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, PerHead, Window, attention, layouts
 from workbench.distributed import views
 from workbench.fit import estimate
 from workbench.patterns import orderings, tables
+from workbench.patterns.algebra import Combined
 
-EQUAL = [lambda: Window(40, True, sinks=2), lambda: Dilated([8, 16], [1, 2]), lambda: Neighborhood((8, 8), 1)]
+EQUAL = [
+    (Window, 40, True, 1, 2), (Dilated, [8, 16], [1, 2]), (Neighborhood, (8, 8), 1), (Dense, True),
+    (BlockSparse, layouts.local(1) - layouts.local(0), 8), (Combined, "|", [Window(3), Dense()]),
+]  # fmt: skip
 
 
 def made(pattern, keys) -> list[int]:
@@ -33,21 +38,24 @@ def test_several_sizes_are_kept_and_the_oldest_goes(monkeypatch):
     assert tables.weight(pattern.blocks(3, 1)) == 2 * 8 + 4 + 1
 
 
-@pytest.mark.parametrize("make", EQUAL)
-def test_an_equal_pattern_finds_what_was_kept_but_no_copy_and_no_other_class(make):
-    one = make()
+@pytest.mark.parametrize("kind, arguments", [(kind, x) for kind, *x in EQUAL])
+def test_an_equal_pattern_finds_what_was_kept_but_no_copy_and_no_other_class(kind, arguments):
+    one = kind(*arguments)
     made(one, [1])
-    assert made(make(), [1]) == []
+    assert made(kind(*arguments), [1]) == []
     assert made(copy.copy(one), [1]) == made(copy.deepcopy(one), [1]) == [1]
-    assert made(make(), [2]) == [2]
-    other = type("Other", (type(one),), {})  # which may count something else
-    assert made(other(*((8, 8), 1) if isinstance(one, Neighborhood) else ([8, 16], [1, 2]) if isinstance(one, Dilated)
-                      else (40, True, 1, 2)), [1]) == [1]  # fmt: skip
+    assert made(kind(*arguments), [2]) == [2]
+    other = type(kind.__name__, (kind,), {})  # which may count something else
+    assert made(other(*arguments), [1]) == made(other(*arguments), [1]) == [1]
+    assert made(other(*arguments) | Window(3), [1]) == made(other(*arguments) | Window(3), [1]) == [1]
 
 
 @pytest.mark.parametrize("make", [
     lambda: BlockSparse(layouts.explicit(torch.ones(2, 2) > 0), 8),
     lambda: Neighborhood((4, 4), 1, orderings.hilbert((4, 4))),
+    lambda: PerHead([Window(3)]) & Window(5), lambda: PerHead([Window(3), Window(3)]),
+    lambda: BlockSparse(layouts.explicit(torch.ones(2, 2) > 0) | layouts.local(1), 8),
+    lambda: BlockSparse(~layouts.Layout("mine", {}, lambda h, i, j, grid: i > j), 8),
 ])  # fmt: skip
 def test_what_a_few_numbers_do_not_say_is_found_by_nobody_else(make):
     assert made(make(), [1]) == made(make(), [1]) == [1]
@@ -81,6 +89,13 @@ def test_a_tracer_leaves_nothing_without_contents():
     assert first == again and not any(shared)  # with its lists
     keys = [key for what in pattern._kept.values() if isinstance(what, dict) for key in what]
     assert keys and not any(("cuda:0",) in key for key in keys)
+
+
+def test_fake_tensors_are_found_by_no_equal_pattern():
+    with FakeTensorMode():
+        pattern = Window(300)
+        made(pattern, [1])
+    assert made(Window(300), [1]) == [1]
 
 
 def test_what_is_first_asked_for_without_versions_is_right_and_stays_right():

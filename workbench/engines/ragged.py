@@ -46,10 +46,18 @@ def cut(q: Tensor, k: Tensor, pattern: Pattern, lengths, documents) -> Line:
     kinds: list = list(zip(entries, sizes, strict=True))
     if padded:
         kinds[1::2] = [None] * b
-    patterns = pattern.each()
-    for entry, size in filter(None, {*kinds}):
-        patterns[entry].check(size, q.shape[2])
-    return starts.tolist(), sizes, kinds
+    return _line(starts.tolist(), sizes, kinds, pattern, q.shape[2])
+
+
+def _line(starts, sizes, kinds, pattern: Pattern, heads: int) -> Line:
+    """Without what is empty, which needs no call. ValueError for a document that its pattern does not take."""
+    line = [x for x in zip(starts, sizes, kinds, strict=True) if x[1]]
+    patterns, documents = pattern.each(), {kind for *_, kind in line if kind}
+    for entry, size in documents:
+        patterns[entry].check(size, heads)
+    if not documents:
+        line.insert(0, (0, 0, kinds[0]))  # so that gradients have a way, on which they are none
+    return tuple(map(list, zip(*line, strict=True)))
 
 
 def _starts(documents: Tensor, b: int, n: int) -> Tensor:

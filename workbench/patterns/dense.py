@@ -11,7 +11,7 @@ from workbench.patterns.checks import flag
 class Dense(Pattern):
     """visible(h, i, j) = True, or j <= i with causal=True."""
 
-    same_heads = sees_itself = True
+    same_heads = sees_itself = by_value = True
 
     def __init__(self, causal: bool = False):
         self.causal = flag("causal", causal)
