@@ -109,8 +109,8 @@ def compiled():
     """A function that compiles in one graph without generating code, and counts its graphs."""
     torch._dynamo.reset()
 
-    def compile(fn, dynamic=None):
-        counter = CompileCounterWithBackend("aot_eager")
+    def compile(fn, dynamic=None, backend="aot_eager"):
+        counter = CompileCounterWithBackend(backend)
         return torch.compile(fn, backend=counter, fullgraph=True, dynamic=dynamic), counter
 
     yield compile
@@ -165,7 +165,7 @@ WRITTEN = {
 
 @pytest.mark.parametrize("make", WRITTEN.values(), ids=list(WRITTEN))
 def test_a_pattern_may_be_written_in_the_function_that_is_compiled(make, compiled):
-    fast, counter = compiled(lambda q, k, v: run(q, k, v, make()))
+    fast, counter = compiled(lambda q, k, v: run(q, k, v, make()), backend="eager")
     for _ in range(3):
         q, k, v = inputs(12)
         got, want = fast(q, k, v), run(q, k, v, make())
@@ -192,9 +192,10 @@ class Other(Window):
 @pytest.mark.parametrize("make", [
     lambda: Predicate(tools.every_third), lambda: PerHead([KEPT, KEPT]), lambda: Other(3), lambda: KEPT | Other(3),
     lambda: BlockSparse(layouts.explicit(torch.ones(4, 4) > 0), 4),
+    lambda: BlockSparse(layouts.local(0) | layouts.Layout("mine", {}, lambda h, i, j, grid: i > j), 4),
 ])  # fmt: skip
 def test_what_no_numbers_say_is_to_be_made_outside_of_a_compiled_function(make, compiled):
-    fast, _ = compiled(lambda *x: run(*x, make()))
+    fast, _ = compiled(lambda *x: run(*x, make()), backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="in a function that torch.compile compiles: make it"):
         fast(*inputs(grad=False))
 

@@ -89,8 +89,8 @@ class Combined(_Made):
         return all(part.same_heads for part in self.of)
 
     @property
-    def by_value(self):
-        return all(part.by_spec for part in self.of)
+    def by_spec(self):
+        return type(self) is Combined and all(part.by_spec for part in self.of)
 
     def count(self, h, i, j, n, heads):
         first, *rest = ((seen if seen.dtype == torch.bool else seen > 0)

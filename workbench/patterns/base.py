@@ -150,12 +150,12 @@ class Pattern(Value):
 
     @property
     def by_spec(self) -> bool:
-        """Whether its spec says all of it: it is `by_value`, and of the class that says so, not of a subclass."""
+        """Whether its spec says all of it; not of a subclass, which may mean something else."""
         return "by_value" in vars(type(self)) and self.by_value
 
     def _finish(self, new=False):
         super()._finish()
-        if new and self.by_spec:
+        if new and "by_value" in vars(type(self)) and self.by_value:
             vars(self)["_kept"] = tables.of_equal((type(self), repr(self)), self._kept)
 
     def __getattr__(self, name):

@@ -31,8 +31,8 @@ class BlockSparse(Listed):
         return not self.layout.per_head
 
     @property
-    def by_value(self) -> bool:
-        return self.layout.by_value
+    def by_spec(self) -> bool:
+        return type(self) is BlockSparse and self.layout.by_spec
 
     @property
     def batch(self) -> int | None:

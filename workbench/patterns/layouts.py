@@ -58,9 +58,9 @@ class Layout(Value):
         return Layout("~", {}, lambda *where: ~self.visible(*where), self.per_head, (self,))
 
     @property
-    def by_value(self) -> bool:
+    def by_spec(self) -> bool:
         """Whether a few numbers say all of it, by a rule that is written here."""
-        return self.kind in RULES or len(self.of) > 0 and all(part.by_value for part in self.of)
+        return self.kind in RULES or len(self.of) > 0 and all(part.by_spec for part in self.of)
 
     @property
     def batch(self) -> int | None:
