@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -67,6 +68,22 @@ def test_the_command_line_imports_nothing_heavy():
     script += f"print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_shell_completes_the_names_of_notebooks_cards_and_patterns(folder, monkeypatch, capsys):
+    """By argcomplete, which asks the parser's completers."""
+    seen = []
+    monkeypatch.setitem(sys.modules, "argcomplete", SimpleNamespace(autocomplete=seen.append))
+    assert cli.main(["list"]) == 0
+    *_, commands = seen[0]._actions
+    found = {name: {} for name in commands.choices}
+    for name, command in commands.choices.items():
+        for action in command._actions:
+            if hasattr(action, "completer"):
+                found[name][action.dest] = action.completer()
+    assert found["report"] == {"notebooks": ["01_one", "02_two"]} and found["scale"].keys() == {"pattern"}
+    assert "rtx4090" in found["fit"]["card"] and "longnet-paper" in found["fit"]["pattern"]
+    assert "PYTHON_ARGCOMPLETE_OK" in Path(cli.__file__).read_text()[:1024]
 
 
 def test_list_tells_notebooks_and_their_parameters(folder, capsys):

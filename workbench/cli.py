@@ -1,7 +1,9 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command line: `workbench report`, `list`, `doctor`, `fit`, `scale`. What one needs is imported when it runs."""
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -23,7 +25,10 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # what the encoding lacks is escaped
     try:
-        arguments = parser().parse_args(argv)
+        top = parser()
+        with contextlib.suppress(ImportError):  # an extra, which does something only where a shell asks
+            importlib.import_module("argcomplete").autocomplete(top)
+        arguments = top.parse_args(argv)
         code = arguments.command(arguments)
         print(end="", flush=True)
         return code
@@ -43,7 +48,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="workbench", description="A workbench for long-sequence attention.")
+    shells = 'Tab completion: pip install argcomplete, then eval "$(register-python-argcomplete workbench)".'
+    about = "A workbench for long-sequence attention."
+    top = argparse.ArgumentParser(prog="workbench", description=about, epilog=shells)
     top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -54,7 +61,8 @@ def parser() -> argparse.ArgumentParser:
         epilog='example: workbench report 01 05 --profile quick -p heads 4 -p lengths "[1024, 4096]"',
     )
     add = make.add_argument
-    add("notebooks", nargs="*", metavar="NOTEBOOK", help="a path or a name in notebooks/ (default: all)")
+    names = add("notebooks", nargs="*", metavar="NOTEBOOK", help="a path or a name in notebooks/ (default: all)")
+    names.completer = lambda **_: [path.stem for path in nbs.find()]
     how_much = "how much (default: gpu where there is CUDA, else quick)"
     add("--profile", choices=parameters.PROFILES, help=how_much)
     add("--out", metavar="DIR", help="where the reports go (default: outputs/reports/<profile>)")
@@ -78,7 +86,8 @@ def parser() -> argparse.ArgumentParser:
         epilog="example: workbench fit --card h100 --heads 12 --mode fwdbwd --pattern longnet-paper --n 1000000",
     )
     add = fit.add_argument
-    add("--card", default="h100", help="such as h100, a100-80gb, gtx1080 (default: %(default)s)")
+    card = add("--card", default="h100", help="such as h100, a100-80gb, gtx1080 (default: %(default)s)")
+    card.completer = lambda **_: [*importlib.import_module("workbench.fit.cards").CARDS]
     n = "also show what each needs for N tokens: 1000000, 1e6, 1M (1,024^2)"
     _add_call(fit, "dense, longnet-paper and window-blocks", n)
     dtypes = ("bfloat16", "float16", "float32")
@@ -121,7 +130,8 @@ def parser() -> argparse.ArgumentParser:
 def _add_call(command: argparse.ArgumentParser, patterns: str, n: str) -> None:
     """The options of a call of attention that `fit` and `scale` share; the default patterns, and the help of --n."""
     add, name = command.add_argument, "a name (any other word is refused with the list), or a pattern's spec as JSON"
-    add("--pattern", nargs="+", default=[], metavar="NAME", help=f"{name} (default: {patterns})")
+    names = add("--pattern", nargs="+", default=[], metavar="NAME", help=f"{name} (default: {patterns})")
+    names.completer = lambda **_: [*importlib.import_module("workbench.probes.catalog").PATTERNS]
     add("--n", type=_count, metavar="N", help=n)
     add("--heads", type=int, metavar="H", help="query heads (default: 12, or width / head_dim)")
     add("--kv-heads", type=int, metavar="H", help="key heads (default: as many)")

@@ -88,6 +88,16 @@ def test_scores_with_rotary_positions_depend_on_the_distance_alone(qk_norm):
     assert not torch.allclose(module(x[:, torch.arange(28, -1, -1)])[:, -1], out[:, -1])  # an order is seen
 
 
+@pytest.mark.parametrize("nq, shape, words", [
+    (6, (2, 4), r"6 queries on 2 keys with a rotation \(2, 4\): want queries that are the last, Nq <= N"),
+    (2, (5, 4), r"2 queries on 2 keys with a rotation \(5, 4\): .* and a rotation \(N, 4\)"),
+    (2, (2, 8), r"with a rotation \(2, 8\)"),
+])  # fmt: skip
+def test_positions_are_those_of_the_keys(nq, shape, words):
+    with pytest.raises(ValueError, match=words):
+        layer(Dense(), rope=100.0)(tokens(nq), tokens(2), rotation=torch.zeros(shape))
+
+
 def test_a_turn_is_the_complex_product_that_the_paper_writes():
     x, positions = tokens(embed_dim=8)[:, :, None], torch.tensor([5, 1_000_000, *range(27)])
     turned = rotary.turned(x, rotary.table(positions, 8, dtype=torch.float64))

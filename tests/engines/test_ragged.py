@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests import tools
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, attention, distributed, layouts, reference
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, attention, distributed, explain, layouts, reference
 from workbench.engines import dispatch, ragged
 from workbench.patterns.window import Window
 
@@ -60,6 +60,36 @@ def test_no_tokens_are_no_documents():
     assert out.shape == q.shape and lse.shape == (2, 4, 0)
 
 
+EMPTY = {  # as RAGGED, with documents that have no tokens, among those of the one length that a pattern is for
+    "padded": ({"lengths": torch.tensor([0, 9, 0])}, 3, 9, [(1, 0, 9)]),
+    "packed": ({"documents": torch.tensor([0, 0, 9, 9, 18, 18])}, 1, 18, [(0, 0, 9), (0, 9, 18)]),
+    "nothing-else": ({"lengths": torch.tensor([0, 0])}, 2, 9, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", [
+    Neighborhood((3, 3), 1), BlockSparse(layouts.explicit(torch.arange(9).view(3, 3) % 2 > 0), 3),
+])  # fmt: skip
+@pytest.mark.parametrize("option, batch, n, documents", EMPTY.values(), ids=list(EMPTY))
+def test_an_empty_document_is_refused_by_no_pattern(option, batch, n, documents, pattern):
+    inputs = tools.Case("", None, n, batch=batch).inputs(torch.float64)
+    want = tools.differentiate(functools.partial(alone, documents), inputs, pattern)
+    for backend in ("auto", "reference")[: 1 + bool(documents)]:
+        run = functools.partial(attention, **option, return_lse=True, backend=backend)
+        torch.testing.assert_close(tools.differentiate(run, inputs, pattern), want)
+
+
+def test_explain_says_it_of_each_kind_of_document(monkeypatch):
+    x = torch.randn(2, 13, 4, 8)
+    said = explain(x, x, x, Dense())
+    assert explain(x, x, x, Dense(), documents=IDS) == f"{said} (documents of 2 to 8 tokens)"
+    monkeypatch.setattr(dispatch, "choose", lambda name, q, *_: ("torch" if q.shape[1] > 4 else "triton", "it is so"))
+    assert explain(x, x, x, Dense(), documents=IDS) == (
+        "torch: it is so (documents of 5 to 8 tokens); triton: it is so (documents of 2 to 3 tokens)"
+    )
+    assert explain(x, x, x, Dense(), lengths=torch.tensor([0, 3])) == "triton: it is so (documents of 3 to 3 tokens)"
+
+
 def test_what_is_in_the_padding_is_never_read_and_gets_no_gradient():
     q, k, v, g, _ = tools.Case("", None, 9, batch=2).inputs(torch.float64)
     lengths = torch.tensor([4, 6])
@@ -85,8 +115,8 @@ def test_a_layout_for_each_sequence_and_one_for_all_heads_of_each():
 
 
 def test_calls_are_as_many_as_lengths_and_nothing_is_copied_where_equal_ones_are_neighbours(monkeypatch):
-    shapes, moved, one = [], [], dispatch._one
-    monkeypatch.setattr(dispatch, "_one", lambda q, *x, **o: shapes.append(tuple(q.shape[:2])) or one(q, *x, **o))
+    shapes, moved, one = [], [], dispatch._natural
+    monkeypatch.setattr(dispatch, "_natural", lambda q, *x, **o: shapes.append(tuple(q.shape[:2])) or one(q, *x, **o))
     monkeypatch.setattr(ragged, "_moved", lambda x, to: x if to is None else moved.append(1) or x[to])
     x = torch.randn(1, 1200, 2, 8)
     attention(x, x, x, Dense(), documents=torch.arange(0, 1201, 100))
@@ -132,6 +162,7 @@ REFUSED = {
     "key-padding": (bad(key_padding_mask=two > 0), "padding on the right is attention's lengths=(B,); on the left:"),
     "mask": (bad(attn_mask=two > 0), "e.g. Predicate(lambda h, i, j: seen[i, j]); padding on the right is"),
     "of-flash": (bad(cu_seqlens=two), "packed sequences are attention's documents="),
+    "explained": (bad(explain, lengths=two + 1), "lengths=[7, 4]: want 2 of them, from 0 to 6, padding on the right"),
     "on-ranks": (bad(distributed.attention, lengths=two), "call it for each document, or, over ranks, give"),
 }  # fmt: skip
 

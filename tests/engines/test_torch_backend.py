@@ -16,6 +16,7 @@ from tests.tools import TABLE
 from workbench import BlockSparse, Dilated, Neighborhood, Predicate, attention, layouts, reference
 from workbench.engines import fa4_backend, torch_backend
 from workbench.engines.operators import handle_of
+from workbench.patterns import Dense, PerHead, Window
 
 PATTERNS = {
     "dense": lambda: TABLE["dense-prime-causal"].pattern(),
@@ -108,8 +109,8 @@ def compiled():
     """A function that compiles in one graph without generating code, and counts its graphs."""
     torch._dynamo.reset()
 
-    def compile(fn, dynamic=None):
-        counter = CompileCounterWithBackend("aot_eager")
+    def compile(fn, dynamic=None, backend="aot_eager"):
+        counter = CompileCounterWithBackend(backend)
         return torch.compile(fn, backend=counter, fullgraph=True, dynamic=dynamic), counter
 
     yield compile
@@ -152,6 +153,51 @@ def test_a_compiled_function_takes_one_pattern_after_another(compiled, grad):
         assert same(got, want)
         if grad:
             close(torch.autograd.grad(got[0].sum(), (q, k, v)), torch.autograd.grad(want[0].sum(), (q, k, v)))
+
+
+KEPT = Window(3)
+WRITTEN = {
+    "window": lambda: Window(5, sinks=1), "dense": lambda: Dense(True), "dilated": lambda: Dilated([4, 8], [1, 2]),
+    "neighborhood": lambda: Neighborhood((3, 4), 1), "blocks": lambda: BlockSparse(layouts.local(1), 4, causal=True),
+    "combined": lambda: KEPT | BlockSparse(layouts.global_(1) - layouts.local(0), 4) | Dilated([12], [5]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", WRITTEN.values(), ids=list(WRITTEN))
+def test_a_pattern_may_be_written_in_the_function_that_is_compiled(make, compiled):
+    fast, counter = compiled(lambda q, k, v: run(q, k, v, make()), backend="eager")
+    for _ in range(3):
+        q, k, v = inputs(12)
+        got, want = fast(q, k, v), run(q, k, v, make())
+        assert same(got, want)
+        close(torch.autograd.grad(got[0].sum(), (q, k, v)), torch.autograd.grad(want[0].sum(), (q, k, v)))
+        gc.collect()
+    assert counter.frame_count == 1
+
+
+def test_a_pattern_that_leaves_a_compiled_function_is_a_whole_one(compiled):
+    fast, _ = compiled(lambda x: (x + 1, Window(5)))
+    (_, pattern), (q, k, v) = fast(torch.zeros(2)), inputs()
+    assert same(run(q, k, v, pattern), run(q, k, v, Window(5))) and pattern.pairs(13, 2) == Window(5).pairs(13, 2)
+    with pytest.raises(AttributeError, match="width of Window.*: a Window does not change"):
+        pattern.width = 6
+    with pytest.raises(AttributeError, match="'Window' object has no attribute 'length'"):
+        _ = pattern.length
+
+
+class Other(Window):
+    """Means what it likes: it is not the window that its spec says."""
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Predicate(tools.every_third), lambda: PerHead([KEPT, KEPT]), lambda: Other(3), lambda: KEPT | Other(3),
+    lambda: BlockSparse(layouts.explicit(torch.ones(4, 4) > 0), 4),
+    lambda: BlockSparse(layouts.local(0) | layouts.Layout("mine", {}, lambda h, i, j, grid: i > j), 4),
+])  # fmt: skip
+def test_what_no_numbers_say_is_to_be_made_outside_of_a_compiled_function(make, compiled):
+    fast, _ = compiled(lambda *x: run(*x, make()), backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="in a function that torch.compile compiles: make it"):
+        fast(*inputs(grad=False))
 
 
 def test_a_pattern_serves_sizes_in_turn():

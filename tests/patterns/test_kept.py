@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from workbench import BlockSparse, Dilated, Neighborhood, PerHead, Window, attention, layouts
 from workbench.distributed import views
 from workbench.fit import estimate
 from workbench.patterns import orderings, tables
 
-EQUAL = [lambda: Window(40, True, sinks=2), lambda: Dilated([8, 16], [1, 2]), lambda: Neighborhood((8, 8), 1)]
+EQUAL = [(Window, 40, True, 1, 2), (Dilated, [8, 16], [1, 2]), (Neighborhood, (8, 8), 1)]
 
 
 def made(pattern, keys) -> list[int]:
@@ -33,16 +34,15 @@ def test_several_sizes_are_kept_and_the_oldest_goes(monkeypatch):
     assert tables.weight(pattern.blocks(3, 1)) == 2 * 8 + 4 + 1
 
 
-@pytest.mark.parametrize("make", EQUAL)
-def test_an_equal_pattern_finds_what_was_kept_but_no_copy_and_no_other_class(make):
-    one = make()
+@pytest.mark.parametrize("kind, arguments", [(kind, x) for kind, *x in EQUAL])
+def test_an_equal_pattern_finds_what_was_kept_but_no_copy_and_no_other_class(kind, arguments):
+    one = kind(*arguments)
     made(one, [1])
-    assert made(make(), [1]) == []
+    assert made(kind(*arguments), [1]) == []
     assert made(copy.copy(one), [1]) == made(copy.deepcopy(one), [1]) == [1]
-    assert made(make(), [2]) == [2]
-    other = type("Other", (type(one),), {})  # which may count something else
-    assert made(other(*((8, 8), 1) if isinstance(one, Neighborhood) else ([8, 16], [1, 2]) if isinstance(one, Dilated)
-                      else (40, True, 1, 2)), [1]) == [1]  # fmt: skip
+    assert made(kind(*arguments), [2]) == [2]
+    other = type(kind.__name__, (kind,), {})  # which may count something else
+    assert made(other(*arguments), [1]) == made(other(*arguments), [1]) == [1]
 
 
 @pytest.mark.parametrize("make", [
@@ -81,6 +81,13 @@ def test_a_tracer_leaves_nothing_without_contents():
     assert first == again and not any(shared)  # with its lists
     keys = [key for what in pattern._kept.values() if isinstance(what, dict) for key in what]
     assert keys and not any(("cuda:0",) in key for key in keys)
+
+
+def test_fake_tensors_are_found_by_no_equal_pattern():
+    with FakeTensorMode():
+        pattern = Window(300)
+        made(pattern, [1])
+    assert made(Window(300), [1]) == [1]
 
 
 def test_what_is_first_asked_for_without_versions_is_right_and_stays_right():

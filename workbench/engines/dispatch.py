@@ -72,26 +72,36 @@ def attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     width = v.shape[-1]
     q, k, v = even(q, k, v)
-    one = functools.partial(_one, scale=scale, backend=backend, return_lse=return_lse, tokens=tokens, changes=changes)
+    one = _natural if choice("tokens", tokens, *TOKENS) == "natural" else _tiled
+    one = functools.partial(one, scale=scale, backend=backend, return_lse=return_lse, changes=changes)
     out, lse = one(q, k, v, pattern) if whole else ragged.attend(one, q, k, v, pattern, line)
     out = out if width == v.shape[-1] else out[..., :width]
     return (out, lse) if return_lse else out
 
 
-def _one(q, k, v, pattern, *, scale, backend, return_lse, tokens, changes, into=None):
+def _natural(q, k, v, pattern, *, scale, backend, return_lse, changes, into=None):
     """(out, lse or None) of sequences of one length. into: like q, which may be written and returned as out."""
-    chosen, n = choose(backend, q, k, v, pattern, changes)[0], k.shape[1]
-    if choice("tokens", tokens, *TOKENS) == "natural":
-        return run(chosen, q, k, v, pattern, scale, return_lse, changes, into)
-    if q.shape[1] != n:
-        raise ValueError(f"tokens='tile order' with {q.shape[1]} queries on {n} keys: want all the queries")
-    if chosen == "fa4" and pattern.answer(fa4_backend.in_its_order, operator.index(n)):
+    return run(choose(backend, q, k, v, pattern, changes)[0], q, k, v, pattern, scale, return_lse, changes, into)
+
+
+def _tiled(q, k, v, pattern, *, scale, backend, return_lse, changes, into=None):
+    """`_natural` of tokens that lie in the pattern's tile order, as the results then do."""
+    chosen = choose(backend, q, k, v, pattern, changes)[0]
+    if _as_they_lie(chosen, q, k, pattern):
         out, lse = call(fa4_backend.attend_tiled, q, k, v, handle_of(pattern), scale)
         return divided(out, pattern), lse
-    order = tile_order.tile_order(pattern, n).to(q.device)
+    order = tile_order.tile_order(pattern, k.shape[1]).to(q.device)
     back = order.argsort()
     out, lse = run(chosen, *(x.index_select(1, back) for x in (q, k, v)), pattern, scale, return_lse, changes)
     return out.index_select(1, order), lse if lse is None else lse.index_select(2, order)
+
+
+def _as_they_lie(chosen: str, q: Tensor, k: Tensor, pattern: Pattern) -> bool:
+    """Whether a backend takes tokens in tile order without copies; ValueError where not all are queries."""
+    n = k.shape[1]
+    if q.shape[1] != n:
+        raise ValueError(f"tokens='tile order' with {q.shape[1]} queries on {n} keys: want all the queries")
+    return chosen == "fa4" and pattern.answer(fa4_backend.in_its_order, operator.index(n))
 
 
 def run(backend: str, q, k, v, pattern, scale, return_lse, changes, into=None) -> tuple[Tensor, Tensor | None]:
@@ -139,14 +149,36 @@ def even(*tensors: Tensor) -> list[Tensor]:
     return [x if x.shape[-1] == most else torch.nn.functional.pad(x, (0, most - x.shape[-1])) for x in tensors]
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **options) -> str:
-    """Which backend 'auto' takes for this call, and why, in a sentence. options: what changes scores."""
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, tokens="natural", lengths: Tensor | None = None,
+    documents: Tensor | None = None, **options,
+) -> str:  # fmt: skip
+    """Which backend 'auto' takes for this call, and why, in a sentence: one a kind of document where they differ.
+
+    tokens, lengths, documents and options: as of `attention`.
+    """
     refuse("explain", scores.others(options))
-    q, k, v = even(*check(q, k, v, pattern))
-    changes = scores.of(options, q, pattern)
-    chosen, why = choose("auto", q, k, v, pattern, changes=changes)
+    whole = lengths is None and documents is None
+    q, k, v = even(*check(q, k, v, pattern, whole=whole))
+    changes, tokens = scores.of(options, q, pattern), choice("tokens", tokens, *TOKENS)
+    if whole:
+        return _why(q, k, v, pattern, changes, tokens)
+    said, patterns, lines = {}, pattern.each(), [x.flatten(0, 1) for x in (q, k, v)]
+    for start, size, kind in zip(*ragged.cut(q, k, pattern, lengths, documents), strict=True):
+        if kind:
+            words = _why(*(x[None, start : start + size] for x in lines), patterns[kind[0]], changes, tokens)
+            said.setdefault(words, []).append(size)
+    return "; ".join(f"{words} (documents of {min(x):,} to {max(x):,} tokens)" for words, x in said.items())
+
+
+def _why(q, k, v, pattern, changes, tokens) -> str:
+    chosen, why = choose("auto", q, k, v, pattern, changes)
     if changes is None and chosen == "torch" and isinstance(pattern, Dense) and gradients_past_2_31(q, k, v):
         why += "; by memory-efficient attention, since cuDNN's gradients are wrong past 2^31 elements and flash's fail"
+    if tokens != "natural":
+        tile_order.tile_order(pattern, k.shape[1])  # or ValueError where the pattern has none
+        copies = "tokens are copied into natural order, and the result back"
+        why += "; tokens are taken as they lie" if _as_they_lie(chosen, q, k, pattern) else f"; {copies}"
     return f"{chosen}: {why}"
 
 

@@ -120,6 +120,9 @@ class MultiheadAttention(nn.Module):
     def _turned(self, q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, Tensor]:
         if self.xpos and q.dtype == torch.float16:
             raise ValueError(f"xpos={self.xpos} in float16, which overflows: want bfloat16 or float32")
+        if q.shape[1] > k.shape[1] or of_k.shape != k.shape[1::2]:
+            sizes = f"{q.shape[1]} queries on {k.shape[1]} keys with a rotation {tuple(of_k.shape)}"
+            raise ValueError(f"{sizes}: want queries that are the last, Nq <= N, and a rotation (N, {self.head_dim})")
         return rotary.turned(q, of_q[k.shape[1] - q.shape[1] :]), rotary.turned(k, of_k)
 
     def _table(self, positions: Tensor, n: int) -> Tensor:

@@ -35,24 +35,32 @@ def cut(q: Tensor, k: Tensor, pattern: Pattern, lengths, documents) -> Line:
         raise ValueError(f"{name}={describe(value)}: want an int32 or int64 tensor, e.g. torch.tensor([300, 120])")
     if q.shape[1] != n:
         raise ValueError(f"{name} with {q.shape[1]} queries on {n} keys: want all the queries, Nq == N")
-    if padded:
-        values = value.tolist()
-        if value.shape != (b,) or not all(0 <= x <= n for x in values):
-            raise ValueError(f"lengths={values}: want {b} of them, from 0 to {n}, padding on the right")
-        starts = [start for x, size in enumerate(values) for start in (x * n, x * n + size)]
-    else:
-        starts = _starts(value, b, n)
-    starts = starts or [0]  # no tokens are one document
+    starts = (_padded if padded else _starts)(value, b, n) or [0]  # no tokens are one document
     sizes = [end - start for start, end in pairwise([*starts, b * n])]
-    kinds: list = [
-        (start // max(1, n) if pattern.batch else 0, size) for start, size in zip(starts, sizes, strict=True)
-    ]
+    entries = [start // max(1, n) if pattern.batch else 0 for start in starts]
+    kinds: list = list(zip(entries, sizes, strict=True))
     if padded:
         kinds[1::2] = [None] * b
-    patterns = pattern.each()
-    for entry, size in filter(None, {*kinds}):
-        patterns[entry].check(size, q.shape[2])
-    return starts, sizes, kinds
+    return _line(starts, sizes, kinds, pattern, q.shape[2])
+
+
+def _line(starts, sizes, kinds, pattern: Pattern, heads: int) -> Line:
+    """Without what is empty, which needs no call. ValueError for a document that its pattern does not take."""
+    line = [x for x in zip(starts, sizes, kinds, strict=True) if x[1]]
+    patterns, documents = pattern.each(), {kind for *_, kind in line if kind}
+    for entry, size in documents:
+        patterns[entry].check(size, heads)
+    if not documents:
+        line.insert(0, (0, 0, kinds[0]))  # so that gradients have a way, on which they are none
+    return tuple(map(list, zip(*line, strict=True)))
+
+
+def _padded(lengths: Tensor, b: int, n: int) -> list[int]:
+    """Where on the line each sequence, and the padding behind it, begins."""
+    values = lengths.tolist()
+    if lengths.shape != (b,) or not all(0 <= x <= n for x in values):
+        raise ValueError(f"lengths={values}: want {b} of them, from 0 to {n}, padding on the right")
+    return [start for x, size in enumerate(values) for start in (x * n, x * n + size)]
 
 
 def _starts(documents: Tensor, b: int, n: int) -> list[int]:
@@ -76,29 +84,35 @@ def _starts(documents: Tensor, b: int, n: int) -> list[int]:
 @torch._disable_dynamo
 def attend(one: Callable, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, line: Line):
     """(out (B, N, H, D), lse (B, H, N) or None) from one(q, k, v, pattern) -> (out, lse or None) of each length."""
-    starts, sizes, kinds = line
-    groups: dict = {}  # of pieces that are one call; a piece of padding is none
-    for x, kind in enumerate(kinds):
-        groups.setdefault(kind or x, []).append(x)
-    order, to, back = [x for members in groups.values() for x in members], None, None
-    if order != sorted(order):
-        with on_host():
-            to = ranges(*torch.tensor([starts, sizes])[:, order])
-        to, back = to.to(q.device), to.argsort().to(q.device)
-    many = [sum(sizes[x] for x in members) for members in groups.values()]
-    sources, patterns, found = [_moved(x.flatten(0, 1), to) for x in (q, k, v)], pattern.each(), {}
-    kinds, ends = list(groups), list(accumulate(many))
+    kinds, many, (to, back) = _calls(*line, q.device)
+    sources, ends = [_moved(x.flatten(0, 1), to) for x in (q, k, v)], list(accumulate(many))
     grads = torch.is_grad_enabled() and any(x.requires_grad for x in sources)
     parts = list(zip(*(x.split(many) for x in sources), strict=True)) if grads else None
     whole = None if grads else q.new_empty(sources[0].shape)  # results are written where they belong
+    patterns, found = pattern.each(), [None] * len(many)
     for x in sorted(range(len(many)), key=lambda x: -many[x]):  # a card computes the longest while the rest is asked
-        *part, into = parts[x] + (None,) if grads else (y[ends[x] - many[x] : ends[x]] for y in (*sources, whole))
+        *part, into = (*parts[x], None) if grads else (y[ends[x] - many[x] : ends[x]] for y in (*sources, whole))
         found[x] = _piece(one, part, patterns, kinds[x], into)
-    outs, lses = zip(*(found[x] for x in range(len(many))), strict=True)
+    outs, lses = zip(*found, strict=True)
     out = _moved(torch.cat(outs) if grads else whole, back).unflatten(0, q.shape[:2])
     if any(x is None for x in lses):
         return out, None
     return out, _moved(torch.cat(lses), back).unflatten(0, q.shape[:2]).transpose(1, 2)
+
+
+def _calls(starts, sizes, kinds, device):
+    """(the kind of each call, its tokens, (where on the line the tokens of all of them are, the way back) or None for
+    both where they follow each other)."""
+    groups: dict = {}  # of pieces that are one call; a piece of padding is none
+    for x, kind in enumerate(kinds):
+        groups.setdefault(kind or x, []).append(x)
+    order = [x for members in groups.values() for x in members]
+    many = [sum(sizes[x] for x in members) for members in groups.values()]
+    if order == sorted(order):
+        return list(groups), many, (None, None)
+    with on_host():
+        to = ranges(*torch.tensor([starts, sizes])[:, order])
+    return list(groups), many, (to.to(device), to.argsort().to(device))
 
 
 def _piece(one: Callable, part: list[Tensor], patterns: list[Pattern], kind, into: Tensor | None):

@@ -76,7 +76,7 @@ class Combined(_Made):
         self.kind = kind
         of = listed("of", of)
         if kind in ("|", "&"):  # a | b | c is one of three
-            of = [x for part in of for x in (part.of if isinstance(part, Combined) and part.kind == kind else [part])]
+            of = [x for part in of for x in (part.of if type(part) is Combined and part.kind == kind else [part])]
         super().__init__(of)
         flags = [part.causal for part in self.of]
         self.causal = flags[0] if kind == "-" else all(flags) if kind == "|" else any(flags)
@@ -87,6 +87,10 @@ class Combined(_Made):
     @property
     def same_heads(self):
         return all(part.same_heads for part in self.of)
+
+    @property
+    def by_spec(self):
+        return type(self) is Combined and all(part.by_spec for part in self.of)
 
     def count(self, h, i, j, n, heads):
         first, *rest = ((seen if seen.dtype == torch.bool else seen > 0)

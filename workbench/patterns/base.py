@@ -148,10 +148,27 @@ class Pattern(Value):
     everywhere = False  # whether its blocks come from looking at all pairs
     by_value = False  # whether a few numbers say all of it, of this class itself: an equal one finds what was kept
 
+    @property
+    def by_spec(self) -> bool:
+        """Whether its spec says all of it; not of a subclass, which may mean something else."""
+        return "by_value" in vars(type(self)) and self.by_value
+
     def _finish(self, new=False):
         super()._finish()
-        if new and vars(type(self)).get("by_value", vars(self).get("by_value")):  # a subclass may mean something else
+        if new and "by_value" in vars(type(self)) and self.by_value:
             vars(self)["_kept"] = tables.of_equal((type(self), repr(self)), self._kept)
+
+    def __getattr__(self, name):
+        """What `_finish` sets, of a pattern made where torch.compile traces, which calls __init__ alone: in the graph
+        the key of an equal one, which is made outside; what leaves the graph is finished when it is asked."""
+        if name not in ("_kept", "key"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if not torch.compiler.is_compiling():
+            self._finish(new=True)
+            return vars(self)[name]
+        if not self.by_spec:
+            raise ValueError(f"{type(self).__name__} in a function that torch.compile compiles: make it outside of it")
+        return self._key_of(self.spec())
 
     def kept(self, what: str, key: tuple, make: Callable[[], T]) -> T:
         """make(), kept with the pattern as `what` and by its key: of the sizes that were asked for last.

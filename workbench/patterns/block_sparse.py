@@ -31,6 +31,10 @@ class BlockSparse(Listed):
         return not self.layout.per_head
 
     @property
+    def by_spec(self) -> bool:
+        return type(self) is BlockSparse and self.layout.by_spec
+
+    @property
     def batch(self) -> int | None:
         """The batch size where the layout differs by batch entry, else None."""
         return self.layout.batch

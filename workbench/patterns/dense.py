@@ -12,6 +12,7 @@ class Dense(Pattern):
     """visible(h, i, j) = True, or j <= i with causal=True."""
 
     same_heads = sees_itself = True
+    by_spec = property(lambda self: type(self) is Dense)
 
     def __init__(self, causal: bool = False):
         self.causal = flag("causal", causal)

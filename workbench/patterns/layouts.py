@@ -22,6 +22,7 @@ from torch import Tensor
 from workbench.patterns.checks import Value, axes, describe, flag, number, unwritten, whole
 
 FAR = 1 << 30  # more blocks than there ever are: longer distances are cut to it, so that they fit in int32
+RULES = ("local", "global_", "strided", "hierarchical", "random")
 OPERATORS = {"|": operator.or_, "&": operator.and_, "-": operator.sub, "~": operator.invert}
 
 
@@ -55,6 +56,11 @@ class Layout(Value):
 
     def __invert__(self):
         return Layout("~", {}, lambda *where: ~self.visible(*where), self.per_head, (self,))
+
+    @property
+    def by_spec(self) -> bool:
+        """Whether a few numbers say all of it, by a rule that is written here."""
+        return self.kind in RULES or len(self.of) > 0 and all(part.by_spec for part in self.of)
 
     @property
     def batch(self) -> int | None:
@@ -144,10 +150,9 @@ def from_spec(spec: dict) -> Layout:
         return OPERATORS[kind](*map(from_spec, spec["of"]))
     if kind == "explicit":
         return explicit(unpack(spec.pop("blocks", None)), **spec)
-    makers = {make.__name__: make for make in (local, global_, strided, hierarchical, random)}
-    if kind not in makers:
-        raise ValueError(f"layout={kind!r}: want one of {', '.join([*makers, 'explicit', *OPERATORS])}")
-    return makers[kind](**spec)
+    if kind not in RULES:
+        raise ValueError(f"layout={kind!r}: want one of {', '.join([*RULES, 'explicit', *OPERATORS])}")
+    return globals()[kind](**spec)
 
 
 def local(k: int) -> Layout:

@@ -45,7 +45,7 @@ class Neighborhood(Pattern):
             raise ValueError(f"ordering={ordering!r}: want an ordering, e.g. orderings.hilbert({self.shape}), or None")
         if ordering is not None and ordering.shape != self.shape:
             raise ValueError(f"ordering={ordering.name} of shape {ordering.shape}: want the shape {self.shape}")
-        self.ordering, self.by_value = ordering, ordering is None and type(self) is Neighborhood
+        self.ordering = ordering
         flags = [flag("causal", x) for x in causal] if several(causal) else [flag("causal", causal)] * many
         if len(flags) != many:
             raise ValueError(f"causal={causal!r}: want True or False, or {many} of them")
@@ -70,6 +70,10 @@ class Neighborhood(Pattern):
             if self.border == "shift" and not causal and window * self.dilation[axis] > side:
                 words = f"windows of {window} cells with dilation {self.dilation[axis]} do not fit"
                 raise ValueError(f"border='shift': on axis {axis} of {side} {words}: want a smaller radius, or 'clip'")
+
+    @property
+    def by_value(self) -> bool:
+        return self.ordering is None
 
     @property
     def plain(self) -> bool:

@@ -6,6 +6,7 @@ pattern is often written where it is used, so that every call makes one that is 
 
 from dataclasses import is_dataclass
 
+import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -15,8 +16,8 @@ EQUAL: dict[tuple, dict] = {}  # the tables of the last patterns of which a few 
 
 
 def of_equal(written: tuple, own: dict) -> dict:
-    """The tables of a pattern that is written so; under a tracer those that it has."""
-    if traced():
+    """The tables of a pattern that is written so; under a tracer, or with fake tensors, those that it has."""
+    if traced() or torch._C._len_torch_dispatch_stack():
         return own
     if written not in EQUAL:
         make_room(EQUAL)

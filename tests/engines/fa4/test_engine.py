@@ -8,7 +8,8 @@ import torch
 from tests.engines.fa4 import emulation
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, Window, attention, layouts, reference
 from workbench.distributed.views import some_heads
-from workbench.engines import fa4_backend
+from workbench.engines import dispatch, fa4_backend
+from workbench.engines.dispatch import explain
 from workbench.engines.fa4 import engine, places, plans
 from workbench.patterns import tile_order
 
@@ -133,6 +134,17 @@ def test_tokens_in_tile_order_stay_in_it_where_it_is_the_kernels_own(monkeypatch
         found = attention(*(x[:, order] for x in (q, k, v)), pattern, tokens="tile order", backend="fa4")
         torch.testing.assert_close(found, reference(q, k, v, pattern)[0][:, order].float(), rtol=1e-4, atol=1e-5)
         assert ran.pop() is natural and not ran
+        with monkeypatch.context() as chosen:
+            chosen.setattr(dispatch, "choose", lambda *_: ("fa4", "it is"))
+            said = explain(q, k, v, pattern, tokens="tile order")
+        copied = "tokens are copied into natural order, and the result back"
+        assert said == f"fa4: it is; {copied if natural else 'tokens are taken as they lie'}"
+    with pytest.raises(ValueError, match="tokens='tile order' with 1 queries on 2048 keys"):
+        explain(q[:, :1], k, v, pattern, tokens="tile order")
+    with pytest.raises(ValueError, match="has no tile order at n=2048"):
+        explain(q, k, v, Window(9), tokens="tile order")
+    with pytest.raises(ValueError, match="tokens='tiles': want one of 'natural', 'tile order'"):
+        explain(q, k, v, pattern, tokens="tiles")
 
 
 def test_results_of_documents_are_written_where_they_belong(monkeypatch, emulated):
