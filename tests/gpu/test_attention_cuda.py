@@ -1,21 +1,22 @@
 """The table of tests/engines/test_attention.py on a CUDA card, and what only a card can get wrong."""
 
 import pytest
-import torch
 
 from tests import tools
 from tests.gpu.test_triton import LARGE  # several tiles of a kernel, with ragged ends
 from workbench import Dilated, attention
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
-
-CASES = tools.TABLE | {case.id: case for case in LARGE}
+KINDS = {}
+for case in (*tools.TABLE.values(), *LARGE):
+    KINDS.setdefault(type(case.pattern()).__name__, []).append(case)
 
 
 @pytest.mark.parametrize("dtype", tools.DTYPES, ids=tools.name_of)
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_agrees_with_the_oracle(case, dtype):
-    tools.check(case, dtype, device="cuda")
+@pytest.mark.parametrize("kind", KINDS)
+def test_agrees_with_the_oracle(kind, dtype, subtests):
+    for case in KINDS[kind]:
+        with subtests.test(case.id):
+            tools.check(case, dtype, device="cuda")
 
 
 def test_strided_inputs_and_upstream_gradients_give_the_same_numbers():
