@@ -1,11 +1,7 @@
 """Checks a pattern against a brute-force N x N count that the test wrote down independently."""
 
-import time
-
 import pytest
 import torch
-
-from tests import tools
 
 
 def _agree(pattern, want, nq=None, block_sizes=(4, (3, 5), 128), exact=True):
@@ -48,23 +44,3 @@ def _agree_on_blocks(blocks, want, exact):
 @pytest.fixture(scope="session")
 def agree():
     return _agree
-
-
-@pytest.fixture
-def one_core_seconds():
-    """Best of three, in seconds of one quiet core (see `tools.slowness`)."""
-
-    def measure(fn):
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            times = []
-            for _ in range(3):
-                began = time.process_time()
-                fn()
-                times.append(time.process_time() - began)
-            return min(times) / tools.slowness(time.process_time)
-        finally:
-            torch.set_num_threads(threads)
-
-    return measure

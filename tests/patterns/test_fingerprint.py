@@ -223,6 +223,9 @@ def test_counts_of_a_trillion_tokens_are_exact():
     assert wb.Dilated([n], [1]).pairs(n, 1) == n * n
     w, half = 1 << 36, n // 2
     assert wb.Dilated([w, n], [1, 2], True).pairs(n, 1) == 16 * (w * (w + 1) // 2) + half * (half + 1) // 2
+    assert wb.Dilated([1 << 27] * 4, [(1 << 27) - x for x in (1, 3, 5, 7)]).pairs(1 << 27, 1) == 4 * 4  # 0 and its rate
+    paper = wb.Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12], True)
+    assert paper.pairs(n + 77, 12) == (n >> 15) * paper.pairs(1 << 15, 12) + paper.pairs(77, 12)
     assert wb.Neighborhood((1 << 20, 1 << 20), 1 << 20).pairs(n, 1) == n * n
     assert wb.BlockSparse(layouts.local(0), 1 << 33).pairs(n, 1) == n << 33
 
