@@ -66,6 +66,13 @@ def gone(*pids: int) -> bool:
     return until(lambda: not any(map(alive, pids)))
 
 
+def refused(words: str, call, /, *given, **options) -> None:
+    """AssertionError unless call(...) raises a ValueError in which these words are, a regular expression."""
+    __tracebackhide__ = True
+    with pytest.raises(ValueError, match=words):
+        call(*given, **options)
+
+
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

@@ -82,8 +82,7 @@ def test_refusals_say_what_is_wanted(ranks):
 
 
 def test_without_a_process_group():
-    with pytest.raises(ValueError, match="want a process group: run under workbench.harness.ranks"):
-        training.mesh()
+    tools.refused("want a process group: run under workbench.harness.ranks", training.mesh)
     x, (one, other) = torch.randn(2, 20, 5).double(), (train.model("dilated", alone=alone) for alone in (True, False))
     assert torch.equal(one(x), other(x))
     with pytest.raises(ValueError, match="a cache over ranks: want a layer of one device to decode with"):

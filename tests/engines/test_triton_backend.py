@@ -118,8 +118,7 @@ REFUSED = [
 @pytest.mark.parametrize("pattern, of, reason", REFUSED, ids=[reason for _, _, reason in REFUSED])
 def test_what_it_does_not_run_it_refuses_by_name(pattern, of, reason):
     q = torch.zeros(1, 24, 2, of.get("d", 16), dtype=of.get("dtype", torch.float32))
-    with pytest.raises(ValueError, match=reason):
-        attention(q, q, q, pattern, backend="triton")
+    tools.refused(reason, attention, q, q, q, pattern, backend="triton")
 
 
 def test_auto_leaves_the_interpreter_alone():

@@ -176,8 +176,7 @@ def test_a_card_gives_its_memory_less_its_context():
     assert small["budget_bytes"] == gtx.total_bytes - gtx.context_bytes
     assert small["limiter"] == large["limiter"] == "memory" and 8 < large["n"] / small["n"] < 12
     assert small["predicted_bytes"] <= small["budget_bytes"]
-    with pytest.raises(ValueError, match="gtx1080"):
-        search(case, card="gtx1081")
+    tools.refused("gtx1080", search, case, card="gtx1081")
 
 
 def test_queries_follow_the_keys_unless_they_are_fewer(monkeypatch):
@@ -199,8 +198,7 @@ def test_queries_follow_the_keys_unless_they_are_fewer(monkeypatch):
                 {"budget_bytes": 0}, {"budget_bytes": float("nan")}, {"budget_bytes": float("inf")}],
 )  # fmt: skip
 def test_arguments_that_mean_nothing_are_refused(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        search(Case(wb.Dense(), 1024, 2, 16), card=None, **options)
+    tools.refused(next(iter(options)), search, Case(wb.Dense(), 1024, 2, 16), card=None, **options)
 
 
 def test_where_the_prediction_is_right_two_probes_do(monkeypatch, recorder):

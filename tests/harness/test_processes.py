@@ -97,8 +97,7 @@ def test_a_job_computes_little_beside_what_it_is_given():
 def test_what_cannot_be_found_or_sent_is_said():
     assert "has no function" in running.run("os:nothing", ()).error
     assert running.run("no_such_module:fn", ()).status == "refused"
-    with pytest.raises(ValueError, match="module:function"):
-        running.run("os:getpid", (lambda: 0,))
+    tools.refused("module:function", running.run, "os:getpid", (lambda: 0,))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import sys
 import pytest
 import torch
 
+from tests.tools import refused
 from workbench import Dilated, reference
 from workbench.probes import baselines
 from workbench.probes.case import Case
@@ -27,12 +28,10 @@ def far(got, want):
 
 def test_what_is_not_here_is_refused(monkeypatch):
     assert REASON is None or "cannot be imported" in REASON
-    with pytest.raises(ValueError, match="one rate for each segment length"):
-        baselines.longnet([4], [1, 2])
+    refused("one rate for each segment length", baselines.longnet, [4], [1, 2])
     for name in [x for x in sys.modules if x.startswith("torchscale")] or ["torchscale"]:
         monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
-    with pytest.raises(ValueError, match="peer 'torchscale': torchscale.* cannot be imported"):
-        baselines.longnet([4], [1])
+    refused("peer 'torchscale': torchscale.* cannot be imported", baselines.longnet, [4], [1])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -41,8 +40,7 @@ def test_the_flash_attention_that_peers_are_given_is_attention(causal):
     out, lse = baselines.flash(q, k, v, is_causal=causal)
     want, want_lse = reference(q, k, v, Dilated([37], [1], causal))
     assert far(out, want) < 1e-10 and far(lse, want_lse) < 1e-6 and lse.shape == (2, 3, 37)
-    with pytest.raises(ValueError, match="bias"):
-        baselines.flash(q, k, v, bias=torch.zeros(37, 37))
+    refused("bias", baselines.flash, q, k, v, bias=torch.zeros(37, 37))
 
 
 CASES = [  # segments, rates, N, heads, causal
