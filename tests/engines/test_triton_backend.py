@@ -8,6 +8,7 @@ import torch
 from tests import tools
 from workbench import BlockSparse, Dense, Dilated, PerHead, Window, attention, explain, layouts
 from workbench.engines import triton_backend
+from workbench.engines.torch import fused
 from workbench.engines.triton import bit_masks
 from workbench.patterns import tile_order
 
@@ -166,27 +167,16 @@ VIEWS = [
 
 @pytest.fixture
 def products(monkeypatch):
-    """Plain products instead of cuDNN, wherever it could be taken; gives the views that were computed."""
+    """The processor's attention instead of cuDNN's, wherever it could be taken; gives the views that were computed."""
     from workbench.engines.triton import cudnn_views
 
     taken = []
 
-    def scores(q, k, causal, scale):
-        s = q.float() @ k.float().mT * scale
-        return s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf) if causal else s
-
-    def attend(q, k, v, causal, scale):
+    def attend(q, *rest):
         taken.append(q.shape)
-        s = scores(q, k, causal, scale)
-        return (s.softmax(-1) @ v.float()).to(q.dtype), s.logsumexp(-1)
+        return fused.forward(q, *rest)
 
-    def attend_backward(grad, q, k, v, out, lse, causal, scale):
-        grad, out = grad.float(), out.float()
-        p = (scores(q, k, causal, scale) - lse[..., None]).exp()
-        ds = p * (grad @ v.float().mT - (grad * out).sum(-1, keepdim=True)) * scale
-        return (ds @ k.float()).to(q.dtype), (ds.mT @ q.float()).to(q.dtype), (p.mT @ grad).to(q.dtype)
-
-    for name, new in {"attend": attend, "attend_backward": attend_backward, "usable": lambda *x: True}.items():
+    for name, new in {"attend": attend, "attend_backward": fused.backward, "usable": lambda *x: True}.items():
         monkeypatch.setattr(cudnn_views, name, new)
     tools.take_strided_views(monkeypatch, room=4096)
     return taken

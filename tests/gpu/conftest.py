@@ -4,7 +4,7 @@ import pytest
 import torch
 
 ORDER = (
-    "probes", "rules", "attention_cuda", "triton", "fa4", "estimate", "allocator", "streaming", "distributed", "floors",
+    "probes", "rules", "triton", "fa4", "estimate", "allocator", "streaming", "distributed", "floors",
     "validity",
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The Triton kernels on a CUDA card: the table of tests/tools.py, and what only large sizes can get wrong.
+"""The Triton kernels and torch's on a CUDA card: the tables of tests/tools.py, and what only large sizes can get wrong.
 
 For memory errors: `compute-sanitizer python -m pytest tests/gpu/test_triton.py -k "bfloat16 and window"` or the like.
 """
@@ -211,3 +211,28 @@ def test_auto_takes_the_kernels_for_16_bits():
     local, (single, double) = BlockSparse(layouts.local(1)), ([x.to(y) for x in (q, k, v)] for y in WIDE)
     assert explain(*single, Dilated([64], [2])).startswith("torch: ") and explain(*double, local).startswith("torch: ")
     assert explain(*single, local).startswith("triton: ")
+
+
+BY_KIND = {}
+for case in (*tools.TABLE.values(), *LARGE):
+    BY_KIND.setdefault(type(case.pattern()).__name__, []).append(case)
+
+
+@pytest.mark.parametrize("dtype", tools.DTYPES, ids=tools.name_of)
+@pytest.mark.parametrize("kind", BY_KIND)
+def test_torchs_kernels_agree_with_the_oracle(kind, dtype, subtests):
+    for case in BY_KIND[kind]:
+        with subtests.test(case.id):
+            tools.check(case, dtype, device="cuda")
+
+
+def test_strided_inputs_and_upstream_gradients_give_the_same_numbers_by_torch():
+    case = tools.Case("strided", lambda: Dilated([64, 128], [1, 2]), 200, heads=4, head_dim=64)
+
+    def run(q, k, v, pattern):
+        views = (x.repeat_interleave(2, -1)[..., ::2] for x in (q, k, v))
+        out, lse = attention(*views, pattern, backend="torch", return_lse=True)
+        return out.repeat_interleave(2, -1)[..., ::2], lse  # its gradient arrives strided
+
+    for dtype in tools.DTYPES:
+        tools.check(case, dtype, device="cuda", run=run)

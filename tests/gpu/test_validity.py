@@ -42,7 +42,7 @@ PAST = {
     "window": (window(TOKENS), TOKENS, "auto", "fwd"),
     "window-gradients": (window(TOKENS), TOKENS, "auto", "fwdbwd"),
     "fa4": (NESTED, {"n": 1 << 21, "heads": 16, "head_dim": 128}, "fa4", "fwd"),
-    "fa4-gradients": (NESTED, {"n": 1 << 21, "heads": 16, "head_dim": 128}, "fa4", "fwdbwd"),
+    "fa4-gradients": (NESTED, {"n": (1 << 22) + 4096, "heads": 8, "head_dim": 64}, "fa4", "fwdbwd"),
 }  # fmt: skip
 OUTSIDE = [(x, APART, "auto", mode) for x in (LONGNET, window(APART)) for mode in ("fwd", "fwdbwd")]
 MANY = {

@@ -1,9 +1,5 @@
 """The exactness figure and tables show the rows of the error probe, and flag what is over budget or refused."""
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import pandas as pd
 import pytest
 
