@@ -218,7 +218,6 @@ def only_block_0(blocks):
 TABLE = {case.id: case for case in _cases()}
 
 
-curve = torch.randperm(63, generator=torch.Generator().manual_seed(1))
 dark = torch.tensor([[1, 0, 0], [0, 0, 0], [0, 1, 1]]) > 0
 
 
@@ -247,10 +246,8 @@ TILED = [
     Case("empty-rows", lambda: BlockSparse(layouts.explicit(dark), 16), 45),
     Case("window", lambda: Neighborhood((70,), 21), 70, kv_heads=1),
     Case("window-last-queries", lambda: Neighborhood((70,), 5), 70, 21),
-    Case("neighborhood", lambda: Neighborhood((7, 9), 2), 63, nq=20),
     Case("neighborhood-hilbert", lambda: Neighborhood((16, 8), 1, orderings.hilbert((16, 8))), 128, kv_heads=1),
     Case("shuffled-line", lambda: Neighborhood((60,), 4, orderings.random((60,), 3)), 60),
-    Case("neighborhood-3d", lambda: Neighborhood((4, 5, 3), (1, 0, 2)), 60, batch=2),
     Case("window-causal", lambda: Window(21, True), 70, 37, kv_heads=1),
     Case("dilated-window-sinks", lambda: Window(5, dilation=3, sinks=2), 70, 37),
     Case("function-of-heads-causal", lambda: Predicate(some_rows_only, True), 45, 29, heads=4, kv_heads=2, batch=2),

@@ -20,7 +20,7 @@ SLOW = ("longnet-64-grouped", "12-heads", "head-dim-300", "head-dim-1-", "29-tok
 DILATED = [
     id for id in tools.TABLE if id.startswith(("dilated", "dense")) and not any(part in f"{id}-" for part in SLOW)
 ]
-CASES = {id: tools.TABLE[id] for id in (*DILATED, "neighborhood-options")}
+CASES = {id: tools.TABLE[id] for id in (*DILATED, "neighborhood-options", "neighborhood-2d", "neighborhood-3d")}
 CASES |= {case.id: case for case in (*tools.TILED, *tools.nested(32))}
 HALF = (  # of each way in which tiles are loaded, multiplied and stored; the interpreter's bfloat16 is wrong
     "dilated-uncovered-rows", "tall-blocks-head-dim-20-causal", "random-by-head", "empty-rows", "neighborhood-hilbert",

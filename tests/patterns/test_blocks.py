@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tests.patterns.test_definitions import FUNCTIONS, definition
+from tests.patterns.test_definitions import FUNCTIONS, agree, definition
 from workbench.patterns import BlockSparse, Predicate, base, block_sparse
 from workbench.patterns.layouts import global_, local, random, strided, top_k
 
@@ -27,7 +27,7 @@ def test_chunks_do_not_change_the_blocks(monkeypatch):
     assert pattern.pairs(1000, 2, 701) == pairs
 
 
-def test_a_batch_is_indexed_before_it_is_counted(agree):
+def test_a_batch_is_indexed_before_it_is_counted():
     q, k = torch.randn(2, 20, 3, 8), torch.randn(2, 20, 3, 8)
     pattern = BlockSparse(top_k(q, k, 4, 2), 4)
     assert pattern.batch == 2

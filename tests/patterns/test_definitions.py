@@ -154,7 +154,44 @@ DEFINED = {
 }  # fmt: skip
 
 
-def held(agree, pattern, n, queries, heads):
+def agree(pattern, want, nq=None, block_sizes=(4, (3, 5), 128), exact=True):
+    """want: int (heads, n, n), how often each query of all n sees each key. exact: every full block is called full."""
+    heads, n, _ = want.shape
+    want = want[:, n - nq :] if nq is not None else want
+    assert torch.equal(pattern.multiplicity(n, heads, nq).long(), want.long())
+    seen = want > 0
+    assert pattern.pairs(n, heads, nq) == int(want.sum())
+    assert pattern.distinct(n, heads, nq) == int(seen.sum())
+    assert pattern.uncovered(n, heads, nq) == int((~seen.any(-1)).sum())
+    covered = seen.any(-1).double().mean(-1) if want.shape[1] else torch.ones(heads, dtype=torch.float64)
+    torch.testing.assert_close(pattern.coverage(n, heads, nq), covered)
+    if want.numel():
+        assert pattern.density(n, heads, nq) == pytest.approx(int(seen.sum()) / want.numel(), rel=1e-15)
+    for block_size in block_sizes:
+        agree_on_blocks(pattern.blocks(n, heads, nq, block_size), want, exact)
+
+
+def agree_on_blocks(blocks, want, exact):
+    heads, nq, n = want.shape
+    bq, bk = blocks.block_size
+    assert blocks.layouts in (1, heads)
+    assert blocks.columns.dtype == torch.int32 and blocks.full.dtype == torch.bool
+    assert len(blocks.starts) == blocks.layouts * blocks.rows + 1
+    for h in range(heads):
+        for x in range(blocks.rows):
+            line = x + blocks.rows * (h if blocks.layouts > 1 else 0)
+            span = slice(*blocks.starts[line : line + 2].tolist())
+            found = dict(zip(blocks.columns[span].tolist(), blocks.full[span].tolist(), strict=True))
+            assert list(found) == sorted(found)
+            low, high = (max((blocks.first + x + d) * bq - (n - nq), 0) for d in (0, 1))
+            for y in range(blocks.cols):
+                block = want[h, low:high, y * bk : (y + 1) * bk]
+                assert (y in found) == bool((block > 0).any()), (h, x, y)
+                full = bool((block == 1).all())
+                assert found.get(y, False) == full or (full and not exact), (h, x, y)
+
+
+def held(pattern, n, queries, heads):
     own, want = getattr(pattern, "block_size", None), definition(pattern, n, heads)
     sizes = (None, (2 * own[0], 3 * own[1])) if own else (4, (3, 5), 128)
     several = isinstance(pattern, PerHead) or isinstance(pattern, Dilated) and len(pattern.segment_lengths) > 1
@@ -167,7 +204,7 @@ def held(agree, pattern, n, queries, heads):
 
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 1 << 30))
-def test_any_pattern_is_its_definition(agree, seed):
+def test_any_pattern_is_its_definition(seed):
     draw = random.Random(seed)
     depth = draw.choice([0, 0, 0, 1, 2, 3])
     n, heads = draw.randint(1, 24 if depth else 40), draw.randint(1, 3 if depth else 7)
@@ -175,7 +212,7 @@ def test_any_pattern_is_its_definition(agree, seed):
     if draw.random() < 0.1:
         of = [pattern, tree(draw, n, 1)]
         pattern = PerHead([draw.choice([x for x in of if x.divisor(heads) == 1] or [Dense()]) for _ in range(heads)])
-    held(agree, pattern, n, draw.choice([None, draw.randint(0, n)]), heads)
+    held(pattern, n, draw.choice([None, draw.randint(0, n)]), heads)
 
 
 @pytest.mark.parametrize("pattern, n, queries, heads", [
@@ -184,19 +221,19 @@ def test_any_pattern_is_its_definition(agree, seed):
     (Dilated([3], [2]), 0, 0, 2), *((Dense(c), *sizes, 2) for c in (False, True) for sizes in ((0, 0), (29, 0))),
     (Predicate(FUNCTIONS["everything"]), 0, 0, 2), (Predicate(FUNCTIONS["everything"]), 5, 5, 0),
 ], ids=str)  # fmt: skip
-def test_odd_sizes(agree, pattern, n, queries, heads):
-    held(agree, pattern, n, queries, heads)
+def test_odd_sizes(pattern, n, queries, heads):
+    held(pattern, n, queries, heads)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_by_tiles(agree, monkeypatch, name, causal):
+def test_functions_by_tiles(monkeypatch, name, causal):
     for n, nq, tile in ((13, 13, 1 << 22), (13, 5, 50), (1, 1, 50), (13, 0, 50)):
         monkeypatch.setattr(base, "TILE", tile)
         monkeypatch.setattr(listed, "TILE", 4 * tile)  # a few pairs a tile: rows and columns are both cut
-        held(agree, Predicate(FUNCTIONS[name], causal), n, nq, 2)
+        held(Predicate(FUNCTIONS[name], causal), n, nq, 2)
 
 
-def test_numbers_of_any_size(agree):
+def test_numbers_of_any_size():
     agree(Window(1 << 80, True, sinks=1 << 80), definition(Window(9, True, 1, 9), 9, 1))
     agree(Window(1 << 80, dilation=1 << 80), definition(Window(1), 9, 1))
