@@ -237,7 +237,7 @@ def whole_errors(rank, case, lengths, dtype, strategy="sequence", device="cpu") 
     want, rows = tools.oracle(inputs, pattern), rows_of(case, lengths, rank)
     with tools.poisoned(device):
         got = tools.differentiate(tools.without_lse(run(pattern, strategy)), shard(inputs, rows), pattern)
-    budget, found = tools.budgets(pattern, inputs), {}
+    budget, found = tools.budgets(pattern, inputs, want), {}
     for name, x in got.items():
         whole = torch.zeros(want[name].shape, dtype=torch.float64, device=device)
         part(name, whole, rows).copy_(x)
