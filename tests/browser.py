@@ -1,6 +1,5 @@
-"""Headless Chromium for tests: open a file, log every request it makes, run scripts in it, take its picture."""
+"""Headless Chromium for tests: open a file, log every request it makes, run scripts in it."""
 
-import base64
 import contextlib
 import json
 import shutil
@@ -67,15 +66,6 @@ class Tab:
         """Press a key on the first canvas."""
         event = f"new KeyboardEvent('keydown', {{key: '{key}'}})"
         self.run(f"document.querySelector('canvas').dispatchEvent({event})")
-
-    def screenshot(self, path: Path) -> Path:
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=self._whole())
-        Path(path).write_bytes(base64.b64decode(shot["data"]))
-        return Path(path)
-
-    def _whole(self) -> dict:
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        return {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 16000), "scale": 1}
 
     def _next(self) -> dict:
         message = json.loads(self.socket.recv())

@@ -22,9 +22,10 @@ if importlib.util.find_spec("triton") and not torch.cuda.is_available():
 
 def group_of(nodeid: str) -> str:
     """The group of a test, all of which run in one process: its file; all that use ranks, so that a pool of ranks lives
-    as long as can be; or a notebook that is executed."""
+    as long as can be; or itself: a notebook that is executed, or what compiles kernels for a card."""
     path = nodeid.partition("::")[0]
-    if path.endswith("notebooks/test_reports.py"):
+    compiling = [f"gpu/test_{name}.py" for name in ("triton", "fa4", "estimate")]
+    if path.endswith(("notebooks/test_reports.py", *compiling)):
         return nodeid
     alone = "test_plan.py", "test_views.py"
     ranks = any(x in path for x in ("/distributed/", "/scaling/")) and not path.endswith(alone)

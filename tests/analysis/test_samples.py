@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.tools import refused
 from workbench.analysis import samples
 
 
@@ -15,8 +16,7 @@ def test_patches_put_together_are_the_photograph():
 
 
 def test_more_patches_than_pixels_are_refused():
-    with pytest.raises(ValueError, match="want at most"):
-        samples.photograph((301, 10))
+    refused("want at most", samples.photograph, (301, 10))
 
 
 @pytest.mark.parametrize("source", [samples.field((8, 10)), samples.photograph((8, 10))], ids=["field", "photograph"])
@@ -32,5 +32,4 @@ def test_tokens_are_normalised_and_like_their_neighbours(source):
 
 
 def test_more_dimensions_than_channels_are_refused():
-    with pytest.raises(ValueError, match="head_dim=9: want at most 8"):
-        samples.tokens(samples.field((4, 4), 8), heads=1, head_dim=9)
+    refused("head_dim=9: want at most 8", samples.tokens, samples.field((4, 4), 8), heads=1, head_dim=9)

@@ -1,5 +1,6 @@
 """Ranks for tests: processes that stay, joined by gloo, in which functions run."""
 
+import inspect
 import pickle
 
 from workbench.harness.ranks import Pool
@@ -30,4 +31,22 @@ def on_a_rank(work: bytes):
 
     plans.LEAST = plans.PAIRS = partials.FIRST = 1  # many stages and calls, however few rows
     module, name, args, options = pickle.loads(work)
-    return imported(f"{module}:{name}")(dist.get_rank(), dist.get_world_size(), *args, **options)
+    function = imported(f"{module}:{name}")
+    function = getattr(function, "on_each", function)
+    return function(dist.get_rank(), dist.get_world_size(), *args, **options)
+
+
+def on_ranks(world: int):
+    """A test f(rank, world, ...) whose body runs, and asserts, on each of so many ranks."""
+
+    def decorated(f):
+        def test(ranks, **options):
+            ranks(world).run(test, **options)
+
+        test.__name__, test.__doc__, test.__module__, test.on_each = f.__name__, f.__doc__, f.__module__, f
+        _, _, *own = inspect.signature(f).parameters.values()
+        test.__signature__ = inspect.Signature([inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY), *(
+            x.replace(kind=inspect.Parameter.KEYWORD_ONLY) for x in own)])  # fmt: skip
+        return test
+
+    return decorated

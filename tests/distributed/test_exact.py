@@ -3,12 +3,15 @@
 from multiprocessing import forkserver
 
 import pytest
+import torch
 
 from tests import tools
 from tests.distributed import work
 from tests.distributed.cases import CASES
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.work import MUTANTS, TOLERANCE
+from tests.tools import Case
+from workbench import BlockSparse, Dense, Dilated, layouts
 
 BOTH = (2, 4)
 WORLDS = tools.tiers(BOTH, [2])
@@ -109,8 +112,17 @@ def test_errors_of_each_dtype_stay_within_one_devices_budget_as_ranks_grow(ranks
             assert more < 1.3 * less + budget / 20, f"{quantity} grows from {less:.3g} to {more:.3g}"
 
 
-def test_strided_inputs_give_the_same_numbers(ranks):
-    assert ranks(2).run(work.strided) == [0.0, 0.0]
+@on_ranks(2)
+def test_strided_inputs_give_the_same_numbers(rank, world):
+    """Also permuted in the last dimension."""
+    for pattern in (Dilated([64, 24], [2, 1], True), Dense(), Dense(True), BlockSparse(layouts.strided(2), 8)):
+        mine = work.mine_of(None, rank, world, heads=4)
+        plain = tools.differentiate(work.run(pattern), [x.contiguous() for x in mine], pattern)
+        for order in ((3, 1, 0, 2), (0, 2, 1, 3)):  # how the dimensions lie in memory
+            back = [order.index(x) for x in range(4)]
+            turned = [x.permute(order).contiguous().permute(back) for x in mine[:4]]
+            got = tools.differentiate(work.run(pattern), [*turned, mine[4]], pattern)
+            assert all(torch.equal(got[name], plain[name]) for name in tools.NAMES)
 
 
 @pytest.mark.parametrize("many", tools.tiers([5, 50], [5]))
@@ -121,5 +133,45 @@ def test_many_iterations_hold_what_one_does(ranks, many):
     assert all(during > after > 0 for after, during in once)
 
 
-def test_a_gradient_through_lse_on_one_rank_alone(ranks):
-    assert max(ranks(2).run(work.partly_used)) < TOLERANCE
+@on_ranks(2)
+def test_a_gradient_through_lse_on_one_rank_alone(rank, world):
+    """Rank 0 uses nothing but its lse, and the other only its out."""
+    for pattern in (Dilated([64, 24], [2, 1]), Dense(True)):
+        case, own = Case("", lambda p=pattern: p, 64), 64 // world
+        q, k, v, g, gl = case.inputs(torch.float64)
+        gl[..., own:] = 0
+        g[:, :own] = 0
+        want, rows = tools.oracle((q, k, v, g, gl), pattern), work.rows_of(case, [own] * world, rank)
+        *mine, g, gl = work.shard((q, k, v, g, gl), rows)
+        leaves = [x.clone().requires_grad_() for x in mine]
+        out, lse = work.run(pattern)(*leaves, pattern)
+        ((lse * gl).sum() if rank == 0 else (out * g).sum()).backward()
+        for name, leaf in zip(("dq", "dk", "dv"), leaves, strict=True):
+            assert tools.relative(leaf.grad, work.part(name, want[name], rows), g) < TOLERANCE
+
+
+IDS = ("dense", "dense-causal", "geometric", "rates-that-share-no-divisor-causal", "blocks-cut-causal",
+       "blocks-whole-at-both-ends", "grid-hilbert", "grid-near-hilbert")  # fmt: skip
+
+
+@pytest.mark.parametrize("id", tools.tiers(IDS, ["dense-causal", "geometric", "grid-near-hilbert"]))
+def test_streams_are_ordered_and_give_what_one_device_gives(ranks, id):
+    for errors, races in ranks(2).run(work.on_streams, id):
+        assert max(errors) < work.TOLERANCE and races == []
+
+
+@pytest.mark.parametrize("by_host", [False, True])
+def test_streams_are_ordered_where_a_rank_has_forgotten_the_plan(ranks, by_host):
+    """What has been computed is discarded, and the plan and buffers are made anew, on the stream that uses them."""
+    for id in ("dense-causal", "geometric", "blocks-whole-causal"):
+        for errors, races in ranks(2).run(work.on_streams, id, forgets=1, by_host=by_host):
+            assert max(errors) < work.TOLERANCE and races == []
+
+
+@pytest.mark.parametrize(
+    "what, words",
+    [("what is there", "beside, not behind {'main'}"), ("what arrives", "main, not behind {'wire'}")],
+)
+def test_a_wait_that_is_left_out_is_found(ranks, what, words):
+    for _, races in ranks(2).run(work.on_streams, "dense-causal", hastens=what):
+        assert any(words in x for x in races)

@@ -1,5 +1,7 @@
 """Training on a mesh of (data, sequence) is that of one device: parameters after several steps, and losses."""
 
+import json
+
 import pytest
 import torch
 
@@ -80,8 +82,7 @@ def test_refusals_say_what_is_wanted(ranks):
 
 
 def test_without_a_process_group():
-    with pytest.raises(ValueError, match="want a process group: run under workbench.harness.ranks"):
-        training.mesh()
+    tools.refused("want a process group: run under workbench.harness.ranks", training.mesh)
     x, (one, other) = torch.randn(2, 20, 5).double(), (train.model("dilated", alone=alone) for alone in (True, False))
     assert torch.equal(one(x), other(x))
     with pytest.raises(ValueError, match="a cache over ranks: want a layer of one device to decode with"):
@@ -111,3 +112,31 @@ def test_the_demo_learns_alike_on_any_mesh_and_says_its_bytes(ranks):
         torch.testing.assert_close(found["losses"], one[0]["losses"], rtol=1e-4, atol=1e-4)
         assert max(found["losses"][-3:]) < 0.9 * min(found["losses"][:2])
     assert "all-to-all" not in one[0]["bytes"] and two[0]["bytes"]["all-to-all"] > 0
+
+
+@pytest.mark.slow
+def test_two_workers_train_as_two_ranks_do(ranks, tmp_path, monkeypatch):
+    """By Ray's TorchTrainer, as `harness.ranks` says: two workers without cards."""
+    ray, under_ray = pytest.importorskip("ray"), pytest.importorskip("ray.train")
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    def work(arguments):
+        from workbench.harness import ranks
+
+        found = ranks.call("workbench.distributed.training:demo", arguments)
+        (tmp_path / f"{ranks.dist.get_rank()}.json").write_text(json.dumps(found))
+
+    steps = {"steps": 3, "n": 64}
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        TorchTrainer(
+            work, train_loop_config=steps, torch_config=TorchConfig("gloo"),
+            scaling_config=under_ray.ScalingConfig(num_workers=2),
+            run_config=under_ray.RunConfig(storage_path=str(tmp_path)),
+        ).fit()  # fmt: skip
+    finally:
+        ray.shutdown()
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for ours, theirs in zip(ranks(2).run(train.demo, **steps), found, strict=True):
+        assert theirs["losses"] == pytest.approx(ours["losses"], abs=1e-4) and theirs["bytes"] == ours["bytes"]

@@ -1,36 +1,20 @@
 """Parts of patterns are patterns: each way of running them gives the same, and it is what the whole pattern gives."""
 
+import itertools
+
 import pytest
 import torch
 
 import workbench as wb
+from tests.distributed import work
+from tests.distributed.cases import CASES
+from tests.tools import TABLE
 from workbench import layouts
 from workbench.distributed import Shards, partials, plan, views
 from workbench.distributed.plans import Stage
 from workbench.distributed.shards import Rows
-from workbench.patterns import orderings
 
-EDGE = layouts.local(1) | layouts.global_(1)
-PATTERNS = {
-    "blocks": lambda: wb.BlockSparse(EDGE, 16), "blocks-causal": lambda: wb.BlockSparse(EDGE, 16, True),
-    "blocks-both-ends": lambda: wb.BlockSparse(layouts.local(1), 16),
-    "blocks-wide": lambda: wb.BlockSparse(EDGE, (16, 32)),
-    "blocks-tall-causal": lambda: wb.BlockSparse(EDGE, (32, 16), True),
-    "blocks-by-head": lambda: wb.BlockSparse(layouts.random(0.3, 2, per_head=True), 16),
-    "grid": lambda: wb.Neighborhood((10, 15), 2, orderings.hilbert((10, 15))),
-    "line": lambda: wb.Neighborhood((150,), 9), "near-grid": lambda: wb.Neighborhood((30, 5), 1),
-    "near-hilbert": lambda: wb.Neighborhood((3, 50), 1, orderings.hilbert((3, 50))),
-    "near-line": lambda: wb.Neighborhood((150,), 4), "near-window": lambda: wb.Window(5, True, 2),
-    "window": lambda: wb.Window(11, sinks=3), "predicate": lambda: wb.Predicate(lambda h, i, j: (i - j) % (h + 2) == 0),
-    "predicate-causal": lambda: wb.Predicate(lambda h, i, j: i - j < 40, True),
-    "dilated": lambda: wb.Dilated([150, 60, 20], [3, 2, 1]),
-    "dilated-causal": lambda: wb.Dilated([150, 60, 20], [3, 2, 1], True),
-    "dilated-partition": lambda: wb.Dilated([20, 30, 50], [1, 2, 3], heads="partition"),
-}  # fmt: skip
-
-
-CUT, WHOLE = (43, 64, 43), (64, 96, 32)  # lengths of shards; the second are whole blocks
-SHARDS = [(name, CUT) for name in PATTERNS] + [(name, WHOLE) for name in PATTERNS if name.startswith("blocks")]
+WHOLE = [x for x in CASES.values() if x[0].id not in TABLE and x[0].n and x[0].nq is None and not x[0].pattern().batch]
 
 
 def positions(keys):
@@ -65,14 +49,21 @@ def test_some_heads_of_other_patterns(whole):
     assert torch.equal(part.multiplicity(40, 2), whole.multiplicity(40, 6)[2:4])
 
 
-@pytest.mark.parametrize(("name", "lengths"), SHARDS)
-def test_the_partials_of_all_ranks_make_up_the_pattern(name, lengths):
-    pattern, n, heads = PATTERNS[name](), sum(lengths), 4
-    found = plan(pattern, Shards((lengths[0], 0, *lengths[1:])), heads, 2)
-    assert found.layout.apart == (lengths is WHOLE or name.startswith("near"))
+@pytest.mark.parametrize("case, shards", WHOLE, ids=[case.id for case, _ in WHOLE])
+def test_the_partials_of_all_ranks_make_up_the_pattern(case, shards):
+    pattern, n, heads = case.pattern(), case.n, case.heads
+    found = work.plan_of(case, shards[4])
+    assert found.layout.apart == any(x in case.id for x in ("blocks-whole", "near", "blocks-of-16", "line"))
     total = torch.zeros(heads, n, n, dtype=torch.int32)
     for rank in range(4):
-        for partial in partials.own_partials(found, rank).first + partials.stage_partials(found, rank, Stage(range(2))):
+        own = partials.own_partials(found, rank)
+        each = (
+            own.first,
+            own.second,
+            *own.before.values(),
+            *(partials.stage_partials(found, rank, x) for x in found.stages),
+        )
+        for partial in itertools.chain(*each):
             first = 0
             many = sum(len(range(heads)[s.heads]) for s in partial.groups)
             m, queries = len(partial.groups[0].keys), len(partial.groups[0].queries)

@@ -6,18 +6,16 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests import tools
 from tests.distributed import races
 from tests.distributed.cases import CASES
 from tests.tools import Case
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, VirtualCard, attention, layouts
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, VirtualCard, layouts
 from workbench.distributed import Plan, Shards, api, buffers, call, exchange, plans
 from workbench.distributed.call import plans_of
 from workbench.distributed.sequence import Executor
 from workbench.distributed.shards import clip
-from workbench.engines import partial
 from workbench.engines.torch import fused
 from workbench.patterns import orderings
 
@@ -257,20 +255,6 @@ def dtype_errors(rank, world, name, lengths):
     return [whole_errors(rank, case, lengths, getattr(torch, name)) for case in cases]
 
 
-def strided(rank, world):
-    """The largest difference of results between contiguous inputs and permuted ones, also in the last dimension: 0."""
-    worst = 0.0
-    for pattern in (Dilated([64, 24], [2, 1], True), Dense(), Dense(True), BlockSparse(layouts.strided(2), 8)):
-        mine = mine_of(pattern, rank, world, heads=4)
-        plain = tools.differentiate(run(pattern), [x.contiguous() for x in mine], pattern)
-        for order in ((3, 1, 0, 2), (0, 2, 1, 3)):  # how the dimensions lie in memory
-            back = [order.index(x) for x in range(4)]
-            turned = [x.permute(order).contiguous().permute(back) for x in mine[:4]]
-            got = tools.differentiate(run(pattern), [*turned, mine[4]], pattern)
-            worst = max(worst, *(float((got[n] - plain[n]).abs().max()) for n in tools.NAMES))
-    return worst
-
-
 def living_bytes(rank, world, times):
     """(bytes of tensors alive after 1 + `times` iterations, the most inside the last one)."""
     patterns = [Dilated([64, 24], [2, 1]), Dense(True), BlockSparse(layouts.local(1), 8)]
@@ -338,168 +322,6 @@ def refused(rank, world, what):
     case = CASES["geometric"]
     assert max(compare(rank, case[0], case[1][world]).values()) < TOLERANCE
     return found
-
-
-def out_of_memory_by_heads(rank, world):
-    """What this rank raises if the last one has no memory for the backward; then the same backward, with memory."""
-    pattern, (*mine, g, _) = Dilated([64], [2]), mine_of(Dilated([64], [2]), rank, world, heads=4)
-    leaves = [x.clone().requires_grad_() for x in mine]
-    out = api.attention(*leaves, pattern, strategy="heads")
-    error = patch.object(torch.Tensor, "new_empty", side_effect=torch.OutOfMemoryError("no room"))
-    with error if rank == world - 1 else contextlib.nullcontext():
-        found = raised(out.backward, g, retain_graph=True)
-    out.backward(g)
-    assert all(x.grad is not None for x in leaves)
-    return found
-
-
-def changed_before_the_backward(rank, world):
-    """What this rank raises if the last one has written into its queries since; then a backward of unchanged ones."""
-    pattern, (*mine, g, _) = Dilated([64], [2]), mine_of(Dilated([64], [2]), rank, world, heads=4)
-    leaves, found = [x.clone().requires_grad_() for x in mine], []
-    for changed in (True, False):
-        q = leaves[0] * 1
-        out = api.attention(q, *leaves[1:], pattern, strategy="sequence")
-        if changed and rank == world - 1:
-            with torch.no_grad():
-                q.add_(1)
-        found.append(raised(out.backward, g))
-    assert found[1] is None and all(x.grad is not None for x in leaves)
-    return found[0][1]
-
-
-def changed_function(rank, world):
-    """What this rank raises if what a pattern's function reads changes on the last rank before the backward."""
-    reach = torch.tensor(5)
-    pattern = Predicate(lambda h, i, j: (i - j).abs() < reach)
-    *mine, g, _ = mine_of(pattern, rank, world)
-    out = api.attention(*(x.requires_grad_() for x in mine), pattern)
-    reach -= int(rank == world - 1)
-    return raised(out.backward, g)[1]
-
-
-def runs_out(rank, world, backward, where, forgets=()):
-    """(what this rank raises, bytes of tensors that it keeps alive until a garbage collection, races) if the last rank
-    runs out of memory before ranks have agreed, by gloo; then the same call, with memory, has to be right.
-
-    where: what that rank does then, make its "buffers" or attend to its "own rows"; forgets: ranks that have lost their
-    plan by then
-    """
-    pattern, case = Dense(), Case("", Dense, 512 * world)  # 32 KB a tensor
-    inputs, rows = case.inputs(torch.float32), rows_of(case, [512] * world, rank)
-    want, mine = tools.oracle(inputs, pattern), shard(inputs, rows)
-    leaves = [x.clone().requires_grad_() for x in mine[:3]]
-
-    def fails(*_, **__):
-        some = torch.empty(1 << 15)  # noqa: F841, which the traceback has in this frame
-        raise torch.OutOfMemoryError("no room")
-
-    with races.Races(by_host=True) as found:
-        call = run(pattern, group=found.ranks)
-        out = call(*leaves, pattern)[0]
-        torch.autograd.grad(out, leaves, mine[3], retain_graph=True)
-        if rank in forgets:
-            plans_of(pattern).clear()
-        gc.collect()
-        gc.disable()
-        before = alive()
-        place = {"buffers": (Executor, "allocate"), "own rows": (partial, "backward" if backward else "forward")}[where]
-        with patch.object(*place, fails) if rank == world - 1 else contextlib.nullcontext():
-            error = raised(torch.autograd.grad, out, leaves, mine[3]) if backward else raised(call, *leaves, pattern)
-        left = alive() - before
-        gc.enable()
-        got = tools.differentiate(call, mine, pattern)
-    assert max(tools.relative(x, part(name, want[name], rows), inputs[3]) for name, x in got.items()) < 2e-6
-    return error, left, sorted(found.found)
-
-
-def flips(rank, world):
-    """[(strategy taken, error)] of three calls by "auto": the last rank has 16 rows, then 64, then 16 again."""
-    pattern, found = Dense(), []
-    with races.Races():
-        for lengths in ((16,) * world, (16,) * (world - 1) + (64,), (16,) * world):
-            case = Case("", lambda: pattern, sum(lengths), heads=2 * world)
-            inputs, rows = case.inputs(torch.float64), rows_of(case, lengths, rank)
-            want = tools.oracle(inputs, pattern)
-            got = tools.differentiate(run(pattern, "auto"), shard(inputs, rows), pattern)
-            error = max(float((x - part(name, want[name], rows)).abs().max()) for name, x in got.items())
-            found.append((list(plans_of(pattern).values())[-1].plan.strategy, error))
-    return found
-
-
-def gradient_of_a_gradient(rank, world):
-    """What this rank raises if a gradient taken with create_graph is differentiated again."""
-    q, k, v, *_ = mine_of(Dense(), rank, world, n=8)
-    q.requires_grad_()
-    out = api.attention(q, k, v, Dense(), strategy="sequence")
-    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    return raised((out.sum() + dq.square().sum()).backward)[1]
-
-
-def partly_used(rank, world):
-    """The largest error of gradients if rank 0 uses nothing but its lse, and the others only their out."""
-    worst = 0.0
-    for pattern in (Dilated([64, 24], [2, 1]), Dense(True)):
-        case = Case("", lambda p=pattern: p, 64)
-        q, k, v, g, gl = case.inputs(torch.float64)
-        own = 64 // world
-        gl[..., own:] = 0
-        g[:, :own] = 0
-        want = tools.oracle((q, k, v, g, gl), pattern)
-        rows = rows_of(case, [own] * world, rank)
-        *mine, g, gl = shard((q, k, v, g, gl), rows)
-        leaves = [x.clone().requires_grad_() for x in mine]
-        out, lse = run(pattern)(*leaves, pattern)
-        ((lse * gl).sum() if rank == 0 else (out * g).sum()).backward()
-        for name, leaf in zip(("dq", "dk", "dv"), leaves, strict=True):
-            worst = max(worst, tools.relative(leaf.grad, part(name, want[name], rows), g))
-    return worst
-
-
-def compiled(rank, world):
-    """The largest difference that torch.compile around the call makes: 0."""
-    pattern = Dilated([64, 24], [2, 1], True)
-    mine = mine_of(pattern, rank, world)
-
-    def layer(q, k, v):
-        return api.attention(q * 2, k, v, pattern, strategy="sequence") + 1
-
-    results = []
-    for function in (layer, torch.compile(layer, backend="aot_eager")):
-        leaves = [x.clone().requires_grad_() for x in mine[:3]]
-        out = function(*leaves)
-        results.append([out.detach(), *torch.autograd.grad(out, leaves, mine[3])])
-    return max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
-
-
-def alternating(rank, world):
-    """For calls of one pattern that alternate heads, groups and strategies: (how many agreements each round takes, the
-    largest error, how many plans are kept once more than `call.PLANS` have been made)."""
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "sequence"))
-    pattern, counts, worst, real = Dilated([64, 20], [4, 1], causal=True), [], 0.0, dist.all_gather
-    for _ in range(3):
-        with patch.object(dist, "all_gather", side_effect=real) as gathered:
-            for heads, strategy in ((4, "sequence"), (8, "sequence"), (8, "heads")):
-                for group in (None, mesh["sequence"].get_group()):
-                    case, parts = Case("", lambda: pattern, 64, heads=heads), dist.get_world_size(group)
-                    rows = rows_of(case, [64 // parts] * parts, dist.get_rank(group))
-                    q, k, v, *_ = inputs = case.inputs(torch.float64)
-                    found = api.attention(*shard(inputs, rows)[:3], pattern, group, strategy)
-                    want = attention(q, k, v, pattern)[:, rows[0]]
-                    worst = max(worst, tools.relative(found, want))
-        counts.append(gathered.call_count)
-    for n in range(64, 64 + 2 * call.PLANS, 2):
-        q = torch.ones(1, n // world, 2, 8)
-        api.attention(q, q, q, pattern)
-    return counts, worst, len(plans_of(pattern))
-
-
-def autocast(rank, world):
-    pattern, mine = Dense(), mine_of(Dense(), rank, world, torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = api.attention(*mine[:3], pattern)
-    outside = api.attention(*(x.bfloat16() for x in mine[:3]), pattern)
-    return str(inside.dtype), float((inside - outside).abs().max())
 
 
 def peak(rank, world, case, strategy) -> int:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import tools
-from tests.patterns import test_algebra
+from tests.patterns.test_definitions import tree
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, attention, layouts
 from workbench.engines.torch import block_sparse, dilated, fused
 
@@ -95,7 +95,7 @@ def test_values_may_have_another_head_dim(id, widths):
 def test_agrees_with_the_oracle_on_drawn_cases(seed):
     draw = random.Random(seed)
     n, kv_heads, group = draw.randint(1, 40), draw.randint(1, 3), draw.randint(1, 3)
-    pattern = test_algebra.tree(draw, n, draw.choice([0, 0, 1, 2]))
+    pattern = tree(draw, n, draw.choice([0, 0, 1, 2]))
     sizes = draw.randint(1, n), kv_heads * group, kv_heads, draw.randint(1, 9), draw.randint(1, 2)
     tools.check(tools.Case(repr(pattern), lambda: pattern, n, *sizes), torch.float64)
 

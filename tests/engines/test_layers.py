@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.tools import refused
 from workbench import BlockSparse, Dense, Dilated, MultiheadAttention, Window, attention, layouts, tile_order
 from workbench.engines import rotary
 
@@ -117,10 +118,8 @@ def test_xpos_is_the_decay_with_distance_that_the_paper_writes():
     want = module.out(want.transpose(1, 2).flatten(-2))
     close(module(x), want)
     torch.testing.assert_close(module.float()(x.float()), want.float())
-    with pytest.raises(ValueError, match="xpos=0.5 with 33 tokens, which overflow: want at least 33 / 64"):
-        module(tokens(33, dtype=torch.float32))
-    with pytest.raises(ValueError, match="xpos=0.5 in float16, which overflows"):
-        module.half()(x.half())
+    refused("xpos=0.5 with 33 tokens, which overflow: want at least 33 / 64", module, tokens(33, dtype=torch.float32))
+    refused("xpos=0.5 in float16, which overflows", module.half(), x.half())
 
 
 def test_a_layer_in_tile_order_is_the_layer_with_its_tokens_moved():
@@ -139,8 +138,7 @@ def test_scores_are_changed_by_what_the_layer_keeps():
     want = attention(q, k, v, Window(5), **options | {"relative_bias": module.relative_bias})
     close(module(x), module.out(want.flatten(-2)))
     assert torch.autograd.grad(module(x).sum(), module.relative_bias)[0].any()
-    with pytest.raises(ValueError, match="relative_bias with dense: want a Window"):
-        layer(Dense(), relative_bias=True)
+    refused("relative_bias with dense: want a Window", layer, Dense(), relative_bias=True)
 
 
 def test_every_parameter_has_a_gradient():
@@ -222,8 +220,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("options, message", REFUSED.values(), ids=list(REFUSED))
 def test_bad_arguments_are_refused(options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        layer(**options)
+    refused(re.escape(message), layer, **options)
 
 
 def test_masks_are_refused_by_name_not_ignored():
@@ -237,26 +234,21 @@ def test_masks_are_refused_by_name_not_ignored():
     left = torch.arange(29).expand(2, -1) < 3
     for padding in (left, left[:, :-1], ~left * 0.5):
         want = r"key_padding_mask is .*: want \(B, N\) = \(2, 29\), True .* pad at the right"
-        with pytest.raises(ValueError, match=want):
-            module(x, key_padding_mask=padding)
+        refused(want, module, x, key_padding_mask=padding)
 
 
 def test_bad_inputs_are_refused_with_the_shapes():
     module, x = layer(), tokens()
-    with pytest.raises(ValueError, match=re.escape("query is torch.float64 (29, 24): want a tensor (B, N, 24)")):
-        module(x[0])
-    with pytest.raises(ValueError, match=re.escape("key is torch.float64 (2, 29, 23): want a tensor (B, N, 24)")):
-        module(x, x[..., 1:])
+    refused(re.escape("query is torch.float64 (29, 24): want a tensor (B, N, 24)"), module, x[0])
+    refused(re.escape("key is torch.float64 (2, 29, 23): want a tensor (B, N, 24)"), module, x, x[..., 1:])
     want = "{} is {} (2, 29, 24), the layer's weights are torch.float64: want one dtype, {}.to(torch.float64){}"
     for dtype in (torch.bfloat16, torch.float32, torch.int64):
         also = "" if dtype == torch.int64 else f" or the layer's .to({dtype})"
         for name, given in (("query", [x.to(dtype), x]), ("key", [x, x.to(dtype)])):
-            with pytest.raises(ValueError, match=re.escape(want.format(name, dtype, name, also)) + "$"):
-                module(*given)
+            refused(re.escape(want.format(name, dtype, name, also)) + "$", module, *given)
     with torch.autocast("cpu", torch.bfloat16):  # which casts what is not float64
         assert layer(dtype=torch.float32)(x.half()).dtype == torch.bfloat16
-        with pytest.raises(ValueError, match="query is torch.float64 .*weights are torch.float32"):
-            layer(dtype=torch.float32)(x)
+        refused("query is torch.float64 .*weights are torch.float32", layer(dtype=torch.float32), x)
 
 
 def test_numpy_integers_are_the_numbers_that_they_are():

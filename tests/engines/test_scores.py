@@ -97,5 +97,4 @@ def test_what_cannot_be_is_refused_by_name():
         (Dilated([4], [1]), {"softcap": 1.0, "backend": "fa4"}, "backend='fa4': its kernels have no softcap; .*torch"),
         (Dense(), {"attn_bias": q}, "alibi_slopes and relative_bias"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=words):
-            attention(q, q, q, pattern, **given)
+        tools.refused(words, attention, q, q, q, pattern, **given)

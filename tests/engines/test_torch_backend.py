@@ -1,4 +1,4 @@
-"""The torch operators among torch's machinery: autograd, compilation, checkpointing, fake tensors, copies."""
+"""The torch operators among torch's machinery: autograd, compilation, checkpointing, fake tensors; what they hold."""
 
 import gc
 import itertools
@@ -16,7 +16,9 @@ from tests.tools import TABLE
 from workbench import BlockSparse, Dilated, Neighborhood, Predicate, attention, layouts, reference
 from workbench.engines import fa4_backend, torch_backend
 from workbench.engines.operators import handle_of
+from workbench.engines.torch import block_sparse, fused
 from workbench.patterns import Dense, PerHead, Window
+from workbench.probes import memory
 
 PATTERNS = {
     "dense": lambda: TABLE["dense-prime-causal"].pattern(),
@@ -223,3 +225,65 @@ def test_lists_of_blocks_are_made_once_for_all_numbers_of_heads_that_see_the_sam
             out = attention(q, k, v, pattern, backend="torch")
             assert tools.relative(out, reference(q, k, v, pattern)[0]) < 1e-12
         assert made == want
+
+
+def quiet(n, heads=2, d=8, dtype=torch.float64):
+    return inputs(n, None, heads, None, 1, d, dtype, False)
+
+
+def computed(monkeypatch, call) -> list[int]:
+    """Scores (query, key, head) in each fused call of a forward."""
+    scores, forward = [], fused.forward
+
+    def spy(q, k, *rest):
+        scores.append(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2])
+        return forward(q, k, *rest)
+
+    monkeypatch.setattr(fused, "forward", spy)
+    call()
+    return scores
+
+
+@pytest.mark.parametrize("density", [0.05, 0.5, 1.0])
+@pytest.mark.parametrize("per_head", [False, True], ids=["shared", "by-head"])
+def test_the_density_asked_for_is_the_density_computed(density, per_head, monkeypatch):
+    n, heads = 640, 4
+    pattern = BlockSparse(layouts.random(density, 0, per_head), 16)
+    scores = computed(monkeypatch, lambda: run(*quiet(n, heads), pattern))
+    assert sum(scores) == pattern.pairs(n, heads) == round(density * 40 * 40) * 16 * 16 * heads
+
+
+def test_fused_calls_are_few_and_of_bounded_size(monkeypatch):
+    monkeypatch.setattr(block_sparse, "ELEMENTS", 16 * 8 * 2 * 20)  # 20 key blocks of 16 positions, 2 heads, head_dim 8
+    pattern = BlockSparse(layouts.random(0.1), 16)
+    scores = computed(monkeypatch, lambda: run(*quiet(1600), pattern))
+    assert max(scores) <= 20 * 16 * 16 * 2
+    assert len(scores) <= 2 * sum(scores) / max(scores)
+
+
+def test_a_predicate_is_never_asked_about_positions_that_do_not_exist():
+    n, asked = 143, []
+
+    def seen(h, i, j):
+        asked.append((int(i.min()), int(i.max()), int(j.min()), int(j.max())))
+        return (i - j).abs() < 30
+
+    for pattern in (Predicate(seen), BlockSparse(layouts.local(1), 64) & Predicate(seen)):
+        run(*quiet(n), pattern)
+    assert min(x[0] for x in asked) >= 0 and min(x[2] for x in asked) >= 0
+    assert max(x[1] for x in asked) < n and max(x[3] for x in asked) < n
+
+
+def test_a_forward_holds_at_most_three_times_its_output():
+    q, k, v = quiet(16384, 12, 64, torch.float32)
+    pattern, output = tools.longnet(8)(), q.numel() * q.element_size()
+    with torch.no_grad():
+        peak = memory.measure(lambda: attention(q, k, v, pattern, backend="torch"))
+    assert output <= peak <= 3 * output
+
+
+def test_blocks_longer_than_the_sequence_take_no_memory_of_their_own():
+    q, far = torch.randn(1, 50, 2, 8), BlockSparse(layouts.local(0), 1 << 40)
+    for pattern in (far, far & Predicate(lambda h, i, j: i != j)):
+        want = reference(q, q, q, pattern)[0]
+        torch.testing.assert_close(attention(q, q, q, pattern, backend="torch").double(), want, atol=1e-5, rtol=1e-5)

@@ -8,6 +8,7 @@ import torch
 from tests import tools
 from workbench import BlockSparse, Dense, Dilated, PerHead, Window, attention, explain, layouts
 from workbench.engines import triton_backend
+from workbench.engines.torch import fused
 from workbench.engines.triton import bit_masks
 from workbench.patterns import tile_order
 
@@ -19,7 +20,7 @@ SLOW = ("longnet-64-grouped", "12-heads", "head-dim-300", "head-dim-1-", "29-tok
 DILATED = [
     id for id in tools.TABLE if id.startswith(("dilated", "dense")) and not any(part in f"{id}-" for part in SLOW)
 ]
-CASES = {id: tools.TABLE[id] for id in (*DILATED, "neighborhood-options")}
+CASES = {id: tools.TABLE[id] for id in (*DILATED, "neighborhood-options", "neighborhood-2d", "neighborhood-3d")}
 CASES |= {case.id: case for case in (*tools.TILED, *tools.nested(32))}
 HALF = (  # of each way in which tiles are loaded, multiplied and stored; the interpreter's bfloat16 is wrong
     "dilated-uncovered-rows", "tall-blocks-head-dim-20-causal", "random-by-head", "empty-rows", "neighborhood-hilbert",
@@ -118,8 +119,7 @@ REFUSED = [
 @pytest.mark.parametrize("pattern, of, reason", REFUSED, ids=[reason for _, _, reason in REFUSED])
 def test_what_it_does_not_run_it_refuses_by_name(pattern, of, reason):
     q = torch.zeros(1, 24, 2, of.get("d", 16), dtype=of.get("dtype", torch.float32))
-    with pytest.raises(ValueError, match=reason):
-        attention(q, q, q, pattern, backend="triton")
+    tools.refused(reason, attention, q, q, q, pattern, backend="triton")
 
 
 def test_auto_leaves_the_interpreter_alone():
@@ -149,3 +149,45 @@ def test_the_gradient_of_lse_of_a_row_that_sees_nothing_is_left_out():
     both = torch.logaddexp(lse, lse)
     grads = torch.autograd.grad(both[both > -torch.inf].sum(), (q, k, v))
     assert all(bool(x.isfinite().all()) for x in grads)
+
+
+VIEWS = [
+    tools.Case("residues", lambda: Dilated([16, 32], [1, 2]), 64, heads=6, head_dim=16),
+    tools.Case("one-after-another", lambda: Dilated([16, 32], [4, 8]), 64, heads=4, head_dim=16),
+    tools.Case("uneven", lambda: Dilated([16, 24], [3, 7]), 72, heads=8, head_dim=16),
+    tools.Case("ragged-end", lambda: Dilated([16, 64], [1, 2]), 75, heads=4, head_dim=16),
+    tools.Case("last-queries", lambda: Dilated([16, 32], [1, 2]), 75, nq=50, heads=4, head_dim=16),
+    tools.Case("causal", lambda: Dilated([16, 32, 64], [1, 2, 5], causal=True), 72, heads=4, head_dim=16),
+    tools.Case("blocked", lambda: Dilated([16, 32], [2, 4], offsets="blocked"), 64, heads=6, head_dim=16),
+    tools.Case("partition", lambda: Dilated([16, 32], [2, 4], heads="partition"), 64, heads=5, head_dim=16),
+    tools.Case("batch", lambda: Dilated([16, 32], [1, 2]), 64, heads=4, head_dim=16, batch=2),
+    tools.Case("wider-than-a-segment", lambda: Dilated([2, 16], [4, 1]), 32, heads=4, head_dim=16),
+]
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The processor's attention instead of cuDNN's, wherever it could be taken; gives the views that were computed."""
+    from workbench.engines.triton import cudnn_views
+
+    taken = []
+
+    def attend(q, *rest):
+        taken.append(q.shape)
+        return fused.forward(q, *rest)
+
+    for name, new in {"attend": attend, "attend_backward": fused.backward, "usable": lambda *x: True}.items():
+        monkeypatch.setattr(cudnn_views, name, new)
+    tools.take_strided_views(monkeypatch, room=4096)
+    return taken
+
+
+EACH_VIEW = [(case.id, through_lse) for case in VIEWS for through_lse in (False, True)]
+DAILY_VIEWS = [("residues", True), ("uneven", False), ("last-queries", True), ("causal", False), ("partition", True)]
+
+
+@pytest.mark.parametrize("of", tools.tiers(EACH_VIEW, DAILY_VIEWS), ids=lambda of: of[0] + "-lse" * of[1])
+def test_branches_by_fused_attention_on_strided_views(of, products):
+    (case,) = (case for case in VIEWS if case.id == of[0])
+    tools.check(case, torch.float32, backend="triton", through_lse=of[1])
+    assert products

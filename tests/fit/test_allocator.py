@@ -14,20 +14,6 @@ def numbers(allocator):
     return allocator.requested, allocator.allocated, allocator.reserved
 
 
-def segments(allocator):
-    """The segments that have a free block, by address, each a list of its blocks: (address, size, requested bytes; None
-    where free)."""
-    found = {}
-    for block in [block for pool in allocator._pools.values() for _, _, block in pool]:
-        while block.before is not None:
-            block = block.before
-        line = found[block.address] = []
-        while block is not None:
-            line.append((block.address, block.size, block.requested if block.used else None))
-            block = block.after
-    return [found[address] for address in sorted(found)]
-
-
 @pytest.mark.parametrize("nbytes, allocated, reserved", [
     (0, 0, 0), (1, 512, 2 * MIB), (512, 512, 2 * MIB), (513, 1024, 2 * MIB),
     (MIB, MIB, 2 * MIB), (MIB + 1, MIB + 512, 20 * MIB),  # the largest of the small pool, and of the large one
@@ -48,81 +34,36 @@ def test_one_allocation(nbytes, allocated, reserved):
     assert numbers(allocator) == (0, 0, 0)
 
 
-def test_segments_are_shared():
-    allocator = Allocator()
-    for _ in range(4):
-        allocator.malloc(512 * KIB)
-    assert allocator.reserved == 2 * MIB
-    allocator.malloc(1)
-    assert allocator.reserved == 4 * MIB
-    allocator.malloc(9 * MIB)
-    allocator.malloc(9 * MIB)
-    assert allocator.reserved == 24 * MIB  # both in one of 20 MiB
-    allocator.malloc(2 * MIB)  # exactly what is left
-    assert allocator.reserved == 24 * MIB
-    allocator.malloc(2 * MIB)
-    assert allocator.reserved == 44 * MIB
+HOLES = [2, 3, 2, 6, 2, 3, 2]  # 20 MiB
+PROGRAMS = {  # the limit; steps: the MiB that it takes or the place, from 1 on, of what it frees, and what is reserved
+    "segments are shared": (None, [(0.5, 2), (0.5, 2), (0.5, 2), (0.5, 2), (1e-6, 4), (9, 24), (9, 24), (2, 24),
+                                   (2, 44)]),  # both of 9 in one of 20, and exactly what is left
+    "a large block is not split where 1 MiB is left": (None, [(24, 24), (-1, 24), (23, 24), (0.9, 26), (1.1, 46)]),
+    "and is where more is": (None, [(24, 24), (-1, 24), (22.9, 24), (1.05, 24)]),
+    "a small block is split where 512 bytes are left": (None, [(1, 2), (1, 2), (-1, 2), (1 - 2**-11, 2), (2**-11, 2)]),
+    "best fit": (None, [*((x, 20) for x in HOLES), (-4, 20), (-2, 20), (3, 20), (6, 20)]),
+    "and then the lowest address": (None, [*((x, 20) for x in HOLES), (-2, 20), (-6, 20), (3, 20), (-1, 20), (-3, 20),
+                                           (7, 40)]),  # not whole: what was freed between the two is taken
+    "at the limit free segments go of every pool": (60, [(20, 20), (30, 50), (1e-3, 52), (-1, 52), (-2, 52), (-3, 52),
+                                                         (54, 54)]),
+    "and none in use": (40, [(9, 20), (9, 20), (-1, 20), (20, 40), (10, None), (9, 40)]),  # 11 MiB free, in two pieces
+} | {f"free neighbours merge, {x}": (None, [(6, 20)] * 3 + [(-1 - y, 20) for y in x] + [(19, 20)])
+     for x in itertools.permutations(range(3))}  # fmt: skip
 
 
-@pytest.mark.parametrize("second, allocated", [(23 * MIB, 24 * MIB), (23 * MIB - 512, 23 * MIB - 512)])
-def test_a_large_block_is_split_if_more_than_one_mib_is_left(second, allocated):
-    allocator = Allocator()
-    allocator.free(allocator.malloc(24 * MIB))
-    allocator.malloc(second)
-    assert numbers(allocator) == (second, allocated, 24 * MIB)
-
-
-def test_a_small_block_is_split_always():
-    allocator = Allocator()
-    first, _ = allocator.malloc(1024), allocator.malloc(512)
-    allocator.free(first)
-    allocator.malloc(512)
-    assert segments(allocator) == [[(0, 512, 512), (512, 512, None), (1024, 512, 512), (1536, 2 * MIB - 1536, None)]]
-
-
-def test_best_fit_and_then_the_lowest_address():
-    allocator = Allocator()
-    sizes = [2 * MIB, 3 * MIB, 2 * MIB, 6 * MIB, 2 * MIB, 3 * MIB, 2 * MIB]  # 20 MiB
-    handles = [allocator.malloc(size) for size in sizes]
-    for hole in (1, 3, 5):
-        allocator.free(handles[hole])
-    allocator.malloc(3 * MIB)  # fits both of 3 MiB, and the one of 6 MiB
-    taken = {address: used for address, _, used in segments(allocator)[0]}
-    assert (taken[2 * MIB], taken[7 * MIB], taken[15 * MIB]) == (3 * MIB, None, None)
-    assert allocator.reserved == 20 * MIB
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_free_neighbours_merge_in_any_order(order):
-    allocator = Allocator()
-    handles = [allocator.malloc(6 * MIB) for _ in range(3)]
-    for x in order:
-        allocator.free(handles[x])
-    assert segments(allocator) == [[(0, 20 * MIB, None)]]
-    allocator.malloc(19 * MIB)
-    assert allocator.reserved == 20 * MIB
-
-
-def test_at_the_limit_free_segments_go_of_every_pool():
-    allocator = Allocator(limit=60 * MIB)
-    for handle in [allocator.malloc(nbytes) for nbytes in (20 * MIB, 30 * MIB, KIB)]:
-        allocator.free(handle)
-    assert allocator.reserved == 52 * MIB
-    allocator.malloc(54 * MIB)
-    assert numbers(allocator) == (54 * MIB, 54 * MIB, 54 * MIB)
-    assert allocator.peak_reserved == 54 * MIB
-
-
-def test_a_segment_in_use_does_not_go():
-    allocator = Allocator(limit=40 * MIB)
-    handles = [allocator.malloc(9 * MIB) for _ in range(2)]
-    allocator.free(handles[0])
-    allocator.malloc(20 * MIB)
-    assert allocator.reserved == 40 * MIB
-    with pytest.raises(OutOfMemory, match="is in software and has 41,943,040, of which 41,943,040"):
-        allocator.malloc(10 * MIB)  # 11 MiB are free, in two pieces
-    assert numbers(allocator) == (29 * MIB, 29 * MIB, 40 * MIB)
-    allocator.malloc(9 * MIB)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_reserves_what_it_does_on_a_card(name):
+    limit, steps = PROGRAMS[name]
+    allocator, handles = Allocator(limit and limit * MIB), []
+    for step, reserved in steps:
+        if reserved is None:
+            with pytest.raises(OutOfMemory, match="is in software and has 41,943,040, of which 41,943,040"):
+                allocator.malloc(step * MIB)
+        elif step < 0:
+            allocator.free(handles[-step - 1])
+        else:
+            handles.append(allocator.malloc(int(step * MIB)))
+        assert allocator.reserved == (reserved or limit) * MIB, step
 
 
 def test_replay():

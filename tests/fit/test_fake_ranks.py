@@ -126,7 +126,6 @@ def test_the_strategy_is_that_which_moves_less():
     ({"world": 3, "strategy": "heads"}, "16 heads on 16 key heads, want multiples of 3"),
 ])  # fmt: skip
 def test_what_cannot_be_shared_out_says_why(options, message):
-    with pytest.raises(ValueError, match=message):
-        estimate.trace(Case(wb.Dense(), 4096, **LARGE), **options)
+    tools.refused(message, estimate.trace, Case(wb.Dense(), 4096, **LARGE), **options)
     with pytest.raises(ValueError, match="want one of 'auto', 'torch', 'triton', 'fa4' on shards"):
         estimate.trace(Case(wb.Dense(), 4096, **LARGE | {"backend": "cudnn"}), world=2)

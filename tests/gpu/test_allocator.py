@@ -8,9 +8,8 @@ import torch
 
 from workbench.fit.allocator import Allocator, OutOfMemory
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here")]
 MIB = 1 << 20
-STEPS = 800
+STEPS = 2000
 
 
 @pytest.fixture
@@ -27,9 +26,6 @@ def card(request):
     yield limit
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.empty_cache()
-
-
-cards = pytest.mark.parametrize("card", [None, 256 * MIB, 512 * MIB], indirect=True)
 
 
 def size(draw):
@@ -75,9 +71,8 @@ def program(replica, seed):
         yield [a - b for a, b in zip(real(), before, strict=True)], of_replica
 
 
-@cards
-@pytest.mark.parametrize("seed", range(3))
-def test_equal_at_each_step(card, seed):
+@pytest.mark.parametrize("card", [None, 256 * MIB, 512 * MIB], indirect=True)
+def test_equal_at_each_step(card):
     replica = Allocator(None if card is None else card + MIB // 2)
-    for step, (card_says, replica_says) in enumerate(program(replica, seed)):
+    for step, (card_says, replica_says) in enumerate(program(replica, card or 0)):
         assert card_says == replica_says, f"step {step}"

@@ -16,7 +16,7 @@ from workbench.harness.ranks import Pool, RankError
 from workbench.patterns import orderings
 
 CARDS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(CARDS < 2, reason="needs two CUDA cards")]
+pytestmark = pytest.mark.skipif(CARDS < 2, reason="needs two CUDA cards")
 
 LOCAL = layouts.local(1) | layouts.strided(5)
 HILBERT = Neighborhood((48, 48), 3, orderings.hilbert((48, 48)))
@@ -48,7 +48,11 @@ LARGE = {  # what tiles, cuDNN and several exchanges take: (pattern, sizes, leng
     "grid": (HILBERT, {"heads": 4, "head_dim": 64}, (1152, 1152)),
 }  # fmt: skip
 SMALL = ("rates-that-share-no-divisor-causal", "last-queries", "dense-one-holds-all-causal", "blocks-wide-and-ragged")
-HEADS = ("dense", "dense-causal-uneven", "geometric", "blocks", "grid", "by-head")
+HEADS = ("dense", "dense-causal-uneven", "geometric", "blocks", "by-head")
+WIDE = {
+    "float64": ("geometric-uneven", "window-sinks", "by-head"),
+    "float32": ("dense", "blocks-whole-by-head", "grid"),
+}
 
 
 def found(name: str) -> tuple[tools.Case, tuple[int, ...]]:
@@ -73,7 +77,8 @@ def pair():
         yield pool
 
 
-CALLS = [(name, dtype, "sequence") for name in (*LARGE, *SMALL) for dtype in ("float64", "float32", "bfloat16")]
+CALLS = [(name, "bfloat16", "sequence") for name in (*LARGE, *SMALL)]
+CALLS += [(name, dtype, "sequence") for dtype, names in WIDE.items() for name in names]
 CALLS += [(name, "bfloat16", "heads") for name in HEADS]
 
 

@@ -16,10 +16,9 @@ from workbench.patterns import orderings
 from workbench.probes.case import Case
 
 aten = torch.ops.aten
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
 
-SHAPES = ((4096, 12, 64, 1), (10_000, 6, 64, 1), (16_384, 16, 128, 1), (5000, 8, 32, 2), (65_536, 12, 64, 1),
-          (32_768, 4, 128, 1), (3001, 2, 80, 1), (131_072, 2, 32, 1))  # N, H, D, B  # fmt: skip
+SHAPES = ((4096, 12, 64, 1), (10_000, 6, 64, 1), (65_536, 12, 64, 1), (16_384, 16, 128, 1), (32_768, 4, 128, 1),
+          (5000, 8, 32, 2), (131_072, 2, 32, 1), (3001, 2, 80, 1))  # N, H, D, B  # fmt: skip
 
 
 def grid(n):
@@ -50,16 +49,18 @@ def case(name, shape, mode):
     return Case(make(n), n, h, d, dtype, backend, mode, "cuda", b)
 
 
-@pytest.mark.parametrize("mode", ["fwd", "fwdbwd"])
 @pytest.mark.parametrize("name", EXECUTIONS)
-def test_the_peak_is_predicted(name, mode):
-    """Requested bytes within 0.5 %."""
-    off = {}
-    for shape in SHAPES:
-        one = case(name, shape, mode)
-        error = estimate.trace(one, cards.from_device()).requested_bytes / requested(one) - 1
-        if abs(error) > 0.005:
-            off[shape] = f"{error:+.2%}"
+def test_the_peak_is_predicted(name):
+    """Requested bytes within 0.5 %. Kernels of ours are compiled for two head_dims, torch's are run in all."""
+    place, off = list(EXECUTIONS).index(name), {}
+    ours = "torch" not in name and "dense" not in name
+    other = (128, 32, 128, 80)[place % 4]
+    for shape in (x for x in SHAPES if not ours or x[2] in (64, other)):
+        for mode in ("fwd", "fwdbwd"):
+            one = case(name, shape, mode)
+            error = estimate.trace(one, cards.from_device()).requested_bytes / requested(one) - 1
+            if abs(error) > 0.005:
+                off[shape, mode] = f"{error:+.2%}"
     assert not off
 
 

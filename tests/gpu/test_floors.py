@@ -13,8 +13,6 @@ from workbench.fit import cards, estimate
 from workbench.fit.model import Model
 from workbench.probes import timing
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
-
 PAPER = ([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
 DOCUMENTS = [4096, 8192, 12288, 16384, 24576, 32768, 49152, 65536]
 PATTERNS = {"dense": wb.Dense(True), "longnet": wb.Dilated(*PAPER, True), "window": wb.Window(2048, True)}

@@ -1,13 +1,11 @@
 """The probes on CUDA: events, the allocator's numbers, statuses of fused kernels."""
 
-import pytest
 import torch
 
 import workbench as wb
 from workbench.probes import memory, roofline, timing
 from workbench.probes.case import Case
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here")]
 MB = 1 << 20
 
 

@@ -1,7 +1,9 @@
-"""The Triton kernels on a CUDA card: the table of tests/tools.py, and what only large sizes can get wrong.
+"""The Triton kernels and torch's on a CUDA card: the tables of tests/tools.py, and what only large sizes can get wrong.
 
-For memory errors: `compute-sanitizer python -m pytest tests/gpu/test_triton.py -k "bfloat16 and 1111"` or the like.
+For memory errors: `compute-sanitizer python -m pytest tests/gpu/test_triton.py -k "bfloat16 and window"` or the like.
 """
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import tools
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, Window, attention, explain, layouts
+from workbench.engines.triton.block_lists import kind_of
+from workbench.engines.triton_backend import block_size_of
 from workbench.patterns import orderings
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
 
 DTYPES, WIDE = (torch.float32, torch.bfloat16, torch.float16), (torch.float32, torch.float64)
 
@@ -28,6 +30,7 @@ LARGE = [
     tools.Case("head-dim-80", lambda: Dilated([300, 700], [1, 3]), 1111, None, 4, None, 80),
     tools.Case("head-dim-128", lambda: Dilated([300, 700], [1, 3], True), 1111, None, 4, None, 128),
     tools.Case("head-dim-256", lambda: Dilated([300, 700], [1, 3], True), 1111, None, 2, None, 256),
+    tools.Case("head-dim-128-of-float32", lambda: Dilated([300, 700], [1, 3]), 1111, 777, 4, None, 128),
     tools.Case("no-branch-keeps-all", lambda: Dilated([512, 900], [2, 5], True), 1999, 1500, 6, 3, 64),
     tools.Case("dense-causal", lambda: Dense(True), 1000, 300, 4, 2, 64),
     tools.Case("edge-causal", lambda: edge(True), 1111, None, 4, 2, 64, 2),
@@ -43,17 +46,43 @@ LARGE = [
     tools.Case("neighborhood", lambda: Neighborhood((40, 40), (5, 3), orderings.hilbert((40, 40))), 1600, 1000, 2, 1,
                64),
 ]  # fmt: skip
-FROM_TABLE = {
-    id: case for id, case in tools.TABLE.items()
+FROM_TABLE = [
+    replace(case, head_dim=16 if case.head_dim == 8 else case.head_dim) for id, case in tools.TABLE.items()
     if id.startswith(("dilated", "dense", "predicate", "window", "neighborhood", "swin")) and case.head_dim <= 256
-}  # fmt: skip
-CASES = FROM_TABLE | {case.id: case for case in (*tools.TILED, *LARGE)}
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=tools.name_of)
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_agrees_with_the_oracle(case, dtype):
-    tools.check(case, dtype, device="cuda", backend="triton")
+def compiled_apart(case: tools.Case):
+    """What the kernels are compiled for, beside the dtype: which they are first."""
+    pattern, of = case.pattern(), (case.head_dim, case.heads // (case.kv_heads or case.heads))
+    if isinstance(pattern, (Dense, Dilated)):
+        return "nested" if case.id.startswith("nested") else "dilated", pattern.causal, *of
+    return kind_of(pattern), pattern.causal, block_size_of(pattern), *of
+
+
+def grouped():
+    """{the id of the first case and a dtype: (cases that share what is compiled, the dtype)}: each dtype in turn, for
+    each kind of masks, and for the tiles of large head_dims. Nested branches run in one pass in 16 bits."""
+    groups, places, found = {}, {}, {}
+    for case in (*FROM_TABLE, *tools.TILED, *LARGE):
+        groups.setdefault(compiled_apart(case), []).append(case)
+    for (kind, *_), cases in groups.items():
+        turn, dtypes = (kind, DTYPES[kind == "nested" :]) if cases[0].head_dim <= 64 else (kind == "dilated", DTYPES)
+        places[turn] = places.get(turn, -1) + 1
+        dtype = dtypes[places[turn] % len(dtypes)]
+        found[f"{cases[0].id}-{tools.name_of(dtype)}"] = cases, dtype
+    return found
+
+
+GROUPS = grouped()
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_agrees_with_the_oracle(group, subtests):
+    cases, dtype = GROUPS[group]
+    for case in cases:
+        with subtests.test(case.id):
+            tools.check(case, dtype, device="cuda", backend="triton")
 
 
 BY_VIEWS = [
@@ -68,9 +97,8 @@ BY_VIEWS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=tools.name_of)
 @pytest.mark.parametrize("case", BY_VIEWS, ids=lambda case: case.id)
-def test_agrees_with_the_oracle_where_cudnn_takes_the_branches(case, dtype, monkeypatch):
+def test_agrees_with_the_oracle_where_cudnn_takes_the_branches(case, monkeypatch):
     from workbench.engines import triton_backend
     from workbench.engines.triton import cudnn_views
 
@@ -80,6 +108,7 @@ def test_agrees_with_the_oracle_where_cudnn_takes_the_branches(case, dtype, monk
         monkeypatch.setattr(cudnn_views, name, lambda *x, right=right, name=name: taken.append(name) or right(*x))
     monkeypatch.setattr(triton_backend, "ONCE", {})  # up to its head_dims one pass takes nested branches
     tools.take_strided_views(monkeypatch, room=1 << 19)
+    dtype = DTYPES[1 + BY_VIEWS.index(case) % 2]
     tools.check(case, dtype, device="cuda", backend="triton", through_lse=False)
     assert set(taken) == {"attend", "attend_backward"}
 
@@ -182,3 +211,28 @@ def test_auto_takes_the_kernels_for_16_bits():
     local, (single, double) = BlockSparse(layouts.local(1)), ([x.to(y) for x in (q, k, v)] for y in WIDE)
     assert explain(*single, Dilated([64], [2])).startswith("torch: ") and explain(*double, local).startswith("torch: ")
     assert explain(*single, local).startswith("triton: ")
+
+
+BY_KIND = {}
+for case in (*tools.TABLE.values(), *LARGE):
+    BY_KIND.setdefault(type(case.pattern()).__name__, []).append(case)
+
+
+@pytest.mark.parametrize("dtype", tools.DTYPES, ids=tools.name_of)
+@pytest.mark.parametrize("kind", BY_KIND)
+def test_torchs_kernels_agree_with_the_oracle(kind, dtype, subtests):
+    for case in BY_KIND[kind]:
+        with subtests.test(case.id):
+            tools.check(case, dtype, device="cuda")
+
+
+def test_strided_inputs_and_upstream_gradients_give_the_same_numbers_by_torch():
+    case = tools.Case("strided", lambda: Dilated([64, 128], [1, 2]), 200, heads=4, head_dim=64)
+
+    def run(q, k, v, pattern):
+        views = (x.repeat_interleave(2, -1)[..., ::2] for x in (q, k, v))
+        out, lse = attention(*views, pattern, backend="torch", return_lse=True)
+        return out.repeat_interleave(2, -1)[..., ::2], lse  # its gradient arrives strided
+
+    for dtype in tools.DTYPES:
+        tools.check(case, dtype, device="cuda", run=run)

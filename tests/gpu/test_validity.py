@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from workbench import Dense, Dilated, Neighborhood, explain
+from workbench.engines import fa4_backend
 from workbench.harness import processes
 from workbench.harness.outcome import Outcome
 from workbench.patterns.dilated import PAPER
@@ -15,10 +16,9 @@ from workbench.probes.case import Case
 
 CUDA = torch.cuda.is_available()
 LARGE = CUDA and torch.cuda.get_device_properties(0).total_memory > 75 << 30
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA card")]
 large = pytest.mark.skipif(not LARGE, reason="needs a card with 80 GB")
 
-LONGNET = Dilated(PAPER, (1, 2, 4, 6, 12))
+LONGNET, NESTED = Dilated(PAPER, (1, 2, 4, 6, 12)), Dilated([2048, 4096], [1, 2])
 SEGMENTS = {"n": 4096, "heads": 8, "head_dim": 64, "batch": 1025}  # 2^31 elements and one sequence
 TOKENS = {"n": 4_200_000, "heads": 8, "head_dim": 64}  # 0.1 % more than 2^31
 TWICE = {"n": 8_400_000, "heads": 8, "head_dim": 64}  # 0.1 % more than 2^32
@@ -41,6 +41,8 @@ PAST = {
     "longnet-torch-gradients": (LONGNET, TOKENS, "torch", "fwdbwd"),
     "window": (window(TOKENS), TOKENS, "auto", "fwd"),
     "window-gradients": (window(TOKENS), TOKENS, "auto", "fwdbwd"),
+    "fa4": (NESTED, {"n": 1 << 21, "heads": 16, "head_dim": 128}, "fa4", "fwd"),
+    "fa4-gradients": (NESTED, {"n": (1 << 22) + 4096, "heads": 8, "head_dim": 64}, "fa4", "fwdbwd"),
 }  # fmt: skip
 OUTSIDE = [(x, APART, "auto", mode) for x in (LONGNET, window(APART)) for mode in ("fwd", "fwdbwd")]
 MANY = {
@@ -85,6 +87,8 @@ def alone(*call, **options) -> tuple[str, validity.Validity]:
                          ids=[*PAST, *(f"{x[0].short_name}-{x[3]}-heads-outside" for x in OUTSIDE)])  # fmt: skip
 def test_right_past_2_31_elements(call, heads_outside):
     pattern, _, backend, mode = call
+    if backend == "fa4" and fa4_backend.MISSING:
+        pytest.skip(fa4_backend.MISSING)
     said, found = alone(*call, heads_outside=heads_outside)
     assert found.ok and found.rows > validity.RANDOM, found
     assert mode == "fwd" or found.keys > validity.RANDOM // 2, found
@@ -106,12 +110,12 @@ def test_torchs_fast_backwards_fail_past_2_31_elements(kernel):
     assert found.ok, found
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("sizes", MANY.values(), ids=list(MANY))
-@pytest.mark.parametrize("mode", ["fwd", "fwdbwd"])
-def test_right_past_65_535_sequences_and_heads(sizes, dtype, mode):
-    _, found = alone(Dense(), sizes, "auto", mode, dtype)
-    assert found.ok, found
+@pytest.mark.parametrize("name, dtype", [*((x, "bfloat16") for x in MANY), *((x, "float32") for x in MANY),
+                                         ("70,000-sequences", "float64")])  # fmt: skip
+def test_right_past_65_535_sequences_and_heads(name, dtype):
+    for mode in ("fwd", "fwdbwd"):
+        _, found = alone(Dense(), MANY[name], "auto", mode, dtype)
+        assert found.ok, found
 
 
 @pytest.mark.parametrize("backend, dtype", [("auto", "bfloat16"), ("torch", "bfloat16"), ("torch", "float32")])

@@ -19,22 +19,9 @@ HERE = """
 import os, signal, subprocess, sys, time
 import torch
 
-def endless():
-    kept = []
-    while True:
-        kept.append(torch.ones(8 << 20, dtype=torch.uint8))
-
-def hungry():
-    return torch.empty(1 << 60)
-
-def dies(how):
-    if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if how == "segfault":
-        import ctypes
-        ctypes.string_at(0)
-    print("went away", file=sys.stderr, flush=True)
-    os._exit(1)
+def does(code):
+    exec(code)
+    return lambda: 0
 
 def leaves_a_child(path):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -54,16 +41,11 @@ def pid(path):
     with open(path, "w") as file:
         file.write(f"{os.getpid()} {os.getppid()}")
     time.sleep(600)
-
-def kills_the_server():
-    os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(600)
-
-def no_answer():
-    return lambda: 0
 """
 
 
+ENDLESS = "kept = [torch.ones(8 << 20, dtype=torch.uint8) for _ in iter(int, 1)]"
+KILLS = "os.kill(os.getpid(), signal.SIGKILL)"
 MODULES = {"mine.py": HERE}
 
 
@@ -95,36 +77,35 @@ def test_a_job_computes_little_beside_what_it_is_given():
 def test_what_cannot_be_found_or_sent_is_said():
     assert "has no function" in processes.run("os:nothing", ()).error
     assert processes.run("no_such_module:fn", ()).status == "refused"
-    with pytest.raises(ValueError, match="module:function"):
-        processes.run("os:getpid", (lambda: 0,))
+    tools.refused("module:function", processes.run, "os:getpid", (lambda: 0,))
 
 
 @pytest.mark.parametrize(
-    "how, status, error",
-    [("kill", "killed", "signal 9 (SIGKILL)"), ("segfault", "killed", "SIGSEGV"), ("exit", "killed", "went away")],
-)
-def test_a_job_that_dies_is_data(folder, how, status, error):
-    outcome = processes.run("mine:dies", (how,), timeout_s=3600)
-    assert (outcome.status, outcome.result) == (status, None) and error in outcome.error
+    "code, error", [(KILLS, "signal 9 (SIGKILL)"), ("import ctypes; ctypes.string_at(0)", "SIGSEGV"),
+                    ("print('went away', file=sys.stderr, flush=True); os._exit(1)", "went away")],
+)  # fmt: skip
+def test_a_job_that_dies_is_data(folder, code, error):
+    outcome = processes.run("mine:does", (code,), timeout_s=3600)
+    assert (outcome.status, outcome.result) == ("killed", None) and error in outcome.error
     assert processes.run("os:getpid", ()).status == "ok"
 
 
 def test_an_answer_that_cannot_be_sent_is_data(folder):
-    outcome = processes.run("mine:no_answer", ())
+    outcome = processes.run("mine:does", ("",))
     assert outcome.status == "killed" and "exit code 1" in outcome.error and "pickle" in outcome.error
 
 
 def test_memory_is_capped(folder):
-    outcome = processes.run("mine:endless", (), timeout_s=3600, memory_bytes=GIB // 4)
+    outcome = processes.run("mine:does", (ENDLESS,), timeout_s=3600, memory_bytes=GIB // 4)
     assert outcome.status == "oom" and "its cap" in outcome.error and "0.25 GiB" in outcome.error
-    outcome = processes.run("mine:hungry", (), memory_bytes=GIB)
+    outcome = processes.run("mine:does", ("torch.empty(1 << 60)",), memory_bytes=GIB)
     assert outcome.status == "oom" and "its cap" not in outcome.error  # an exception, as ever
 
 
 def test_the_system_killing_for_memory_is_out_of_memory(folder, monkeypatch):
     kills = iter([3, 3])  # when it starts, and when it is asked
     monkeypatch.setattr(processes, "kills", lambda: next(kills, 4))
-    outcome = processes.run("mine:dies", ("kill",))
+    outcome = processes.run("mine:does", (KILLS,))
     assert (outcome.status, outcome.error) == ("oom", "killed by the system, which was out of memory")
 
 
@@ -159,7 +140,7 @@ def test_a_job_does_not_outlive_the_one_who_asked(folder, tmp_path):
 
 def test_the_death_of_the_server_is_data(folder):
     server = processes.run("mine:state", ()).result[1]
-    outcome = processes.run("mine:kills_the_server", ())
+    outcome = processes.run("mine:does", ("os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)",))
     assert gone(server)
     assert outcome.status == "killed" and "exit code 255" in outcome.error
     assert processes.run("mine:adds", (1,)).result == 1  # of a new server

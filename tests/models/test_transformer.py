@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from tests.tools import refused
 from workbench import BlockSparse, Cache, Dense, Dilated, LongNet, Transformer, Window, layouts
 from workbench.models import loss
 
@@ -101,26 +102,19 @@ def test_it_begins_as_magneto_says():
 
 def test_what_cannot_be_meant_is_refused():
     model = Transformer(**SIZES, pattern=Dilated([8], [1]))
-    with pytest.raises(ValueError, match=r"labels=None: want labels \(B, N\), since a pattern that is not causal"):
-        model.loss(words())
-    with pytest.raises(ValueError, match=r"tokens is torch.float32 \(2, 50\): want integers \(B, N\)"):
-        model(words().float())
+    refused(r"labels=None: want labels \(B, N\), since a pattern that is not causal", model.loss, words())
+    refused(r"tokens is torch.float32 \(2, 50\): want integers \(B, N\)", model, words().float())
     for value in (words().float(), words()[:, :0]):
-        with pytest.raises(ValueError, match=r"want integers \(B, N\), N at least 1"):
-            longnet().generate(value, 3)
+        refused(r"want integers \(B, N\), N at least 1", longnet().generate, value, 3)
     for options in ({"temperature": -1}, {"chunk": 0}, {"lengths": torch.tensor([50, 0])}):
-        with pytest.raises(ValueError, match=f"{[*options][0]}="):
-            longnet().generate(words(), 3, **options)
+        refused(f"{[*options][0]}=", longnet().generate, words(), 3, **options)
     with pytest.raises(ValueError, match=r"a cache of Dense\(causal=True\): want one of the layer's pattern, Dilated"):
         longnet().features(words(), [Cache(Dense(True))] * 2)
     for labels in (words()[:, 1:], words().float()):
-        with pytest.raises(ValueError, match=r"labels is .*: want integers \(B, N\), of tokens and labels alike"):
-            model.loss(words(), labels)
-    with pytest.raises(ValueError, match=r"lengths=\[3, 4\]: want an int32 or int64 tensor"):
-        longnet().loss(words(), lengths=[3, 4])
+        refused(r"labels is .*: want integers \(B, N\), of tokens and labels alike", model.loss, words(), labels)
+    refused(r"lengths=\[3, 4\]: want an int32 or int64 tensor", longnet().loss, words(), lengths=[3, 4])
     for name, value in (("depth", 0), ("vocab", "many"), ("checkpoint", 1), ("rotary", True)):
-        with pytest.raises(ValueError, match=f"^{name}="):
-            Transformer(**SIZES | {"pattern": Dense(), name: value})
+        refused(f"^{name}=", Transformer, **SIZES | {"pattern": Dense(), name: value})
 
 
 def test_documents_and_lengths_are_models_of_each_alone():

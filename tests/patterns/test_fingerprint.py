@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.tools import refused
 from workbench import attention, layouts
 from workbench.patterns import orderings
 from workbench.patterns.fingerprint import fingerprint
@@ -167,10 +168,8 @@ def test_tensors_given_are_copied_and_the_copies_are_not_written_to():
     assert torch.equal(pattern.multiplicity(16, 1), want[0]) and torch.equal(near.multiplicity(16, 1), want[1])
     layout.tensor.zero_()
     order.curve.zero_()
-    with pytest.raises(ValueError, match="the layout's tensor has been written to"):
-        pattern.pairs(16, 1)
-    with pytest.raises(ValueError, match="curve of mine has been written to"):
-        near.pairs(16, 1)
+    refused("the layout's tensor has been written to", pattern.pairs, 16, 1)
+    refused("curve of mine has been written to", near.pairs, 16, 1)
     with pytest.raises(TypeError):
         layouts.local(1).arguments["k"] = 5
 
@@ -210,11 +209,9 @@ def test_numbers_of_numpy_and_torch_are_the_numbers_they_are():
     for scale in (np.float32(0.5), np.float64(0.5), torch.tensor(0.5)):
         assert torch.equal(attention(q, k, v, wb.Dense(), scale=scale), attention(q, k, v, wb.Dense(), scale=0.5))
     for wrong in (True, np.bool_(True), torch.tensor(True), 64.0, np.float64(64), "64", torch.zeros((), device="meta")):
-        with pytest.raises(ValueError, match="n=.*: want an int >= 0"):
-            wb.Dense().pairs(wrong, 1)
+        refused("n=.*: want an int >= 0", wb.Dense().pairs, wrong, 1)
     for wrong in (True, np.nan, np.inf, 0, -1, np.array([0.5]), "0.5"):
-        with pytest.raises(ValueError, match="scale=.*: want a finite number above 0"):
-            attention(q, k, v, wb.Dense(), scale=wrong)
+        refused("scale=.*: want a finite number above 0", attention, q, k, v, wb.Dense(), scale=wrong)
 
 
 def test_counts_of_a_trillion_tokens_are_exact():
@@ -223,6 +220,9 @@ def test_counts_of_a_trillion_tokens_are_exact():
     assert wb.Dilated([n], [1]).pairs(n, 1) == n * n
     w, half = 1 << 36, n // 2
     assert wb.Dilated([w, n], [1, 2], True).pairs(n, 1) == 16 * (w * (w + 1) // 2) + half * (half + 1) // 2
+    assert wb.Dilated([1 << 27] * 4, [(1 << 27) - x for x in (1, 3, 5, 7)]).pairs(1 << 27, 1) == 4 * 4  # 0 and its rate
+    paper = wb.Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12], True)
+    assert paper.pairs(n + 77, 12) == (n >> 15) * paper.pairs(1 << 15, 12) + paper.pairs(77, 12)
     assert wb.Neighborhood((1 << 20, 1 << 20), 1 << 20).pairs(n, 1) == n * n
     assert wb.BlockSparse(layouts.local(0), 1 << 33).pairs(n, 1) == n << 33
 

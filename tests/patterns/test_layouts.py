@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from workbench.patterns import BlockSparse, Neighborhood
-from workbench.patterns.layouts import explicit, from_spec, global_, hierarchical, local, random, strided, top_k
+from workbench.patterns.layouts import explicit, global_, hierarchical, local, random, strided, top_k
 
 GRIDS = [(1, 1), (7, 7), (12, 5), (5, 12), (33, 33)]
 
@@ -104,16 +104,6 @@ def test_a_batch_is_indexed():
         grid_of(layout, 4, 4, heads=2)
     with pytest.raises(ValueError, match="layouts of batch 3 and 2: want one batch size"):
         explicit(blocks) & explicit(blocks[:2])
-
-
-SPECS = [*(layout for layout, _ in DEFINITIONS.values()), random(0.25, 7, True), explicit(torch.eye(5) > 0) - local(0)]
-
-
-@pytest.mark.parametrize("layout", SPECS, ids=repr)
-def test_a_spec_makes_the_same_layout(layout):
-    other = from_spec(layout.spec())
-    assert other.spec() == layout.spec()
-    assert torch.equal(grid_of(other, 5, 5, heads=2), grid_of(layout, 5, 5, heads=2))
 
 
 def test_only_layouts_combine():

@@ -71,6 +71,7 @@ def test_where_gradients_are_refused_the_values_are_a_row_of_their_own(monkeypat
     monkeypatch.setattr(dispatch, "why_not", why_not)
     rows = error.table([wb.Dense()], n=N, backends=["torch"], dtypes=["float32"])
     assert list(zip(rows["mode"], rows.status, strict=True)) == [("fwdbwd", "refused"), ("fwd", "ok")]
+    assert list(exactness.refusals(rows).refuses) == ["gradients"]
     assert exactness.refusals(rows[rows.status == "ok"].drop(columns="error")).empty, "where nothing is refused"
     assert rows.error[0] == "no backward here" and rows.error_out[1] <= rows.budget_out[1]
 

@@ -1,11 +1,15 @@
 """Sweeps of speed, and the sentences of notebook 05 on rows that would make them false if they took the most."""
 
+import re
+
 import pandas as pd
 import pytest
 
+from tests.tools import refused
 from workbench.harness import records
 from workbench.patterns import BlockSparse, Dense, Neighborhood, layouts
-from workbench.probes import roofline, speed, timing
+from workbench.plots import speed as draw
+from workbench.probes import decode, roofline, speed, timing
 from workbench.probes.case import Case
 
 SIZES = {"heads": 2, "head_dim": 16}
@@ -87,8 +91,7 @@ def test_break_even_is_measured_against_dense_in_one_run(tmp_path):
 
 def test_the_fastest_dense_backend_needs_one_that_runs():
     assert speed.fastest_dense(Case(Dense(), 32, 1, 8)) == "sdpa"
-    with pytest.raises(ValueError, match="no dense backend"):
-        speed.fastest_dense(Case(Dense(), 32, 1, 8, device="cuda:99"))
+    refused("no dense backend", speed.fastest_dense, Case(Dense(), 32, 1, 8, device="cuda:99"))
 
 
 @pytest.mark.parametrize("kind", ["h100x1", "h200x2", "no-such-card"])
@@ -234,3 +237,22 @@ def test_what_lies_in_the_noise_does_not_pay():
     assert speed.pays_from(even(noise=9.0, _50=1.5, _90=7.0)) is None
     assert "beyond the noise: at 90% sparsity it is 7.00 times" in speed.pays(even(noise=9.0, _90=7.0))
     assert speed.pays(even()) == "No sparse layout ran: there is nothing to compare."
+
+
+DECODED = {"heads": 4, "head_dim": 16, "dtype": "float32", "device": "cpu"}
+
+
+def test_a_sweep_records_what_a_token_takes_and_what_is_held_for_it(tmp_path):
+    rows = decode.sweep(decode.lineup([32, 64], [1, 2]), [64, 256], DECODED, samples=3, folder=tmp_path)
+    held = rows.set_index(["label", "n"])["held_bytes"] / (2 * 16 * 4 * 4)  # rows for each head
+    assert (rows["median_ms"] > 0).all() and set(rows["nq"]) == {1} and len(records.load(tmp_path)) == 6
+    assert held["dense"].to_dict() == {64: 63, 256: 255} and held["window"].to_dict() == {64: 32, 256: 32}
+    assert held["dilated"].to_dict() == {64: 46.5, 256: 46.5}  # 31 of a segment, and 31 for heads that still ask
+    fig = draw.decoding(rows, rows[:0])
+    assert [len(ax.lines) for ax in fig.axes] == [3, 3]
+    assert re.search("after 256, beside .*: dilated .* 1 / 5.48 of .*, window .* 1 / 7.97 of the", decode.gain(rows))
+    assert len(decode.table(records.committed("cpu-of-nobody", "decode"))) == 0
+
+
+def test_a_length_too_short_to_time_is_refused(tmp_path):
+    refused("length=5: want an int >= 14", decode.sweep, decode.lineup([4], [1]), [5], DECODED, folder=tmp_path)

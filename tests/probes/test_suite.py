@@ -4,7 +4,10 @@ import pandas as pd
 import pytest
 import torch
 
+from tests.tools import refused
+from workbench.analysis import multicard
 from workbench.harness import records
+from workbench.patterns import from_spec
 from workbench.plots import speed as draw
 from workbench.probes import catalog, suite
 
@@ -119,3 +122,19 @@ def test_what_is_on_record_is_not_measured_again(monkeypatch):
     assert (rows.loc[rows["suite"] == "window fwd", "median_ms"] == 7).all()
     monkeypatch.setattr(suite, "run", lambda *_, **__: new[:0])
     assert len(suite.gathered(["window"], ["h100x1"])) == len(known) == len(suite.gathered([], ["h100x1"]))
+
+
+@pytest.mark.parametrize("name", catalog.PATTERNS)
+def test_a_name_is_one_pattern_of_that_name(name):
+    made = catalog.maker(name)(1 << 14, False)
+    assert from_spec(made.spec()) == made or made.spec() == from_spec(made.spec()).spec()
+    assert made.name.startswith("longnet-p") <= (made.name == name)  # where a pattern has a name of its own, it is this
+
+
+def test_a_name_that_means_several_patterns_is_refused_with_the_choices():
+    longnets = "longnet-paper or longnet-pow2 or longnet-geometric"
+    for name, want in (("longnet", longnets), ("window", "window-blocks or window-tokens")):
+        refused(f"pattern='{name}': want {want}", catalog.maker, name)
+    refused("pattern=None: want one of dense, longnet-paper", catalog.maker, None)
+    of_notebook_04 = multicard.at("longnet-geometric", 4096, heads=1, head_dim=8)(1 << 14).pattern
+    assert of_notebook_04.spec() == catalog.maker("longnet-geometric")(1 << 14, False).spec()

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.tools import refused
 from workbench.harness import records
 from workbench.harness.outcome import attempt
-from workbench.probes import timing
+from workbench.probes import memory, timing
 from workbench.probes.case import Case
 
 
@@ -61,8 +62,7 @@ def test_compare_interleaves_and_measures_itself(sleep):
     assert frame.speedup["slow"] == 1 and frame.speedup["fast"] == pytest.approx(4)
     assert frame.speedup_low["fast"] <= frame.speedup["fast"] <= frame.speedup_high["fast"]
     assert frame.speedup["A/A"] == pytest.approx(1)
-    with pytest.raises(ValueError, match="at least one"):
-        timing.compare({})
+    refused("at least one", timing.compare, {})
 
 
 @pytest.mark.parametrize("backend, mode", [("torch", "fwd"), ("reference", "fwdbwd"), ("sdpa", "fwdbwd")])
@@ -119,19 +119,15 @@ def test_a_card_that_is_not_there_is_unsupported():
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="samples=0: want an int >= 1"):
-        timing.measure(int, samples=0)
-    with pytest.raises(ValueError, match="samples=0: want an int >= 1"):
-        timing.compare({"a": int}, samples=0)
+    refused("samples=0: want an int >= 1", timing.measure, int, samples=0)
+    refused("samples=0: want an int >= 1", timing.compare, {"a": int}, samples=0)
     for more, want in (({"mode": "backward"}, "mode='backward'"), ({"dtype": "float31"}, "dtype='float31'"),
                        ({"kv_heads": 3}, "3 key heads do not divide"), ({"nq": 41}, "nq=41, n=40"),
                        ({"device": "gpu"}, "device='gpu': want 'cpu'"), ({"seconds": None}, "seconds=None"),
                        ({"batch": -1}, "batch=-1"), ({"backend": None}, "backend=None")):  # fmt: skip
-        with pytest.raises(ValueError, match=want):
-            timed(wb.Dense(), **more)
+        refused(want, timed, wb.Dense(), **more)
     for alternatives in ([int], {}, {"a": 3}, {"A/A": int}, None):
-        with pytest.raises(ValueError, match="alternatives"):
-            timing.compare(alternatives)
+        refused("alternatives", timing.compare, alternatives)
 
 
 def test_a_failed_allocation_leaves_nothing_alive():
@@ -168,3 +164,33 @@ def test_ceilings_of_this_cpu():
     assert 1e-5 < got["matmul_tflops"]["float32"] < 100 and 0.1 < got["copy_gbs"] < 5000
     assert math.isclose(got["copy_gbs"], 2 * got["copy_bytes"] / (min(got["samples_ms"]["copy"]) * 1e-3) / 1e9)
     assert flops(10, 64) == 4 * 64 * 10 and flops(10, 64, "fwdbwd", batch=2) == 14 * 64 * 10 * 2
+
+
+MB = 1 << 20
+
+
+def test_allocations_are_counted_exactly():
+    def fn():
+        a = torch.zeros(2 * MB, dtype=torch.uint8)
+        b = torch.zeros(3 * MB, dtype=torch.uint8)
+        del a
+        c = torch.zeros(MB, dtype=torch.uint8)
+        return c, b[:7]
+
+    assert memory.measure(fn) == 5 * MB
+
+
+def test_scratch_inside_an_op_is_counted():
+    x = torch.randn(1 << 20)  # its values, and their int64 indices, which nothing here names
+    assert memory.measure(lambda: x.sort().values) >= 12 * MB
+
+
+def test_profiler_says_nothing(capfd):
+    memory.measure(lambda: torch.zeros(3))
+    assert capfd.readouterr().err == ""
+
+
+def test_refusals():
+    for fn, device, want in ((lambda: 1, "mps", "device='mps': want 'cpu'"), (lambda: 1, None, "device='None'"),
+                             ("module:function", "cpu", "fn='module:function': want a function")):  # fmt: skip
+        refused(want, memory.measure, fn, device)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.notebooks.build import code, write
+from tests.tools import refused
 from workbench.report import notebooks as nbs
 from workbench.report import parameters
 
@@ -36,8 +37,7 @@ def test_defaults_are_the_literals_of_the_parameters_cell(notebook):
 
 @pytest.mark.parametrize("statement", ["n = 4 * 1024", "n = f()", "import os", "n += 1", "n = = 3", "d['n'] = 1"])
 def test_a_parameters_cell_that_computes_is_refused_with_its_name(notebook, statement):
-    with pytest.raises(ValueError, match="one: .*literal"):
-        parameters.declared(notebook(statement), "one")
+    refused("one: .*literal", parameters.declared, notebook(statement), "one")
 
 
 @pytest.mark.parametrize("name, value", [
@@ -53,9 +53,9 @@ def test_a_value_of_the_declared_kind_is_passed_on_as_it_is(notebook, name, valu
     ("lengths", [True]), ("rates", ["1"]), ("scale", False), ("causal", 1), ("pattern", 5),
 ])  # fmt: skip
 def test_a_value_of_another_kind_is_refused_with_the_name_the_value_and_what_is_accepted(notebook, name, value):
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as raised:
         parameters.settle({"one": notebook()}, "quick", {name: value})
-    message = str(refused.value)
+    message = str(raised.value)
     assert f"{name}={value!r}" in message and "one" in message
     assert f"should be {parameters.kind(parameters.declared(notebook())[name])}" in message
     assert ", ".join(DECLARED) in message
@@ -63,13 +63,12 @@ def test_a_value_of_another_kind_is_refused_with_the_name_the_value_and_what_is_
 
 def test_an_unknown_name_is_refused_with_the_declared_names_of_each_notebook(notebook):
     both = {"one": notebook(), "two": notebook("m = 1", "two")}
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as raised:
         parameters.settle(both, "quick", {"N": 4})
-    assert str(refused.value) == (
+    assert str(raised.value) == (
         f"parameter N=4: no notebook here declares it. Declared: one: {', '.join(DECLARED)}; two: m"
     )
-    with pytest.raises(ValueError, match=r"--profile tiny\|quick\|gpu"):
-        parameters.settle(both, "quick", {"profile": "gpu"})
+    refused(r"--profile tiny\|quick\|gpu", parameters.settle, both, "quick", {"profile": "gpu"})
     assert parameters.settle(both, "tiny", {"m": 3}) == {"one": {"profile": "tiny"}, "two": {"m": 3}}
 
 
@@ -86,8 +85,7 @@ def test_a_profile_overrides_defaults_and_a_user_overrides_the_profile(notebook)
     ({"quik": {"n": 1}}, r"one: profiles \['quik'\] in its metadata; there are tiny, quick, gpu"),
 ])  # fmt: skip
 def test_a_profile_that_does_not_fit_its_own_notebook_or_that_nobody_can_choose_is_refused(notebook, profiles, told):
-    with pytest.raises(ValueError, match=told):
-        parameters.settle({"one": notebook(**profiles)}, "tiny", {})
+    refused(told, parameters.settle, {"one": notebook(**profiles)}, "tiny", {})
 
 
 def test_notebooks_are_found_by_path_by_name_and_by_how_a_name_begins(tmp_path, monkeypatch):
@@ -96,12 +94,9 @@ def test_notebooks_are_found_by_path_by_name_and_by_how_a_name_begins(tmp_path, 
     assert nbs.find() == [first, second]
     for name in ("02", "02_b", str(second), "notebooks/02_b.ipynb"):
         assert nbs.find([name]) == [second]
-    with pytest.raises(ValueError, match=r"notebook='0': .*01_a, 02_b"):
-        nbs.find(["0"])
-    with pytest.raises(ValueError, match="02_b asked for twice"):
-        nbs.find(["02", "02_b"])
-    with pytest.raises(ValueError, match="take the place of the index"):
-        nbs.find([write(tmp_path / "index.ipynb", "# T")])
+    refused(r"notebook='0': .*01_a, 02_b", nbs.find, ["0"])
+    refused("02_b asked for twice", nbs.find, ["02", "02_b"])
+    refused("take the place of the index", nbs.find, [write(tmp_path / "index.ipynb", "# T")])
 
 
 @pytest.mark.parametrize("text", [
@@ -111,8 +106,7 @@ def test_notebooks_are_found_by_path_by_name_and_by_how_a_name_begins(tmp_path, 
 def test_what_is_no_notebook_is_refused_with_its_path(tmp_path, text):
     path = tmp_path / "x.ipynb"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"x\.ipynb: not a notebook of format 4"):
-        nbs.read(path)
+    refused(r"x\.ipynb: not a notebook of format 4", nbs.read, path)
 
 
 RULED = """
@@ -166,16 +160,14 @@ def test_what_a_rule_takes_is_taken(ruled, asked):
     ({"sizes": {"heads": 1, "dtype": "float32", "head": 1}}, "dict of heads"), ({"sizes": [1]}, "dict of heads"),
 ], ids=str)  # fmt: skip
 def test_what_a_rule_does_not_take_is_refused_with_what_it_takes(ruled, asked, wanted):
-    with pytest.raises(ValueError, match=wanted):
-        parameters.settle({"01": nbs.read(ruled)}, "quick", asked)
+    refused(wanted, parameters.settle, {"01": nbs.read(ruled)}, "quick", asked)
 
 
 @pytest.mark.parametrize("rules", [{"m": {"least": 1}}, {"n": {"lest": 1}}])
 def test_a_rule_that_means_nothing_is_refused(ruled, rules):
     nb = nbs.read(ruled)
     nb["metadata"]["workbench"]["parameters"] = rules
-    with pytest.raises(ValueError, match="in its metadata: want a declared name and some of choices"):
-        parameters.settle({"01": nb}, "quick", {})
+    refused("in its metadata: want a declared name and some of choices", parameters.settle, {"01": nb}, "quick", {})
 
 
 def running(**changed) -> dict:
@@ -205,8 +197,7 @@ def test_what_a_reader_set_stays(ruled, capsys):
     ({"rates": "1, 3"}, "rates='1, 3' of 01_ruled: should be list of int"), ({"n": 64.0}, "n=64.0 .* should be int"),
 ], ids=str)  # fmt: skip
 def test_a_running_notebook_refuses_what_it_does_not_take(ruled, changed, message):
-    with pytest.raises(ValueError, match=message):
-        parameters.apply("01_ruled", running(**changed))
+    refused(message, parameters.apply, "01_ruled", running(**changed))
 
 
 def test_under_a_report_the_parameters_are_settled_already(ruled, monkeypatch):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from tests.tools import refused
 from workbench import BlockSparse, Dense, Dilated, attention, layouts
 from workbench.harness import records
 from workbench.patterns.dilated import geometric
@@ -215,8 +216,7 @@ def test_what_is_settled_is_not_measured_again(rows, folder, monkeypatch):
     ],
 )
 def test_a_sweep_of_what_is_not_there_is_refused(folder, cases, names, message):
-    with pytest.raises(ValueError, match=message):
-        sweeps.sweep(cases, 2, names, folder=folder / "refused", say=None)
+    refused(message, sweeps.sweep, cases, 2, names, folder=folder / "refused", say=None)
     assert not (folder / "refused").exists()
 
 
@@ -231,8 +231,7 @@ def test_two_ranks_hold_a_longer_sequence_and_lengths_are_tried_once(folder):
     assert not tried.duplicated(["strategy", "n"]).any() and set(tried["status"]) == {"ok", "oom"}
     lengths.longest(case, **options)
     assert len(records.load(folder / "long").query("stage == 'length'")) == len(tried)
-    with pytest.raises(ValueError, match="on the CPU want the bytes of a card in software"):
-        lengths.longest(case, folder=folder / "long", say=None)
+    refused("on the CPU want the bytes of a card in software", lengths.longest, case, folder=folder / "long", say=None)
 
 
 def test_no_case_is_begun_after_the_time_and_what_is_measured_comes_all_the_same(rows, folder, capsys):
@@ -258,8 +257,7 @@ def test_the_link_is_measured_by_message_and_a_call_beside_it(folder):
     moving = cost["message_bytes"] / rates.bytes_per_second + rates.latency_s * (cost["exchanges"] - 1)
     assert rates.call_s == pytest.approx(max(0, cost["median_ms"] / 1000 - moving))
     for options, message in (({"nproc": 1}, "nproc=1: want an int >= 2"), ({"nproc": 3, "sizes": [1]}, "sizes.*>= 2")):
-        with pytest.raises(ValueError, match=message):
-            link.measure(**options, folder=folder / "link")
+        refused(message, link.measure, **options, folder=folder / "link")
 
 
 def measured(*ms, sizes=(1 << 16, 1 << 20, 1 << 24), call=4.0):
@@ -291,8 +289,7 @@ def test_curves_are_modelled_and_say_so():
     assert (fast["most"] > 0.99).all()
     weak = link.modelled(case, 1e9, free, (2, 8), scaling="weak", at=lambda n: Case(geometric(n), n, 8, 64, "bfloat16"))
     assert weak["n"].tolist() == [1 << 17, 1 << 19]
-    with pytest.raises(ValueError, match="scaling='both': want one of 'strong', 'weak'"):
-        link.modelled(case, 1e9, free, scaling="both")
+    refused("scaling='both': want one of 'strong', 'weak'", link.modelled, case, 1e9, free, scaling="both")
 
 
 def test_what_a_rank_computes_and_moves_is_added_and_at_best_hidden():
@@ -323,8 +320,7 @@ def test_a_timeline_has_each_ranks_events_by_stage(folder):
         assert names == {"gloo:all_gather", "gloo:all_to_all"}, "the agreement and the rows; no barrier"
     spent = timeline.shares(found)
     assert spent["rank"].tolist() == [0, 1] and (spent["compute"] + spent["pack"] <= spent["call"]).all()
-    with pytest.raises(ValueError, match="mode='fwdbwd': want 'fwd'"):
-        timeline.measure({"x": Case(DILATED, **SIZES)})
+    refused("mode='fwdbwd': want 'fwd'", timeline.measure, {"x": Case(DILATED, **SIZES)})
 
 
 def test_operations_inside_attention_compute_also_where_no_gradient_is_asked_for():
