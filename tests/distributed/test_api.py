@@ -55,10 +55,6 @@ def test_queries_that_one_rank_has_changed_before_the_backward_are_an_error_on_a
     assert "modified by an inplace operation" in last and first.startswith("rank 1: one of the variables needed")
 
 
-def test_a_function_that_answers_otherwise_before_the_backward_is_an_error_on_all(ranks):
-    assert all("has changed since the forward" in text for text in ranks(2).run(work.changed_function))
-
-
 @pytest.mark.parametrize("backward, where, forgets", [
     (False, "buffers", ()), (True, "buffers", ()), (False, "own rows", ()), (True, "own rows", ()),
     (False, "own rows", (0,)), (False, "own rows", (0, 1)),

@@ -12,7 +12,7 @@ from tests import tools
 from tests.distributed import races
 from tests.distributed.cases import CASES
 from tests.tools import Case
-from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, VirtualCard, attention, layouts
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, VirtualCard, attention, layouts
 from workbench.distributed import Plan, Shards, api, buffers, call, exchange, plans
 from workbench.distributed.call import plans_of
 from workbench.distributed.sequence import Executor
@@ -366,16 +366,6 @@ def changed_before_the_backward(rank, world):
         found.append(raised(out.backward, g))
     assert found[1] is None and all(x.grad is not None for x in leaves)
     return found[0][1]
-
-
-def changed_function(rank, world):
-    """What this rank raises if what a pattern's function reads changes on the last rank before the backward."""
-    reach = torch.tensor(5)
-    pattern = Predicate(lambda h, i, j: (i - j).abs() < reach)
-    *mine, g, _ = mine_of(pattern, rank, world)
-    out = api.attention(*(x.requires_grad_() for x in mine), pattern)
-    reach -= int(rank == world - 1)
-    return raised(out.backward, g)[1]
 
 
 def runs_out(rank, world, backward, where, forgets=()):

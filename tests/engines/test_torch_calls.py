@@ -49,9 +49,10 @@ def test_fused_calls_are_few_and_of_bounded_size(monkeypatch):
 
 def test_a_predicate_is_never_asked_about_positions_that_do_not_exist():
     n, asked = 143, []
+    Asked = type("Asked", (), {"append": asked.append})  # a class is read where it is, a list is copied
 
     def seen(h, i, j):
-        asked.append((int(i.min()), int(i.max()), int(j.min()), int(j.max())))
+        Asked.append((int(i.min()), int(i.max()), int(j.min()), int(j.max())))
         return (i - j).abs() < 30
 
     for pattern in (Predicate(seen), BlockSparse(layouts.local(1), 64) & Predicate(seen)):
