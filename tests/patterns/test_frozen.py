@@ -10,6 +10,7 @@ import torch
 
 import workbench as wb
 from workbench import attention, layouts
+from workbench.analysis import locality
 from workbench.patterns import orderings
 from workbench.patterns.frozen import frozen
 
@@ -103,6 +104,14 @@ def test_attention_its_gradients_and_copies_are_of_the_pattern_as_it_was_made(ki
         for x, y in zip(torch.autograd.grad(found.sum(), (q, k, v)), gradients, strict=True):
             torch.testing.assert_close(x, y)
     assert pattern.pairs(256, 1) == 256 * 128
+
+
+def test_what_functions_of_this_package_are_given_is_copied():
+    curve = torch.arange(64).flip(0)
+    pattern = locality.reordered(wb.Window(3, True), curve)
+    before = pattern.multiplicity(64, 1)
+    curve.zero_()
+    assert torch.equal(pattern.multiplicity(64, 1), before)
 
 
 def test_another_process_is_given_a_function_by_its_name(monkeypatch):

@@ -2,18 +2,19 @@
 
 A copy of it reads copies: of what it closes over, of its defaults, and of the global names that it mentions; of the
 functions among these in the same way, of anything else as `copy.deepcopy` makes them. What it writes to, it writes to
-the copies. What modules and classes hold is read where it is, and so is what cannot be copied (an open file, a lock).
+the copies. What modules, classes and libraries hold is read where it is, and what cannot be copied (an open file).
 """
 
 import contextlib
 import copy
 import dis
-import sys
+import sysconfig
 import types
 
 from workbench.patterns.checks import Value
 
-LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", __package__.partition(".")[0]}  # their code does not change
+LIBRARIES = sysconfig.get_path("stdlib"), "site-packages", "dist-packages"  # where functions lie that do not change
+OURS = __package__.partition(".")[0]  # whose global names do not change
 
 
 def frozen(value, known: dict | None = None):
@@ -26,17 +27,18 @@ def frozen(value, known: dict | None = None):
             return copy.deepcopy(value, known)
         except Exception:  # whatever an object of the user's raises when it is asked what it consists of
             return value
-    if id(value) in known or (value.__module__ or "").partition(".")[0] in LIBRARIES:
+    ours, there = str(value.__module__).partition(".")[0] == OURS, value.__globals__
+    if id(value) in known or not ours and any(x in value.__code__.co_filename for x in LIBRARIES):
         return known.get(id(value), value)
     cells = tuple(types.CellType() for _ in value.__closure__ or ())
-    scope = {"__builtins__": value.__builtins__}
+    scope = there if ours else {"__builtins__": value.__builtins__}
     made = known[id(value)] = types.FunctionType(value.__code__, scope, value.__name__, closure=cells)
     for cell, of in zip(cells, value.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # it is not filled yet
             cell.cell_contents = frozen(of.cell_contents, known)
     made.__defaults__, made.__kwdefaults__ = (frozen(x, known) for x in (value.__defaults__, value.__kwdefaults__))
-    there = value.__globals__
-    scope.update((name, frozen(there[name], known)) for name in _globals(value.__code__) if name in there)
+    if not ours:
+        scope.update((name, frozen(there[name], known)) for name in _globals(value.__code__) if name in there)
     vars(made).update((name, frozen(x, known)) for name, x in vars(value).items())
     return made
 
