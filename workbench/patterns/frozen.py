@@ -20,16 +20,20 @@ OURS = __package__.partition(".")[0]  # whose global names do not change
 def frozen(value, known: dict | None = None):
     """The copy. known: those that were made so far, by the id of what they are of, as `copy.deepcopy` takes them."""
     known = {} if known is None else known
+    if isinstance(value, types.FunctionType):
+        return known.get(id(value)) or _function(value, known)
     if isinstance(value, (types.ModuleType, type, Value)):
         return value
-    if not isinstance(value, types.FunctionType):
-        try:
-            return copy.deepcopy(value, known)
-        except Exception:  # whatever an object of the user's raises when it is asked what it consists of
-            return value
+    try:
+        return copy.deepcopy(value, known)
+    except Exception:  # whatever an object of the user's raises when it is asked what it consists of
+        return value
+
+
+def _function(value: types.FunctionType, known: dict) -> types.FunctionType:
     ours, there = str(value.__module__).partition(".")[0] == OURS, value.__globals__
-    if id(value) in known or not ours and any(x in value.__code__.co_filename for x in LIBRARIES):
-        return known.get(id(value), value)
+    if not ours and any(x in value.__code__.co_filename for x in LIBRARIES):
+        return value
     cells = tuple(types.CellType() for _ in value.__closure__ or ())
     scope = there if ours else {"__builtins__": value.__builtins__}
     made = known[id(value)] = types.FunctionType(value.__code__, scope, value.__name__, closure=cells)
