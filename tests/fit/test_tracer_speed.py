@@ -48,7 +48,7 @@ def test_few_calls_take_what_all_of_them_do(monkeypatch, number):
     found = peaks(case, card)
     monkeypatch.setattr(tracer_shortcuts, "few_starts", steps.starts)
     monkeypatch.setattr(tracer_shortcuts, "EACH", 1 << 30)
-    monkeypatch.setattr(tracer, "_kind", lambda func: None)
+    monkeypatch.setattr(tracer, "_written", lambda func: None)
     assert peaks(case, card) == found
 
 

@@ -1,4 +1,4 @@
-"""What is found out about a pattern is kept with it, and found by one that is equal; see also test_fingerprint."""
+"""What is found out about a pattern is kept with it, and found by one that is equal; see also test_frozen."""
 
 import copy
 

@@ -156,14 +156,15 @@ def test_a_failed_allocation_leaves_nothing_alive():
 
 
 def test_ceilings_of_this_cpu():
-    from workbench.probes.roofline import ceilings, flops
+    from workbench.probes.roofline import ceilings, operations
 
     got = ceilings("cpu", seconds=0.5)
     side, best = got["matmul_size"]["float32"], min(got["samples_ms"]["float32"])
     assert got["matmul_tflops"]["float32"] == pytest.approx(2 * side**3 / (best * 1e-3) / 1e12)
     assert 1e-5 < got["matmul_tflops"]["float32"] < 100 and 0.1 < got["copy_gbs"] < 5000
     assert math.isclose(got["copy_gbs"], 2 * got["copy_bytes"] / (min(got["samples_ms"]["copy"]) * 1e-3) / 1e9)
-    assert flops(10, 64) == 4 * 64 * 10 and flops(10, 64, "fwdbwd", batch=2) == 14 * 64 * 10 * 2
+    for mode, many in (("fwd", 4), ("fwdbwd", 14)):  # of 50 pairs in each of 3
+        assert operations(Case(wb.Dense(), 5, 2, 64, mode=mode, batch=3)) == many * 64 * 50 * 3
 
 
 MB = 1 << 20

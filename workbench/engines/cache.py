@@ -129,7 +129,7 @@ class Held(Looked):
 
     def __init__(self, pattern: Pattern, at: Tensor, n: int):
         self.pattern, self.at, self.n = pattern, at, n
-        self.same_heads, self.function, self.divisor = pattern.same_heads, pattern.function, pattern.divisor
+        self.same_heads, self.divisor = pattern.same_heads, pattern.divisor
 
     def count(self, h, i, j, n, heads):
         at = self.at.to(i.device)

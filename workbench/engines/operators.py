@@ -98,7 +98,6 @@ def define(name: str, forward: Callable, backward: Callable, more: str = "", num
     def keep(ctx, inputs, output):
         ctx.handle, *ctx.numbers = inputs[many:]
         ctx.pattern = LIVING[ctx.handle]  # keeps it alive until the backward
-        ctx.asked = ctx.pattern.fingerprint()
         ctx.save_for_backward(*inputs[:many], *output)
         ctx.set_materialize_grads(False)
 
@@ -106,7 +105,6 @@ def define(name: str, forward: Callable, backward: Callable, more: str = "", num
         rest = (None,) * (1 + len(ctx.numbers))
         if grad is None and grad_lse is None:
             return (None,) * many + rest
-        ctx.pattern.unchanged(ctx.asked)
         *inputs, out, lse = ctx.saved_tensors
         grad = torch.zeros_like(out) if grad is None else grad
         found = attend_backward(grad, grad_lse, *inputs, out, lse, ctx.handle, *ctx.numbers)

@@ -21,7 +21,7 @@ from workbench.distributed.group import OneStream, Ranks
 from workbench.distributed.halo import queries_of
 from workbench.distributed.shards import Shards
 from workbench.fit.cards import VIRTUAL, Card
-from workbench.fit.fake_cuda import CUDA, META, OnCard
+from workbench.fit.fake_cuda import CUDA, META
 from workbench.probes.case import Case
 
 
@@ -75,19 +75,10 @@ class Lone(Ranks):
         return OneStream()
 
     def streams(self, device) -> OneStream:
-        return OnOneStream(self.card)
+        return OneStream()
 
     @contextlib.contextmanager
     def unfollowed(self):
         """It takes a third of the time so."""
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             yield
-
-
-class OnOneStream(OneStream):
-    def __init__(self, card: Card):
-        self.card = card
-
-    def joined(self):
-        """A backward runs outside of what tells a program that it is on a card."""
-        return OnCard(self.card)

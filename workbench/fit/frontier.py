@@ -185,7 +185,6 @@ def _card(card, device: str):
     return cards.from_device(device) if device.startswith("cuda") else None
 
 
-HIDDEN = ("scratch of", "cuBLAS workspace")  # how `probes.trace` names them
 FOUND = ("backend", "peak_bytes", "reserved_bytes", "extra_bytes", "median_ms", "valid")
 PREDICTED = {"n": "n", "limiter": "limiter", "error": "error", "bytes": "reserved_bytes", "ms": "milliseconds"}
 
@@ -235,14 +234,8 @@ def _trace(case: Case, card, **place) -> estimate.Estimate:
     if case.backend == "auto":
         q, k = (torch.empty(1, 1, h, case.head_dim, dtype=case.dtype) for h in (case.heads, case.kv_heads))
         case = replace(case, backend=dispatch.choose("auto", q, k, k, case.pattern)[0])
-    card = replace(cards.find("h100") if card is None else card, key=cards.VIRTUAL)
-    found = estimate.trace(case, card, **place)
-    hidden = {x.id for x in found.events if x.name.startswith(HIDDEN)}
-    events = [x for x in found.events if x.id not in hidden]
-    used = allocator.replay(events)
-    return replace(
-        found, events=events, requested_bytes=used.peak_requested, reserved_bytes=used.peak_reserved, milliseconds=None
-    )
+    card = cards.find("h100") if card is None else card
+    return estimate.trace(case, replace(card, key=cards.VIRTUAL, matmul_tflops={}), **place)
 
 
 def _measured(at: Lengths, asked: dict, where: dict, recorder, say) -> dict:

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from workbench.engines import fa4_backend, operators, torch_backend, torch_rules, triton_backend  # noqa: F401 (ops)
 from workbench.engines.torch.fused import OFFSETS, span
 from workbench.fit import workspace
-from workbench.fit.cards import Card
+from workbench.fit.cards import VIRTUAL, Card
 from workbench.fit.fake_cuda import CUDA, META, CannotTrace, OnCard, impersonate
 from workbench.fit.tracer_shortcuts import Shortcuts
 from workbench.probes.case import Case
@@ -139,8 +139,8 @@ class Births(TorchDispatchMode):
         return False  # torch.compile is not followed, and to forbid it takes time at every call
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """One of our operators runs as Python. Of torch's, views and those that return an argument make no storage; all
-        others are followed."""
+        """One of our operators runs as Python. Of torch's, what only writes to an argument makes no storage; all others
+        are followed."""
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if func in operators.BODIES:  # an operator of ours: its Python, as it runs on the card
             with self, self.functions:
@@ -149,12 +149,11 @@ class Births(TorchDispatchMode):
                 self.rename(x, word)
             return out
         with torch._C.DisableTorchFunction():  # nothing here asks for a device, and the function mode takes time
-            kind = _kind(func)
-            if kind == "view":
-                return func(*args, **kwargs)
-            of = args[0][0] if kind == "of each" else args[0] if args else None
-            if kind is not None and of.is_meta:  # many are slow Python without data, and the result is an argument
-                return {"out": kwargs.get("out"), "of each": None}.get(kind, of)
+            into = kwargs.get(written, *args[:1]) if (written := _written(func)) else None
+            first = into[0] if isinstance(into, (list, tuple)) else into
+            if isinstance(first, Tensor) and first.is_meta and first.numel():  # many are slow Python without data
+                self.hidden(name, args)
+                return into if func._schema.returns else None
             return self.follow(func, name, args, kwargs)
 
     def follow(self, func, name: str, args, kwargs):
@@ -236,7 +235,10 @@ class Births(TorchDispatchMode):
         """Note what the kernel of an operator takes beside its results, and frees again at its end.
 
         `workspace.of` gives it in steps: the bytes of a block that is taken, or ~i where the i-th block is freed early.
+        What a kernel of the CPU takes for itself is not on a `VirtualCard`.
         """
+        if self.card.key == VIRTUAL:
+            return
         if name in workspace.MATRIX_PRODUCTS and self.card.workspace_bytes:
             backward = torch._C._current_graph_task_id() != -1  # on a card that has a thread and so a handle of its own
             if backward not in self.workspaces:
@@ -267,12 +269,6 @@ EFFICIENT = "_scaled_dot_product_efficient_attention"
 ASKED_FOR_LSE = {"_scaled_dot_product_cudnn_attention", EFFICIENT}
 
 
-VIEWS = {"select", "slice", "split", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view"}
-WRITERS = {
-    "cumsum", "floor_divide", "index_add_", "index_copy_", "index_select", "logsumexp", "masked_fill_", "matmul", "sum",
-}  # in place or to an "out", beside what works element by element  # fmt: skip
-
-
 @functools.cache
 def _functional(func) -> bool:
     """Whether an operator writes to nothing and returns new tensors."""
@@ -291,18 +287,11 @@ def _signature(x):
 
 
 @functools.cache
-def _kind(func) -> str | None:
-    """Of an operator that makes no storage: "view", "in place" (its result is args[0]), "out" (kwargs["out"]), or "of
-    each" tensor of args[0] in place."""
-    name, returns = func.overloadpacket.__name__, func._schema.returns
-    if name in VIEWS:
-        return "view"
-    if name.startswith("_foreach_") and name.endswith("_"):
-        return "of each"
-    if len(returns) != 1 or str(returns[0].type) != "Tensor":
+def _written(func) -> str | None:
+    """Of an operator that makes no storage, as it returns what it writes to, or nothing: that argument's name."""
+    schema = func._schema
+    if not schema.is_mutable or torch.Tag.inplace_view in func.tags or len(schema.returns) > 1:
         return None
-    if torch.Tag.pointwise not in func.tags and name not in WRITERS:
+    if any(x.alias_info is None for x in schema.returns):
         return None
-    if name.endswith("_"):
-        return "in place"
-    return "out" if any(x.name == "out" for x in func._schema.arguments) else None
+    return next((x.name for x in schema.arguments if x.is_out), schema.arguments[0].name)

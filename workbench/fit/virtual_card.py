@@ -84,25 +84,24 @@ class VirtualCard(TorchDispatchMode):
             raise
 
     def run(self, func, args, kwargs, on_meta: dict | None):
-        """Run an operator on the CPU, its results allocated before if running it on_meta tells how large they are."""
-        allocator = self.settled()
+        """Run an operator on the CPU, once there is room for its results, if running it on_meta tells their sizes."""
+        allocator, tried = self.settled(), []
         for x in _tensors((args, kwargs)):
             self.count(x)
-        places = []
         try:
             for nbytes in () if on_meta is None else _sizes(func, args, kwargs, on_meta):
-                places.append((nbytes, allocator.malloc(nbytes)))
-            out = func(*args, **kwargs)
-            self.settled()
-            for x in _tensors(out):
-                self.count(x, places)
+                tried.append(allocator.malloc(nbytes))
         finally:
-            for _, block in places:
+            for block in tried:
                 allocator.free(block)
+        out = func(*args, **kwargs)
+        self.settled()
+        for x in _tensors(out):
+            self.count(x)
         return out
 
-    def count(self, x: Tensor, places: list[tuple] | None = None) -> None:
-        """Put the storage of x on the allocator, if it is not there with its size: in the first place, if it fits."""
+    def count(self, x: Tensor) -> None:
+        """Put the storage of x on the allocator, if it is not there with its size."""
         if not (x.is_cpu and x.layout is torch.strided and torch._C._has_storage(x)):
             return
         storage = x.untyped_storage()
@@ -110,10 +109,7 @@ class VirtualCard(TorchDispatchMode):
         before = self.known.get(address)
         if before is not None and before[0] == nbytes:
             return
-        if before is None and places and places[0][0] == nbytes:
-            self.known[address] = places.pop(0)
-        else:
-            self.known[address] = nbytes, self.allocator.malloc(nbytes)
+        self.known[address] = nbytes, self.allocator.malloc(nbytes)
         if before is None:
             weakref.finalize(storage, self.dead.append, address)
         else:  # resized: its old memory goes once it is copied

@@ -37,11 +37,6 @@ class _Made(Listed):
         if sizes:
             self.block_size = tuple(math.lcm(*each) for each in zip(*sizes, strict=True))
 
-    @property
-    def function(self):
-        """What the functions of its parts can read."""
-        return tuple(part.function for part in self.of if part.function is not None) or None
-
     def for_batch(self, b):
         if self.batch is None:
             return self

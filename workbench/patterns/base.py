@@ -17,7 +17,6 @@ from torch import Tensor
 
 from workbench.patterns import tables
 from workbench.patterns.checks import LIVING, Value, axes, on_host, whole
-from workbench.patterns.fingerprint import Fingerprint, fingerprint
 
 T = TypeVar("T")
 TILE = 1 << 22  # pairs in a tile of a generic count: 32 MB of int64
@@ -135,15 +134,13 @@ class Pattern(Value):
     """What attends to what. Subclasses define `count` and `_blocks`, and override what they have a closed form for.
 
     Every method takes `n` (keys), `heads` (query heads) and `nq` (queries: the last nq of the n positions; default n).
-    A pattern does not change once it is made; tensors that it is made of are copied. What a user's function reads may
-    change: everything kept with the pattern is then made again. A function that changes what it reads itself, or reads
-    what nobody else can (an open file), is asked anew at every call, and trusted to answer a backward as its forward.
+    A pattern does not change once it is made: tensors that it is made of are copied, and so is what a user's function
+    reads (`patterns.frozen`).
     """
 
     causal = False
     same_heads = False  # whether all heads see the same, however many there are
     batch: int | None = None  # the batch size where the pattern differs by batch entry
-    function: Callable | None = None  # a user's, which `count` asks
     sees_itself = False  # whether every query sees its own key
     everywhere = False  # whether its blocks come from looking at all pairs
     by_value = False  # whether a few numbers say all of it, of this class itself: an equal one finds what was kept
@@ -173,35 +170,17 @@ class Pattern(Value):
     def kept(self, what: str, key: tuple, make: Callable[[], T]) -> T:
         """make(), kept with the pattern as `what` and by its key: of the sizes that were asked for last.
 
-        Made again too where the pattern's function may answer otherwise than it did. Made `on_host`.
+        Made `on_host`.
         """
-        now, held = self.fingerprint().digest, self._kept.setdefault(what, {})
-        found = held.pop(key, None)
-        if found is None or found[0] != now:
-            found = None  # the last one goes before the next is made
-            tables.make_room(held)
+        held = self._kept.setdefault(what, {})
+        try:
+            found = held.pop(key)
+        except KeyError:
+            tables.make_room(held)  # the last one goes before the next is made
             with on_host():
-                made = make()
-            steady = self.fingerprint().digest == now
-            self._kept["steady"] = steady
-            found = now if steady else None, made
+                found = make()
         held[key] = found
-        return found[1]
-
-    def fingerprint(self) -> Fingerprint:
-        """Of all that the pattern's function can read."""
-        found = fingerprint(self.function)
-        self._kept["held"] = found.held
         return found
-
-    def unchanged(self, then: Fingerprint) -> None:
-        """RuntimeError where the function may not answer as it did in the forward, whose fingerprint `then` is."""
-        now = self.fingerprint()
-        if now.known() and then.known() and now.digest != then.digest and self._kept.get("steady", True):
-            raise RuntimeError(
-                f"what the function of {self!r} reads has changed since the forward, so its gradient cannot be "
-                "computed: change it after the backward, or give the forward a copy"
-            )
 
     def answer(self, question: Callable[..., T], *args) -> T:
         """question(self, *args), which torch.compile asks once, for this pattern, and takes as a constant."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from workbench.patterns.checks import flag
+from workbench.patterns.frozen import frozen
 from workbench.patterns.listed import Looked
 
 
@@ -15,21 +16,31 @@ class Predicate(Looked):
 
     fn takes broadcastable int64 tensors (head, query, key: absolute positions) and returns a bool tensor that
     broadcasts with them. It is evaluated in tiles: N^2 work, bounded memory, progress on stderr where it takes long.
+    It answers as it does when the pattern is made: what it reads is copied then (`patterns.frozen`).
     Its repr names fn and does not evaluate; pickle takes only an fn defined with def in a module, copies take any.
     """
 
     def __init__(self, fn, causal: bool = False):
         if not callable(fn):
             raise ValueError(f"fn={fn!r}: want a function of (h, i, j)")
-        self.fn = fn
+        self.fn, self.asked = fn, frozen(fn)
         self.causal = flag("causal", causal)
 
-    @property
-    def function(self):
-        return self.fn
+    def __getstate__(self):  # the copy of a function has no name in a module, by which pickle could find it
+        return {k: v for k, v in super().__getstate__().items() if k != "asked"}
+
+    def __setstate__(self, state):
+        super().__setstate__({"asked": frozen(state["fn"])} | state)
+
+    def __copy__(self, memo=None):
+        made = type(self).__new__(type(self))
+        made.__setstate__(self.__getstate__() | {"asked": self.asked})
+        return made
+
+    __deepcopy__ = __copy__
 
     def count(self, h, i, j, n, heads):
-        seen = evaluate(self.fn, h, i, j)
+        seen = evaluate(self.asked, h, i, j)
         return seen & (j <= i) if self.causal else seen
 
     def spec(self):

@@ -45,16 +45,8 @@ def ceilings(device: str = "cpu", seconds: float = 2.0) -> dict:
     }  # fmt: skip
 
 
-def flops(pairs: int, head_dim: int, mode: str = "fwd", batch: int = 1) -> int:
-    """Operations of the matrix products of attention over these pairs: 4 x pairs x head_dim forward, 14 with backward.
-
-    Two products forward and five backward (the scores once again, dv, dp, dq, dk), of 2 operations a pair and channel.
-    """
-    return PASSES[checks.choice("mode", mode, *PASSES)] * 2 * pairs * head_dim * batch
-
-
 def rates(rows: pd.DataFrame, pairs: str = "pairs") -> pd.Series:
-    """TFLOP/s of records' rows over the pairs in a column: `flops` over median_ms; nan where something is absent."""
+    """TFLOP/s of records' rows over the pairs in a column: operations over median_ms; nan where something is absent."""
     known = rows[["head_dim", "batch", pairs, "median_ms"]].astype(float)
     passes = rows["mode"].map(PASSES).astype(float)
     return 2 * passes * known["head_dim"] * known["batch"] * known[pairs] / known["median_ms"] / 1e9
@@ -69,10 +61,14 @@ def intensities(rows: pd.DataFrame) -> pd.Series:
 
 
 def operations(case: Case) -> int:
-    """`flops` of the pairs that are computed: those that attend; of a neighborhood all pairs of its blocks."""
+    """Operations of the matrix products over what pairs are computed: 4 x pairs x head_dim forward, 14 with backward.
+
+    The pairs are those that attend; of a neighborhood all pairs of its blocks. Two products forward and five backward
+    (the scores once again, dv, dp, dq, dk), of 2 operations a pair and channel.
+    """
     pairs = block_pairs(case) if isinstance(case.pattern, Neighborhood) else None
     pairs = case.pattern.pairs(case.n, case.heads, case.nq) if pairs is None else pairs
-    return flops(pairs, case.head_dim, case.mode, case.batch)
+    return PASSES[case.mode] * 2 * pairs * case.head_dim * case.batch
 
 
 def block_pairs(case: Case) -> int:

@@ -76,42 +76,16 @@ def _(pattern: Neighborhood, h, i, n, heads):
 
 def queries(pattern, h: int, j: int, n: int, heads: int, nq: int, chunk: int) -> Iterator[Tensor]:
     """int64 (m), m at most `chunk`: the queries of head h that see key j, each as often as it does."""
-    counted = not isinstance(pattern, (Dense, Dilated))
-    for some in _candidates(pattern, h, j, n, heads):
-        for piece in cut(some, chunk):
-            i = tensor(piece)
-            i = i[(i >= n - nq) & ((i >= j) | (counted or not pattern.causal))]
-            if counted and len(i):
-                i = i.repeat_interleave(_counted(pattern, h, n, heads)(i, torch.tensor([j])).long())
-            if len(i):
-                yield i
-
-
-@singledispatch
-def _candidates(pattern, h: int, j: int, n: int, heads: int) -> Iterator[range | Tensor]:
-    """Positions among which all queries are that see key j; exactly those (causality aside) for Dense and Dilated."""
-    yield range(n)
-
-
-@_candidates.register
-def _(pattern: Dilated, h, j, n, heads):
-    for part in parts(pattern, h, torch.tensor([j]), n, heads):
-        yield part.keys  # a branch keeps the same positions for queries as for keys
-
-
-@_candidates.register
-def _(pattern: Neighborhood, h, j, n, heads):
-    yield next(parts(pattern, h, torch.tensor([j]), n, heads)).keys
-
-
-@_candidates.register
-def _(pattern: BlockSparse, h, j, n, heads):
-    a, c = pattern.block_size
-    grid = -(-n // a), -(-n // c)
-    for rows in cut(range(grid[0]), max(1, CHUNK // grid[1])):  # a random layout draws whole rows
-        rows = tensor(rows)
-        visible = pattern.layout.visible(torch.tensor(h), rows, torch.tensor(j // c), grid)
-        yield _positions(rows[visible], a, n)
+    counted, among = not isinstance(pattern, (Dense, Dilated)), [range(n)]
+    if isinstance(pattern, Dilated):  # a branch keeps the same positions for queries as for keys
+        among = [part.keys for part in parts(pattern, h, torch.tensor([j]), n, heads)]
+    for piece in (piece for some in among for piece in cut(some, chunk)):
+        i = tensor(piece)
+        i = i[(i >= n - nq) & ((i >= j) | (counted or not pattern.causal))]
+        if counted and len(i):
+            i = i.repeat_interleave(_counted(pattern, h, n, heads)(i, torch.tensor([j])).long())
+        if len(i):
+            yield i
 
 
 def _positions(blocks: Tensor, size: int, n: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""What a pattern's function reads may change: what is kept with the pattern is then made again."""
+"""Patterns do not change once they are made, whatever becomes of what they were made of."""
 
-import functools
-import threading
+import copy
+import pickle
 import types
 
 import numpy as np
@@ -11,83 +11,78 @@ import torch
 import workbench as wb
 from tests.tools import refused
 from workbench import attention, layouts
+from workbench.analysis import locality
 from workbench.patterns import orderings
-from workbench.patterns.fingerprint import fingerprint
+from workbench.patterns.frozen import frozen
 
-LIMIT, FLAGS = 4, types.ModuleType("flags")
-FLAGS.limit = FLAGS.most = 1
+LIMIT, LIMITS = 4, {"one": 1}
 
 
 def helper(i):
-    return (i < LIMIT) & (i < FLAGS.most)
+    return i < LIMIT
+
+
+def by_itself(h, i, j):
+    return i < by_itself.limit
+
+
+by_itself.limit = 2
+
+
+def with_default(h, i, j, *, limits=LIMITS):
+    return i < limits["one"]
 
 
 class Window:
-    wide = 3
-
     def __init__(self):
         self.limit = 1
 
-    @property
-    def reach(self):
-        return self.limit + self.wide
-
     def __call__(self, h, i, j):
-        return (i - j).abs() < self.reach
+        return (i - j).abs() < self.limit
 
     def method(self, h, i, j):
         return self(h, i, j)
 
 
-def with_default(h, i, j, limits={"one": 1}):  # noqa: B006
-    return i < limits["one"]
-
-
-class Wrapper:
-    def __init__(self, function, limits):
-        functools.update_wrapper(self, function)
-        self.limits = limits
-
-    def __call__(self, *where):
-        return self.__wrapped__(*where) & (where[1] < self.limits[0])
-
-
 def cases():
     """name -> (a function, a change of what it reads)."""
     yield "tensor", (lambda t: (lambda h, i, j: t[i], lambda: t.zero_()))(torch.ones(8, dtype=torch.bfloat16))
-    yield "list", (lambda x: (lambda h, i, j: x[0] < i, lambda: x.append(7)))([1])
-    yield "global", (lambda h, i, j: i < LIMIT, lambda: globals().update(LIMIT=LIMIT + 1))
-    yield "called function", (lambda h, i, j: helper(i), lambda: globals().update(LIMIT=LIMIT + 1))
-    wrapper = Wrapper(lambda h, i, j: i < 3, [1])
-    yield "wrapper", (wrapper, lambda: wrapper.limits.insert(0, 2))
-    yield "module", (lambda h, i, j: i < FLAGS.limit, lambda: setattr(FLAGS, "limit", 5))
-    yield "module, by another function", (lambda h, i, j: helper(i) & FLAGS.limit, lambda: setattr(FLAGS, "most", 5))
-    yield "cached", (functools.cache(lambda h, i, j: i < LIMIT), lambda: globals().update(LIMIT=LIMIT + 1))
+    yield "list", (lambda x: (lambda h, i, j: x[-1] < i, lambda: x.append(7)))([1])
+    yield "global", (lambda h, i, j: i < LIMIT, lambda: globals().update(LIMIT=LIMIT - 2))
+    yield "called function", (lambda h, i, j: helper(i), lambda: globals().update(LIMIT=LIMIT - 2))
+    yield "inner function", (lambda h, i, j: (lambda: i < LIMIT)(), lambda: globals().update(LIMIT=LIMIT - 2))
     window = Window()
     yield "object", (window, lambda: setattr(window, "limit", 2))
     yield "bound method", (window.method, lambda: setattr(window, "limit", 3))
-    yield "class", (window, lambda: setattr(Window, "wide", 4))
-    yield "default", (with_default, lambda: with_default.__defaults__[0].update(one=2))
-    generator = np.random.default_rng(0)
-    yield "random state", (lambda h, i, j: i < generator.integers(9), lambda: generator.integers(9))
+    yield "default", (with_default, lambda: LIMITS.update(one=6))
+    yield "attribute", (by_itself, lambda: setattr(by_itself, "limit", 4))
 
 
 CASES = dict(cases())
+PLACE = torch.tensor(0), torch.arange(8), torch.arange(8)[:, None]
 
 
 @pytest.mark.parametrize("function, change", CASES.values(), ids=CASES)
-def test_a_fingerprint_changes_with_what_a_function_reads_and_only_then(function, change):
-    before = fingerprint(function)
-    assert before.known() and fingerprint(function).digest == before.digest
+def test_what_a_function_reads_is_copied(function, change):
+    was = globals()["LIMIT"]
+    made, before = frozen(function), function(*PLACE).clone()
     change()
-    assert fingerprint(function).digest != before.digest
+    try:
+        assert torch.equal(made(*PLACE), before) and not torch.equal(function(*PLACE), before)
+    finally:
+        globals()["LIMIT"] = was
 
 
-def test_what_cannot_be_read_is_not_known():
-    lock, steps = threading.Lock(), iter(x for x in range(3))
-    for function in (lambda h, i, j: lock, lambda h, i, j: next(steps)):
-        assert not fingerprint(function).known()
-        assert fingerprint(function).digest != fingerprint(function).digest
+def test_what_needs_no_copy_or_has_none_is_read_where_it_is():
+    steps, flags, window = iter(x for x in range(3)), types.ModuleType("flags"), wb.Window(3)
+    assert frozen(lambda: (steps, flags, window))() == (steps, flags, window)
+    assert frozen(torch.nn.functional.pad) is torch.nn.functional.pad
+    later = [lambda: unfilled]
+    made = frozen(later[0])
+    with pytest.raises(NameError):
+        made()
+    unfilled = 1
+    assert later[0]() == 1
 
 
 def inputs(n=256, grad=False):
@@ -96,50 +91,46 @@ def inputs(n=256, grad=False):
 
 
 @pytest.mark.parametrize("kind", ["predicate", "block-sparse"])
-def test_attention_follows_what_the_function_reads(kind):
+def test_attention_its_gradients_and_copies_are_of_the_pattern_as_it_was_made(kind):
     document = torch.arange(256) // 128
     same = lambda h, i, j: document[i] == document[j]  # noqa: E731
     pattern = wb.Predicate(same) if kind == "predicate" else wb.BlockSparse(layouts.local(9), 64) & wb.Predicate(same)
-    q, k, v = inputs()
-    for change in (lambda: None, lambda: document.zero_(), lambda: document.data.copy_(torch.arange(256) // 32)):
-        change()
-        torch.testing.assert_close(attention(q, k, v, pattern), wb.reference(q, k, v, pattern)[0])
-
-
-def test_blocks_are_found_once_while_nothing_changes(monkeypatch):
-    width = [3]
-    pattern = wb.Predicate(lambda h, i, j: (i - j).abs() < width[0])
-    found = []
-    right = wb.Predicate._blocks
-    monkeypatch.setattr(wb.Predicate, "_blocks", lambda *sizes: found.append(1) or right(*sizes))
-    q, k, v = inputs(64)
-    attention(q, k, v, pattern)
-    attention(q, k, v, pattern)
-    assert len(found) == 1
-    width[0] = 5
-    torch.testing.assert_close(attention(q, k, v, pattern), wb.reference(q, k, v, pattern)[0])
-    assert len(found) == 2
-
-
-def test_a_backward_refuses_what_changed_since_its_forward():
-    document = torch.arange(64) // 32
-    pattern = wb.Predicate(lambda h, i, j: document[i] == document[j])
-    q, k, v = inputs(64, grad=True)
-    attention(q, k, v, pattern).sum().backward()
+    q, k, v = inputs(grad=True)
+    want = wb.reference(q, k, v, pattern)[0]
+    gradients = torch.autograd.grad(want.sum(), (q, k, v))
     out = attention(q, k, v, pattern)
     document.zero_()
-    with pytest.raises(RuntimeError, match="changed since the forward"):
-        out.sum().backward()
+    for found in (out, *(attention(q, k, v, x) for x in (pattern, copy.copy(pattern), copy.deepcopy(pattern)))):
+        torch.testing.assert_close(found, want)
+        for x, y in zip(torch.autograd.grad(found.sum(), (q, k, v)), gradients, strict=True):
+            torch.testing.assert_close(x, y)
+    assert pattern.pairs(256, 1) == 256 * 128
 
 
-def test_a_function_that_changes_what_it_reads_is_asked_anew_and_differentiated():
-    asked = []
-    pattern = wb.Predicate(lambda h, i, j: asked.append(1) or (i - j).abs() < 3)
-    q, k, v = inputs(64, grad=True)
+def test_what_functions_of_this_package_are_given_is_copied():
+    curve = torch.arange(64).flip(0)
+    pattern = locality.reordered(wb.Window(3, True), curve)
+    before = pattern.multiplicity(64, 1)
+    curve.zero_()
+    assert torch.equal(pattern.multiplicity(64, 1), before)
+
+
+def test_another_process_is_given_a_function_by_its_name(monkeypatch):
+    pattern = wb.Predicate(helper_of_three)
+    monkeypatch.setitem(globals(), "LIMIT", 3)
+    assert pickle.loads(pickle.dumps(pattern)).pairs(8, 1) == 3 * 8 and pattern.pairs(8, 1) == 4 * 8
+
+
+def helper_of_three(h, i, j):
+    return helper(i)
+
+
+def test_blocks_are_found_once(monkeypatch):
+    pattern, found, right = wb.Predicate(lambda h, i, j: (i - j).abs() < 3), [], wb.Predicate._blocks
+    monkeypatch.setattr(wb.Predicate, "_blocks", lambda *sizes: found.append(1) or right(*sizes))
     for _ in range(2):
-        before = len(asked)
-        attention(q, k, v, pattern).sum().backward()
-        assert len(asked) > before
+        attention(*inputs(64), pattern)
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(
