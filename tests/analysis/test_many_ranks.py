@@ -58,7 +58,7 @@ def test_the_model_says_how_far_it_is_off():
     one = {"pattern": "dense", "N": 256, "ranks": 2, "measured (ms)": 5.0, "modelled (ms)": 4.5, "off by (%)": 9.8}
     (said,) = many_ranks.model_error(pd.DataFrame([one, one | {"off by (%)": 3.0}]).set_index("pattern"))
     assert said.startswith("The model of many ranks (rates of the link and of one card) against 2 measured forwards")
-    assert "2 measured forwards: max error **9.8%**, half of them within 9.8%. The worst: dense, N = 256, 2" in said
+    assert "2 measured forwards: largest error **9.8%**, half of them within 9.8%. The worst: dense, N = 256, 2" in said
     said = many_ranks.model_error(pd.DataFrame([one | {"off by (%)": 12.0}, one]).set_index("pattern"), "rank")
     assert said[1] == "**Off by more than 10% in 1 of 2**: do not read the curves closer than that."
     assert many_ranks.model_error(pd.DataFrame()) == ["No time of the model was measured here."]

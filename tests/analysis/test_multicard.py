@@ -97,9 +97,9 @@ def test_a_summary_has_a_column_a_strategy(rows):
 
 
 def test_bytes_are_the_plans_only_where_every_rank_says_so(rows):
-    assert "**10 of 10**" in words.as_planned(rows)
+    assert "**10 of 10 calls**" in words.as_planned(rows)
     rows.at[3, "sent_bytes"] = [512, 511]
-    assert "**9 of 10**" in words.as_planned(rows)
+    assert "**9 of 10 calls**" in words.as_planned(rows)
 
 
 def test_one_sequence_in_shares_of_the_batch_has_an_idle_card(rows):

@@ -105,8 +105,8 @@ def test_the_headline_is_a_range_or_no_gain():
 def test_engines_are_named_by_their_kernels():
     rows = pd.DataFrame(case(sequence=5)).assign(kernel=["cudnn_sdpa_sm90", None, None, "kernel_cutlass_flash_fwd"])
     assert words.computed_by(rows) == [
-        "Most of the time is **cuDNN**'s: one device for dense.",
-        "Most of the time is **FlashAttention-4**'s: sequence for dense.",
+        "**cuDNN** takes most of the time of one device for dense.",
+        "**FlashAttention-4** takes most of the time of sequence for dense.",
     ]
     assert words.computed_by(rows.assign(kernel=None)) == []
 

@@ -25,9 +25,9 @@ def test_sentences_are_of_the_rows():
         f"**{headline}**, 281 TFLOP/s"
     )
     assert said[1].startswith("1,073,741,824 tokens do not fit on the card at once")
-    assert "take 400,000 s of dense attention, 20 s of LongNet" in said[2]
+    assert "dense attention 400,000 s and LongNet 20 s; LongNet's copies 0.5 s, meanwhile" in said[2]
     assert "takes **1.10 times** as long as in memory (1,048,576 tokens, forward, in 1.00 GiB)" in said[3]
-    assert said[4] == "Here 2 runs of up to 1,024 tokens were checked at 15 sampled rows: not all right."
+    assert said[4] == "Here 15 sampled rows of 2 runs of up to 1,024 tokens were checked: not all right."
     said, headline = streams.answer(BESIDE, PLANS[:1], RUNS[:0], TOOK)
     assert headline == "1,073,741,824 tokens planned on one card" and len(said) == 2
 

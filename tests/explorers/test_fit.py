@@ -34,7 +34,7 @@ def test_the_page_computes_bytes_and_times_as_python_does(model):
     for _ in range(200):
         words, way, card, world, n, *rest = programs.drawn(random, DATA, fit.WORLDS)
         asked.append([setting(card, world, n, *rest), way, n])
-        steps = programs.program_of(DATA, words, card, world, rest[0])
+        steps = programs.program_of(DATA, words, card, world, *rest[:2])
         ms = estimate.milliseconds(fit.case(way, n, *rest), card, way.split(", ")[1]) if world == 1 else None
         want.append((programs.reserved(steps, world, n, *rest), ms))
     found = model(f"{json.dumps(asked)}.map(([s, way, n]) => [model.reserved(s, way, n, Infinity), "

@@ -8,7 +8,7 @@ import torch
 from workbench import streaming
 from workbench.fit import cards
 from workbench.harness import records
-from workbench.harness.narrate import MODES
+from workbench.harness.narrate import MODES, counted, listed, times
 from workbench.patterns import Dense, Pattern, from_spec
 from workbench.patterns.dilated import geometric
 from workbench.streaming import measure
@@ -88,26 +88,29 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
     if len(layers):
         best = layers.loc[layers["n"].idxmax()]
         headline = f"{int(best['n']):,} tokens on one card in {best['seconds']:.1f} s"
-        said.append(f"**{headline}**, {best['tflops']:.0f} TFLOP/s, on record.")
+        said.append(f"**{headline}**, {best['tflops']:.0f} TFLOP/s, a layer, on record.")
     if len(long := plans[~plans["fits_in_memory"]]):
-        said.append(f"{int(long['n'].min()):,} tokens do not fit on the card at once; streamed, {last['n']:,} take "
+        least = int(long["n"].min())
+        those = "they" if least == last["n"] else f"{last['n']:,}"
+        said.append(f"{least:,} tokens do not fit on the card at once; streamed, {those} take "
                     f"{last['streamed_gib']:.2f} GiB of it.")  # fmt: skip
-    copies = f"its copies {_figure(last['traffic_s'])} s, during the computation"
-    if dense["products_s"]:
-        both = [_figure(x["products_s"]) for x in (dense, last)]
-        copies = f"{both[0]} s of dense attention, {both[1]} s of LongNet and {copies}"
-    said.append(f"Modelled: {last['n']:,} tokens take {copies}.")
+    each = {"dense attention": dense["products_s"], "LongNet": last["products_s"]}
+    each = [f"{name} {_figure(s)} s" for name, s in each.items() if pd.notna(s)]
+    takes = f"{listed(each)}; " if each else ""
+    said.append(f"Modelled for {last['n']:,} tokens: {takes}LongNet's copies {_figure(last['traffic_s'])} s, meanwhile.")
     streamed = runs[runs["of_in_memory"].notna() & (runs["execution"] == "streamed")] if len(runs) else runs
     if len(streamed):
         long = streamed.drop_duplicates("mode", keep="last").to_dict("records")
-        times = (f"**{x['of_in_memory']:.2f} times** as long as in memory ({x['n']:,} tokens, {MODES[x['mode']]}, in "
-                 f"{x['peak_bytes'] / GIB:.2f} GiB)" for x in long)  # fmt: skip
+        ratios = (f"{times(x['of_in_memory'], '.2f')} long as in memory ({x['n']:,} tokens, {MODES[x['mode']]}, in "
+                  f"{x['peak_bytes'] / GIB:.2f} GiB)" for x in long)  # fmt: skip
         why = ": a chunk is short enough for kernels that compute each key once, all tokens at once are not"
         faster = all(x["of_in_memory"] < 1 for x in long)
-        said.append(f"Streamed, attention takes {' and '.join(times)}{why * faster}.")
-    right = "all right" if took["right"].all() else "not all right"
-    said.append(f"Here {len(took)} runs of up to {took['n'].max():,} tokens were checked at "
-                f"{took['sampled_rows'].sum():,} sampled rows: {right}.")  # fmt: skip
+        said.append(f"Streamed, attention takes {' and '.join(ratios)}{why * faster}.")
+    checked = took[took["right"].notna()]
+    right = "all right" if checked["right"].all() else "not all right"
+    right += f"; {len(took) - len(checked)} did not run" * (len(checked) < len(took))
+    said.append(f"Here {counted(int(checked['sampled_rows'].sum()), 'sampled row')} of "
+                f"{counted(len(checked), 'run')} of up to {took['n'].max():,} tokens were checked: {right}.")  # fmt: skip
     return said, headline or f"{last['n']:,} tokens planned on one card"
 
 

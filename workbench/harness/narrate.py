@@ -88,6 +88,12 @@ def number(x: float) -> str:
     return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
 
+def times(x: float, form: str = "") -> str:
+    """A ratio before an adjective and its "as": "**3.4 times** as"; "as" where it reads 1, for what is equal."""
+    words = format(x, form) if form else number(x)
+    return "as" if float(words.replace(",", "")) == 1 else f"**{words} times** as"
+
+
 def binary(size: float) -> str:
     """Bytes in the largest unit of 1,024 of which there is one: 64 MiB, 1.25 GiB."""
     power = max(0, min(4, (max(1, int(size)).bit_length() - 1) // 10))
