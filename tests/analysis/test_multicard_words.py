@@ -30,12 +30,12 @@ def test_a_speed_up_is_none_where_more_ranks_take_longer_than_one_device_took_el
     lines = case(nproc=2, alone=122, sequence=153) + case(nproc=4, alone=279, sequence=153)
     assert said(lines).startswith("Dividing the sequence makes none of 1 case faster than one device here")
     best = said(case(nproc=2, alone=122, sequence=97) + case(nproc=4, alone=279, sequence=153))
-    assert "over 2 cards is faster than one device in **1 of 1 case**, by **1.26 times**; the most: dense" in best
+    assert "over 2 cards is faster than one device in **1 of 1 case**: **1.26 times** as fast, the most for " in best
 
 
 def test_the_range_is_told_and_where_another_way_is_ahead():
     found = said(case(sequence=5, heads=4.5) + case("longnet-geometric", 1024, sequence=4.1, heads=6))
-    assert "in **2 of 2 cases**, by **1.60 to 1.95 times**; the most: LongNet, geometric" in found
+    assert "in **2 of 2 cases**: **1.60 to 1.95 times** as fast, the most for LongNet, geometric" in found
     assert found.endswith("in 1 case, the most for dense, forward, N = 256 (heads 1.78, sequence 1.60).")
     assert "ahead" not in said(case(sequence=5, heads=4.95))
     many = said([x for k, ms in enumerate((4.5, 4.9, 4.2, 4.8)) for x in case(n=256 << k, sequence=5, heads=ms)])
@@ -78,7 +78,9 @@ def test_a_slow_card_is_named_and_not_taken_for_a_strategy():
 
 def test_the_longest_is_told_only_of_two_searches_that_ended():
     rows = pd.DataFrame({"status": ["ok", "ok"], "n": [100.0, 195.0], "world": [1, 2]})
-    assert "**1.95 times** that of one: 195 against 100, each found to within 2%" in words.longest(rows, 24, 0.02)
+    found = words.longest(rows, 24, 0.02)
+    assert "is **1.95 times** as long as that of one: 195 against 100, each found to within 2%" in found
+    assert "is as long as that of one: 100 against 100" in words.longest(rows.assign(n=100.0), 24, 0.02)
     for bad in (rows.assign(n=[100.0, None]), rows.assign(status=["ok", "killed"]), rows[:0]):
         assert "nothing to compare" in words.longest(bad, 24, 0.02)
 

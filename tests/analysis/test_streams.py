@@ -4,6 +4,7 @@ import pandas as pd
 
 from workbench.analysis import streams
 from workbench.plots import streams as draw
+from workbench.report import shown
 from workbench.streaming import api
 
 PLANS = pd.DataFrame([
@@ -28,12 +29,16 @@ def test_sentences_are_of_the_rows():
     assert "dense attention 400,000 s and LongNet 20 s; LongNet's copies 0.5 s, meanwhile" in said[2]
     assert "takes **1.10 times** as long as in memory (1,048,576 tokens, forward, in 1.00 GiB)" in said[3]
     assert said[4] == "Here 15 sampled rows of 2 runs of up to 1,024 tokens were checked: not all right."
+    failed = pd.DataFrame([{"n": 2048, "sampled_rows": None, "right": None}, *TOOK.to_dict("records")])
+    said, _ = streams.answer(BESIDE, PLANS, RUNS.assign(of_in_memory=1.0), failed)
+    assert "takes as long as in memory" in said[3] and said[4].endswith("not all right; 1 did not run.")
     said, headline = streams.answer(BESIDE, PLANS[:1], RUNS[:0], TOOK)
     assert headline == "1,073,741,824 tokens planned on one card" and len(said) == 2
 
 
 def test_the_curve_has_a_line_of_each_plan_and_a_dot_of_each_run():
     memory, time = draw.against_n(PLANS, RUNS, "h200").axes
+    assert memory.figure.get_figwidth() * shown.PIXELS < shown.SMALL  # a phone shows all of it
     assert [line.get_label() for line in memory.lines] == ["in memory", "streamed", "all of an H200"]
     dots = {line.get_label(): line.get_ydata().tolist() for line in time.lines}
     assert dots["layer, measured"] == [19.96] and dots["in memory, measured"] == [0.1]

@@ -57,7 +57,7 @@ def by_sequence(rows: pd.DataFrame, what: str = "card") -> list[str]:
     if len(behind):
         x = behind.loc[(behind["speedup"] / behind["rival_speedup"]).astype(float).idxmin()]
         said += (
-            f" Another way is ahead, beyond the intervals, in {counted(len(behind), 'case')}, most for {_case(x)} "
+            f" Another way is ahead, beyond the intervals, in {counted(len(behind), 'case')}, the most for {_case(x)} "
         )
         said += f"({x['rival']} {x['rival_speedup']:.2f}, sequence {x['speedup']:.2f})."
     return [said]
@@ -97,8 +97,8 @@ def between_runs(rows: pd.DataFrame) -> list[str]:
     apart = pd.Series([x["speedup"].max() / x["speedup"].min() - 1 for x in cases])
     within = pd.Series([(x["speedup_high"] / x["speedup_low"]).median() - 1 for x in cases])
     return [
-        f"Between runs, some of them of earlier code, a case's speed-up differs by **{apart.median():.0%}** (the median of "
-        f"{counted(len(cases), 'case')}); within one run its interval is {within.median():.0%} wide."
+        f"Between runs, some of them of earlier code, a case's speed-up differs by **{apart.median():.0%}** (the "
+        f"median of {counted(len(cases), 'case')}); within one run its interval is {within.median():.0%} wide."
     ]
 
 

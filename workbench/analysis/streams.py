@@ -97,7 +97,8 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
     each = {"dense attention": dense["products_s"], "LongNet": last["products_s"]}
     each = [f"{name} {_figure(s)} s" for name, s in each.items() if pd.notna(s)]
     takes = f"{listed(each)}; " if each else ""
-    said.append(f"Modelled for {last['n']:,} tokens: {takes}LongNet's copies {_figure(last['traffic_s'])} s, meanwhile.")
+    copies = f"LongNet's copies {_figure(last['traffic_s'])} s, meanwhile"
+    said.append(f"Modelled for {last['n']:,} tokens: {takes}{copies}.")
     streamed = runs[runs["of_in_memory"].notna() & (runs["execution"] == "streamed")] if len(runs) else runs
     if len(streamed):
         long = streamed.drop_duplicates("mode", keep="last").to_dict("records")
@@ -109,8 +110,8 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
     checked = took[took["right"].notna()]
     right = "all right" if checked["right"].all() else "not all right"
     right += f"; {len(took) - len(checked)} did not run" * (len(checked) < len(took))
-    said.append(f"Here {counted(int(checked['sampled_rows'].sum()), 'sampled row')} of "
-                f"{counted(len(checked), 'run')} of up to {took['n'].max():,} tokens were checked: {right}.")  # fmt: skip
+    rows, ran = int(checked["sampled_rows"].sum()), counted(len(checked), "run")
+    said.append(f"Here {rows:,} sampled rows of {ran} of up to {took['n'].max():,} tokens were checked: {right}.")
     return said, headline or f"{last['n']:,} tokens planned on one card"
 
 
