@@ -67,7 +67,7 @@ def programs_of(way: str, card: cards.Card, kind: tuple, known: dict) -> list | 
         found = [program(way, card, kind, samples) for samples in (ONE, BATCHED, MANY)]
         if not all(found):
             found = [[fitted_reserved(way, card, kind, SEVERAL)]] * 2
-        elif found[2] == found[1]:
+        elif all(reserved(found[1], 1, *x) == reserved(found[2], 1, *x) for x in MANY):
             found.pop()
         known[key] = [found, *(of_cards(way, card, kind, world) for world in WORLDS[1:])]
     return known[key]

@@ -15,7 +15,7 @@ BESIDE = pd.DataFrame([PLANS.iloc[-1].to_dict() | {"pattern": "dense", "products
 RUNS = pd.DataFrame([
     {"n": 1 << 30, "execution": "layer", "mode": "fwd", "seconds": 19.96, "tflops": 281.3},
     {"n": 1 << 20, "execution": "in memory", "mode": "fwd", "seconds": 0.1, "tflops": 283.0, "of_in_memory": 1.0},
-    {"n": 1 << 20, "execution": "streamed", "mode": "fwd", "seconds": 0.11, "of_in_memory": 1.1, "peak_bytes": 1 << 30},
+    {"n": 1 << 20, "execution": "streamed", "mode": "fwd", "seconds": 0.11, "of_in_memory": 1.1, "peak_gib": 1.0},
 ])  # fmt: skip
 TOOK = pd.DataFrame([{"n": 1024, "sampled_rows": 7, "right": True}, {"n": 512, "sampled_rows": 8, "right": False}])
 

@@ -58,8 +58,8 @@ def measured(machine: str) -> pd.DataFrame:
 
 
 def table(found: pd.DataFrame) -> pd.DataFrame:
-    """A row a run: what ran, ns a token, beside the same in memory, TFLOP/s over attended pairs, GB/s, the peak and the
-    plan's, and how many rows were checked, with the largest error."""
+    """A row a run: what ran, its time and that beside the same in memory, TFLOP/s over attended pairs, GB/s, the peak
+    and the plan's, and how many rows were checked, with the largest error."""
     columns = ("budget_bytes", "bytes_in", "bytes_out", "peak_bytes", "planned_bytes", "error_sampled", "rows_sampled")
     found = found.reindex(columns=[*found.columns, *(x for x in (*columns, "valid") if x not in found)])
     found = found.drop_duplicates(["execution", "mode", "n", "budget_bytes"], keep="last").sort_values(["n", "mode"])
@@ -69,13 +69,12 @@ def table(found: pd.DataFrame) -> pd.DataFrame:
     seconds, operations = found["median_ms"] / 1000, 4 * found["head_dim"] * pairs * found["mode"].map(WORK)
     beside = found[found["execution"] == "in memory"].set_index(["run", "mode", "n"])["median_ms"]
     keys = found[["run", "mode", "n"]].itertuples(index=False, name=None)
-    of_in_memory = [ms / beside.get(key, math.nan) for ms, key in zip(found["median_ms"], keys, strict=True)]
+    of_in_memory = found["median_ms"] / [beside.get(key, math.nan) for key in keys]
     return pd.DataFrame({
         "n": found["n"], "execution": found["execution"], "mode": found["mode"], "status": found["status"],
-        "seconds": seconds, "ns_a_token": 1e9 * seconds / found["n"],
-        "of_in_memory": of_in_memory, "tflops": operations / seconds / 1e12,
+        "seconds": seconds, "of_in_memory": of_in_memory.where(found["execution"] != "layer"), "tflops": operations / seconds / 1e12,
         "gb_s": found[["bytes_in", "bytes_out"]].max(axis=1) / seconds / 1e9,
-        "peak_bytes": found["peak_bytes"], "of_planned_bytes": found["peak_bytes"] / found["planned_bytes"],
+        "peak_gib": found["peak_bytes"] / GIB, "of_planned_bytes": found["peak_bytes"] / found["planned_bytes"],
         "sampled_rows": found["rows_sampled"], "relative_error": found["error_sampled"],
         "right": found["valid"].astype("boolean"),
     }).reset_index(drop=True)  # fmt: skip
@@ -103,7 +102,7 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
     if len(streamed):
         long = streamed.drop_duplicates("mode", keep="last").to_dict("records")
         ratios = (f"{times(x['of_in_memory'], '.2f')} long as in memory ({x['n']:,} tokens, {MODES[x['mode']]}, in "
-                  f"{x['peak_bytes'] / GIB:.2f} GiB)" for x in long)  # fmt: skip
+                  f"{x['peak_gib']:.2f} GiB)" for x in long)  # fmt: skip
         why = ": a chunk is short enough for kernels that compute each key once, all tokens at once are not"
         faster = all(x["of_in_memory"] < 1 for x in long)
         said.append(f"Streamed, attention takes {' and '.join(ratios)}{why * faster}.")

@@ -19,8 +19,8 @@ heads = {
     "n": "N", "head_dim": "head dim", "dtype": "type", "median_ms": "ms", "tflops": "TFLOP/s", "longest_n": "longest N",
     "intensity": "operations per byte", "speedup": "speed relative to the first", "speedup_low": "low",
     "speedup_high": "high", "backend": "kernel", "share": "of the ceiling", "gb_s": "GB/s",
-    "in_memory_gib": "in memory, GiB", "streamed_gib": "streamed, GiB", "traffic_s": "copies, s",
-    "products_s": "products, s",
+    "in_memory_gib": "in memory, GiB", "streamed_gib": "streamed, GiB", "peak_gib": "peak, GiB",
+    "traffic_s": "copies, s", "products_s": "products, s",
 }  # fmt: skip
 
 
