@@ -8,7 +8,7 @@ import torch
 from workbench import streaming
 from workbench.fit import cards
 from workbench.harness import records
-from workbench.harness.narrate import MODES, counted, listed, times
+from workbench.harness.narrate import MODES, counted, listed, number, times
 from workbench.patterns import Dense, Pattern, from_spec
 from workbench.patterns.dilated import geometric
 from workbench.streaming import measure
@@ -72,8 +72,8 @@ def table(found: pd.DataFrame) -> pd.DataFrame:
     of_in_memory = found["median_ms"] / [beside.get(key, math.nan) for key in keys]
     return pd.DataFrame({
         "n": found["n"], "execution": found["execution"], "mode": found["mode"], "status": found["status"],
-        "seconds": seconds, "of_in_memory": of_in_memory.where(found["execution"] != "layer"), "tflops": operations / seconds / 1e12,
-        "gb_s": found[["bytes_in", "bytes_out"]].max(axis=1) / seconds / 1e9,
+        "seconds": seconds, "of_in_memory": of_in_memory.where(found["execution"] != "layer"),
+        "tflops": operations / seconds / 1e12, "gb_s": found[["bytes_in", "bytes_out"]].max(axis=1) / seconds / 1e9,
         "peak_gib": found["peak_bytes"] / GIB, "of_planned_bytes": found["peak_bytes"] / found["planned_bytes"],
         "sampled_rows": found["rows_sampled"], "relative_error": found["error_sampled"],
         "right": found["valid"].astype("boolean"),
@@ -89,15 +89,11 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
         headline = f"{int(best['n']):,} tokens on one card in {best['seconds']:.1f} s"
         said.append(f"**{headline}**, {best['tflops']:.0f} TFLOP/s, a layer, on record.")
     if len(long := plans[~plans["fits_in_memory"]]):
-        least = int(long["n"].min())
-        those = "they" if least == last["n"] else f"{last['n']:,}"
-        said.append(f"{least:,} tokens do not fit on the card at once; streamed, {those} take "
-                    f"{last['streamed_gib']:.2f} GiB of it.")  # fmt: skip
-    each = {"dense attention": dense["products_s"], "LongNet": last["products_s"]}
-    each = [f"{name} {_figure(s)} s" for name, s in each.items() if pd.notna(s)]
-    takes = f"{listed(each)}; " if each else ""
-    copies = f"LongNet's copies {_figure(last['traffic_s'])} s, meanwhile"
-    said.append(f"Modelled for {last['n']:,} tokens: {takes}{copies}.")
+        said.append(f"{int(long['n'].min()):,} tokens and more do not fit on the card at once; "
+                    f"streamed, {last['n']:,} take {last['streamed_gib']:.2f} GiB of it.")  # fmt: skip
+    names = {"dense attention": dense["products_s"], "LongNet": last["products_s"], "its copies": last["traffic_s"]}
+    each = listed(f"{name} {number(s)} s" for name, s in names.items() if pd.notna(s))
+    said.append(f"Modelled for {last['n']:,} tokens: {each} (at the same time).")
     streamed = runs[runs["of_in_memory"].notna() & (runs["execution"] == "streamed")] if len(runs) else runs
     if len(streamed):
         long = streamed.drop_duplicates("mode", keep="last").to_dict("records")
@@ -112,7 +108,3 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
     rows, ran = int(checked["sampled_rows"].sum()), counted(len(checked), "run")
     said.append(f"Here {rows:,} sampled rows of {ran} of up to {took['n'].max():,} tokens were checked: {right}.")
     return said, headline or f"{last['n']:,} tokens planned on one card"
-
-
-def _figure(x: float) -> str:
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"

@@ -59,9 +59,10 @@ def speedups(rows: pd.DataFrame, across: bool = False):
     cases = sorted({*drawn[CASE].itertuples(index=False, name=None)}, key=lambda x: (kinds.index(x[0]), x[1]))
     modes = [mode for mode in style.MODES if mode in set(drawn["mode"])]
     panels = [(world, mode) for world in sorted(set(drawn["nproc"])) for mode in modes]
-    one, many = (1, len(panels)) if across else (len(panels), 1)
-    size = (2.2 + 3.7 * many, 1.3 + 0.42 * len(cases)) if across else (4.6, 0.9 + (0.9 + 0.34 * len(cases)) * one)
-    fig, axes = style.subplots(one, many, figsize=size, squeeze=False, sharey=True)
+    many, lines = len(panels), len(cases)
+    grid, size = ((1, many), (2.2 + 3.7 * many, 1.3 + 0.42 * lines)) if across else (
+        (many, 1), (4.6, 0.9 + (0.9 + 0.34 * lines) * many))  # fmt: skip
+    fig, axes = style.subplots(*grid, figsize=size, squeeze=False, sharey=True)
     for ax, (world, mode) in zip(axes.flat, panels, strict=True):
         of_panel = rows[(rows["nproc"] == world) & (rows["mode"] == mode)]
         for y, (kind, n) in enumerate(cases):
@@ -78,7 +79,7 @@ def speedups(rows: pd.DataFrame, across: bool = False):
     axes[0, 0].set_ylim(len(cases) - 0.5, -0.5)
     looks = {SHORT.get(x, x): {"color": COLORS.get(x, "#555555"), "marker": MARKS.get(x, "v")} for x in names}
     itself = {"one device against itself": {"marker": "s", "ms": 11, "color": "#777777", "alpha": 0.25}}
-    style.key(fig, looks | (itself if AA in set(rows["strategy"]) else {}), 3 if across else 2)
+    style.key(fig, looks | (itself if AA in set(rows["strategy"]) else {}), 2)
     return style.finish(fig, "Speed relative to one device at the same N, for each way of using several.")
 
 

@@ -68,7 +68,7 @@ def formatted(frame):
     if not _plain_index(frame):
         frame = frame.rename_axis(index=[name or " " * at for at, name in enumerate(frame.index.names)]).reset_index()
     forms = {column: _form(frame.iloc[:, at]) for at, column in enumerate(frame.columns)}
-    forms |= {"mode": title} if "mode" in forms else {}
+    forms |= dict.fromkeys({"mode", "backend"} & {*forms}, title)
     return frame.style.format(forms, na_rep="", escape="html").format_index(escape="html", axis=1).hide()
 
 
