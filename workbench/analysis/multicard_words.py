@@ -164,7 +164,7 @@ def uneven(shares: pd.DataFrame, what: str = "card") -> list[str]:
 
 def longest(rows: pd.DataFrame, budget_mib: float, step: float, what: str = "card") -> str:
     """`scaling.lengths.longest` in a sentence."""
-    done = rows[rows["status"].eq("ok") & rows["n"].notna()] if len(rows) else rows
+    done = rows[rows["status"].eq("ok") & rows["n"].gt(0)] if len(rows) else rows
     if len(done) < 2:
         return "The search ended without a longest sequence on one device and on several: there is nothing to compare."
     alone, many = done.iloc[0], done.iloc[-1]
