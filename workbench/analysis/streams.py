@@ -105,6 +105,6 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
     checked = took[took["right"].notna()]
     right = "all right" if checked["right"].all() else "not all right"
     right += f"; {len(took) - len(checked)} did not run" * (len(checked) < len(took))
-    rows, ran = int(checked["sampled_rows"].sum()), counted(len(checked), "run")
-    said.append(f"Here {rows:,} sampled rows of {ran} of up to {took['n'].max():,} tokens were checked: {right}.")
+    ran = f"{counted(len(checked), 'run')} of up to {took['n'].max():,} tokens"
+    said.append(f"Here sampled rows of {ran} were checked: {right}.")
     return said, headline or f"{last['n']:,} tokens planned on one card"
