@@ -99,9 +99,9 @@ def test_a_summary_has_a_column_a_strategy(rows):
 
 
 def test_bytes_are_the_plans_only_where_every_rank_says_so(rows):
-    assert "**10 of 10**" in words.as_planned(rows)
+    assert "**10 of 10 calls**" in words.as_planned(rows)
     rows.at[3, "sent_bytes"] = [512, 511]
-    assert "**9 of 10**" in words.as_planned(rows)
+    assert "**9 of 10 calls**" in words.as_planned(rows)
 
 
 def test_one_sequence_in_shares_of_the_batch_has_an_idle_card(rows):
@@ -183,12 +183,12 @@ def test_a_speed_up_is_none_where_more_ranks_take_longer_than_one_device_took_el
     lines = case(nproc=2, alone=122, sequence=153) + case(nproc=4, alone=279, sequence=153)
     assert said(lines).startswith("Dividing the sequence makes none of 1 case faster than one device here")
     best = said(case(nproc=2, alone=122, sequence=97) + case(nproc=4, alone=279, sequence=153))
-    assert "over 2 cards is faster than one device in **1 of 1 case**, by **1.26 times**; the most: dense" in best
+    assert "over 2 cards is faster than one device in **1 of 1 case**: **1.26 times** as fast, the most for " in best
 
 
 def test_the_range_is_told_and_where_another_way_is_ahead():
     found = said(case(sequence=5, heads=4.5) + case("longnet-geometric", 1024, sequence=4.1, heads=6))
-    assert "in **2 of 2 cases**, by **1.60 to 1.95 times**; the most: LongNet, geometric" in found
+    assert "in **2 of 2 cases**: **1.60 to 1.95 times** as fast, the most for LongNet, geometric" in found
     assert found.endswith("in 1 case, the most for dense, forward, N = 256 (heads 1.78, sequence 1.60).")
     assert "ahead" not in said(case(sequence=5, heads=4.95))
     many = said([x for k, ms in enumerate((4.5, 4.9, 4.2, 4.8)) for x in case(n=256 << k, sequence=5, heads=ms)])
@@ -231,7 +231,9 @@ def test_a_slow_card_is_named_and_not_taken_for_a_strategy():
 
 def test_the_longest_is_told_only_of_two_searches_that_ended():
     rows = pd.DataFrame({"status": ["ok", "ok"], "n": [100.0, 195.0], "world": [1, 2]})
-    assert "**1.95 times** that of one: 195 against 100, each found to within 2%" in words.longest(rows, 24, 0.02)
+    found = words.longest(rows, 24, 0.02)
+    assert "is **1.95 times** as long as that of one: 195 against 100, each found to within 2%" in found
+    assert "is as long as that of one: 100 against 100" in words.longest(rows.assign(n=100.0), 24, 0.02)
     for bad in (rows.assign(n=[100.0, None]), rows.assign(status=["ok", "killed"]), rows[:0]):
         assert "nothing to compare" in words.longest(bad, 24, 0.02)
 
@@ -258,8 +260,8 @@ def test_the_headline_is_a_range_or_no_gain():
 def test_engines_are_named_by_their_kernels():
     rows = pd.DataFrame(case(sequence=5)).assign(kernel=["cudnn_sdpa_sm90", None, None, "kernel_cutlass_flash_fwd"])
     assert words.computed_by(rows) == [
-        "Most of the time is **cuDNN**'s: one device for dense.",
-        "Most of the time is **FlashAttention-4**'s: sequence for dense.",
+        "**cuDNN** takes most of the time of one device for dense.",
+        "**FlashAttention-4** takes most of the time of sequence for dense.",
     ]
     assert words.computed_by(rows.assign(kernel=None)) == []
 
@@ -330,7 +332,7 @@ def test_the_model_says_how_far_it_is_off():
     one = {"pattern": "dense", "N": 256, "ranks": 2, "measured (ms)": 5.0, "modelled (ms)": 4.5, "off by (%)": 9.8}
     (said,) = many_ranks.model_error(pd.DataFrame([one, one | {"off by (%)": 3.0}]).set_index("pattern"))
     assert said.startswith("The model of many ranks (rates of the link and of one card) against 2 measured forwards")
-    assert "2 measured forwards: max error **9.8%**, half of them within 9.8%. The worst: dense, N = 256, 2" in said
+    assert "2 measured forwards: largest error **9.8%**, half of them within 9.8%. The worst: dense, N = 256, 2" in said
     said = many_ranks.model_error(pd.DataFrame([one | {"off by (%)": 12.0}, one]).set_index("pattern"), "rank")
     assert said[1] == "**Off by more than 10% in 1 of 2**: do not read the curves closer than that."
     assert many_ranks.model_error(pd.DataFrame()) == ["No time of the model was measured here."]

@@ -4,6 +4,7 @@ import pandas as pd
 
 from workbench.analysis import streams
 from workbench.plots import streams as draw
+from workbench.report import shown
 from workbench.streaming import api
 
 PLANS = pd.DataFrame([
@@ -14,7 +15,7 @@ BESIDE = pd.DataFrame([PLANS.iloc[-1].to_dict() | {"pattern": "dense", "products
 RUNS = pd.DataFrame([
     {"n": 1 << 30, "execution": "layer", "mode": "fwd", "seconds": 19.96, "tflops": 281.3},
     {"n": 1 << 20, "execution": "in memory", "mode": "fwd", "seconds": 0.1, "tflops": 283.0, "of_in_memory": 1.0},
-    {"n": 1 << 20, "execution": "streamed", "mode": "fwd", "seconds": 0.11, "of_in_memory": 1.1, "peak_bytes": 1 << 30},
+    {"n": 1 << 20, "execution": "streamed", "mode": "fwd", "seconds": 0.11, "of_in_memory": 1.1, "peak_gib": 1.0},
 ])  # fmt: skip
 TOOK = pd.DataFrame([{"n": 1024, "sampled_rows": 7, "right": True}, {"n": 512, "sampled_rows": 8, "right": False}])
 
@@ -24,16 +25,20 @@ def test_sentences_are_of_the_rows():
     assert headline == "1,073,741,824 tokens on one card in 20.0 s" and said[0].startswith(
         f"**{headline}**, 281 TFLOP/s"
     )
-    assert said[1].startswith("1,073,741,824 tokens do not fit on the card at once")
-    assert "take 400,000 s of dense attention, 20 s of LongNet" in said[2]
+    assert said[1].startswith("1,073,741,824 tokens and more do not fit on the card at once")
+    assert "dense attention 400,000 s, LongNet 20 s and its copies 0.5 s (at the same time)." in said[2]
     assert "takes **1.10 times** as long as in memory (1,048,576 tokens, forward, in 1.00 GiB)" in said[3]
-    assert said[4] == "Here 2 runs of up to 1,024 tokens were checked at 15 sampled rows: not all right."
+    assert said[4] == "Here sampled rows of 2 runs of up to 1,024 tokens were checked: not all right."
+    failed = pd.DataFrame([{"n": 2048, "sampled_rows": None, "right": None}, *TOOK.to_dict("records")])
+    said, _ = streams.answer(BESIDE, PLANS, RUNS.assign(of_in_memory=1.0), failed)
+    assert "takes as long as in memory" in said[3] and said[4].endswith("not all right; 1 did not run.")
     said, headline = streams.answer(BESIDE, PLANS[:1], RUNS[:0], TOOK)
     assert headline == "1,073,741,824 tokens planned on one card" and len(said) == 2
 
 
 def test_the_curve_has_a_line_of_each_plan_and_a_dot_of_each_run():
     memory, time = draw.against_n(PLANS, RUNS, "h200").axes
+    assert memory.figure.get_figwidth() * shown.PIXELS < shown.SMALL  # a phone shows all of it
     assert [line.get_label() for line in memory.lines] == ["in memory", "streamed", "all of an H200"]
     dots = {line.get_label(): line.get_ydata().tolist() for line in time.lines}
     assert dots["layer, measured"] == [19.96] and dots["in memory, measured"] == [0.1]

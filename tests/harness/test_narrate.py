@@ -1,7 +1,7 @@
 import pandas as pd
 import pytest
 
-from workbench.harness.narrate import compared, number, title
+from workbench.harness.narrate import compared, number, times, title
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,9 @@ def test_an_identifier_has_words(name, words):
 
 def test_a_negative_number_is_written_as_its_opposite():
     assert [number(x) for x in (1234.5, 0.1234, -1234.5, -0.1234)] == ["1,234", "0.123", "-1,234", "-0.123"]
+
+
+def test_what_is_equal_is_as_much_and_not_one_times():
+    assert [times(3.404), times(1.004, ".2f"), times(0.996), times(1234.5)] == [
+        "**3.4 times** as", "as", "**0.996 times** as", "**1,234 times** as"
+    ]  # fmt: skip

@@ -37,7 +37,7 @@ def unread(html: str) -> list[str]:
     for sentence in [*facts["sentences"], facts["headline"]]:
         for written, value, unit in numbers(re.sub(r"[*`$]", "", sentence)):
             room = 0.5001 * 10.0 ** -len(written.partition(".")[2]) if "e" not in written else 0.06 * abs(value)
-            scales = [100, 1] if unit == "%" else [1 / SIZES.get(unit, 1)]
+            scales = [100, 1] if unit == "%" else [1 / SIZES.get(unit, 1), 1]  # the heading may have the unit
             seen = values + [1 / x for x in values if x] * ("times as long" in sentence)  # a speed of 0.5
             close = any(abs(x * scale - value) <= room for x in seen for scale in scales)
             if not close and (value not in range(17) or "." in written or unit):

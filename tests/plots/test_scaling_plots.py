@@ -7,6 +7,7 @@ from tests.analysis.test_multicard import rows  # noqa: F401 (a fixture)
 from workbench.analysis import many_ranks, multicard
 from workbench.patterns import orderings
 from workbench.plots import scaling as draw
+from workbench.report import shown
 from workbench.scaling.link import Rates
 
 
@@ -59,7 +60,7 @@ def test_messages_have_markers_a_fit_and_its_bounds():
     fig = draw.messages({"here": pd.concat([sent, call]), "recorded": sent})
     (ax,) = fig.axes
     assert ax.get_lines()[0].get_ydata().tolist() == pytest.approx([0.568, 3.91], rel=1e-2)
-    assert [x.get_text() for x in ax.texts] == ["here: 4 GB/s", "recorded"]
+    assert [x.get_text() for x in fig.legends[0].get_texts()] == ["here: 4 GB/s", "recorded"]
     assert [x.get_text() for x in ax.get_xticklabels()] == ["64 KiB", "16 MiB"]
 
 
@@ -92,7 +93,14 @@ def test_a_ranks_cells_and_those_it_gets_are_coloured():
 
 def test_the_readmes_picture_has_every_pattern_that_is_on_record(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(draw, "speedups", lambda x: drawn.append(x) or pyplot.figure())
+    monkeypatch.setattr(draw, "speedups", lambda x, across: drawn.append(x) or pyplot.figure())
     draw.picture(tmp_path / "x.png")
     kinds = list(dict.fromkeys(drawn[0]["kind"]))
     assert kinds == [x for x in multicard.KINDS if x in kinds] and "longnet-geometric" in kinds
+
+
+def test_a_phone_shows_whole_figures(rows):  # noqa: F811
+    every = many_ranks.curves(rows, Rates(1e-4, 1e9, 1e-3), (2, 16), 64, 16)
+    grids = [order((8, 8)) for order in (orderings.row_major, orderings.hilbert)]
+    for fig in (draw.speedups(rows), draw.curves(every), draw.messages({}), draw.shards(grids, world=4, radius=1)):
+        assert fig.get_figwidth() * shown.PIXELS < shown.SMALL

@@ -250,7 +250,7 @@ def test_a_sweep_records_what_a_token_takes_and_what_is_held_for_it(tmp_path):
     assert held["dilated"].to_dict() == {64: 46.5, 256: 46.5}  # 31 of a segment, and 31 for heads that still ask
     fig = draw.decoding(rows, rows[:0])
     assert [len(ax.lines) for ax in fig.axes] == [3, 3]
-    assert re.search("after 256, beside .*: dilated .* 1 / 5.48 of .*, window .* 1 / 7.97 of the", decode.gain(rows))
+    assert re.search("after 256, beside .*: dilated is .* holds 18.2% .*, window .* holds 12.5% of", decode.gain(rows))
     assert len(decode.table(records.committed("cpu-of-nobody", "decode"))) == 0
 
 

@@ -83,7 +83,7 @@ def lengths(cuda: bool, **options) -> pd.DataFrame:
     found = []
     for name in ("report-003-65k-ring", "report-003-131k", "report-004-213k", "report-004-237k"):
         case = catalog.report(name, device="cuda")
-        ours = {"dilated": Dilated([4096, 16_384], [1, 2])} | ({} if cuda else {"dense": Dense()})
+        ours = {"longnet-geometric": Dilated([4096, 16_384], [1, 2])} | ({} if cuda else {"dense": Dense()})
         ours = {x: replace(case, pattern=pattern) for x, pattern in ours.items()}
         found.append(frontier.sweep(ours, **how, say=None, **options).assign(preset=name, theirs=case.n))
     return pd.concat(found, ignore_index=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 import pandas as pd
 
-from workbench.harness.narrate import binary, listed, number
+from workbench.harness.narrate import binary, listed, times
 from workbench.patterns import Dense, Dilated, Pattern
 
 
@@ -48,8 +48,8 @@ def extremes(table: pd.DataFrame) -> str:
     last = table[table["n"] == table["n"].max()].set_index("pattern")
     pairs, size = last["pairs"].astype(float), last["predicted_bytes"].astype(float)
     return (
-        f"At N = {last['n'].iloc[0]:,} {pairs.idxmax()} computes **{number(pairs.max() / pairs.min())} times** as many "
-        f"pairs as {pairs.idxmin()}; the memory is from **{binary(size.min())}** ({size.idxmin()}) to "
+        f"At N = {last['n'].iloc[0]:,} {pairs.idxmax()} computes {times(pairs.max() / pairs.min())} many pairs "
+        f"as {pairs.idxmin()}; the memory is from **{binary(size.min())}** ({size.idxmin()}) to "
         f"**{binary(size.max())}** ({size.idxmax()})."
     )
 
@@ -66,7 +66,7 @@ def beyond(table: pd.DataFrame) -> str:
     """Which patterns have more pairs than dense attention, where; "" where none has."""
     wide = table.pivot(index="n", columns="pattern", values="pairs").astype(float)
     more = wide.div(wide["dense"], axis=0).stack()
-    said = [f"**{times:.2f} times** as many under {name} at N = {n:,}" for (n, name), times in more[more > 1].items()]
+    said = [f"{times(x, '.2f')} many under {name} at N = {n:,}" for (n, name), x in more[more >= 1.005].items()]
     because = "a key that several branches see counts once for each branch"
     return f"A sparse pattern can have more pairs than dense attention: {listed(said)}; {because}." if said else ""
 

@@ -10,7 +10,7 @@ from workbench.fit import cards, estimate, frontier
 from workbench.fit.frontier import GRAIN
 from workbench.fit.tracer import Event
 from workbench.harness import records
-from workbench.harness.narrate import counted, listed, number, title
+from workbench.harness.narrate import counted, listed, times, title
 
 PROMISED, RUNS, TOO_MUCH = "longest N by max_memory_allocated", "longest N that runs", "promised too much"
 KINDS = {"Dense": "dense", "Dilated": "dilated", "BlockSparse": "blocks", "Neighborhood": "window-tokens"}
@@ -135,10 +135,10 @@ def most(lines: pd.DataFrame, card: str) -> str:
     if done.empty:
         return f"On {card} none of these ways runs with the largest budget."
     top, least = done.iloc[-1], done.iloc[0]
-    times = f", **{number(top['n'] / least['n'])} times** as many as {title(least['label'])}" * (len(done) > 1)
+    more = f", {times(top['n'] / least['n'])} many as {title(least['label'])}" * (len(done) > 1)
     return (
         f"Predicted for the memory and speed of {card}, {top['budget_bytes'] / 2**30:g} GiB for tensors: "
-        f"**{title(top['label'])}** takes {int(top['n']):,} tokens{times}."
+        f"**{title(top['label'])}** takes {int(top['n']):,} tokens{more}."
     )
 
 

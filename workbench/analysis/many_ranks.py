@@ -102,8 +102,8 @@ def model_error(points: pd.DataFrame, what: str = "card") -> list[str]:
     worst = points.iloc[off.argmax()]
     said = (
         f"The model of many ranks (rates of the link and of one {what}) against "
-        f"{counted(len(points), 'measured forward')}: max error **{number(off.max())}%**, half of them within "
-        f"{number(sorted(off)[len(off) // 2])}%. The worst: {worst.name}, N = {worst['N']:,.0f}, "
+        f"{counted(len(points), 'measured forward')}: largest error **{number(off.max())}%**, half of "
+        f"them within {number(sorted(off)[len(off) // 2])}%. The worst: {worst.name}, N = {worst['N']:,.0f}, "
         f"{counted(int(worst['ranks']), what)}: modelled {number(worst['modelled (ms)'])} ms, measured "
         f"{number(worst['measured (ms)'])} ms."
     )

@@ -6,7 +6,7 @@ A function returns a sentence, or a list of them that may be empty. what: the wo
 import pandas as pd
 
 from workbench.analysis.multicard import ORDERS, SIZES, mib, of_patterns, ok, relative
-from workbench.harness.narrate import MODES, counted, listed, number, spread, title
+from workbench.harness.narrate import MODES, counted, listed, number, spread, times, title
 from workbench.probes.timing import AA
 from workbench.scaling.strategies import ONE, SHORT
 
@@ -50,8 +50,8 @@ def by_sequence(rows: pd.DataFrame, what: str = "card") -> list[str]:
     most, ranks = won.loc[won["speedup"].idxmax()], sorted({int(x) for x in won["nproc"]})
     said = (
         f"Dividing the sequence over {listed(ranks)} {what}s is faster than one device in **{len(won)} of "
-        f"{counted(len(found), 'case')}**, by **{spread(won['speedup'].min(), won['speedup'].max())} times**; "
-        f"the most: {_case(most)}."
+        f"{counted(len(found), 'case')}**: **{spread(won['speedup'].min(), won['speedup'].max())} times** as fast, "
+        f"the most for {_case(most)}."
     )
     behind = found[found["rival"].notna()]
     if len(behind):
@@ -97,8 +97,8 @@ def between_runs(rows: pd.DataFrame) -> list[str]:
     apart = pd.Series([x["speedup"].max() / x["speedup"].min() - 1 for x in cases])
     within = pd.Series([(x["speedup_high"] / x["speedup_low"]).median() - 1 for x in cases])
     return [
-        f"Between runs, of earlier code too, a case's speed-up differs by **{apart.median():.0%}** (the median of "
-        f"{counted(len(cases), 'case')}); within one run its interval is {within.median():.0%} wide."
+        f"Between runs, some of them of earlier code, a case's speed-up differs by **{apart.median():.0%}** (the "
+        f"median of {counted(len(cases), 'case')}); within one run its interval is {within.median():.0%} wide."
     ]
 
 
@@ -131,7 +131,7 @@ def computed_by(rows: pd.DataFrame) -> list[str]:
     seen = rows.dropna(subset="kernel")
     engines = seen["kernel"].map(lambda kernel: next((x for part, x in ENGINES.items() if part in kernel), kernel[:60]))
     by = seen.groupby(engines, sort=False)
-    return [f"Most of the time is **{engine}**'s: {'; '.join(of_patterns(group))}." for engine, group in by]
+    return [f"**{engine}** takes most of the time of {'; '.join(of_patterns(group))}." for engine, group in by]
 
 
 def about(rows: pd.DataFrame, device: str = "") -> str:
@@ -147,7 +147,7 @@ def as_planned(rows: pd.DataFrame) -> str:
     """In how many of the rows that have a plan every rank sent exactly its bytes."""
     done = rows[rows["status"].eq("ok") & rows["planned_bytes"].notna()]
     same = (done["sent_bytes"] == done["planned_bytes"]).sum()
-    return f"In **{same} of {len(done)}** every rank sent as many bytes as its plan says, to the byte."
+    return f"In **{same} of {len(done)} calls** every rank sent as many bytes as its plan says, to the byte."
 
 
 def uneven(shares: pd.DataFrame, what: str = "card") -> list[str]:
@@ -164,14 +164,14 @@ def uneven(shares: pd.DataFrame, what: str = "card") -> list[str]:
 
 def longest(rows: pd.DataFrame, budget_mib: float, step: float, what: str = "card") -> str:
     """`scaling.lengths.longest` in a sentence."""
-    done = rows[rows["status"].eq("ok") & rows["n"].notna()] if len(rows) else rows
+    done = rows[rows["status"].eq("ok") & rows["n"].gt(0)] if len(rows) else rows
     if len(done) < 2:
         return "The search ended without a longest sequence on one device and on several: there is nothing to compare."
     alone, many = done.iloc[0], done.iloc[-1]
     return (
         f"With {budget_mib:,g} MiB for tensors on each of {counted(int(many['world']), what)}, the longest N is "
-        f"**{many['n'] / alone['n']:.2f} times** that of one: {int(many['n']):,} against {int(alone['n']):,}, each "
-        f"found to within {step:.0%}."
+        f"{times(many['n'] / alone['n'], '.2f')} long as that of one: {int(many['n']):,} against {int(alone['n']):,}, "
+        f"each found to within {step:.0%}."
     )
 
 

@@ -57,5 +57,4 @@ def shown(devices: dict) -> pd.DataFrame:
     """The points of all devices as a table, with the share of the device's ceiling."""
     frames = [one["points"].assign(device=name, share=one["points"]["tflops"] / one["tflops"])
               for name, one in devices.items()]  # fmt: skip
-    frame = pd.concat(frames).rename(columns={"label": "pattern"}).set_index("pattern").drop(columns=["text", "family"])
-    return frame.assign(backend=frame["backend"].map(title), mode=frame["mode"].map(title))
+    return pd.concat(frames).rename(columns={"label": "pattern"}).set_index("pattern").drop(columns=["text", "family"])

@@ -8,7 +8,7 @@ import torch
 from workbench import streaming
 from workbench.fit import cards
 from workbench.harness import records
-from workbench.harness.narrate import MODES
+from workbench.harness.narrate import MODES, counted, listed, number, times
 from workbench.patterns import Dense, Pattern, from_spec
 from workbench.patterns.dilated import geometric
 from workbench.streaming import measure
@@ -58,8 +58,8 @@ def measured(machine: str) -> pd.DataFrame:
 
 
 def table(found: pd.DataFrame) -> pd.DataFrame:
-    """A row a run: what ran, ns a token, beside the same in memory, TFLOP/s over attended pairs, GB/s, the peak and the
-    plan's, and how many rows were checked, with the largest error."""
+    """A row a run: what ran, its time and that beside the same in memory, TFLOP/s over attended pairs, GB/s, the peak
+    and the plan's, and how many rows were checked, with the largest error."""
     columns = ("budget_bytes", "bytes_in", "bytes_out", "peak_bytes", "planned_bytes", "error_sampled", "rows_sampled")
     found = found.reindex(columns=[*found.columns, *(x for x in (*columns, "valid") if x not in found)])
     found = found.drop_duplicates(["execution", "mode", "n", "budget_bytes"], keep="last").sort_values(["n", "mode"])
@@ -69,13 +69,12 @@ def table(found: pd.DataFrame) -> pd.DataFrame:
     seconds, operations = found["median_ms"] / 1000, 4 * found["head_dim"] * pairs * found["mode"].map(WORK)
     beside = found[found["execution"] == "in memory"].set_index(["run", "mode", "n"])["median_ms"]
     keys = found[["run", "mode", "n"]].itertuples(index=False, name=None)
-    of_in_memory = [ms / beside.get(key, math.nan) for ms, key in zip(found["median_ms"], keys, strict=True)]
+    of_in_memory = found["median_ms"] / [beside.get(key, math.nan) for key in keys]
     return pd.DataFrame({
         "n": found["n"], "execution": found["execution"], "mode": found["mode"], "status": found["status"],
-        "seconds": seconds, "ns_a_token": 1e9 * seconds / found["n"],
-        "of_in_memory": of_in_memory, "tflops": operations / seconds / 1e12,
-        "gb_s": found[["bytes_in", "bytes_out"]].max(axis=1) / seconds / 1e9,
-        "peak_bytes": found["peak_bytes"], "of_planned_bytes": found["peak_bytes"] / found["planned_bytes"],
+        "seconds": seconds, "of_in_memory": of_in_memory.where(found["execution"] != "layer"),
+        "tflops": operations / seconds / 1e12, "gb_s": found[["bytes_in", "bytes_out"]].max(axis=1) / seconds / 1e9,
+        "peak_gib": found["peak_bytes"] / GIB, "of_planned_bytes": found["peak_bytes"] / found["planned_bytes"],
         "sampled_rows": found["rows_sampled"], "relative_error": found["error_sampled"],
         "right": found["valid"].astype("boolean"),
     }).reset_index(drop=True)  # fmt: skip
@@ -88,28 +87,24 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
     if len(layers):
         best = layers.loc[layers["n"].idxmax()]
         headline = f"{int(best['n']):,} tokens on one card in {best['seconds']:.1f} s"
-        said.append(f"**{headline}**, {best['tflops']:.0f} TFLOP/s, on record.")
+        said.append(f"**{headline}**, {best['tflops']:.0f} TFLOP/s, a layer, on record.")
     if len(long := plans[~plans["fits_in_memory"]]):
-        said.append(f"{int(long['n'].min()):,} tokens do not fit on the card at once; streamed, {last['n']:,} take "
-                    f"{last['streamed_gib']:.2f} GiB of it.")  # fmt: skip
-    copies = f"its copies {_figure(last['traffic_s'])} s, during the computation"
-    if dense["products_s"]:
-        both = [_figure(x["products_s"]) for x in (dense, last)]
-        copies = f"{both[0]} s of dense attention, {both[1]} s of LongNet and {copies}"
-    said.append(f"Modelled: {last['n']:,} tokens take {copies}.")
+        said.append(f"{int(long['n'].min()):,} tokens and more do not fit on the card at once; "
+                    f"streamed, {last['n']:,} take {last['streamed_gib']:.2f} GiB of it.")  # fmt: skip
+    names = {"dense attention": dense["products_s"], "LongNet": last["products_s"], "its copies": last["traffic_s"]}
+    each = listed(f"{name} {number(s)} s" for name, s in names.items() if pd.notna(s))
+    said.append(f"Modelled for {last['n']:,} tokens: {each} (at the same time).")
     streamed = runs[runs["of_in_memory"].notna() & (runs["execution"] == "streamed")] if len(runs) else runs
     if len(streamed):
         long = streamed.drop_duplicates("mode", keep="last").to_dict("records")
-        times = (f"**{x['of_in_memory']:.2f} times** as long as in memory ({x['n']:,} tokens, {MODES[x['mode']]}, in "
-                 f"{x['peak_bytes'] / GIB:.2f} GiB)" for x in long)  # fmt: skip
+        ratios = (f"{times(x['of_in_memory'], '.2f')} long as in memory ({x['n']:,} tokens, {MODES[x['mode']]}, in "
+                  f"{x['peak_gib']:.2f} GiB)" for x in long)  # fmt: skip
         why = ": a chunk is short enough for kernels that compute each key once, all tokens at once are not"
         faster = all(x["of_in_memory"] < 1 for x in long)
-        said.append(f"Streamed, attention takes {' and '.join(times)}{why * faster}.")
-    right = "all right" if took["right"].all() else "not all right"
-    said.append(f"Here {len(took)} runs of up to {took['n'].max():,} tokens were checked at "
-                f"{took['sampled_rows'].sum():,} sampled rows: {right}.")  # fmt: skip
+        said.append(f"Streamed, attention takes {' and '.join(ratios)}{why * faster}.")
+    checked = took[took["right"].notna()]
+    right = "all right" if checked["right"].all() else "not all right"
+    right += f"; {len(took) - len(checked)} did not run" * (len(checked) < len(took))
+    ran = f"{counted(len(checked), 'run')} of up to {took['n'].max():,} tokens"
+    said.append(f"Here sampled rows of {ran} were checked: {right}.")
     return said, headline or f"{last['n']:,} tokens planned on one card"
-
-
-def _figure(x: float) -> str:
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"

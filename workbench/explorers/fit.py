@@ -25,15 +25,15 @@ WAYS = (
     "longnet-paper, fa4", "longnet-paper, torch", "window-blocks, triton", "window-tokens, triton",
 )  # fmt: skip
 NOTE = (
-    "Predicted. Bytes are those of the traced programs through torch's allocator, the CUDA context included. Of "
-    "{points} traces that they were not made from, {equal:.1%} are equal to the byte and the others at most "
-    "{worst:.1%} off. LongNet by torch, what FlashAttention-4 takes for gradients, and what each of several cards "
-    "takes of one sequence are fitted: at most {fitted:.0%} off from a GiB on, and over several cards {several:.0%}. "
+    "Predicted. Bytes are those of the traced programs through torch's allocator, with the CUDA context. Of {points} "
+    "traces that they were not made from, {equal:.1%} are equal to the byte and the others at most {worst:.1%} off. "
+    "What FlashAttention-4 takes for gradients, and what each of several cards takes, is fitted: at most {fitted:.0%} "
+    "off from a GiB on, over several cards {several:.0%}; LongNet by torch, fitted too, {torch:.0%}, so measure that. "
     "Time is that of attention alone, modelled from what an H100 reached, as a share of the card's peak; not modelled "
     "over several cards. A training step of so many blocks (layer norm, projections, attention, layer norm, an MLP of "
     "4 E) holds 16 bytes per parameter, with Adam, and 16 rows of E elements per token and block; embeddings, logits "
     "and data are not in it. A window sees 1,024 tokens each way, a window of blocks 8 blocks of 128; LongNet has the "
-    "paper's setting, and its lengths are whole segments of 32,768. Other lengths are multiples of 128."
+    "paper's setting, its lengths whole segments of 32,768, others multiples of 128."
 )
 
 

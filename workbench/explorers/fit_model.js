@@ -71,9 +71,9 @@ const fitModel = data => {
   function program(setting, way) {
     const words = [way, setting.head_dim, setting.dtype, setting.mode].join(" "), its = data.calls[words][card(setting).kind];
     if (!its) return null;
-    if (setting.cards === 1) return data.programs[its[setting.batch > 1 ? 1 : 0]];
-    const several = data.several[`${words} ${setting.cards}`];
-    return typeof several === "number" ? data.programs[several] : null;
+    const some = setting.cards === 1 ? its : data.several[`${words} ${setting.cards}`], {batch, heads} = setting;
+    const at = setting.cards === 1 ? (batch > 1) + (batch * heads >= 256) : +(heads % setting.cards > 0);
+    return some && data.programs[some[Math.min(at, some.length - 1)]];
   }
 
   // What blocks of a transformer add to their attention, on one card: [beside it, at the peak within the MLP, which is
@@ -97,7 +97,7 @@ const fitModel = data => {
     const steps = program(setting, way), each = n / setting.cards, group = setting.batch * setting.heads;
     const [beside, within] = blocks(setting, each);
     if (!steps || beside > limit || within > limit) return null;
-    const found = replay(steps, [group * each * each, group * each, group, each, 1], limit - beside);
+    const found = replay(steps, [group * each * each, group * each, group, each, 1, setting.batch * each], limit - beside);
     return found === null ? null : Math.max(found + beside, within);
   }
 

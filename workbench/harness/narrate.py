@@ -19,8 +19,8 @@ heads = {
     "n": "N", "head_dim": "head dim", "dtype": "type", "median_ms": "ms", "tflops": "TFLOP/s", "longest_n": "longest N",
     "intensity": "operations per byte", "speedup": "speed relative to the first", "speedup_low": "low",
     "speedup_high": "high", "backend": "kernel", "share": "of the ceiling", "gb_s": "GB/s",
-    "in_memory_gib": "in memory, GiB", "streamed_gib": "streamed, GiB", "traffic_s": "copies, s",
-    "products_s": "products, s",
+    "in_memory_gib": "in memory, GiB", "streamed_gib": "streamed, GiB", "peak_gib": "peak, GiB",
+    "traffic_s": "copies, s", "products_s": "products, s",
 }  # fmt: skip
 
 
@@ -86,6 +86,12 @@ def counted(number: int, noun: str) -> str:
 def number(x: float) -> str:
     """Three digits or all of a whole number's, and never an exponent for a large one: 0.123, 12.3, 1,234."""
     return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
+
+
+def times(x: float, form: str = "") -> str:
+    """A ratio before an adjective and its "as": "**3.4 times** as"; "as" where it reads 1, for what is equal."""
+    words = format(x, form) if form else number(x)
+    return "as" if float(words.replace(",", "")) == 1 else f"**{words} times** as"
 
 
 def binary(size: float) -> str:

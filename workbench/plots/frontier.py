@@ -137,7 +137,7 @@ def claimed(rows: pd.DataFrame):
     ax.set_yticks(range(len(once)), names)
     ax.xaxis.set_major_locator(LogLocator(base=4, numticks=9))
     style.log_ticks(ax.xaxis, style.length)
-    fig.legend(loc="outside lower center", ncols=3)
+    fig.legend(loc="outside lower center", ncols=2)
     return style.finish(fig, "The longest N in the reports and the longest here under the same cap, by configuration.")
 
 

@@ -41,14 +41,14 @@ def picture(path: str, machine: str = "h200x2") -> None:
     said = f"LongNet, {style.length(best['n'])} tokens, {style.MODES[best['mode']]}: {best['speedup']:.2f} times"
     sizes = f"{first['dtype']}, {int(first['heads'])} heads x {int(first['head_dim'])}"
     over = f"{int(rows['nproc'].max())} x {style.device(rows)} against one"
-    style.save(speedups(rows), path, f"{over}. {said}. ({sizes})")
+    style.save(speedups(rows, across=True), path, f"{over}. {said}. ({sizes})")
 
 
-def speedups(rows: pd.DataFrame):
+def speedups(rows: pd.DataFrame, across: bool = False):
     """Speed-up over one device at the same N, with intervals: a line for each pattern and N, a panel for each number of
     ranks and mode. The grey box is one device against itself; at the right, the number of "sequence".
 
-    rows: of `multicard.ok`.
+    rows: of `multicard.ok`. across: the panels side by side; else one below the other, which a phone shows whole.
     """
     names = [x for x in COLORS if x != ONE and x in set(rows["strategy"])]
     names += sorted({*rows["strategy"]} - {*names, ONE, AA})
@@ -59,9 +59,11 @@ def speedups(rows: pd.DataFrame):
     cases = sorted({*drawn[CASE].itertuples(index=False, name=None)}, key=lambda x: (kinds.index(x[0]), x[1]))
     modes = [mode for mode in style.MODES if mode in set(drawn["mode"])]
     panels = [(world, mode) for world in sorted(set(drawn["nproc"])) for mode in modes]
-    size = (2.2 + 3.7 * len(panels) if len(panels) > 1 else 7, 1.3 + 0.42 * len(cases))
-    fig, axes = style.subplots(1, len(panels), figsize=size, squeeze=False, sharey=True)
-    for ax, (world, mode) in zip(axes[0], panels, strict=True):
+    many, lines = len(panels), len(cases)
+    grid, size = ((1, many), (2.2 + 3.7 * many, 1.3 + 0.42 * lines)) if across else (
+        (many, 1), (4.6, 0.9 + (0.9 + 0.34 * lines) * many))  # fmt: skip
+    fig, axes = style.subplots(*grid, figsize=size, squeeze=False, sharey=True)
+    for ax, (world, mode) in zip(axes.flat, panels, strict=True):
         of_panel = rows[(rows["nproc"] == world) & (rows["mode"] == mode)]
         for y, (kind, n) in enumerate(cases):
             _line(ax, y, of_panel[(of_panel["kind"] == kind) & (of_panel["n"] == n)], names)
@@ -77,7 +79,7 @@ def speedups(rows: pd.DataFrame):
     axes[0, 0].set_ylim(len(cases) - 0.5, -0.5)
     looks = {SHORT.get(x, x): {"color": COLORS.get(x, "#555555"), "marker": MARKS.get(x, "v")} for x in names}
     itself = {"one device against itself": {"marker": "s", "ms": 11, "color": "#777777", "alpha": 0.25}}
-    style.key(fig, looks | (itself if AA in set(rows["strategy"]) else {}), 3)
+    style.key(fig, looks | (itself if AA in set(rows["strategy"]) else {}), 2)
     return style.finish(fig, "Speed relative to one device at the same N, for each way of using several.")
 
 
@@ -108,7 +110,7 @@ def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
     """
     if modelled.empty:
         return style.blank("No forward of one device ran on enough tokens: there is no rate from which to model many.")
-    fig, axes = style.subplots(1, 2, figsize=(9.5, 4.2), sharey=True)
+    fig, axes = style.subplots(2, 1, figsize=(4.6, 6.6))
     family = modelled.drop_duplicates("kind").set_index("kind")["pattern_spec"].map(lambda spec: spec["pattern"])
     colors = family.map(style.family_color)
     for ax, (scaling, words) in zip(axes, SCALINGS.items(), strict=True):
@@ -124,34 +126,32 @@ def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
             ax.errorbar(place, points["efficiency"], yerr=ends, fmt="o", ms=6, capsize=2, color=color)
         ax.axhline(1, color="#444444", lw=1.2, ls=(0, (6, 3)))
         ax.set(xscale="log", title=f"{scaling}: {words}", xlabel="ranks", ylim=(0, 1.15))
-        ax.title.set_fontsize(10)
+        ax.set_ylabel("speed-up / ranks")
+        ax.yaxis.set_major_formatter(PercentFormatter(1))
         _rank_ticks(ax)
-    axes[0].set_ylabel("speed-up over the number of ranks")
-    axes[0].yaxis.set_major_formatter(PercentFormatter(1))
     looks = {title(kind): {"ls": "--", "lw": 1.6, "color": color} for kind, color in colors.items()}
     some = measured is not None and len(measured)
-    style.key(fig, looks | ({"measured": {"marker": "o", "color": "#555555"}} if some else {}), 4)
+    style.key(fig, looks | ({"measured": {"marker": "o", "color": "#555555"}} if some else {}), 2)
     return style.finish(fig, "Speed-up over the number of ranks: lines are modelled, markers measured.")
 
 
 def messages(links: Mapping[str, pd.DataFrame]):
     """Bandwidth against the size of a message: measured markers with the range of all samples, the fit, and what bounds
     it, the latency for short messages and the bandwidth for long ones. links: {name: rows of `link.measure`}."""
-    fig, ax = style.subplots(figsize=(7, 3.9))
+    (fig, ax), looks = style.subplots(figsize=(4.6, 3.8)), {}
     for (name, rows), color in zip(links.items(), ("#0072B2", "#D55E00", "#009E73"), strict=False):
         rates, rows = link.fit(rows), rows[rows["stage"].eq("link") & rows["status"].eq("ok")]
         size, each = rows["message_bytes"].to_numpy(float), rows["samples_ms"].tolist()
         speed = rows["bytes_per_second"].to_numpy(float) / 1e9
         least, most = (size / np.array([end(x) for x in each]) / 1e6 for end in (max, min))
         ax.errorbar(size, speed, yerr=style.whiskers(speed, least, most), fmt="o", ms=6, capsize=2, color=color)
+        looks[name if rates is None else f"{name}: {rates.bytes_per_second / 1e9:.3g} GB/s"] = color
         if rates is None:
-            style.note(ax, name, (size[-1], speed[-1]), (-8, 0), color=color, ha="right", va="center")
             continue
         at = np.geomspace(size.min() / 2, size.max() * 4, 60)
         ax.plot(at, at / rates.message_s(at) / 1e9, color=color, lw=1.6)
         top = rates.bytes_per_second / 1e9
         ax.axhline(top, color=color, lw=1, ls=":")
-        style.note(ax, f"{name}: {top:.3g} GB/s", (size.min() / 2, top), (0, 4), color=color, ha="left")
         if rates.latency_s > 0:
             short = at[at / rates.latency_s / 1e9 < top]
             ax.plot(short, short / rates.latency_s / 1e9, color=color, lw=1, ls=":")
@@ -159,6 +159,7 @@ def messages(links: Mapping[str, pd.DataFrame]):
     ax.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     sizes = sorted({int(x) for rows in links.values() for x in rows[rows["stage"].eq("link")]["message_bytes"]})
     style.log_ticks(ax.xaxis, lambda x: f"{x / 2**20:g} MiB" if x >= 1 << 20 else f"{x / 2**10:g} KiB", sizes)
+    style.key(fig, looks, 1)
     return style.finish(fig, f"Bandwidth against message size, measured and fitted: {', '.join(links)}.")
 
 
@@ -171,7 +172,7 @@ def borders(rows: pd.DataFrame):
     """For each order of a 2-D neighborhood's cells, against the number of ranks: the bytes that a forward moves, and
     the rows that a rank gets over those that it holds. rows: of `multicard.borders`."""
     rows = rows.assign(mib=rows["bytes"] / 2**20)
-    fig, axes = style.subplots(1, 2, figsize=(9.5, 3.7))
+    fig, axes = style.subplots(2, 1, figsize=(4.6, 6.4))
     for ax, column in zip(axes, ("mib", "halo"), strict=True):
         for name, line in rows.groupby("order", sort=False):
             look = {"color": orderings.color(name), "marker": orderings.MARKERS.get(name, "o"), "ms": 5}
@@ -193,7 +194,7 @@ def shards(orders, world: int, radius: int):
     """A panel for each ordering of a 2-D grid: the shards, that of the rank in the middle in full colour, and the cells
     that it gets. orders: of `workbench.orderings`, of one shape; radius: of the neighborhood."""
     rank = world // 2
-    fig, axes = style.subplots(1, len(orders), figsize=(3.3 * len(orders) + 0.4, 4.1), squeeze=False)
+    fig, axes = style.subplots(1, len(orders), figsize=(2.25 * len(orders) + 0.1, 3.6), squeeze=False)
     for ax, order in zip(axes[0], orders, strict=True):
         place = order.rank.reshape(order.shape).numpy()
         parts = Shards.even(place.size, world)
@@ -215,5 +216,5 @@ def shards(orders, world: int, radius: int):
     colors = {f"rank {rank}, {title(order.name)}": orderings.color(order.name) for order in orders}
     colors |= {f"cells of others that it needs, radius {radius}": style.COLORS["accent"]}
     colors |= {"other ranks, in two greys": "#ededed"}
-    style.key(fig, colors, 2)
+    style.key(fig, colors, 1)
     return style.finish(fig, f"Shards of a grid on {world} ranks, and the cells that rank {rank} gets, by order.")

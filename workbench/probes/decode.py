@@ -7,7 +7,7 @@ import torch
 
 from workbench.engines.cache import Cache
 from workbench.harness import records
-from workbench.harness.narrate import number
+from workbench.harness.narrate import times
 from workbench.harness.outcome import attempt
 from workbench.patterns import Dense, Dilated, Pattern, Window, checks
 from workbench.probes import timing
@@ -68,8 +68,6 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
 def gain(rows: pd.DataFrame) -> str:
     """What a token of each pattern takes and holds beside one of dense attention, at the longest N, in a sentence."""
     last = rows[rows["n"] == rows["n"].max()].set_index("label")[["median_ms", "held_bytes"]]
-    each = [
-        f"{name} **{number(time)} times** as fast and 1 / {number(held)} of the bytes"
-        for name, time, held in (last.loc["dense"] / last.drop("dense")).itertuples()
-    ]
+    each = [f"{name} is {times(time)} fast and holds {1 / held:.1%} of the bytes"
+            for name, time, held in (last.loc["dense"] / last.drop("dense")).itertuples()]  # fmt: skip
     return f"A token after {int(rows['n'].max()):,}, beside dense attention: {', '.join(each)}."

@@ -10,7 +10,7 @@ import os
 import re
 from html import escape, unescape
 
-from workbench.harness.narrate import heads, number
+from workbench.harness.narrate import heads, number, title
 from workbench.report.parameters import MARK
 
 DPI = 200  # of what is pixels in an SVG
@@ -68,6 +68,7 @@ def formatted(frame):
     if not _plain_index(frame):
         frame = frame.rename_axis(index=[name or " " * at for at, name in enumerate(frame.index.names)]).reset_index()
     forms = {column: _form(frame.iloc[:, at]) for at, column in enumerate(frame.columns)}
+    forms |= dict.fromkeys({"mode", "backend"} & {*forms}, title)
     return frame.style.format(forms, na_rep="", escape="html").format_index(escape="html", axis=1).hide()
 
 

@@ -5,7 +5,7 @@ import re
 from html import escape
 
 COLUMN, WIDE = 7.3, 1000  # inches up to which a figure stands in the column of text; pixels that wider ones may take
-SMALL = 400  # pixels: what is not wider is shown whole on a phone, too; others scroll there
+SMALL = 500  # pixels: what is not wider is shown whole on a phone, too; others scroll there
 PIXELS = 108  # of the screen for an inch of a figure: its 9 points become 13 pixels
 ENCODED = str.maketrans({"%": "%25", "#": "%23", '"': "%22", "<": "%3C", ">": "%3E", "&": "%26", "\n": " "})
 
