@@ -125,6 +125,6 @@ def test_a_stage_brings_about_a_sixteenth_but_not_few_rows():
         return plan(wb.Dense(), Shards.even(1 << log_n, world), 12).stages
 
     assert dense(12) == [Stage(range(12))]
-    assert [len(x.heads) for x in dense(15)] == [6, 6]
-    assert dense(17) == [Stage(range(h, h + 1), piece, 2) for h in range(12) for piece in range(2)]
+    assert dense(15) == [Stage(range(12))] and [len(x.heads) for x in dense(17)] == [3, 3, 3, 3]
+    assert dense(19) == [Stage(range(h, h + 1), piece, 2) for h in range(12) for piece in range(2)]
     assert {x.pieces for x in dense(20, 8)} == {4}

@@ -23,7 +23,7 @@ class Predicate(Looked):
     def __init__(self, fn, causal: bool = False):
         if not callable(fn):
             raise ValueError(f"fn={fn!r}: want a function of (h, i, j)")
-        self.fn, self.asked = fn, frozen(fn)
+        self.fn, self.asked = fn, fn if torch.compiler.is_compiling() else frozen(fn)  # (it makes no functions)
         self.causal = flag("causal", causal)
 
     def __getstate__(self):  # the copy of a function has no name in a module, by which pickle could find it
