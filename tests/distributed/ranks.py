@@ -29,7 +29,7 @@ def on_a_rank(work: bytes):
     from workbench.distributed import partials, plans
     from workbench.harness.processes import imported
 
-    plans.LEAST = plans.PAIRS = partials.FIRST = 1  # many stages and calls, however few rows
+    plans.LEAST = plans.DENSE = partials.FIRST = 1  # many stages and calls, however few rows
     module, name, args, options = pickle.loads(work)
     function = imported(f"{module}:{name}")
     function = getattr(function, "on_each", function)

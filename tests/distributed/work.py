@@ -129,7 +129,7 @@ def exact(rank, world, id, strategy="sequence"):
 def in_one_stage(rank, world, id):
     """`exact` with the package's own sizes of stages, by which short sequences take one."""
     assert len(plan_of(CASES[id][0], CASES[id][1][world]).stages) > 1
-    with patch.object(plans, "LEAST", 1 << 14), patch.object(plans, "PAIRS", 1 << 30):
+    with patch.object(plans, "LEAST", 1 << 14), patch.object(plans, "DENSE", 1 << 14):
         assert len(plan_of(CASES[id][0], CASES[id][1][world]).stages) == 1
         return exact(rank, world, id)
 

@@ -36,7 +36,7 @@ ON_HOST = {
 def nothing_fused(monkeypatch):
     """As the ranks of the tests run: no fused attention, many stages and calls."""
     monkeypatch.setattr(fused, "kernel", lambda q, mask=None: "unfused")
-    for name in ("LEAST", "PAIRS"):
+    for name in ("LEAST", "DENSE"):
         monkeypatch.setattr(plans, name, 1)
     monkeypatch.setattr(partials, "FIRST", 1)
 

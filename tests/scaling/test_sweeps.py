@@ -301,7 +301,7 @@ def test_what_a_rank_computes_and_moves_is_added_and_at_best_hidden():
 
 
 def test_a_call_and_each_further_exchange_cost_what_was_measured():
-    case = Case(Dense(), 3 << 15, 12, 64, "bfloat16")
+    case = Case(Dense(), 1 << 16, 12, 64, "bfloat16")
     free, dear = (link.modelled(case, 1e12, x, (2,)).iloc[0] for x in (link.Rates(0, 1e12, 0), link.Rates(3, 1e12, 5)))
     assert free["exchanges"] == 2 and dear["seconds"] - free["seconds"] == pytest.approx(5 + 3)
 

@@ -24,8 +24,8 @@ from workbench.patterns.checks import choice
 
 # How finely the exchange is cut into stages (`Plan.stages`).
 SHARE = 16  # a stage brings a rank about a 16th of the bytes of its own keys and values, unless that is too little:
-PAIRS = 24 << 30  # dense attention computes at least so many pairs a call: tiles for many waves, whose last is not full
-LEAST = 3 << 14  # other patterns bring at least so many (row, key head): 12 MB at head_dim 64 in 16 bits
+LEAST = 3 << 14  # a stage brings at least so many (row, key head): 12 MB at head_dim 64 in 16 bits
+DENSE = 3 << 16  # of dense attention so many: queries for eight waves of a card's tiles, whose last is nearly full
 PIECES = 4  # a key head's rows come in at most so many stages, since what is computed from each has to be merged
 FEW = 4  # neighborhoods: a rank's own rows are at least so many times those that it needs, if they are a call apart
 CALLS = 3  # at least, in a causal stage: early and late queries, whole blocks and triangles
@@ -203,7 +203,7 @@ class Plan:
         """The exchanges, in order, the same on all ranks. There is at least one, even if nothing moves in it."""
         own, most, share = max(1, self.n * self.kv_heads // self.world), int(self.units.sum(0).max()), SHARE
         if isinstance(self.pattern, Dense):
-            worth = int(self.pairs.max()) // (PAIRS * (CALLS if self.zigzag else 1))
+            worth = most // (DENSE * (CALLS if self.zigzag else 1))
         elif isinstance(self.pattern, Dilated):
             worth, share = most // (2 * LEAST), 8 * SHARE  # few rows arrive, but a stage takes several copies of them
         else:
