@@ -90,7 +90,7 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
         said.append(f"**{headline}**, {best['tflops']:.0f} TFLOP/s, a layer, on record.")
     if len(long := plans[~plans["fits_in_memory"]]):
         said.append(f"{int(long['n'].min()):,} tokens and more do not fit on the card at once; "
-                    f"streamed, {last['n']:,} take {last['streamed_gib']:.2f} GiB of it.")  # fmt: skip
+                    f"streamed, {last['n']:,} take {last['streamed_gib']:.2f} GiB of it (planned).")  # fmt: skip
     names = {"dense attention": dense["products_s"], "LongNet": last["products_s"], "its copies": last["traffic_s"]}
     each = listed(f"{name} {number(s)} s" for name, s in names.items() if pd.notna(s))
     said.append(f"Modelled for {last['n']:,} tokens: {each} (at the same time).")
@@ -106,5 +106,5 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
     right = "all right" if checked["right"].all() else "not all right"
     right += f"; {len(took) - len(checked)} did not run" * (len(checked) < len(took))
     ran = f"{counted(len(checked), 'run')} of up to {took['n'].max():,} tokens"
-    said.append(f"Here sampled rows of {ran} were checked: {right}.")
+    said.append(f"Sampled rows of {ran} were checked here: {right}.")
     return said, headline or f"{last['n']:,} tokens planned on one card"

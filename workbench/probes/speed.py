@@ -145,7 +145,7 @@ def falling(rows: pd.DataFrame) -> list[str]:
             if after["pairs"] > before["pairs"] and after["median_ms"] < 0.9 * before["median_ms"]:
                 took = " and ".join(f"{number(x['median_ms'])} ms at N = {x['n']:,}" for x in (before, after))
                 said.append(f"**Disturbed:** {label} ({title(backend)}), {MODES[mode]}, took {took}, with more to do: "
-                            "something else used the device, so take these times as upper bounds.")  # fmt: skip
+                            "the device or its host had other work, so take these times as upper bounds.")  # fmt: skip
     return said
 
 
@@ -164,7 +164,8 @@ def settings(*frames: pd.DataFrame | None) -> pd.DataFrame:
     """What was timed where, in words: a column a device, a line for the inputs and one a pattern, at the longest N."""
     columns = {}
     for frame in (x for x in frames if x is not None and len(x)):
-        last = frame.sort_values("n").drop_duplicates("label", keep="last").to_dict("records")
+        last = frame[frame["n"] == frame.groupby("label")["n"].transform("max")].sort_values("median_ms")
+        last = last.drop_duplicates("label").to_dict("records")  # of several kernels the fastest
         first = last[0]
         inputs = f"{first['dtype']}, {int(first['heads'])} heads x {int(first['head_dim'])}"
         patterns = {row["label"]: f"{title(row['pattern'])} ({title(row['backend'])})" for row in last}
@@ -232,7 +233,7 @@ def ceiling(rows: pd.DataFrame, ceilings: dict) -> list[str]:
         reached = "could not be measured" if product is None else f"reach {number(product)}"
         said = [f"{rows['dtype'].iloc[0]} matrix products {reached}, so the ceiling is the fastest attention here: "
                 f"{number(most)} TFLOP/s, by {what}."]  # fmt: skip
-    near = f"**{close['label']}** comes closest to the ceiling, at {close['share']:.0%} ({MODES[close['mode']]})."
+    near = f"Of these **{close['label']}** is closest to the ceiling, at {close['share']:.0%} ({MODES[close['mode']]})."
     return [*said, near]
 
 
