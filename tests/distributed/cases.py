@@ -11,6 +11,9 @@ from tests.tools import TABLE, Case
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, PerHead, Predicate, Window, layouts
 from workbench.patterns import orderings
 
+HALF = torch.zeros(15, 8, dtype=torch.bool)  # a block of queries that sees keys of two ranks, amid a block of keys
+HALF[8, [0, 4]] = HALF[14, [3, 7]] = HALF[2, [0, 1]] = True
+
 EDGE, FEW = layouts.local(1) | layouts.global_(1), layouts.local(1) | layouts.strided(3)
 BY_HEAD, MIXED = layouts.random(0.2, 3, per_head=True), layouts.global_(1) | layouts.random(0.3, 5)
 EVEN = (32, 32), (16, 16, 16, 16)  # 64 positions on two ranks and on four
@@ -48,6 +51,8 @@ def _odd(c):
          {"n": 128, "heads": 4, "kv_heads": 2}, ((48, 80), (40, 48, 0, 40))),
         ("blocks-whole-for-all", lambda: BlockSparse(FEW, (8, 4), c), {"n": 96, "nq": 61, "heads": 3, "batch": 2},
          ((40, 56), (24, 40, 24, 8))),
+        ("blocks-seen-to-the-middle-of-one", lambda: BlockSparse(layouts.explicit(HALF), (4, 8), c), {"n": 60},
+         ((32, 28), (16, 16, 16, 12))),
         ("blocks-of-16", lambda: BlockSparse(FEW, 16, c), {"n": 96}, ((48, 48), (32, 16, 16, 32))),
         ("blocks-whole-by-head", lambda: BlockSparse(BY_HEAD, 8, c), {"n": 96, "heads": 6, "kv_heads": 3},
          ((48, 48), (24, 24, 24, 24))),

@@ -182,3 +182,10 @@ def test_a_default_device_is_not_where_lengths_are_worked_out():
         want = call()
         with torch.device("meta"):
             assert torch.equal(call(), want)
+
+
+def test_the_reference_is_mapped_over_keys():
+    q, k, v = torch.randn(3, 1, 12, 2, 4)
+    run = functools.partial(attention, pattern=Window(5), lengths=torch.tensor([9]), backend="reference")
+    mapped = torch.vmap(lambda k: run(q, k, v))(torch.stack([k, 2 * k]))
+    torch.testing.assert_close(mapped, torch.stack([run(q, k, v), run(q, 2 * k, v)]))

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 import types
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 import workbench as wb
 from tests.tools import refused
-from workbench import attention, layouts
+from workbench import Predicate, attention, layouts
 from workbench.analysis import locality
 from workbench.patterns import orderings
 from workbench.patterns.frozen import frozen
@@ -221,3 +222,32 @@ def test_counts_of_a_trillion_tokens_are_exact():
 def test_heads_in_the_place_of_positions_are_warned_of():
     with pytest.warns(UserWarning, match=r"^4 positions of 64 heads: tensors are \(batch, positions, heads"):
         attention(*(torch.randn(1, 4, 64, 8) for _ in range(3)), wb.Dense())
+
+
+SHARED = [3, threading.Lock(), 4]
+
+
+def length():
+    return len(SHARED)
+
+
+def near(h, i, j):
+    return (i - j).abs() < len(SHARED) + 0 * length() + eval("0 * len(SHARED)")
+
+
+def test_what_cannot_be_copied_is_read_where_it_is_in_every_place():
+    assert int(Predicate(near).multiplicity(12, 1).sum()) == 12 + 2 * (11 + 10)
+
+
+class Owner:
+    def __init__(self):
+        self.w = 3
+        self.pattern = Predicate(self.near)
+
+    def near(self, h, i, j):
+        return (i - j).abs() < self.w
+
+
+def test_a_pattern_of_its_owners_method_is_pickled_with_it():
+    back = pickle.loads(pickle.dumps(Owner()))
+    assert int(back.pattern.multiplicity(12, 1).sum()) == 54

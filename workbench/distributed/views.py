@@ -169,7 +169,8 @@ def beside(pattern: Pattern, queries: range, own: range, needed: Tensor, n: int,
 
     Where a block is not all there, rows of zeros fill it up, which no query sees. A short last block of the sequence is
     the last one here, too. own may be empty, at the end of the queries, for block-sparse ones in shards of whole
-    blocks: causality then hides all of a block of another rank or none of it.
+    blocks: causality then hides all of a block of another rank or none of it, and what lies between the last multiple
+    of both block sizes and the end of the queries is filled up, too.
     """
     bq, bk = (min(n, x) for x in pattern.block_of())
     both = math.lcm(bq, bk)
@@ -185,11 +186,14 @@ def beside(pattern: Pattern, queries: range, own: range, needed: Tensor, n: int,
 
     gathered = torch.full((room // bk,), -1)
     gathered[: len(outside)] = outside
-    position = torch.cat([_positions(gathered, bk), torch.arange(low, high), torch.arange(n - short, n)])
+    rows, blocks = torch.arange(low, high), torch.arange(low // bk, -(-high // bk))
+    if not own:
+        rows, blocks = (torch.full_like(x, -1) for x in (rows, blocks))
+    position = torch.cat([_positions(gathered, bk), rows, torch.arange(n - short, n)])
     spare, moved = len(position) - (room + queries.stop - low), (room - low) // bq
     if not isinstance(pattern, BlockSparse):
         return View(Gathered(pattern, 0, heads, n, position, moved), position, spare)
-    columns = torch.cat([gathered, torch.arange(low // bk, -(-high // bk)), ragged])
+    columns = torch.cat([gathered, blocks, ragged])
     grid, last = (-(-n // bq), -(-n // bk)), (own.stop - 1) // bq + moved
 
     def visible(h, i, j, _):

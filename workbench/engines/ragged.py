@@ -87,6 +87,7 @@ def attend(one: Callable, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, lin
     kinds, many, (to, back) = _calls(*line, q.device)
     sources, ends = [_moved(x.flatten(0, 1), to) for x in (q, k, v)], list(accumulate(many))
     grads = torch.is_grad_enabled() and any(x.requires_grad for x in sources)
+    grads = grads or torch._C._are_functorch_transforms_active()  # which write to no buffer
     parts = list(zip(*(x.split(many) for x in sources), strict=True)) if grads else None
     whole = None if grads else q.new_empty(sources[0].shape)  # results are written where they belong
     patterns, found = pattern.each(), [None] * len(many)

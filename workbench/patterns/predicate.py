@@ -23,23 +23,24 @@ class Predicate(Looked):
     def __init__(self, fn, causal: bool = False):
         if not callable(fn):
             raise ValueError(f"fn={fn!r}: want a function of (h, i, j)")
-        self.fn, self.asked = fn, fn if torch.compiler.is_compiling() else frozen(fn)  # (it makes no functions)
+        self.fn = fn
+        if not torch.compiler.is_compiling():  # which makes no functions: it is copied when it is asked
+            self.asked = frozen(fn)
         self.causal = flag("causal", causal)
 
     def __getstate__(self):  # the copy of a function has no name in a module, by which pickle could find it
         return {k: v for k, v in super().__getstate__().items() if k != "asked"}
 
-    def __setstate__(self, state):
-        super().__setstate__({"asked": frozen(state["fn"])} | state)
-
     def __copy__(self, memo=None):
         made = type(self).__new__(type(self))
-        made.__setstate__(self.__getstate__() | {"asked": self.asked})
+        made.__setstate__(super().__getstate__())
         return made
 
     __deepcopy__ = __copy__
 
     def count(self, h, i, j, n, heads):
+        if "asked" not in vars(self):  # just unpickled, when what its function reads may not have been there yet
+            vars(self)["asked"] = frozen(self.fn)
         seen = evaluate(self.asked, h, i, j)
         return seen & (j <= i) if self.causal else seen
 
