@@ -99,7 +99,7 @@ def test_a_window_takes_the_same_room_however_long_it_runs():
 
 
 def test_a_step_reads_what_it_sees():
-    k, took = torch.zeros(1, 1 << 16, 2, 64), {}
+    k, took = torch.zeros(1, 1 << 18, 2, 64), {}
     for pattern in (
         Dense(True),
         Window(256, True),

@@ -268,7 +268,7 @@ def test_every_committed_row_is_read_under_todays_names(path):
 def test_old_names_are_read_as_todays():
     frame = records.load(*COMMITTED)
     windows = frame[(frame["pattern"] == "window-2048") & (frame["probe"] != "decode")]
-    assert len(windows) == 29  # which were called by their radius
+    assert (windows["run_utc"] < "2026-11-30T17").sum() == 29  # which were called by their radius, in part
     assert (frame["backend"] == "eager").sum() == 63 and not frame["backend"].str.contains(":", na=False).any()
 
 
