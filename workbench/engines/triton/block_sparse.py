@@ -13,8 +13,6 @@ Dimensions: B batch, N keys, Nq queries (the last Nq positions), H query heads, 
 and N are the queries and keys of a tile, i and j absolute positions.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -262,15 +260,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, causal: bool, scale: fl
     b, nq, h, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty((b, h, nq), dtype=torch.float32, device=q.device)
-    scales = (scale * math.log2(math.e),)
-    launch("forward", forward_kernel, plan, causal, (q, k, v), (out, lse), (out, lse), scales, FIRST=True)
+    scales, results = (scale * tile_sizes.LOG2_E,), (out, lse)
+    launch("forward", forward_kernel, plan, causal, (q, k, v), results, results, scales, FIRST=True)
     return out, lse
 
 
 def backward(grad: Tensor, grad_lse: Tensor | None, q, k, v, out, lse, plan: Plan, causal: bool, scale: float):
     """(dq, dk, dv) from the gradients of out and lse, the inputs, and what `forward` returned."""
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    scales = scale * math.log2(math.e), scale
+    scales = scale * tile_sizes.LOG2_E, scale
     given = grad, tile_ops.rows(grad, grad_lse, out, lse)
     launch("dq", dq_kernel, plan, causal, (q, k, v), (*given, dq), (grad, dq), scales)
     launch("dkdv", dkdv_kernel, plan, causal, (q, k, v), (*given, dk, dv), (grad, dk), scales)
@@ -280,7 +278,7 @@ def backward(grad: Tensor, grad_lse: Tensor | None, q, k, v, out, lse, plan: Pla
 def launch(name, kernel, plan: Plan, causal: bool, inputs, others, strided, scales, **options) -> None:
     """The kernel over every tile; `strided` are those of `others` whose strides it takes."""
     q, k, _ = inputs
-    (b, nq, h, d), (n, g) = q.shape, k.shape[1:3]
+    (b, nq, h, _), (n, g) = q.shape, k.shape[1:3]
     (rows, cols), keys = plan.block_size, name == "dkdv"
     tile = tile_sizes.choose(f"blocks {name}", q, plan.block_size)
     count = plan.count[keys]
@@ -289,6 +287,6 @@ def launch(name, kernel, plan: Plan, causal: bool, inputs, others, strided, scal
         kernel[(programs,)](
             *inputs, *others, *tile_ops.strides(*inputs, *strided), *(plan.by_keys if keys else plan.by_queries),
             plan.table, *scales, n, nq, h, count, plan.block0, plan.by_batch, plan.by_head, plan.reach,
-            GROUP=h // g, D=d, BLOCK_D=tile_sizes.padded(d), ROWS=rows, COLS=cols, CAUSAL=causal,
-            MASK=plan.mask, RATE=plan.rate, **options, **tile.options(),
+            **tile_sizes.constants(q, k, causal), ROWS=rows, COLS=cols, MASK=plan.mask, RATE=plan.rate, **options,
+            **tile.options(),
         )  # fmt: skip

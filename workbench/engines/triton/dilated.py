@@ -12,7 +12,6 @@ Dimensions: B batch, N keys, Nq queries (the last Nq positions), H query heads, 
 and N are the queries and keys of a tile, and i and j count the positions that a head keeps in the segment.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,6 @@ from workbench.engines.triton import cudnn_views, tile_ops, tile_sizes
 
 UNSPECIALIZED = ["n", "nq", "w", "r", "divide", "plus", "head0", "heads", "all_heads", "many", "segment0", "segments"]
 GRID = (1 << 31) - 1  # programs of a launch
-LOG2_E = math.log2(math.e)
 
 
 @triton.jit
@@ -249,10 +247,10 @@ def forward(
 
     into: an out and lse of other branches, with which these are merged in place by their softmax denominators
     """
-    (b, nq, h, d), n = q.shape, k.shape[1]
+    (b, nq, h, _), n = q.shape, k.shape[1]
     plan, tile = branches(pattern, n, h, into is not None), tile_sizes.choose("dilated forward", q)
     (out, lse), (overlap, later) = into or (None, None), tile_sizes.overlap(q)
-    given = {"GROUP": h // k.shape[2], "D": d, "BLOCK_D": tile_sizes.padded(d), "CAUSAL": pattern.causal}
+    given = tile_sizes.constants(q, k, pattern.causal)
     for branch in plan:
         fused = cudnn_views.segments("forward", branch, pattern.causal, q, k, v)
         if out is None:
@@ -264,7 +262,7 @@ def forward(
             cudnn_views.forward(q, k, v, out, lse, branch, fused, pattern.causal, scale)
         branch.launch(
             forward_kernel, b, n, nq, h, fused, tile.M, q, k, v, out, lse, *tile_ops.strides(q, k, v, out),
-            scale * LOG2_E, **given, FIRST=branch.whole, **tile.options(), **overlap,
+            scale * tile_sizes.LOG2_E, **given, FIRST=branch.whole, **tile.options(), **overlap,
         )  # fmt: skip
         overlap = later
     return out, lse
@@ -278,9 +276,9 @@ def backward(
 
     into: the gradients from other branches, to which these are added in place
     """
-    (b, nq, h, d), n = q.shape, k.shape[1]
+    (b, nq, h, _), n = q.shape, k.shape[1]
     plan, of_rows, (overlap, later) = branches(pattern, n, h, into is not None), None, tile_sizes.overlap(q)
-    given = {"GROUP": h // k.shape[2], "D": d, "BLOCK_D": tile_sizes.padded(d), "CAUSAL": pattern.causal}
+    given = tile_sizes.constants(q, k, pattern.causal)
     whole = plan[0].whole
     dq, dk, dv = into or (new(q, whole), new(k, whole and nq == n), new(v, whole and nq == n))
     for branch in plan:
@@ -297,7 +295,7 @@ def backward(
             tile = tile_sizes.choose(f"dilated {name}", q)
             branch.launch(
                 kernel, b, n, nq, h, fused, tile.M if name == "dq" else tile.N, q, k, v, grad, of_rows, *results,
-                *tile_ops.strides(q, k, v, grad, results[0]), scale * LOG2_E, scale, **given,
+                *tile_ops.strides(q, k, v, grad, results[0]), scale * tile_sizes.LOG2_E, scale, **given,
                 FIRST=branch.whole and (name == "dq" or nq == n), **tile.options(), **overlap,
             )  # fmt: skip
             overlap = later

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+LOG2_E = math.log2(math.e)  # kernels take powers of two
 SHARED = 160 << 10  # bytes of shared memory a block that the table's large tiles need (A100, H100)
 
 
@@ -69,6 +70,11 @@ def padded(head_dim: int) -> int:
 def power_of_2(x: int) -> int:
     """The least that is not below x. Triton's own function, as its cdiv, takes longer on the host than a launch."""
     return 1 << (x - 1).bit_length()
+
+
+def constants(q: torch.Tensor, k: torch.Tensor, causal: bool) -> dict:
+    """What kernels of attention are compiled for, beside their tiles. q (B, Nq, H, D), k (B, N, G, D)."""
+    return {"GROUP": q.shape[2] // k.shape[2], "D": q.shape[3], "BLOCK_D": padded(q.shape[3]), "CAUSAL": causal}
 
 
 def choose(kernel: str, q: torch.Tensor, block_size: tuple[int, int] | None = None) -> Tile:
