@@ -46,7 +46,7 @@ def check(q, k, v, pattern, scale=None, whole=True) -> tuple[Tensor, Tensor, Ten
     _check_shapes(q, k, v)
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         each = ", ".join(str(t.dtype).removeprefix("torch.") for t in (q, k, v))
-        raise ValueError(f"dtypes {each} of {_shapes(q, k, v)}: want one of float64, float32, bfloat16, float16 for all")
+        raise ValueError(f"dtypes {each} of {_shapes(q, k, v)}: want one of float64, float32, bfloat16, float16")
     if not q.device == k.device == v.device:
         raise ValueError(f"devices {q.device}, {k.device}, {v.device} of {_shapes(q, k, v)}: want one")
     if scale is not None:
