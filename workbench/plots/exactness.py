@@ -66,13 +66,10 @@ def refusals(rows: pd.DataFrame) -> pd.DataFrame:
     ran = (rows.status == "ok").groupby([rows[x] for x in ("pattern", "causal", "backend", "dtype")]).transform("any")
     refused = rows.assign(refuses=np.where(ran, "gradients", "all"))[rows.status != "ok"]
     named = {"pattern": refused.pattern.map(title), "backend": refused.backend.map(title), "why": refused.get("error")}
+    every = lambda names: ", ".join(dict.fromkeys(names))  # noqa: E731
     groups = refused.assign(**named).groupby(["backend", "refuses", "why"], sort=False)
-    shown = groups.agg(patterns=("pattern", _listed), types=("dtype", _listed)).reset_index()
+    shown = groups.agg(patterns=("pattern", every), types=("dtype", every)).reset_index()
     return shown.set_index("backend")[["refuses", "patterns", "types", "why"]]
-
-
-def _listed(names: pd.Series) -> str:
-    return ", ".join(dict.fromkeys(names))
 
 
 def _share(rows: pd.DataFrame, *names: str) -> pd.Series:
