@@ -60,9 +60,9 @@ def measured(machine: str) -> pd.DataFrame:
 def table(found: pd.DataFrame) -> pd.DataFrame:
     """A row a run: what ran, its time and that beside the same in memory, TFLOP/s over attended pairs, GB/s, the peak
     and the plan's, and how many rows were checked, with the largest error."""
-    columns = ("budget_bytes", "bytes_in", "bytes_out", "peak_bytes", "planned_bytes", "error_sampled", "rows_sampled")
+    columns = ("bytes_in", "bytes_out", "peak_bytes", "planned_bytes", "error_sampled", "rows_sampled")
     found = found.reindex(columns=[*found.columns, *(x for x in (*columns, "valid") if x not in found)])
-    found = found.drop_duplicates(["execution", "mode", "n", "budget_bytes"], keep="last").sort_values(["n", "mode"])
+    found = found.drop_duplicates(["execution", "mode", "n"], keep="last").sort_values(["n", "mode"])
     specs = zip(found["pattern_spec"], found["n"], found["heads"], strict=True)
     patterns = [(from_spec(x) if isinstance(x, dict) else geometric(int(n)), int(n), int(h)) for x, n, h in specs]
     pairs = [pattern.pairs(n, heads) for pattern, n, heads in patterns]
@@ -96,15 +96,19 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
     said.append(f"Modelled for {last['n']:,} tokens: {each} (at the same time).")
     streamed = runs[runs["of_in_memory"].notna() & (runs["execution"] == "streamed")] if len(runs) else runs
     if len(streamed):
-        long = streamed.drop_duplicates("mode", keep="last").to_dict("records")
-        ratios = (f"{times(x['of_in_memory'], '.2f')} long as in memory ({x['n']:,} tokens, {MODES[x['mode']]}, in "
-                  f"{x['peak_gib']:.2f} GiB)" for x in long)  # fmt: skip
-        why = ": a chunk is short enough for kernels that compute each key once, all tokens at once are not"
-        faster = all(x["of_in_memory"] < 1 for x in long)
-        said.append(f"Streamed, attention takes {' and '.join(ratios)}{why * faster}.")
+        ratios = "; ".join(_beside(mode, rows) for mode, rows in streamed.groupby("mode"))
+        why = "where it takes less, a chunk is short enough for kernels that compute each key once, all tokens are not"
+        why = f" ({why})" if (streamed["of_in_memory"] < 1).any() else ""
+        said.append(f"Streamed attention beside the same in memory: {ratios}{why}.")
     checked = took[took["right"].notna()]
     right = "all right" if checked["right"].all() else "not all right"
     right += f"; {len(took) - len(checked)} did not run" * (len(checked) < len(took))
     ran = f"{counted(len(checked), 'run')} of up to {took['n'].max():,} tokens"
     said.append(f"Sampled rows of {ran} were checked here: {right}.")
     return said, headline or f"{last['n']:,} tokens planned on one card"
+
+
+def _beside(mode: str, rows: pd.DataFrame) -> str:
+    """How long streams of a mode took beside the same in memory, at each length, in words."""
+    each = [f"{times(x.of_in_memory, '.2f')} long at {x.n:,} tokens" for x in rows.itertuples()]
+    return f"{MODES[mode]}, {listed(each)}"

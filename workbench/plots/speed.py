@@ -15,7 +15,7 @@ from workbench.plots import style
 from workbench.plots.orderings import color as color_of
 from workbench.plots.style import MODES
 
-LINES = {"cudnn": "-", "sdpa": "-", "flash": "--", "efficient": ":"}
+LINES = {"cudnn": "-.", "flash": "--", "efficient": ":"}
 KERNELS = {"fa4": "#1f4e79", "triton": style.COLORS["BlockSparse"], "flex": "#8a8a8a"}
 
 

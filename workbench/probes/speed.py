@@ -8,7 +8,7 @@ from dataclasses import replace
 import pandas as pd
 
 from workbench.harness import records
-from workbench.harness.narrate import MODES, counted, first_mode, listed, number, spread, title
+from workbench.harness.narrate import MODES, counted, first_mode, listed, number, spread, times, title
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, checks, layouts, orderings
 from workbench.probes import catalog, roofline, timing
 from workbench.probes.case import Case, case_of
@@ -39,8 +39,8 @@ def sweep(
 ) -> pd.DataFrame:  # fmt: skip
     """Time every case at every length, forward ("fwd") and with gradients ("fwdbwd"); see `table` for the columns.
 
-    cases: {label: a function of N that gives the case}. Where its backend is "auto", dense attention runs as torch's
-    own, by each fused kernel that the device has. Each row is in the journal when it is measured; with resume, what the
+    cases: {label: a function of N that gives the case}. Where its backend is "auto", dense attention runs by each
+    of `dense_backends`. Each row is in the journal when it is measured; with resume, what the
     journal already has is not measured again: the same pattern, inputs, samples and seconds, on the same device, by the
     same code and versions. seconds: about what a row may take. say: takes the progress, a line a length; None for
     silence. ValueError for what cannot be timed.
@@ -67,8 +67,9 @@ def sweep(
 
 
 def dense_backends(device: str) -> tuple[str, ...]:
-    """The ways of dense attention to compare with: torch's choice on a CPU, its two fast kernels by name on CUDA."""
-    return ("cudnn", "flash") if str(device).startswith("cuda") else ("sdpa",)
+    """The exact dense attention to compare with: torch's choice on a CPU; on CUDA its two fast kernels and, where it is
+    installed and the card has it, FlashAttention-4's."""
+    return ("cudnn", "flash", "fa4") if str(device).startswith("cuda") else ("sdpa",)
 
 
 def table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -83,7 +84,7 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
-def times(rows: pd.DataFrame) -> pd.DataFrame:
+def shown(rows: pd.DataFrame) -> pd.DataFrame:
     """The table of a sweep, a line per row that ran; its speed relative to the fastest dense kernel at that length."""
     done = _ran(rows)
     dense = done[done["family"] == "Dense"].groupby(["n", "mode"])["median_ms"].min()
@@ -131,10 +132,10 @@ def gain(rows: pd.DataFrame, n: int, mode: str = "fwd") -> str:
     seen = f"({spread(low, high)} between the extreme samples)"
     if low <= 1:
         return f"{at}**{fast['label']}** is not ahead of {slow['label']} beyond the noise {seen}."
-    ratio = number(slow["median_ms"] / fast["median_ms"])
+    ratio, by = times(slow["median_ms"] / fast["median_ms"]), f"attention by {title(dense['backend'].iloc[0])}"
     if fast["family"] == "Dense":
-        return f"{at}**dense** attention is the fastest; {slow['label']}, the next, takes {ratio} times as long {seen}."
-    return f"{at}**{fast['label']}** is the fastest here, {ratio} times as fast as dense {seen}."
+        return f"{at}**dense** {by} is the fastest; {slow['label']}, the next, takes {ratio} long {seen}."
+    return f"{at}**{fast['label']}** is the fastest here, {ratio} fast as dense {by} {seen}."
 
 
 def falling(rows: pd.DataFrame) -> list[str]:
@@ -243,12 +244,13 @@ def pays(rows: pd.DataFrame) -> str:
     if sparse.empty:
         return "No sparse layout ran: there is nothing to compare."
     at, since, top = f"At N = {int(sparse['n'].iloc[0]):,}, ", pays_from(rows), sparse.loc[sparse["speedup"].idxmax()]
-    most = f"at {top['sparsity']:.0%} sparsity it is {top['speedup']:.2f} times as fast as dense"
+    by = title(rows.loc[rows["name"] == "dense", "backend"].iloc[0])
+    most = f"at {top['sparsity']:.0%} sparsity it is {times(top['speedup'], '.2f')} fast as dense attention by {by}"
     if since is not None:
         ideal = f"the pairs alone would allow {top['ideal']:.1f} times"
         return f"{at}leaving blocks out pays **from {since:.0%}** sparsity on: {most}; {ideal}."
     if top["speedup"] < 1:
-        most = f"at best, at {top['sparsity']:.0%}, it takes {1 / top['speedup']:.2f} times as long as dense"
+        most = f"at best, at {top['sparsity']:.0%}, it takes {times(1 / top['speedup'], '.2f')} long as dense by {by}"
     return f"{at}leaving blocks out pays **from no sparsity tried here** on, beyond the noise: {most}."
 
 
@@ -262,7 +264,7 @@ def pays_from(rows: pd.DataFrame) -> float | None:
 
 
 def fastest_dense(case: Case) -> str:
-    """The dense backend that is fastest at this size on this device."""
+    """The dense backend that is fastest at this size on this device; ValueError where none runs."""
     rows = [timing.time(replace(case, backend=x), warmup=1, samples=3, seconds=5) for x in dense_backends(case.device)]
     took = {row["backend"]: row["median_ms"] for row in rows if row["status"] == "ok"}
     if not took:
