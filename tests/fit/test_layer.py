@@ -71,7 +71,7 @@ def test_a_peer_is_a_layer_of_the_same_branches(tmp_path):
     assert row["status"] == ("refused" if reason else "ok") and (row["error"] or "").endswith(reason or "")
     said = layer.answer(rows)
     assert "dense attention by torch's SDPA; attention alone is" in said[0] and "N = 256" in said[0]
-    assert said[1] == f"LongNet, torchscale, did not run (refused): `{row["error"]}`" if reason else "long" in said[1]
+    assert said[1] == f"LongNet, torchscale, did not run (refused): `{row.error}`" if reason else "long" in said[1]
     shown = layer.summary(rows)["speed relative to dense"]
     assert len(shown) == 5 - bool(reason) and shown.count() == 3 - bool(reason) and shown["dense"] == 1
 

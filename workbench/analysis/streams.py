@@ -13,6 +13,8 @@ from workbench.patterns import Dense, Pattern, from_spec
 from workbench.patterns.dilated import geometric
 from workbench.streaming import measure
 
+LESS = " Where it takes less, a chunk is short enough for kernels that compute each key once."
+MORE = " Where it takes longer, the run is too short to hide what a stream does once, at its start."
 GIB, WORK = 1 << 30, {"fwd": 1.0, "bwd": 2.5, "fwdbwd": 3.5}  # products, of those of a forward
 
 
@@ -87,7 +89,7 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
     if len(layers):
         best = layers.loc[layers["n"].idxmax()]
         headline = f"{int(best['n']):,} tokens on one card in {best['seconds']:.1f} s"
-        said.append(f"**{headline}**, {best['tflops']:.0f} TFLOP/s, a layer, on record.")
+        said.append(f"**{headline}**: a layer, at {best['tflops']:.0f} TFLOP/s, from the records.")
     if len(long := plans[~plans["fits_in_memory"]]):
         said.append(f"{int(long['n'].min()):,} tokens and more do not fit on the card at once; "
                     f"streamed, {last['n']:,} take {last['streamed_gib']:.2f} GiB of it (planned).")  # fmt: skip
@@ -96,19 +98,14 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
     said.append(f"Modelled for {last['n']:,} tokens: {each} (at the same time).")
     streamed = runs[runs["of_in_memory"].notna() & (runs["execution"] == "streamed")] if len(runs) else runs
     if len(streamed):
-        ratios = "; ".join(_beside(mode, rows) for mode, rows in streamed.groupby("mode"))
-        why = "where it takes less, a chunk is short enough for kernels that compute each key once, all tokens are not"
-        why = f" ({why})" if (streamed["of_in_memory"] < 1).any() else ""
-        said.append(f"Streamed attention beside the same in memory: {ratios}{why}.")
+        long = {mode: [f"{times(x.of_in_memory, '.2f')} long at {x.n:,} tokens" for x in rows.itertuples()]
+                for mode, rows in streamed.groupby("mode")}  # fmt: skip
+        ratios = "; ".join(f"{MODES[mode]}, {listed(each)}" for mode, each in long.items())
+        less, more = streamed["of_in_memory"].min() < 1, streamed["of_in_memory"].max() > 1
+        said.append(f"Streamed attention beside the same in memory: {ratios}.{LESS * int(less)}{MORE * int(more)}")
     checked = took[took["right"].notna()]
     right = "all right" if checked["right"].all() else "not all right"
     right += f"; {len(took) - len(checked)} did not run" * (len(checked) < len(took))
     ran = f"{counted(len(checked), 'run')} of up to {took['n'].max():,} tokens"
     said.append(f"Sampled rows of {ran} were checked here: {right}.")
     return said, headline or f"{last['n']:,} tokens planned on one card"
-
-
-def _beside(mode: str, rows: pd.DataFrame) -> str:
-    """How long streams of a mode took beside the same in memory, at each length, in words."""
-    each = [f"{times(x.of_in_memory, '.2f')} long at {x.n:,} tokens" for x in rows.itertuples()]
-    return f"{MODES[mode]}, {listed(each)}"

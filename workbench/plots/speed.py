@@ -187,7 +187,8 @@ def picture(path: str, kind: str = "h200x1") -> None:
         dense, dilated = (done.loc[done["family"] == x, "median_ms"].min() for x in ("Dense", "Dilated"))
         at = done["n"].iloc[0]
         ax.annotate("", (at, dilated), (at, dense), arrowprops={"arrowstyle": "<->", "color": "#444444"})
-        text = f"dilated: {dense / dilated:.0f} times as fast\nas dense at {style.length(at)}"
+        by = title(done.loc[done.loc[done["family"] == "Dense", "median_ms"].idxmin(), "backend"])
+        text = f"dilated: {dense / dilated:.0f} times as fast\nas dense ({by}) at {style.length(at)}"
         ax.text(0.04, 0.96, text, transform=ax.transAxes, va="top", fontsize=11, weight="bold")
     sizes = f"{int(first['heads'])} heads x {int(first['head_dim'])}"
     style.save(fig, path, f"{first['run_device']}, {first['dtype']}, {sizes}")
