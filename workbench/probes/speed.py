@@ -113,8 +113,8 @@ def headline(rows: pd.DataFrame) -> str:
     done, dense, others = _sides(done[done["n"] == done["n"].max()])
     if dense.empty or others.empty:
         return ""
-    ratio = number(dense["median_ms"].iloc[0] / others["median_ms"].iloc[0])
-    return f"{others['label'].iloc[0]}: {ratio} times dense at {int(done['n'].iloc[0]):,}"
+    ratio, by = number(dense["median_ms"].iloc[0] / others["median_ms"].iloc[0]), title(dense["backend"].iloc[0])
+    return f"{others['label'].iloc[0]}: {ratio} times dense ({by}) at {int(done['n'].iloc[0]):,}"
 
 
 def gain(rows: pd.DataFrame, n: int, mode: str = "fwd") -> str:
@@ -203,7 +203,7 @@ def break_even(
     measured against itself: what noise alone does. All are recorded.
     """
     sparsities, n = checks.listed("sparsities", sparsities), case_of(dense).n
-    cases = {"dense": replace(dense, backend=fastest_dense(dense)) if dense.backend == "auto" else dense}
+    cases = {"dense": fastest_dense(dense)}
     for sparsity in sparsities:
         pattern = BlockSparse(layouts.random(1 - sparsity), block_size)
         cases[pattern.name] = replace(dense, pattern=pattern, backend="auto")
@@ -263,13 +263,15 @@ def pays_from(rows: pd.DataFrame) -> float | None:
     return won.iloc[-1] if len(won) else None
 
 
-def fastest_dense(case: Case) -> str:
-    """The dense backend that is fastest at this size on this device; ValueError where none runs."""
+def fastest_dense(case: Case) -> Case:
+    """The case, Dense by "auto" by the backend that is fastest at its size on its device; ValueError if none runs."""
+    if not isinstance(case.pattern, Dense) or case.backend != "auto":
+        return case
     rows = [timing.time(replace(case, backend=x), warmup=1, samples=3, seconds=5) for x in dense_backends(case.device)]
     took = {row["backend"]: row["median_ms"] for row in rows if row["status"] == "ok"}
     if not took:
         raise ValueError(f"{case}: no dense backend runs this")
-    return min(took, key=took.get)
+    return replace(case, backend=min(took, key=took.get))
 
 
 def ceilings(device: str = "cpu", seconds: float = 2.0, profile: str = "quick", known=None, folder=None) -> dict:

@@ -7,7 +7,6 @@ Rates are over attended pairs. `run` measures all groups, or some, and records e
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -17,7 +16,7 @@ from workbench.harness import machine, records
 from workbench.harness.machine import short_name
 from workbench.harness.narrate import MODES, listed, spread, times, title
 from workbench.harness.outcome import attempt
-from workbench.patterns import Dense, Neighborhood, checks
+from workbench.patterns import Neighborhood, checks
 from workbench.probes import catalog, memory, roofline
 from workbench.probes.case import Case
 from workbench.probes.speed import fastest_dense
@@ -54,7 +53,7 @@ def measure(cases: Mapping[str, Case], recorder, samples=9, seconds=8.0, **more)
     Dense attention by "auto" is by its fastest kernel here. more: fields of every row. What cannot run is a row with
     its status.
     """
-    cases = {label: _fastest(case) for label, case in cases.items()}
+    cases = {label: attempt(lambda case=case: fastest_dense(case)).result or case for label, case in cases.items()}
     calls, rows, fields = {}, {}, {label: fields_of(case) | {"label": label} | more for label, case in cases.items()}
     for label, case in cases.items():
         outcome = attempt(lambda case=case: _ready(case))
@@ -74,12 +73,6 @@ def measure(cases: Mapping[str, Case], recorder, samples=9, seconds=8.0, **more)
         if label != AA and cases[of].device != "cpu" and not fields[of]["graph"]:  # which took its memory before
             rows[label]["extra_bytes"] = memory.measure(calls[of][0], cases[of].device)
     return [recorder.row(**rows[label]) for label in (*cases, AA)]
-
-
-def _fastest(case: Case) -> Case:
-    usual = isinstance(case.pattern, Dense) and case.backend == "auto"
-    backend = attempt(lambda: fastest_dense(case)).result if usual else None
-    return replace(case, backend=backend or case.backend)
 
 
 def fields_of(case: Case) -> dict:
