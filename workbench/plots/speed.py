@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
-from matplotlib.ticker import FuncFormatter, LogLocator
+from matplotlib.ticker import LogLocator
 
 from workbench.harness.narrate import title
 from workbench.plots import style
@@ -43,6 +43,7 @@ def decoding(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     for ax, label, drawn in zip(axes, labels, (frames, held), strict=True):
         ends = _lines(ax, "fwd", *drawn)
         ax.set(ylabel=label, title="")
+        ax.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
         style.name_ends(ax, ends)
     return style.finish(fig, "Time of a token and memory of its cache against N, logarithmic axes.")
 
@@ -57,7 +58,7 @@ def _lines(ax, mode: str, rows: pd.DataFrame, recorded: pd.DataFrame | None = No
         for (family, label, backend), line in done.groupby(["family", "label", "backend"], sort=False):
             color, look = style.family_color(family), style.family_look(family, pale)
             ax.plot(line["n"], line["median_ms"], LINES.get(backend, "-"), ms=5, **look)
-            name = f"{label}, {title(backend)}" if family == "Dense" else label
+            name = f"{label}, {title(backend)}" if family == "Dense" and backend != "cache" else label
             name = f"{name}, {style.device(line)}" if pale else name
             ends.append((line["n"].iloc[-1], line["median_ms"].iloc[-1], name, color))
             if not pale:
@@ -66,7 +67,7 @@ def _lines(ax, mode: str, rows: pd.DataFrame, recorded: pd.DataFrame | None = No
     ax.set(xscale="log", yscale="log", xlabel="N (tokens)", title=MODES[mode])
     ax.xaxis.set_major_locator(LogLocator(base=2, numticks=7))
     style.log_ticks(ax.xaxis, style.length)
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
+    style.log_ticks(ax.yaxis, "{:,g}".format)
     return ends
 
 
@@ -105,8 +106,8 @@ def break_even(rows: pd.DataFrame):
     style.log_ticks(ax.xaxis, lambda x: f"{100 * x:.3g}%")
     ax.yaxis.set_major_locator(LogLocator(base=10, subs=(0.5, 1, 2, 5)))
     style.log_ticks(ax.yaxis, "{:g}x".format)
-    style.note(ax, "dense against itself", (ends[0], 1), (4, 6), color="#555555")
     places = [(ends[1], 1 / ends[1], "fewer pairs,\nsame rate", "#666666")]
+    places.append((ends[1], 1, "dense against itself", "#555555"))
     if len(sparse):
         last = sparse.iloc[-1]
         places.append((x.iloc[-1], last["speedup"], "measured", style.COLORS["BlockSparse"]))
@@ -162,7 +163,8 @@ def times_faster(rows: pd.DataFrame):
             noise = " (within noise)" if row.in_noise else ""
             ends = style.whiskers(np.array([row.speedup]), row.speedup_low, row.speedup_high)
             ax.errorbar(row.speedup, y, xerr=ends, color=KERNELS.get(row.backend, "#555555"), marker="o", capsize=3)
-            style.note(ax, f"{row.speedup:.1f}x{noise}", (row.speedup_high, y), (9, 0), va="center")
+            beside = ideal if row.speedup_high < ideal < 1.7 * row.speedup_high else row.speedup_high
+            style.note(ax, f"{row.speedup:.1f}x{noise}", (beside, y), (9, 0), va="center")
             places.append(y)
             labels.append(row.who)
         y += 1.3

@@ -234,8 +234,8 @@ def ceiling(rows: pd.DataFrame, ceilings: dict) -> list[str]:
         reached = "could not be measured" if product is None else f"reach {number(product)}"
         said = [f"{rows['dtype'].iloc[0]} matrix products {reached}, so the ceiling is the fastest attention here: "
                 f"{number(most)} TFLOP/s, by {what}."]  # fmt: skip
-    near = f"Of these **{close['label']}** is closest to the ceiling, at {close['share']:.0%} ({MODES[close['mode']]})."
-    return [*said, near]
+    of = f"Of the patterns timed over N, {MODES[close['mode']]}, "
+    return [*said, f"{of}**{close['label']}** comes closest to the ceiling, at {close['share']:.0%}."]
 
 
 def pays(rows: pd.DataFrame) -> str:

@@ -169,7 +169,7 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
         "tflops": out["tflops"], "rate relative to dense": out["of_dense"],
         "speed relative to dense": pd.Series(words, out.index).where(same),
         "extra / output": out["extra_bytes"].astype(float) / output,
-    }).set_index("pattern")  # fmt: skip
+    }).set_index("pattern").dropna(axis="columns", how="all")  # fmt: skip
 
 
 def orders(rows: pd.DataFrame) -> pd.DataFrame:
