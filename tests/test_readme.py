@@ -42,11 +42,8 @@ def test_it_is_short():
 def answers() -> dict[str, str]:
     """{notebook's number: words that its line of the README has}."""
     group = suite.recorded("h200x1").query("suite == 'neighborhood'").set_index("label")
-    orders, cells = (
-        group.loc["row_major", "median_ms"] / group.loc["hilbert", "median_ms"],
-        int(group.loc["hilbert", "n"]),
-    )
-
+    orders = group.loc["row_major", "median_ms"] / group.loc["hilbert", "median_ms"]
+    cells = int(group.loc["hilbert", "n"])
     searched = frontiers.recorded("h200x1").dropna(subset=["predicted_n", "measured_n"])
     equal = (searched["predicted_n"] == searched["measured_n"]).sum()
 

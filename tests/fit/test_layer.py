@@ -33,12 +33,14 @@ def test_layers_are_rows_beside_the_first_and_its_noise(tmp_path):
 
 
 def test_a_layer_that_cannot_run_is_a_row(tmp_path):
+    few = {"few": Case(Dense(), 256, 4, 8, nq=5)}
     patterns = {"grid": Neighborhood((5, 5), 1), "dense": Dense(), "longnet": LONGNET}
-    rows = layer.measure(cases(patterns), **TINY, folder=tmp_path).set_index("label")
-    assert rows.loc["grid", "status"] == "refused" and "n=25" in rows.loc["grid", "error"]
+    rows = layer.measure(few | cases(patterns), **TINY, folder=tmp_path).set_index("label")
+    assert rows.loc[["few", "grid"], "status"].tolist() == ["refused"] * 2 and "n=25" in rows.loc["grid", "error"]
+    assert "want as many queries as keys" in rows.loc["few", "error"]
     assert rows.loc[["dense", "longnet", "A/A"], "status"].tolist() == ["ok"] * 3
-    assert set(rows["against"].dropna()) == {"dense"}  # the first that runs
-    assert len(records.load(tmp_path)) == 7
+    assert set(rows["against"].dropna()) == {"few" + layer.ALONE}  # the first that runs
+    assert len(records.load(tmp_path)) == 9
 
 
 def test_where_one_fails_while_they_are_timed_all_rows_say_so(tmp_path, monkeypatch):
@@ -74,13 +76,6 @@ def test_a_peer_is_a_layer_of_the_same_branches(tmp_path):
     assert said[1] == f"LongNet, torchscale, did not run (refused): `{row.error}`" if reason else "long" in said[1]
     shown = layer.summary(rows)["speed relative to dense"]
     assert len(shown) == 5 - bool(reason) and shown.count() == 3 - bool(reason) and shown["dense"] == 1
-
-
-def test_what_cannot_be_meant_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="at least one"):
-        layer.measure({}, **TINY, folder=tmp_path)
-    few = layer.measure({"few": Case(Dense(), 256, 4, 8, nq=5)}, **TINY, folder=tmp_path)
-    assert few["status"][0] == "refused" and "want as many queries as keys" in few["error"][0]
 
 
 @pytest.mark.gpu

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 
 import pandas as pd
 import torch
-from torch import Tensor
 
 from workbench.engines.layers import MultiheadAttention
 from workbench.harness import records
@@ -47,11 +46,7 @@ class Layer(Case):
             q, k = (torch.empty(1, self.n, h, self.head_dim, requires_grad=True, **to) for h in heads)
             layer.attend, backend = self.function(q, k, k)
         wanted = (x.requires_grad_(), *layer.parameters())
-
-        def call() -> tuple[Tensor, ...]:
-            return torch.autograd.grad(layer(x), wanted, upstream)
-
-        return call, backend
+        return lambda: torch.autograd.grad(layer(x), wanted, upstream), backend
 
 
 def measure(
@@ -81,8 +76,7 @@ def recorded(kind: str = "h100x1") -> pd.DataFrame:
 
 
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
-    """The table of a layer benchmark: a line for what ran, its time and memory, and its speed relative to the first's:
-    a layer's, not of attention alone."""
+    """The table of a layer benchmark: a line for what ran; speeds are relative to the first's, and those of layers."""
     out = rows[(rows["label"] != "A/A") & (rows["status"] == "ok")]
     layers = ~out["label"].str.endswith(ALONE)
     return pd.DataFrame({
@@ -96,13 +90,11 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
 def answer(rows: pd.DataFrame) -> list[str]:
     """What of attention's gain is left in a layer, and why what is not in `summary` did not run."""
     done = rows[(rows["status"] == "ok") & (rows["label"] != "A/A")].set_index("label")
-    failed = rows[rows["status"] != "ok"]
-    lost = [f"{title(x.label)}, did not run ({x.status}): `{x.error}`" for x in failed.itertuples()]
+    lost = [f"{title(x.label)}, did not run ({x.status}): `{x.error}`" for x in rows.itertuples() if x.status != "ok"]
     if not {"dense", "longnet"} <= set(done.index):
         return lost
-    ms, kernel = done["median_ms"], title(done.loc["dense", "backend"])
-    said = f"A layer with LongNet's pattern is {times(done.loc['longnet', 'speedup'])} fast as one with dense attention"
-    said += f" by {kernel}"
+    ms, ratio, by = done["median_ms"], times(done.loc["longnet", "speedup"]), title(done.loc["dense", "backend"])
+    said = f"A layer with LongNet's pattern is {ratio} fast as one with dense attention by {by}"
     if {"dense" + ALONE, "longnet" + ALONE} <= set(done.index):
         said += f"; attention alone is {times(ms['dense' + ALONE] / ms['longnet' + ALONE])} fast"
     said = f"{said} (N = {int(done.loc['longnet', 'n']):,}, forward + backward)."

@@ -186,11 +186,11 @@ def picture(path: str, kind: str = "h200x1") -> None:
     fig = time_against_n(rows)
     for ax, mode in zip(fig.axes, [mode for mode in MODES if mode in set(rows["mode"])], strict=True):
         done = rows[(rows["status"] == "ok") & (rows["mode"] == mode) & (rows["n"] == rows["n"].max())]
-        dense, dilated = (done.loc[done["family"] == x, "median_ms"].min() for x in ("Dense", "Dilated"))
-        at = done["n"].iloc[0]
+        done = done.sort_values("median_ms").drop_duplicates("family").set_index("family")
+        (dense, dilated), at = done.loc[["Dense", "Dilated"], "median_ms"], done["n"].iloc[0]
         ax.annotate("", (at, dilated), (at, dense), arrowprops={"arrowstyle": "<->", "color": "#444444"})
-        by = title(done.loc[done.loc[done["family"] == "Dense", "median_ms"].idxmin(), "backend"])
-        text = f"dilated: {dense / dilated:.0f} times as fast\nas dense ({by}) at {style.length(at)}"
+        by = title(done.loc["Dense", "backend"])
+        text = f"dilated at {style.length(at)}:\n{dense / dilated:.0f} times as fast\nas dense\n({by})"
         ax.text(0.04, 0.96, text, transform=ax.transAxes, va="top", fontsize=11, weight="bold")
     sizes = f"{int(first['heads'])} heads x {int(first['head_dim'])}"
     style.save(fig, path, f"{first['run_device']}, {first['dtype']}, {sizes}")

@@ -35,15 +35,14 @@ def lineup(segments, rates, sparsity: float, radius: int, block_size: int = 128,
 
 def sweep(
     cases: Mapping[str, Lengths], lengths: Iterable[int], modes=("fwd",), *, samples=9, seconds=10.0, profile="quick",
-    resume=False, folder=None, say=print,
+    resume=False, folder=None,
 ) -> pd.DataFrame:  # fmt: skip
     """Time every case at every length, forward ("fwd") and with gradients ("fwdbwd"); see `table` for the columns.
 
-    cases: {label: a function of N that gives the case}. Where its backend is "auto", dense attention runs by each
-    of `dense_backends`. Each row is in the journal when it is measured; with resume, what the
-    journal already has is not measured again: the same pattern, inputs, samples and seconds, on the same device, by the
-    same code and versions. seconds: about what a row may take. say: takes the progress, a line a length; None for
-    silence. ValueError for what cannot be timed.
+    cases: {label: a function of N that gives the case}. Where its backend is "auto", dense attention runs by each of
+    `dense_backends`. Each row is in the journal when it is measured; with resume, what the journal already has is not
+    measured again: the same pattern, inputs, samples and seconds, on the same device, by the same code and versions.
+    seconds: about what a row may take. ValueError for what cannot be timed.
     """
     cases = checks.named("cases", cases, "a function of N that gives a Case")
     lengths = [checks.whole("length", n, 1) for n in checks.listed("lengths", lengths)]
@@ -54,12 +53,10 @@ def sweep(
         usual = isinstance(case.pattern, Dense) and case.backend == "auto"
         for mode in checks.listed("modes", modes):
             for backend in dense_backends(case.device) if usual else (case.backend,):
-                wanted.append((n, label, replace(case, mode=mode, backend=backend)))
-    recorder, rows, before = records.start("timing", profile, folder), [], None
-    for n, label, case in wanted:
-        if say and n != before:
-            say(f"{lengths.index(n) + 1}/{len(lengths)}: N = {n:,}")
-        before, fields = n, case.fields()
+                wanted.append((label, replace(case, mode=mode, backend=backend)))
+    recorder, rows = records.start("timing", profile, folder), []
+    for label, case in wanted:
+        fields = case.fields()
         asked = {"asked": fields.pop("backend"), "label": label} | rounds
         known = recorder.settled(**fields, **asked) if resume else None
         rows.append(known or recorder.row(**timing.time(case, warmup=1, **rounds) | asked))
@@ -67,8 +64,7 @@ def sweep(
 
 
 def dense_backends(device: str) -> tuple[str, ...]:
-    """The exact dense attention to compare with: torch's choice on a CPU; on CUDA its two fast kernels and, where it is
-    installed and the card has it, FlashAttention-4's."""
+    """Exact dense attention to compare with: torch's choice on a CPU, on CUDA its fast kernels and the fa4 engine."""
     return ("cudnn", "flash", "fa4") if str(device).startswith("cuda") else ("sdpa",)
 
 
@@ -208,8 +204,7 @@ def break_even(
         pattern = BlockSparse(layouts.random(1 - sparsity), block_size)
         cases[pattern.name] = replace(dense, pattern=pattern, backend="auto")
     calls = {name: case.prepare() for name, case in cases.items()}
-    alone = {name: call for name, (call, _) in calls.items()}
-    frame = timing.compare(alone, warmup=1, samples=samples, seconds=seconds)
+    frame = timing.compare({x: call for x, (call, _) in calls.items()}, warmup=1, samples=samples, seconds=seconds)
     recorder, rows, total = records.start("break_even", profile, folder), [], n * n * dense.heads
     for name, line in frame.iterrows():
         of = "dense" if name == timing.AA else name
@@ -227,15 +222,15 @@ def ceiling(rows: pd.DataFrame, ceilings: dict) -> list[str]:
     if shares.empty:
         return ["Nothing ran: there is no rate to compare with the ceiling."]
     close = shares.iloc[-1]
-    most, what = top(rows, ceilings)
-    product = ceilings["matmul_tflops"].get(rows["dtype"].iloc[0])
-    said = [f"The ceiling is {number(most)} TFLOP/s, by {what}."]
+    (most, what), dtype = top(rows, ceilings), rows["dtype"].iloc[0]
+    product, said = ceilings["matmul_tflops"].get(dtype), f"{number(most)} TFLOP/s, by {what}."
     if product is None or product < most:
         reached = "could not be measured" if product is None else f"reach {number(product)}"
-        said = [f"{rows['dtype'].iloc[0]} matrix products {reached}, so the ceiling is the fastest attention here: "
-                f"{number(most)} TFLOP/s, by {what}."]  # fmt: skip
+        said = f"{dtype} matrix products {reached}, so the ceiling is the fastest attention here: {said}"
+    else:
+        said = f"The ceiling is {said}"
     of = f"Of the patterns timed over N, {MODES[close['mode']]}, "
-    return [*said, f"{of}**{close['label']}** comes closest to the ceiling, at {close['share']:.0%}."]
+    return [said, f"{of}**{close['label']}** comes closest to the ceiling, at {close['share']:.0%}."]
 
 
 def pays(rows: pd.DataFrame) -> str:

@@ -50,8 +50,7 @@ def run(
 def measure(cases: Mapping[str, Case], recorder, samples=9, seconds=8.0, **more) -> list[dict]:
     """Every case prepared, all timed interleaved, then the memory of each above its inputs; a row each, and "A/A".
 
-    Dense attention by "auto" is by its fastest kernel here. more: fields of every row. What cannot run is a row with
-    its status.
+    Dense by "auto" is by its fastest kernel. more: fields of every row. What cannot run is a row with its status.
     """
     cases = {label: attempt(lambda case=case: fastest_dense(case)).result or case for label, case in cases.items()}
     calls, rows, fields = {}, {}, {label: fields_of(case) | {"label": label} | more for label, case in cases.items()}
