@@ -123,20 +123,21 @@ def neighbours(frame, radius: int):
     branches = frame["branch"].unique()
     fig, axes = style.subplots(1, 2, figsize=(9.5, 0.62 * len(branches) + 1.3), sharey=True)
     side = 2 * radius + 1
-    titles = {"inside": "In the token's segment", "seen": "Seen by the token in some head"}
+    titles, looks = {"inside": "In the token's segment", "seen": "Seen by the token in some head"}, {}
     for ax, (value, words) in zip(axes, titles.items(), strict=True):
         for name, part in frame.groupby("order", sort=False):
             y = [list(branches).index(b) for b in part["branch"]]
             kind = name.partition("-")[0]
             shift = 0.13 * (list(frame["order"].unique()).index(name) - (frame["order"].nunique() - 1) / 2)
-            ax.plot(part[value], np.array(y) + shift, MARKERS[kind], color=color(name), ms=7, label=title(name))
+            looks[title(name)] = look = {"marker": MARKERS[kind], "color": color(name), "ms": 7}
+            ax.plot(part[value], np.array(y) + shift, ls="", **look)
         ax.xaxis.set_major_formatter(PercentFormatter(1))
         ax.set(xlim=(-0.03, 1.03), title=words, xlabel=f"of the cells within {side} x {side}")
         style.stripes(ax, len(branches))
     axes[0].set_yticks(range(len(branches)), branches)
     axes[0].set(ylabel="segment / rate", ylim=(-0.5, len(branches) - 0.5))
     axes[0].invert_yaxis()
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    style.key(fig, looks, len(looks))
     return style.finish(fig, "A token's neighbours in its segment, and those it sees, by branch and order.")
 
 
@@ -146,12 +147,12 @@ def fields(grids: dict, cell, layers: int):
     size = (9.5, 8.2 / len(grids) * shape[0] / shape[1] + 0.4)
     fig, axes = style.subplots(1, len(grids), figsize=size, squeeze=False)
     for ax, (name, grid) in zip(axes[0], grids.items(), strict=True):
-        image = ax.imshow(grid, interpolation="nearest", **style.layer_colors(layers))
+        ax.imshow(grid, interpolation="nearest", **style.layer_colors(layers))
         ax.plot(cell[1], cell[0], "*", color=style.COLORS["accent"], mec="black", mew=0.6, ms=13)
         style.bare(ax)
         ax.spines[:].set_visible(True)
         ax.set_title(title(name))
-    style.layer_bar(fig, image, axes[0], layers)
+    style.layer_key(fig, layers)
     return style.finish(fig, f"After how many of {layers} layers a token knows of each cell, under each order.")
 
 

@@ -67,9 +67,11 @@ def _grids(panels: list[tuple[str, Tensor, Pattern]], alt: str, across: int = 4,
         ax.set(xlabel="key" * (at >= len(panels) - columns))
         ax.set_title(title, fontsize=10)
         ax.grid(False)
-    _, _, deepest = max(panels, key=lambda panel: int(panel[1].max()))
-    colors = {f"seen {c} times" if c > 1 else "seen once": _cmap(deepest, most)(c / most)
-              for c in sorted({*range(1, min(most, 4) + 1), most})}  # fmt: skip
+    colors = {}
+    for c in sorted({*range(1, min(most, 4) + 1), most}):
+        some = dict.fromkeys(_cmap(pattern, most)(c / most) for _, count, pattern in panels if (count == c).any())
+        if some:
+            colors[f"seen {c} times" if c > 1 else "seen once"] = [*some]
     if shade and any((count == 0).all(1).any() for _, count, _ in panels):
         colors["a row that sees nothing"] = UNCOVERED
     style.key(fig, colors, len(colors))
@@ -88,8 +90,8 @@ def reach(patterns: dict[str, Pattern], n: int, heads: int, layers: int):
     how many layers it depends on each other one. Returns the figure and the shares, a row a layer."""
     style.use()
     fig = plt.figure(figsize=(9.5, 0.9 + 0.6 * max(4, len(patterns))))
-    left, right = fig.subfigures(1, 2, width_ratios=(1.15, 1))
-    ax, strips = left.subplots(), np.atleast_1d(right.subplots(len(patterns), 1, sharex=True))
+    grid = fig.add_gridspec(len(patterns), 2, width_ratios=(1.15, 1))
+    ax, strips = fig.add_subplot(grid[:, 0]), [fig.add_subplot(grid[x, 1]) for x in range(len(patterns))]
     ends, shares = [], {}
     for x, (name, pattern) in enumerate(patterns.items()):
         seen = reached(pattern, n, heads, layers)  # (layers + 1, n, n)
@@ -98,15 +100,16 @@ def reach(patterns: dict[str, Pattern], n: int, heads: int, layers: int):
         ends.append((layers, shares[name][-1], f"{name} {shares[name][-1]:.0%}", color))
         token = seen[:, n // 2]
         first = np.where(token.any(0), token.int().argmax(0), -1)
-        image = strips[x].imshow(first[None], aspect="auto", **style.layer_colors(layers))
+        strips[x].imshow(first[None], aspect="auto", **style.layer_colors(layers))
         strips[x].set_title(name, fontsize=9, fontweight="normal")
         strips[x].set_yticks([])
+        strips[x].tick_params(labelbottom=x == len(patterns) - 1)
         strips[x].grid(False)
     ax.set(xlabel="layers", ylabel="tokens that a token depends on", xticks=range(layers + 1), ylim=(0, 1.03))
     ax.yaxis.set_major_formatter(PercentFormatter(1))
     style.name_ends(ax, ends)
     strips[-1].set_xlabel(f"tokens, coloured by when token {n // 2} first depends on them")
-    style.layer_bar(right, image, strips, layers)
+    style.layer_key(fig, layers)
     fig = style.finish(fig, f"What a token depends on after up to {layers} layers, {n:,} tokens, line by pattern.")
     return fig, pd.DataFrame(shares).rename_axis("layers")
 

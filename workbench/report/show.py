@@ -23,8 +23,8 @@ def figure(fig, caption: str, data=None) -> None:
     data: the DataFrame that is drawn; the page saves it as CSV and shows it as a table on demand.
     """
     if not _live(fig, caption):
-        about = {"kind": "figure", "caption": caption, "alt": fig.get_label(), "csv": _csv(data)}
-        _display({"image/svg+xml": svg(fig)}, about | {"inches": float(fig.get_figwidth())})
+        about = {"kind": "figure", "caption": caption, "csv": _csv(data)}
+        _display({"image/svg+xml": svg(fig)}, about | _drawn(fig))
 
 
 def table(frame, caption: str, fold: bool = False) -> None:
@@ -57,7 +57,7 @@ def in_short(sentences, key=None, headline: str = "") -> None:
     if not _live(listed, *[key] * (key is not None)):
         about = {"kind": "short", "sentences": sentences, "headline": headline, "records": dict(records.DRAWN)}
         if key is not None:
-            about |= {"svg": svg(key), "alt": key.get_label(), "inches": float(key.get_figwidth())}
+            about |= {"svg": svg(key)} | _drawn(key)
         _display({"text/markdown": listed}, about)
 
 
@@ -99,21 +99,35 @@ def _heading(found: re.Match) -> str:
     return f"{found[1]}{escape(heads.get(name, plain))}</th>" if name else "<td></td>"
 
 
+def _drawn(fig) -> dict:
+    """What the page says of a figure besides its SVG: the words for it, its width, and its SVG for a phone, if that is
+    another one; the figure is laid out for that afterwards."""
+    from workbench.plots import phone
+
+    if not hasattr(fig, "workbench_drawn"):
+        about = {"alt": fig.get_label(), "inches": float(fig.get_figwidth())}
+        narrow = phone.narrow(fig)
+        fig.workbench_drawn = about | {"phone": _svg(fig, DPI // 2) if narrow else None}
+    return fig.workbench_drawn
+
+
 def svg(fig) -> str:
     """The figure as SVG with text as paths. The same again where the figure is shown again, for a layout moves a little
     each time that it is drawn."""
+    if not hasattr(fig, "workbench_svg"):
+        fig.workbench_svg = _svg(fig, DPI)
+    return fig.workbench_svg
+
+
+def _svg(fig, dpi: int) -> str:
     import matplotlib
 
-    if hasattr(fig, "workbench_svg"):
-        return fig.workbench_svg
     out = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "workbench"}):
         plain = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        fig.savefig(out, format="svg", dpi=DPI, bbox_inches="tight", pad_inches=0.05, metadata=plain)
+        fig.savefig(out, format="svg", dpi=dpi, bbox_inches="tight", pad_inches=0.05, metadata=plain)
     text = re.sub(r"<!--.*?-->|\n\s*(?=<)", "", out.getvalue()[out.getvalue().index("<svg") :], flags=re.S)
-    rounded = re.sub(r' d="[^"]*"', lambda d: _rounded(d[0]).replace("\n", " "), text)
-    fig.workbench_svg = rounded
-    return rounded
+    return re.sub(r' d="[^"]*"', lambda d: _rounded(d[0]).replace("\n", " "), text)
 
 
 def _rounded(path: str) -> str:
