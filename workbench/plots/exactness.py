@@ -35,7 +35,8 @@ def figure(rows: pd.DataFrame):
     axes[0].set_yticks(range(len(lines)), lines)
     axes[0].set_ylim(len(lines) - 0.4, -0.6)
     looks = {x: {"color": color, "marker": "o"} for x, color in DTYPES.items() if x in set(rows.dtype)}
-    style.key(fig, looks | {"refused, or failed": {"color": "#666666", "marker": "x"}}, 5)
+    refused = {"refused, or failed": {"color": "#666666", "marker": "x"}} if (rows.status != "ok").any() else {}
+    style.key(fig, looks | refused, 5)
     return style.finish(fig, "Errors of every backend, pattern and type as shares of their budgets.")
 
 

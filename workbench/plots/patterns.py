@@ -62,7 +62,7 @@ def _grids(panels: list[tuple[str, Tensor, Pattern]], alt: str, across: int = 4,
         image = np.asarray(_cmap(pattern, most)(count.numpy() / most))[..., :3]
         if shade:
             image[(count == 0).all(1).numpy()] = to_rgb(UNCOVERED)
-        ax.imshow(image, interpolation="nearest")
+        ax.imshow(image, interpolation="none")
         ax.set(xticks=[0, last], yticks=[0, last], ylabel="query" * (at % columns == 0))
         ax.set(xlabel="key" * (at >= len(panels) - columns))
         ax.set_title(title, fontsize=10)
