@@ -49,7 +49,8 @@ def test_rates_are_over_attended_pairs_and_beside_the_baseline_of_the_group():
 def test_pictures_say_what_they_show():
     rows = suite.rates(made_up(["longnet paper 12x64 fwd 131072", "longnet pow2 16x128 causal fwdbwd 1048576"]))
     fig = draw.against_dense(rows)
-    assert [text.get_text() for text in fig.axes[0].get_yticklabels()] == sorted(set(rows["what"]))
+    named = [text.get_text().replace("\n", ", ") for text in fig.axes[0].get_yticklabels()]
+    assert named == sorted(set(rows["what"]))
     assert [line.get_xdata()[0] for line in fig.axes[0].get_lines()[:-1]] == pytest.approx([0.5, 0.5])
     rows = made_up(["window fwd", "random fwdbwd"])
     old = rows[rows["label"] == "triton"].assign(label="flex", backend="flex")  # of a backend that is no longer one

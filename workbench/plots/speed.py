@@ -4,6 +4,7 @@ Each function draws from DataFrames alone (see `probes.speed.table` and `probes.
 returns a Figure with its alternative text.
 """
 
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -130,7 +131,8 @@ def against_dense(rows: pd.DataFrame):
             color = KERNELS.get(row.backend, "#555555")
             ax.plot(row.of_dense, y, markers[row.n], markersize=7, color=color, zorder=3)
         ax.axvline(1, color="black", linewidth=1)
-        ax.set(yticks=range(len(names)), yticklabels=names, title=MODES[mode], ylim=(len(names) - 0.5, -0.5))
+        lines = [re.sub(r", (?=\d)", "\n", name) for name in names]
+        ax.set(yticks=range(len(names)), yticklabels=lines, title=MODES[mode], ylim=(len(names) - 0.5, -0.5))
         ax.set(xlabel="rate per pair, relative to dense", xlim=(0, max(1.15, 1.06 * ours["of_dense"].max())))
     looks = {title(x): {"marker": "o", "color": KERNELS.get(x, "#555555")} for x in dict.fromkeys(ours["backend"])}
     looks |= {f"N = {style.length(n)}": {"marker": marker, "color": "#555555"} for n, marker in markers.items()}
@@ -149,14 +151,14 @@ def times_faster(rows: pd.DataFrame):
     if some.empty:
         return style.blank("Dense attention was not timed beside these.")
     some = some.sort_values(["what", "mode", "n"], kind="stable")
-    fig, ax = style.subplots(figsize=(9.5, 0.33 * len(some) + 0.4 * some["suite"].nunique() + 1))
+    fig, ax = style.subplots(figsize=(9.5, 0.33 * len(some) + 0.5 * some["suite"].nunique() + 1))
     y, places, labels = 0.0, [], []
     for suite, group in some.groupby("suite", sort=False):
         dense = rows[(rows["suite"] == suite) & (rows["label"] == rows["against"])].iloc[0]
         ideal, first = dense["pairs"] / group["pairs"].iloc[0], group.iloc[0]
-        head = f"{first['what']}, {MODES[first['mode']]}, N = {style.length(first['n'])}"
-        ax.text(0, y, head, transform=ax.get_yaxis_transform(), fontsize=10, weight="bold", va="center",
-                backgroundcolor="white")  # fmt: skip
+        head = f"{first['what']}\n{MODES[first['mode']]}, N = {style.length(first['n'])}"
+        style.note(ax, head, (0, y), (-80, 0), xycoords=ax.get_yaxis_transform(), weight="bold", va="center",
+                   backgroundcolor="white", in_layout=False)  # fmt: skip
         ax.plot([ideal, ideal], [y + 0.6, y + len(group) + 0.4], color=style.COLORS["muted"], linewidth=3)
         for row in group.itertuples():
             y += 1
@@ -164,12 +166,13 @@ def times_faster(rows: pd.DataFrame):
             ends = style.whiskers(np.array([row.speedup]), row.speedup_low, row.speedup_high)
             ax.errorbar(row.speedup, y, xerr=ends, color=KERNELS.get(row.backend, "#555555"), marker="o", capsize=3)
             beside = ideal if row.speedup_high < ideal < 1.7 * row.speedup_high else row.speedup_high
-            style.note(ax, f"{row.speedup:.1f}x{noise}", (beside, y), (9, 0), va="center")
+            plate = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+            style.note(ax, f"{row.speedup:.1f}x{noise}", (beside, y), (9, 0), va="center", bbox=plate)
             places.append(y)
-            labels.append(row.who)
-        y += 1.3
+            labels.append(title(row.backend) + ", CUDA graph" * (row.graph is True))
+        y += 1.6
     ax.axvline(1, color="black", linewidth=1)
-    ax.set(xscale="log", yticks=places, yticklabels=labels, ylim=(y - 0.4, -0.7), xlabel="speed relative to dense")
+    ax.set(xscale="log", yticks=places, yticklabels=labels, ylim=(y - 0.7, -0.7), xlabel="speed relative to dense")
     ax.set_xlim(min(0.8, 0.8 * some["speedup_low"].min()), 2.2 * some["speedup_high"].max())
     ax.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
     style.log_ticks(ax.xaxis, "{:g}x".format)
