@@ -140,7 +140,7 @@ def falling(rows: pd.DataFrame) -> list[str]:
     for (label, backend, mode), line in _ran(rows).sort_values("n").groupby(["label", "backend", "mode"], sort=False):
         for before, after in itertools.pairwise(line.to_dict("records")):
             if after["pairs"] > before["pairs"] and after["median_ms"] < 0.9 * before["median_ms"]:
-                took = " and ".join(f"{number(x['median_ms'])} ms at N = {x['n']:,}" for x in (before, after))
+                took = " and ".join(f"{number(x['median_ms'])} ms at N = {int(x['n']):,}" for x in (before, after))
                 said.append(f"**Disturbed:** {label} ({title(backend)}), {MODES[mode]}, took {took}, with more to do: "
                             "the device or its host had other work, so take these times as upper bounds.")  # fmt: skip
     return said
