@@ -58,7 +58,7 @@ def test_each_call_is_drawn_and_the_noise_named():
     drawn = [list(line.get_xdata()) for line in ax.get_lines() if line.get_marker() == "o"]
     assert drawn == list(table["samples_ms"])
     named = [text.get_text() for text in ax.get_yticklabels()]
-    assert named[1:] == ["Hilbert: 3.5 ms, 6%", "row-major, again (A/A): 1.55 ms, 12%"]
+    assert named[1:] == ["Hilbert: 3.5 ms,\n6%", "row-major, again (A/A): 1.55 ms,\n12%"]
 
 
 def test_break_even_shows_the_noise_beside_the_gain():

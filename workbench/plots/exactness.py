@@ -31,7 +31,7 @@ def figure(rows: pd.DataFrame):
         ax.axvline(1, color="red", lw=1.2)
         style.stripes(ax, len(lines))
         ax.set(xscale="log", xlabel="error / budget", title=what, xlim=(LEAST / 2, 2 * max(REFUSED, rows[what].max())))
-        style.log_ticks(ax.xaxis, lambda x: f"{x:g}" if x > LEAST else "less", [LEAST, 1e-3, 1e-2, 1e-1, 1])
+        style.log_ticks(ax.xaxis, lambda x: f"{x:g}" if x > LEAST else "less", [LEAST, 1e-2, 1])
     axes[0].set_yticks(range(len(lines)), lines)
     axes[0].set_ylim(len(lines) - 0.4, -0.6)
     looks = {x: {"color": color, "marker": "o"} for x, color in DTYPES.items() if x in set(rows.dtype)}
@@ -66,13 +66,10 @@ def refusals(rows: pd.DataFrame) -> pd.DataFrame:
     ran = (rows.status == "ok").groupby([rows[x] for x in ("pattern", "causal", "backend", "dtype")]).transform("any")
     refused = rows.assign(refuses=np.where(ran, "gradients", "all"))[rows.status != "ok"]
     named = {"pattern": refused.pattern.map(title), "backend": refused.backend.map(title), "why": refused.get("error")}
-    groups = refused.assign(**named).groupby(["backend", "refuses", "why"], sort=False)
-    shown = groups.agg(patterns=("pattern", _listed), types=("dtype", _listed)).reset_index()
+    groups = refused.assign(**named).groupby(["backend", "refuses", "why"], sort=False)[["pattern", "dtype"]]
+    shown = groups.agg(lambda names: ", ".join(dict.fromkeys(names))).reset_index()
+    shown = shown.rename(columns={"pattern": "patterns", "dtype": "types"})
     return shown.set_index("backend")[["refuses", "patterns", "types", "why"]]
-
-
-def _listed(names: pd.Series) -> str:
-    return ", ".join(dict.fromkeys(names))
 
 
 def _share(rows: pd.DataFrame, *names: str) -> pd.Series:

@@ -81,9 +81,10 @@ def each_call(table: pd.DataFrame, notes: Mapping[str, str] | None = None):
         of = first if row.Index == "A/A" else row.Index
         ax.plot(row.samples_ms, [y] * len(row.samples_ms), "o", color=color_of(of), alpha=0.5, ms=6, mew=0)
         ax.plot(row.median_ms, y, "|", color="black", ms=20, mew=2)
-        again, note = ", again (A/A)" * (row.Index == "A/A"), f", {notes[of]}" if notes else ""
+        again, note = ", again (A/A)" * (row.Index == "A/A"), f",\n{notes[of]}" if notes else ""
         names.append(f"{title(of)}{again}: {style.number(row.median_ms)} ms{note}")
     ax.set_yticks(range(len(table)), names)
+    ax.xaxis.set_major_formatter("{x:,g}")
     ax.set(xlabel="time per call (ms)", xlim=(0, None), ylim=(len(table) - 0.5, -0.5))
     return style.finish(fig, f"The times of every call, against {title(first)}: {'; '.join(names)}.")
 

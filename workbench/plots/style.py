@@ -119,24 +119,20 @@ def whiskers(middle, low, high) -> np.ndarray:
     return np.clip([middle - low, high - middle], 0, None)
 
 
-def key(fig, looks: dict[str, dict | str | list], columns: int, **options) -> None:
-    """A legend below a figure: what a line or a marker of each look, or an area of each colour, or of each of several
-    colours, means. options: of `Figure.legend`."""
+def key(fig, looks: dict[str, dict | str | list], columns: int) -> None:
+    """A legend below a figure, in so many columns or what there is room for: what a line or a marker of each look, or
+    an area of each colour, or of each of several colours, means."""
     square, every = {"marker": "s", "ms": 11}, {tuple: HandlerTuple(ndivide=None, pad=0.3)}
     several = [look if isinstance(look, list) else [look] for look in looks.values()]
     each = [[x if isinstance(x, dict) else square | {"color": x} for x in some] for some in several]
     handles = [tuple(Line2D([], [], **{"ls": ""} | x) for x in some) for some in each]
-    fig.legend(handles, looks, loc="outside lower center", ncols=columns, handler_map=every, **options)
-    fig.workbench_key = looks, columns, options
-
-
-def fold_key(fig, width: float) -> None:
-    """The legend of `key`, if there is one, in so many columns that it is at most so many inches wide."""
-    if hasattr(fig, "workbench_key"):
-        (legend,), (looks, columns, options) = fig.legends, fig.workbench_key
-        wide = legend.get_window_extent().width / fig.dpi
-        legend.remove()
-        key(fig, looks, max(1, int(columns * min(1, width / wide))), **options)
+    for most in range(columns, 0, -1):
+        for legend in [*fig.legends]:
+            legend.remove()
+        legend = fig.legend(handles, looks, loc="outside lower center", ncols=most, handler_map=every)
+        if legend.get_window_extent().width <= fig.bbox.width:
+            break
+    fig.workbench_key = looks, columns
 
 
 def layer_colors(layers: int) -> dict:

@@ -23,8 +23,8 @@ def figure(fig, caption: str, data=None) -> None:
     data: the DataFrame that is drawn; the page saves it as CSV and shows it as a table on demand.
     """
     if not _live(fig, caption):
-        about = {"kind": "figure", "caption": caption, "csv": _csv(data)}
-        _display({"image/svg+xml": svg(fig)}, about | _drawn(fig))
+        about = {"kind": "figure", "caption": caption, "csv": _csv(data)} | drawn(fig)
+        _display({"image/svg+xml": about["svg"]}, about)
 
 
 def table(frame, caption: str, fold: bool = False) -> None:
@@ -56,9 +56,7 @@ def in_short(sentences, key=None, headline: str = "") -> None:
     listed = "\n".join(f"- {sentence}" for sentence in sentences)
     if not _live(listed, *[key] * (key is not None)):
         about = {"kind": "short", "sentences": sentences, "headline": headline, "records": dict(records.DRAWN)}
-        if key is not None:
-            about |= {"svg": svg(key)} | _drawn(key)
-        _display({"text/markdown": listed}, about)
+        _display({"text/markdown": listed}, about | (drawn(key) if key is not None else {}))
 
 
 def formatted(frame):
@@ -99,24 +97,15 @@ def _heading(found: re.Match) -> str:
     return f"{found[1]}{escape(heads.get(name, plain))}</th>" if name else "<td></td>"
 
 
-def _drawn(fig) -> dict:
-    """What the page says of a figure besides its SVG: the words for it, its width, and its SVG for a phone, if that is
-    another one; the figure is laid out for that afterwards."""
+def drawn(fig) -> dict:
+    """What a page needs of a figure: its SVG with text as paths, one for a phone where it is wider, its width and words
+    for it. Made once, for a layout moves a little each time that it is drawn; the figure is then as for the phone."""
     from workbench.plots import phone
 
     if not hasattr(fig, "workbench_drawn"):
-        about = {"alt": fig.get_label(), "inches": float(fig.get_figwidth())}
-        narrow = phone.narrow(fig)
-        fig.workbench_drawn = about | {"phone": _svg(fig, DPI // 2) if narrow else None}
+        about = {"svg": _svg(fig, DPI), "alt": fig.get_label(), "inches": float(fig.get_figwidth())}
+        fig.workbench_drawn = about | {"phone": _svg(fig, DPI // 2) if phone.narrow(fig) else None}
     return fig.workbench_drawn
-
-
-def svg(fig) -> str:
-    """The figure as SVG with text as paths. The same again where the figure is shown again, for a layout moves a little
-    each time that it is drawn."""
-    if not hasattr(fig, "workbench_svg"):
-        fig.workbench_svg = _svg(fig, DPI)
-    return fig.workbench_svg
 
 
 def _svg(fig, dpi: int) -> str:

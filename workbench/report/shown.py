@@ -21,7 +21,7 @@ def arrange(nb, inline) -> dict | None:
             about = output.get("metadata", {}).get("workbench")
             if not about:
                 continue
-            kind, data = about["kind"], output["data"]
+            kind = about["kind"]
             if kind == "short":
                 short = about
                 cell.outputs.remove(output)
@@ -33,25 +33,24 @@ def arrange(nb, inline) -> dict | None:
             name = f'<a class="number" href="#{anchor}">{kind.title()} {count[kind]}</a>'
             caption = f"{name} {inline(about['caption'])}"
             if kind == "figure":
-                places[data["image/svg+xml"]] = (anchor, f"{kind.title()} {count[kind]}")
-                about["alt"] = about["alt"] or about["caption"]
-                image = picture(data["image/svg+xml"], about)
-                html = f'<div class="picture">{image}</div><figcaption>{caption}</figcaption>'
+                places[about["svg"]] = (anchor, f"{kind.title()} {count[kind]}")
+                html = f"{picture(about)}<figcaption>{caption}</figcaption>"
             else:
-                html = _table(about, data["text/html"], caption)
+                html = _table(about, output["data"]["text/html"], caption)
             wide = " wide" * (about.get("inches", 0) > COLUMN)
             html = f'<figure class="shown {kind}{wide}" id="{anchor}">{html}{_csv(about["csv"])}</figure>'
             output["data"] = {"text/html": html}
     return short and short | {"html": _short(short, places, inline)}
 
 
-def picture(svg: str, about: dict) -> str:
+def picture(about: dict) -> str:
     """An SVG as an image with its text inside: drawn sharp, saved from there, apart from the ids of the page. After a
-    wide one comes what a phone shows in its place."""
-    width, alt = min(WIDE, round(about["inches"] * PIXELS)), escape(re.sub(r"[*`$]", "", about["alt"]))
-    drawn = {f' style="width: {width}px"': svg, ' class="phone"': about["phone"]}
-    return "".join(f'<img alt="{alt}"{look} src="data:image/svg+xml,{x.translate(ENCODED)}">'
-                   for look, x in drawn.items() if x)  # fmt: skip
+    wide one comes what a phone shows in its place. about: of `show.drawn`."""
+    alt = escape(re.sub(r"[*`$]", "", about["alt"] or about.get("caption", "")))
+    width = f'style="width: {min(WIDE, round(about["inches"] * PIXELS))}px"'
+    drawn = [(width, about["svg"])] + [('class="phone"', about["phone"])] * bool(about["phone"])
+    images = [f'<img alt="{alt}" {look} src="data:image/svg+xml,{svg.translate(ENCODED)}">' for look, svg in drawn]
+    return f'<div class="picture">{"".join(images)}</div>'
 
 
 def _table(about: dict, html: str, caption: str) -> str:
@@ -68,8 +67,7 @@ def _short(about: dict, places: dict, inline) -> str:
     items = "".join(f"<li>{inline(sentence)}</li>" for sentence in about["sentences"])
     if "svg" not in about:
         return f"<ul>{items}</ul>"
-    image = f'<div class="picture">{picture(about["svg"], about)}</div>'
     anchor, name = places.get(about["svg"], ("", ""))
     caption = f'<figcaption><a href="#{anchor}">{name}</a>, with its caption and data</figcaption>' if anchor else ""
     wide = " wide" * (about["inches"] > COLUMN)
-    return f'<ul>{items}</ul><figure class="key{wide}">{image}{caption}</figure>'
+    return f'<ul>{items}</ul><figure class="key{wide}">{picture(about)}{caption}</figure>'
