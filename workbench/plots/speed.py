@@ -167,8 +167,7 @@ def times_faster(rows: pd.DataFrame):
             ends = style.whiskers(np.array([row.speedup]), row.speedup_low, row.speedup_high)
             ax.errorbar(row.speedup, y, xerr=ends, color=KERNELS.get(row.backend, "#555555"), marker="o", capsize=3)
             beside = ideal if row.speedup_high < ideal < 1.7 * row.speedup_high else row.speedup_high
-            plate = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-            style.note(ax, f"{row.speedup:.1f}x{noise}", (beside, y), (9, 0), va="center", bbox=plate)
+            style.note(ax, f"{row.speedup:.1f}x{noise}", (beside, y), (9, 0), va="center", backgroundcolor="white")
             places.append(y)
             labels.append(title(row.backend) + ", CUDA graph" * (row.graph is True))
         y += 1.6
