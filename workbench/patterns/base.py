@@ -140,9 +140,8 @@ def _constant(spec):
     """A spec whose numbers are constants of the compiled function, no lengths that torch.compile leaves open."""
     if isinstance(spec, dict):
         return {name: _constant(value) for name, value in spec.items()}
-    if isinstance(spec, (list, tuple)):
-        return [_constant(value) for value in spec]
-    return operator.index(spec) if type(spec) is int else spec
+    several = isinstance(spec, (list, tuple))
+    return [*map(_constant, spec)] if several else operator.index(spec) if type(spec) is int else spec
 
 
 class Pattern(Value):

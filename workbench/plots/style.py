@@ -86,7 +86,7 @@ def name_ends(ax, ends) -> None:
     for across, column in columns.items():
         room = [0.055 * size / 9 * (1 + text.count("\n")) for _, _, text, _ in column]
         for (_, end, text, color), at in zip(column, _spread([end[0] for end in column], room), strict=True):
-            arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3}
+            arrow = {"arrowstyle": "-", "color": color, "lw": 0.5, "shrinkA": 0, "shrinkB": 3, "relpos": (0, 0.5)}
             ax.annotate(text, end, xytext=(across, at), textcoords="axes fraction", color=color, fontsize=size,
                         va="center", arrowprops=arrow)  # fmt: skip
 
