@@ -32,10 +32,11 @@ def test_models_learn_and_the_figures_and_sentences_say_so():
     assert table["pairs per token"].tolist() == [16.5, patterns["longnet"].pairs(32, 2) / 64]
     table = table.assign(**{"learnt at step": [20, float("nan")], "loss": [0.0, 2.0]})
     found, dense = training.answer(table)
-    assert dense == "**Dense learns to find the needle**: from step **20** on, with 16.5 pairs per token."
-    assert found.startswith("**LongNet does not learn to find the needle**: its loss stays **2.00** (a guess: 2.08), ")
+    assert dense == "**Dense learns to find the needle**: with 16.5 pairs per token from step **20** on."
+    assert found.startswith("**LongNet does not learn to find the needle**: with ")
+    assert found.endswith(" pairs per token its loss stays **2.00** (a guess: 2.08).")
     several = table.set_axis(["longnet, dilation 2", "longnet, dilation 4"])
-    found = "**LongNet learns to find the needle**: dilation 2 from step **20** on, with 16.5 pairs per token; dilation"
+    found = "**LongNet learns to find the needle**: with dilation 2 and 16.5 pairs per token from step **20** on; "
     assert training.answer(several)[0].startswith(found)
     families = {label: type(pattern).__name__ for label, pattern in patterns.items()}
     assert [len(ax.lines) for ax in draw.losses(rows, families).axes] == [3, 3]

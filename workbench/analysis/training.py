@@ -99,22 +99,19 @@ def answer(table: pd.DataFrame) -> list[str]:
             how = f"its loss stays **{one['loss']:.2f}** (a guess: {GUESS:.2f})"
             if one["learnt at step"] > 0:
                 how = f"from step **{one['learnt at step']:.0f}** on"
-            of = f"{label.partition(', ')[2]} {how}, with {number(one['pairs per token'])} pairs per token"
-            each.append(of.strip())
+            its = filter(None, (label.partition(", ")[2], f"{number(one['pairs per token'])} pairs per token"))
+            each.append(f"with {' and '.join(its)} {how}")
         name, no = title(kind), some["learnt at step"].isna().all()
         verb = "does not learn" if no else "learns"
         said.append(f"**{name[0].upper()}{name[1:]} {verb} to find the needle**: {'; '.join(each)}.")
     return said
 
 
-def seconds_of_a_step(patterns: Mapping[str, Pattern], n: int, sizes: dict, device: str) -> dict[str, float]:
-    """{label: seconds of a training step} of `fit.model.Model` of these sizes, with checkpoints, on this device."""
-    options = {"dtype": "bfloat16" if device == "cuda" else "float32", "device": device, "mode": "fwdbwd"}
-    found = {}
-    for label, pattern in patterns.items():
-        steps, _ = Model(pattern, n, checkpoint=True, **options, **sizes).prepare()
-        found[label] = timing.measure(steps, warmup=0, samples=1).median_ms / 2000  # it takes two
-    return found
+def seconds_of_a_step(pattern: Pattern, n: int, sizes: dict, device: str) -> float:
+    """Of training `fit.model.Model` with checkpoints on this device, bfloat16 on a card; nan where it does not run."""
+    low = "bfloat16" if device == "cuda" else "float32"
+    steps = Model(pattern, n, dtype=low, device=device, mode="fwdbwd", checkpoint=True, **sizes)
+    return (timing.time(steps, warmup=0, samples=1)["median_ms"] or math.nan) / 2000  # it takes two
 
 
 def differences(model: Transformer, losses: Mapping[str, Tensor]) -> pd.DataFrame:

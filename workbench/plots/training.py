@@ -9,7 +9,7 @@ STYLES = ("-", "--", ":", "-.")
 
 def losses(rows, families: dict):
     """The loss of answers against steps and against time. families: {label: class of its pattern}."""
-    fig, axes = subplots(2, 1, figsize=(6.4, 5.6))
+    fig, axes = subplots(2, 1, figsize=(5.2, 5))
     for ax, x in zip(axes, ("step", "seconds"), strict=True):
         ends = []
         for label, some in rows.groupby("label", sort=False):
