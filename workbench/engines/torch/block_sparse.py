@@ -69,6 +69,8 @@ def stacks(blocks: Blocks, row_elements: int) -> Iterator[Strips]:
 class Grid:
     """The block grid of one call: tensors cut into units and back, and the masks of partial blocks."""
 
+    alike = True  # whether heads differ by their layouts alone
+
     def __init__(self, pattern, blocks: Blocks, heads: int, key_heads: int):
         self.pattern, self.blocks, self.heads = pattern, blocks, heads
         self.a, self.c = blocks.block_size
@@ -144,6 +146,10 @@ class Grid:
             dtype = torch.promote_types(dtype, torch.float32)  # the logarithm of 2 is no 16-bit number
         return count.to(dtype).log()[:, None]
 
+    def joins(self, k: Tensor) -> bool:
+        """Whether short sequences of a batch go through as heads of one, in as many calls as one takes."""
+        return self.alike and len(k) > 1 and not self.split and self.cols > 0 and k[0].numel() < ELEMENTS
+
     def elements(self, units: Tensor) -> int:
         """How many elements a key of a strip takes, of keys as `key_units` gives them."""
         return units.shape[2:].numel()
@@ -153,6 +159,16 @@ class Grid:
 
     def backward(self, s: Strips, grad, q, k, v, out, lse, scale):
         return fused.backward(grad, q, k, v, out, lse, False, scale, self.mask(s, q.dtype))
+
+
+def as_heads(x: Tensor) -> Tensor:
+    """(B, N, H, D) -> (1, N, B * H, D)."""
+    return x.transpose(0, 1).flatten(1, 2)[None]
+
+
+def of_heads(x: Tensor, b: int) -> Tensor:
+    """The inverse of `as_heads`."""
+    return x[0].unflatten(1, (b, -1)).transpose(0, 1).contiguous()
 
 
 def take(units: Tensor, index: Tensor, room: Tensor | None = None) -> Tensor:
@@ -176,6 +192,9 @@ def gather(units: Tensor, index: Tensor, strips: int = 0, room: Tensor | None = 
 def forward(q: Tensor, k: Tensor, v: Tensor, grid: Grid, scale: float) -> tuple[Tensor, Tensor]:
     """out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D), k and v (B, N, G, D)."""
     b, nq, h, _ = q.shape
+    if grid.joins(k):
+        out, lse = forward(*map(as_heads, (q, k, v)), grid, scale)
+        return of_heads(out, b), lse[0].unflatten(0, (b, h))
     wide = lse_dtype(q)
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(b, h, nq, dtype=wide)
     for x in range(b):
@@ -197,6 +216,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, grid: Grid, scale: float) -> tuple[
 
 def backward(grad, q, k, v, out, lse, grid: Grid, scale):
     """(dq, dk, dv) from the gradient of out, and what `forward` returned."""
+    if grid.joins(k):
+        found = backward(*map(as_heads, (grad, q, k, v, out)), lse.flatten(0, 1)[None], grid, scale)
+        return tuple(of_heads(x, len(q)) for x in found)
     wide = lse_dtype(q)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exact zeros for rows that nothing reaches

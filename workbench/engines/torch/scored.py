@@ -18,6 +18,8 @@ from workbench.engines.torch_backend import blocks_of, of_each, through_lse
 class Explicit(block_sparse.Grid):
     """A grid whose strips are computed by their scores, and the sums of the gradients of what changes these."""
 
+    alike = False
+
     def __init__(self, pattern, q: Tensor, k: Tensor, scores: Scores):
         super().__init__(pattern, blocks_of(pattern, q, k.shape[1]), q.shape[2], k.shape[2])
         self.changes, self.wide = scores, lse_dtype(q)
