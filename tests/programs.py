@@ -4,8 +4,8 @@ A program is the life of a call's tensors (`fit.tracer`), a step each: a birth, 
 the index of the birth whose tensor dies. Bytes are a x G N^2 + b x G N + c x G + d x N + e + f x `sums`, with
 G = batch x heads, through traces at samples. Where the tensors are not the same ones at all of these (work is done in
 pieces, so many the longer it is), and for windows on several cards, the program is one tensor of the bytes that the
-allocator reserved, if that is within NEAR of all LARGE calls. LongNet on several cards, of whole segments each, takes on
-each what one card takes; dense attention's plan over several is one of many, by N and heads: it has no program.
+allocator reserved, if that is within NEAR of all LARGE calls. LongNet on several cards, of whole segments each, takes
+on each what one card takes; dense attention's plan over several is one of many, by N and heads: it has no program.
 """
 
 import json

@@ -112,8 +112,8 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
         made = np.flatnonzero((life.get("lse", life.get("out", life.iloc[:, 0])) > 0).to_numpy())
         if "dq" in life and len(made):
             ax.axvline(made[0] + 1, color="#666666", linewidth=1, linestyle=":")
-            style.note(ax, "backward from here", (made[0] + 1, 0.98), (3, 0), rotation=90, va="top", color="#444444",
-                       xycoords=("data", "axes fraction"))  # fmt: skip
+            at_top = {"va": "top", "color": "#444444", "xycoords": ("data", "axes fraction")}
+            style.note(ax, "backward from here", (made[0] + 1, 1), (3, 0), **at_top)
         ax.set(title=name, xlabel=f"{len(life)} allocations and frees", xlim=(at[0], at[-1]), xticks=[])
     fig.supylabel("bytes of the tensors alive (GiB)", fontsize=10)
     top = max(life.sum(axis=1).max() for life in lives.values()) / GIB
