@@ -169,8 +169,8 @@ def reserved(steps: list, world: int, n: int, batch: int, heads: int, head_dim: 
 
 
 def errors(data: dict, count: int, seed: int, worlds=(1,)) -> tuple[list[float], list[float]]:
-    """Of random settings, by which share of the traced bytes the program is off: those with all steps, and of FITTED
-    bytes and more those that are fitted."""
+    """Of random settings, by which share of the traced bytes the program is off: those with all steps, and those that
+    are fitted, of twice FITTED bytes and more."""
     random, found = Random(seed), ([], [])
     for _ in range(count):
         words, way, card, world, *sizes = drawn(random, data, worlds)
@@ -179,7 +179,7 @@ def errors(data: dict, count: int, seed: int, worlds=(1,)) -> tuple[list[float],
         if traced.status == "ok":
             steps = program_of(data, words, card, world, *sizes[1:3])
             want = traced.result.reserved_bytes
-            if len(steps) == 1 and want < FITTED:
+            if len(steps) == 1 and want < 2 * FITTED:
                 continue
             found[len(steps) == 1].append(abs(reserved(steps, world, *sizes) / want - 1))
     return found

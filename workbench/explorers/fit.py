@@ -28,7 +28,7 @@ NOTE = (
     "Predicted. Bytes are those of the traced programs through torch's allocator, with the CUDA context. Of {points} "
     "traces that they were not made from, {equal:.1%} are equal to the byte and the others at most {worst:.1%} off. "
     "Where work is done in pieces, so many the longer the sequence (LongNet, FlashAttention-4's gradients), and for "
-    "windows over several cards, bytes are fitted: at most {fitted:.1%} off from two GiB on. Not predicted here are "
+    "windows over several cards, bytes are fitted: at most {fitted:.1%} off from four GiB on. Not predicted here are "
     "LongNet by torch's kernels, which `workbench fit` traces, and dense attention over several cards, whose plan "
     "changes with N and heads. "
     "Time is that of attention alone, modelled from what an H100 reached, as a share of the card's peak; not modelled "

@@ -34,7 +34,7 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     time limits there, not memory. recorded: measured rows of another machine, drawn pale and hollow, with its name.
     Lines are named at their ends.
     """
-    fig, (top, low) = style.subplots(2, 1, figsize=(4.7, 7.6), sharex=True, height_ratios=(2, 3))
+    fig, (top, low) = style.subplots(2, 1, figsize=(4.6, 7.6), sharex=True, height_ratios=(2, 3))
     ends = []
     for name, line, pale in _named(rows, recorded):
         share = _bytes_a_token(line) / line["budget_bytes"]
@@ -46,7 +46,7 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
         for ax, scale in ((top, 1), (low, _bytes_a_token(late) / late["budget_bytes"])):
             ax.plot(late["budget_bytes"], late["predicted_n"] * scale, "x", color="black", markersize=8)
     low.set(xscale="log", xlabel="budget: what the allocator may reserve")
-    low.xaxis.set_major_locator(LogLocator(base=2, numticks=5))
+    low.xaxis.set_major_locator(LogLocator(base=2, numticks=4))
     style.log_ticks(low.xaxis, binary)
     signs = {"o": "line: predicted; filled: measured here"} if rows["measured_n"].notna().any() else {}
     signs |= {"x": f"limited by time ({rows['seconds'].iloc[0]:g} s)"} if len(late) else {}
