@@ -27,10 +27,9 @@ WAYS = (
 NOTE = (
     "Predicted. Bytes are those of the traced programs through torch's allocator, with the CUDA context. Of {points} "
     "traces that they were not made from, {equal:.1%} are equal to the byte and the others at most {worst:.1%} off. "
-    "Where work is done in pieces, so many the longer the sequence (LongNet, FlashAttention-4's gradients), and for "
-    "windows over several cards, bytes are fitted: at most {fitted:.1%} off from four GiB on. Not predicted here are "
-    "LongNet by torch's kernels, which `workbench fit` traces, and dense attention over several cards, whose plan "
-    "changes with N and heads. "
+    "Where work is done in pieces (LongNet, FlashAttention-4's gradients) and for windows over several cards they are "
+    "fitted: at most {fitted:.1%} off from four GiB on. Not predicted are LongNet by torch's kernels, which `workbench "
+    "fit` traces, and dense attention over several cards, whose plan changes with N and heads. "
     "Time is that of attention alone, modelled from what an H100 reached, as a share of the card's peak; not modelled "
     "over several cards. A training step of so many blocks (layer norm, projections, attention, layer norm, an MLP of "
     "4 E) holds 16 bytes per parameter, with Adam, and 16 rows of E elements per token and block; embeddings, logits "
@@ -87,8 +86,7 @@ def known() -> dict:
     wrong = {way: why for way in WAYS if (why := torch_rules.WRONG_PAST_2_31.get(way.removeprefix("dense, ")))}
     return data | {
         "cards": on, "rates": rates, "wrong": wrong, "ways": [[way, title(way), grain(way)] for way in WAYS],
-        "worlds": WORLDS,
-        "head_dims": HEAD_DIMS, "dtypes": DTYPES, "note": NOTE.format(**data["checked"]),
+        "worlds": WORLDS, "head_dims": HEAD_DIMS, "dtypes": DTYPES, "note": NOTE.format(**data["checked"]),
     }  # fmt: skip
 
 

@@ -55,16 +55,12 @@ def measure(
 
 def together(ranks: list[list]) -> dict:
     """The ranks' events, with times in nanoseconds of a common clock, as fields of a row."""
-    first, last = _ends(ranks)
+    first = min((x[2] for events in ranks for x in events), default=0)
+    last = max((x[2] + x[3] for events in ranks for x in events), default=0)
     ranks = [[x for x in events if x[3] >= SHORTEST * (last - first)] for events in ranks]
-    first, last = _ends(ranks)  # the barrier behind the call fills a number, long after the call's last event
     kept = [[[*what, (start - first) / 1e3, took / 1e3] for *what, start, took in events] for events in ranks]
-    return {"milliseconds": (last - first) / 1e6, "events": kept}
-
-
-def _ends(ranks: list[list]) -> tuple[int, int]:
-    every = [(start, start + took) for events in ranks for *_, start, took in events] or [(0, 0)]
-    return min(every)[0], max(stop for _, stop in every)
+    # what is not kept is no part of the call: the barrier behind it fills a number, long after its last event
+    return {"milliseconds": max((sum(x[2:]) for events in kept for x in events), default=0) / 1e3, "events": kept}
 
 
 @job
