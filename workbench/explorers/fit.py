@@ -77,8 +77,7 @@ def known() -> dict:
         {
             "key": card.key, "name": title(card.key), "gib": round(card.total_bytes / 2**30, 2),
             "total": card.total_bytes, "context": card.context_bytes, "communicator": card.communicator_bytes,
-            "workspace": card.workspace_bytes,
-            "kind": kinds.index(card.capability), "tflops": card.matmul_tflops,
+            "workspace": card.workspace_bytes, "kind": kinds.index(card.capability), "tflops": card.matmul_tflops,
         }
         for card in cards.CARDS.values()
     ]  # fmt: skip

@@ -85,11 +85,10 @@ def name_ends(ax, ends) -> None:
         columns.setdefault(1.03 if across > 0.5 else across + 0.05, []).append((at, (x, y), text, color))
     for across, column in columns.items():
         room = [0.055 * size / 9 * (1 + text.count("\n")) for _, _, text, _ in column]
-        plate = {"color": "white", "pad": 0.5, "alpha": 0.6} if across < 1 else None  # other lines may pass there
         for (_, end, text, color), at in zip(column, _spread([end[0] for end in column], room), strict=True):
             arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3}
             ax.annotate(text, end, xytext=(across, at), textcoords="axes fraction", color=color, fontsize=size,
-                        va="center", bbox=plate, arrowprops=arrow)  # fmt: skip
+                        va="center", arrowprops=arrow)  # fmt: skip
 
 
 def _spread(places: list[float], room: list[float]) -> np.ndarray:
