@@ -148,9 +148,9 @@ class Grid:
         if self.missing:
             j = s.columns[..., None] * self.c + torch.arange(self.c, device=count.device)
             count = count * (j.flatten(1) < self.blocks.n)[:, None, :]
-        if count.dtype != torch.bool:
-            dtype = torch.promote_types(dtype, torch.float32)  # the logarithm of 2 is no 16-bit number
-        return count.to(dtype).log()[:, None]
+        if count.dtype == torch.bool:  # the logarithms of 0 and 1 at a fraction of a CPU's time for them
+            return torch.zeros(count.shape, dtype=dtype, device=count.device).masked_fill_(~count, -torch.inf)[:, None]
+        return count.to(torch.promote_types(dtype, torch.float32)).log()[:, None]  # that of 2 is no 16-bit number
 
     def elements(self, units: Tensor) -> int:
         """How many elements a key of a strip takes, of keys (..., heads, D) as `key_units` gives them."""
