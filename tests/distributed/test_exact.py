@@ -75,7 +75,7 @@ BY_KERNELS = [
     *((id, "float32") for id in ("window-near", "union-of-blocks", "by-head-causal")),
     *((id, "float16") for id in ("dense-causal", "geometric-causal", "partition", "blocks-of-16-causal")),
 ]
-DAILY = [("blocks-of-16", "float32"), ("partition", "float16"), ("grid-rows", "float32"),
+DAILY = [("blocks-of-16", "float32"), ("geometric-causal", "float16"), ("grid-rows", "float32"),
          ("by-head-causal", "float32")]  # fmt: skip
 
 
