@@ -299,9 +299,10 @@ def test_blocks_longer_than_the_sequence_take_no_memory_of_their_own():
         torch.testing.assert_close(attention(q, q, q, pattern, backend="torch").double(), want, atol=1e-5, rtol=1e-5)
 
 
-def test_short_sequences_of_a_batch_take_as_many_calls_as_one(monkeypatch):
-    calls, real = [], block_sparse.Grid.forward
-    monkeypatch.setattr(block_sparse.Grid, "forward", lambda self, *x: calls.append(0) or real(self, *x))
-    for batch in (1, 5):
-        run(*inputs(batch=batch, heads=4, kv_heads=2), Window(3))
-    assert len(calls) == 2
+def test_short_sequences_of_a_batch_share_their_masks(monkeypatch):
+    pattern, asked, right = Neighborhood((8, 8), 2), [], Neighborhood.count
+    monkeypatch.setattr(Neighborhood, "count", lambda *x: asked.append(x) or right(*x))
+    run(*inputs(64, grad=False), pattern)
+    once = len(asked)
+    run(*inputs(64, batch=7, grad=False), pattern)
+    assert len(asked) == 2 * once > 0
