@@ -177,6 +177,13 @@ def test_a_pattern_may_be_written_in_the_function_that_is_compiled(make, compile
     assert counter.frame_count == 1
 
 
+def test_a_pattern_in_a_compiled_function_may_be_made_of_what_changes(compiled):
+    fast, counter = compiled(lambda q, k, v, w: run(q, k, v, Window(w, sinks=w - 2)), dynamic=True)
+    for width in (5, 6, 7):
+        assert same(fast(*inputs(), width), run(*inputs(), Window(width, sinks=width - 2)))
+    assert counter.frame_count == 3
+
+
 def test_a_pattern_that_leaves_a_compiled_function_is_a_whole_one(compiled):
     fast, _ = compiled(lambda x: (x + 1, Window(5)))
     (_, pattern), (q, k, v) = fast(torch.zeros(2)), inputs()
@@ -290,3 +297,12 @@ def test_blocks_longer_than_the_sequence_take_no_memory_of_their_own():
     for pattern in (far, far & Predicate(lambda h, i, j: i != j)):
         want = reference(q, q, q, pattern)[0]
         torch.testing.assert_close(attention(q, q, q, pattern, backend="torch").double(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_short_sequences_of_a_batch_share_their_masks(monkeypatch):
+    pattern, asked, right = Neighborhood((8, 8), 2), [], Neighborhood.count
+    monkeypatch.setattr(Neighborhood, "count", lambda *x: asked.append(x) or right(*x))
+    run(*inputs(64, grad=False), pattern)
+    once = len(asked)
+    run(*inputs(64, batch=7, grad=False), pattern)
+    assert len(asked) == 2 * once > 0

@@ -41,7 +41,7 @@ def test_a_roofline_has_both_ceilings_and_no_point_above_them(card):
     assert device["peak"] == 989.4 and (device["points"]["tflops"] <= device["tflops"]).all()
     low = roofline.device(rows, best | {"matmul_tflops": {"bfloat16": 1.0}})
     assert low["tflops"] == rows["tflops"].max()  # never more than all of a ceiling
-    assert f" of {len(device['points'])} points lie below" in roofline.bound(device)
+    assert f" of {len(device['points'])} marks lie below" in roofline.bound(device)
     assert roofline.shown({"a": device})["share"].max() < 1
 
 

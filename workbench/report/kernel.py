@@ -147,9 +147,11 @@ def _manager(kernel_name: str, scratch: str) -> AsyncKernelManager:
 
 
 def _environment(mark: str, scratch: str) -> dict[str, str]:
-    """MARK tells `report.show` where it is; a fresh IPYTHONDIR keeps a user's start-up files out."""
+    """MARK tells `report.show` where it is; a fresh IPYTHONDIR keeps a user's start-up files out. A thread of torch's
+    that waits for another spins for a millisecond, not for ten: it costs nothing on an idle machine, and where
+    something else runs on the processors most of what a call took was spent on it."""
     own = {MARK: mark, "IPYTHONDIR": str(Path(scratch, "ipython"))}
-    return os.environ | own | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    return {"GOMP_SPINCOUNT": "30000"} | os.environ | own | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
 
 
 def _ending(process) -> str:

@@ -3,7 +3,8 @@
 A pattern's `blocks` list the key blocks that each query block needs. Rows are cut into strips of at most `limit` key
 blocks, fully visible blocks apart from partial ones (which carry a mask computed from `Pattern.count`); strips of equal
 length are stacked, their keys gathered, and the results merged by log-sum-exp. Where all heads share a layout they stay
-together in a unit; where layouts differ by head, every (head, block) is a unit of its own.
+together in a unit, beside those of other short sequences of the batch, so that a mask is made once for all; where
+layouts differ by head, every (head, block) is a unit of its own.
 
 Dimensions: N keys, Nq queries, H query heads, G key heads, D head_dim; U units = layouts x blocks, R strips, C key
 blocks a strip, a x c the block size.
@@ -84,6 +85,12 @@ class Grid:
             self.place[used], self.cols = torch.arange(len(used), device=used.device), len(used)
             self.taken = (used[:, None] * self.c + torch.arange(self.c, device=used.device)).flatten()
 
+    def batches(self, k: Tensor) -> Iterator[slice]:
+        """The sequences of k (B, N, G, D) that are computed at once: as many as ELEMENTS hold the keys of, and of which
+        CUDA's kernels take the heads."""
+        many = 1 if self.split else ELEMENTS // max(1, self.cols * self.c * self.elements(k), 32 * self.heads)
+        return (slice(x, x + max(1, many)) for x in range(0, len(k), max(1, many)))
+
     def query_units(self, x: Tensor, value: float = 0) -> Tensor:
         """x (Nq, H, ...) -> (U, a, heads of a unit, ...)."""
         return self._units(x, self.a, self.front, self.blocks.rows * self.a - self.front - x.shape[0], value)
@@ -107,7 +114,8 @@ class Grid:
     def keys(self, units: Tensor) -> Tensor:
         """The inverse of `key_units`: (N, G, D), zeros where no key is needed."""
         if not self.cols:
-            return units.new_zeros(self.blocks.n, self.heads // self.group, units.shape[-1])
+            heads = self.heads // self.group if self.split else units.shape[2]
+            return units.new_zeros(self.blocks.n, heads, units.shape[-1])
         x = self._positions(units, self.cols)
         if self.taken is None:
             return x[: self.blocks.n]
@@ -140,12 +148,12 @@ class Grid:
         if self.missing:
             j = s.columns[..., None] * self.c + torch.arange(self.c, device=count.device)
             count = count * (j.flatten(1) < self.blocks.n)[:, None, :]
-        if count.dtype != torch.bool:
-            dtype = torch.promote_types(dtype, torch.float32)  # the logarithm of 2 is no 16-bit number
-        return count.to(dtype).log()[:, None]
+        if count.dtype == torch.bool:  # the logarithms of 0 and 1 at a fraction of a CPU's time for them
+            return torch.zeros(count.shape, dtype=dtype, device=count.device).masked_fill_(~count, -torch.inf)[:, None]
+        return count.to(torch.promote_types(dtype, torch.float32)).log()[:, None]  # that of 2 is no 16-bit number
 
     def elements(self, units: Tensor) -> int:
-        """How many elements a key of a strip takes, of keys as `key_units` gives them."""
+        """How many elements a key of a strip takes, of keys (..., heads, D) as `key_units` gives them."""
         return units.shape[2:].numel()
 
     def forward(self, s: Strips, q, k, v, scale):
@@ -173,13 +181,23 @@ def gather(units: Tensor, index: Tensor, strips: int = 0, room: Tensor | None = 
     return x.transpose(1, 2)
 
 
+def _beside(x: Tensor) -> Tensor:
+    """(B, N, H, ...) -> (N, B x H, ...): the heads of all sequences side by side."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def _apart(x: Tensor, heads: int) -> Tensor:
+    """The inverse of `_beside`."""
+    return x.unflatten(1, (-1, heads)).transpose(0, 1)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, grid: Grid, scale: float) -> tuple[Tensor, Tensor]:
     """out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D), k and v (B, N, G, D)."""
     b, nq, h, _ = q.shape
     wide = lse_dtype(q)
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(b, h, nq, dtype=wide)
-    for x in range(b):
-        qu, ku, vu = grid.query_units(q[x]), grid.key_units(k[x]), grid.key_units(v[x])
+    for x in grid.batches(k):
+        qu, ku, vu = grid.query_units(_beside(q[x])), grid.key_units(_beside(k[x])), grid.key_units(_beside(v[x]))
         total = torch.zeros(qu.shape, dtype=wide, device=q.device)
         total_lse = torch.full(qu.shape[:3], -torch.inf, dtype=wide, device=q.device)  # (U, a, heads)
         k_room, v_room = ku.new_empty(2, max(ELEMENTS, ku.shape[1:].numel()))
@@ -191,7 +209,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, grid: Grid, scale: float) -> tuple[
             merge_(merged, merged_lse, part.transpose(1, 2), part_lse.transpose(1, 2))
             total.index_copy_(0, rows, merged)
             total_lse.index_copy_(0, rows, merged_lse)
-        out[x], lse[x] = grid.rows(total).to(q.dtype), grid.rows(total_lse).T
+        out[x], lse[x] = _apart(grid.rows(total), h), grid.rows(total_lse).T.unflatten(0, (-1, h))
     return out, lse
 
 
@@ -200,10 +218,10 @@ def backward(grad, q, k, v, out, lse, grid: Grid, scale):
     wide = lse_dtype(q)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exact zeros for rows that nothing reaches
-    for x in range(q.shape[0]):
-        qu, gu, ou = (grid.query_units(t[x]) for t in (q, grad, out))
-        lu = grid.query_units(lse[x].T, torch.inf)
-        ku, vu = grid.key_units(k[x]), grid.key_units(v[x])
+    for x in grid.batches(k):
+        qu, gu, ou = (grid.query_units(_beside(t[x])) for t in (q, grad, out))
+        lu = grid.query_units(lse[x].flatten(0, 1).T, torch.inf)
+        ku, vu = grid.key_units(_beside(k[x])), grid.key_units(_beside(v[x]))
         dqu, dku, dvu = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (qu, ku, vu))
         k_room, v_room = ku.new_empty(2, max(ELEMENTS, ku.shape[1:].numel()))
         for s in stacks(grid.blocks, grid.elements(ku)):
@@ -216,5 +234,6 @@ def backward(grad, q, k, v, out, lse, grid: Grid, scale):
             for total, part in ((dku, dk_), (dvu, dv_)):
                 part = fused.sum_heads(part, ku.shape[2])  # (R, G, C x c, D)
                 total.index_add_(0, keys, part.transpose(1, 2).unflatten(1, (-1, grid.c)).flatten(0, 1).to(wide))
-        dq[x], dk[x], dv[x] = grid.rows(dqu).to(q.dtype), grid.keys(dku).to(k.dtype), grid.keys(dvu).to(v.dtype)
+        dq[x] = _apart(grid.rows(dqu), q.shape[2])
+        dk[x], dv[x] = (_apart(grid.keys(t), k.shape[2]) for t in (dku, dvu))
     return dq, dk, dv

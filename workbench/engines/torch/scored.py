@@ -25,13 +25,13 @@ class Explicit(block_sparse.Grid):
 
     def elements(self, units: Tensor) -> int:
         """As many scores of a strip as keys that are gathered at once: a few of such tensors are alive."""
-        return max(super().elements(units), self.a * self.heads)
+        return max(super().elements(units), self.a * max(self.heads, units.shape[2] * self.group))
 
     def scores(self, s, q: Tensor, k: Tensor, scale: float):
         """(the scaled products, the scores of what is visible (R, H, a, M), head, query and key of each)."""
         h, i, j = (x[:, None] for x in self.positions(s))
         if not self.split:
-            h = torch.arange(self.heads, device=q.device).view(1, -1, 1, 1)
+            h = torch.arange(self.heads, device=q.device).repeat(q.shape[1] // self.heads).view(1, -1, 1, 1)
         products = q.to(self.wide) @ k.to(self.wide).transpose(-1, -2) * scale
         found, mask = self.changes.change(products, self.pattern, h, i, j), self.mask(s, self.wide)
         return products, found if mask is None else found + mask, (h, i, j)
