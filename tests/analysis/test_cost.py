@@ -38,7 +38,7 @@ def table(**rows):
 def test_extremes_name_who():
     said = cost.extremes(table(dense=(972, 2**31), window=(1, 2**32)))
     assert said.startswith("At N = 64 dense computes **972 times** as many pairs as window; ")
-    assert said.endswith("; the memory is from **2 GiB** (dense) to **4 GiB** (window).")
+    assert said.endswith("; they need **2 GiB** (dense) to **4 GiB** (window) of memory.")
 
 
 def test_more_pairs_than_dense_attention_are_named():

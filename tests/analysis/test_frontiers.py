@@ -124,5 +124,5 @@ def test_limits_are_counted_and_unknown_times_named():
 
 def test_frontiers_beyond_are_counted():
     table = pd.DataFrame({"status": ["ok", "ok"], "n": [2**20, None]})
-    assert "at **N = 524,288**. Beyond it 1 of 2 frontiers above: measure" in frontiers.beyond(table, 32, 128)
-    assert "Beyond it 0 of 2 frontiers above" in frontiers.beyond(table, 1, 64)
+    assert "**N = 524,288**. Of the frontiers above 1 of 2 lie beyond it: " in frontiers.beyond(table, 32, 128)
+    assert "Of the frontiers above 0 of 2 lie beyond it" in frontiers.beyond(table, 1, 64)

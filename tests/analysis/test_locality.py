@@ -177,7 +177,7 @@ def test_a_simpler_order_that_is_faster_than_hilbert_is_named():
 
 
 def test_results_that_differ_are_said_to():
-    assert "the orders agree: they differ by at most **3e-06**" in words.same_results(3e-6, 6.0)
+    assert "the results of all orders agree: they are at most **3e-06** apart" in words.same_results(3e-6, 6.0)
     assert "disagree" in words.same_results(0.5, 6.0) and "disagree" in words.same_results(np.nan, 6.0)
 
 
@@ -210,7 +210,7 @@ def test_the_verdict_weighs_all_orders():
     line = {"natural": 15.0, "hilbert": 43.0}
     work, speed, moved, long_runs, on_a_line = words.verdict(found, times(tiles=1.7, hilbert=1.3), line)
     assert work.startswith("**Any order that keeps blocks compact saves work**")
-    assert "5.4% (tiles), 6.7% (Hilbert), 11.0% (row-major)" in work
+    assert "5.4% (tiles), 6.7% (Hilbert) and 11.0% (row-major)" in work
     assert speed.endswith("tiles is faster than Hilbert here.")
     assert "at most 9 ms, once" in moved and "takes 700 ms or more" in moved
     assert "under **Hilbert** (116; row-major 17)" in long_runs

@@ -26,13 +26,19 @@ def test_models_learn_and_the_figures_and_sentences_say_so():
     by = {label: some["loss"].tolist() for label, some in rows.groupby("label")}
     assert all(len(x) == 30 and x[-1] < 0.8 * x[0] for x in by.values()) and rows["seconds"].min() > 0
     table = training.summary(rows, patterns, 32, 2)
+    fastest = rows.groupby("label")["seconds"].max().idxmin()
+    equal = table["loss"] == table["loss at equal time"]
+    assert equal[fastest] and equal.sum() == 1
     assert table["pairs per token"].tolist() == [16.5, patterns["longnet"].pairs(32, 2) / 64]
     table = table.assign(**{"learnt at step": [20, float("nan")], "loss": [0.0, 2.0]})
-    said = training.answer(table)
-    assert said[0] == "Dense, with 16.5 pairs per token, answers from step **20** on (loss 0.00; a guess: 2.08)."
-    assert said[1].startswith("LongNet, with ") and "has not learnt to answer (loss 2.00" in said[1]
+    found, dense = training.answer(table)
+    assert dense == "**Dense learns to find the needle**: with 16.5 pairs per token from step **20** on."
+    assert found.startswith("**LongNet does not learn to find the needle**: with ")
+    assert found.endswith(" pairs per token its loss stays **2.00** (a guess: 2.08).")
+    several = table.set_axis(["longnet, dilation 2", "longnet, dilation 4"])
+    found = "**LongNet learns to find the needle**: with dilation 2 and 16.5 pairs per token from step **20** on; "
+    assert training.answer(several)[0].startswith(found)
     families = {label: type(pattern).__name__ for label, pattern in patterns.items()}
-    assert "LongNet 2.00" in draw.quality(table, families).get_label()
     assert [len(ax.lines) for ax in draw.losses(rows, families).axes] == [3, 3]
     tokens = training.haystack(1, 32, torch.Generator())[0]
     ways = {x: models["dense"].loss(tokens) * many for x, many in (("one", 1), ("other", 1.5))}

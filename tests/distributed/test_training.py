@@ -116,7 +116,11 @@ def test_the_demo_learns_alike_on_any_mesh_and_says_its_bytes(ranks):
 
 @pytest.mark.slow
 def test_two_workers_train_as_two_ranks_do(ranks, tmp_path, monkeypatch):
-    """By Ray's TorchTrainer, as `harness.ranks` says: two workers without cards."""
+    """By Ray's TorchTrainer, as `harness.ranks` says: two workers without cards. Ray may need a minute to start, and
+    with RAY_AUTH_MODE it writes nothing into the home folder."""
+    env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "200"}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
     ray, under_ray = pytest.importorskip("ray"), pytest.importorskip("ray.train")
     from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -127,7 +131,6 @@ def test_two_workers_train_as_two_ranks_do(ranks, tmp_path, monkeypatch):
         (tmp_path / f"{ranks.dist.get_rank()}.json").write_text(json.dumps(found))
 
     steps = {"steps": 3, "n": 64}
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         TorchTrainer(

@@ -177,6 +177,13 @@ def test_a_pattern_may_be_written_in_the_function_that_is_compiled(make, compile
     assert counter.frame_count == 1
 
 
+def test_a_pattern_in_a_compiled_function_may_be_made_of_what_changes(compiled):
+    fast, counter = compiled(lambda q, k, v, w: run(q, k, v, Window(w, sinks=w - 2)), dynamic=True)
+    for width in (5, 6, 7):
+        assert same(fast(*inputs(), width), run(*inputs(), Window(width, sinks=width - 2)))
+    assert counter.frame_count == 3
+
+
 def test_a_pattern_that_leaves_a_compiled_function_is_a_whole_one(compiled):
     fast, _ = compiled(lambda x: (x + 1, Window(5)))
     (_, pattern), (q, k, v) = fast(torch.zeros(2)), inputs()

@@ -4,7 +4,7 @@ import torch
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, attention, layouts
 from workbench.fit import layer
 from workbench.harness import records
-from workbench.probes import baselines
+from workbench.probes import baselines, speed
 from workbench.probes.case import Case
 
 TINY = {"samples": 3, "seconds": 2.0}
@@ -18,13 +18,13 @@ def cases(patterns, device="cpu"):
 def test_layers_are_rows_beside_the_first_and_its_noise(tmp_path):
     patterns = {"dense": Dense(), "longnet": LONGNET, "random": BlockSparse(layouts.random(0.25), 32)}
     rows = layer.measure(cases(patterns), **TINY, folder=tmp_path)
-    assert rows["label"].tolist() == ["dense", "longnet", "random", "A/A"]
+    assert rows["label"].tolist() == [x + alone for x in patterns for alone in ("", layer.ALONE)] + ["A/A"]
     assert set(rows["status"]) == {"ok"} and set(rows["against"]) == {"dense"}
-    assert rows["pattern"].tolist() == ["dense", LONGNET.name, "random-0.75-blocks-32", "dense"]
+    assert rows["pattern"].tolist()[::2] == ["dense", LONGNET.name, "random-0.75-blocks-32", "dense"]
     assert rows.loc[0, "speedup"] == 1 and (rows["speedup_low"] <= rows["speedup_high"]).all()
     assert all(len(x) == 3 for x in rows["samples_ms"]) and (rows["median_ms"] > 0).all()
     kept = records.load(tmp_path)
-    assert len(kept) == 4 and set(kept["probe"]) == {"layer"} and kept["measured"].all()
+    assert len(kept) == 7 and set(kept["probe"]) == {"layer"} and kept["measured"].all()
     row = kept[kept["label"] == "longnet"].iloc[0]
     same = {"backend": "torch", "n": 256, "heads": 4, "head_dim": 8, "dtype": "float32", "mode": "fwdbwd", "batch": 1}
     same |= {"causal": False, "embed_dim": 32, "pattern_spec": LONGNET.spec(), "pairs": LONGNET.pairs(256, 4)}
@@ -33,12 +33,14 @@ def test_layers_are_rows_beside_the_first_and_its_noise(tmp_path):
 
 
 def test_a_layer_that_cannot_run_is_a_row(tmp_path):
+    few = {"few": Case(Dense(), 256, 4, 8, nq=5)}
     patterns = {"grid": Neighborhood((5, 5), 1), "dense": Dense(), "longnet": LONGNET}
-    rows = layer.measure(cases(patterns), **TINY, folder=tmp_path).set_index("label")
-    assert rows.loc["grid", "status"] == "refused" and "n=25" in rows.loc["grid", "error"]
+    rows = layer.measure(few | cases(patterns), **TINY, folder=tmp_path).set_index("label")
+    assert rows.loc[["few", "grid"], "status"].tolist() == ["refused"] * 2 and "n=25" in rows.loc["grid", "error"]
+    assert "want as many queries as keys" in rows.loc["few", "error"]
     assert rows.loc[["dense", "longnet", "A/A"], "status"].tolist() == ["ok"] * 3
-    assert set(rows["against"].dropna()) == {"dense"}  # the first that runs
-    assert len(records.load(tmp_path)) == 4
+    assert set(rows["against"].dropna()) == {"few" + layer.ALONE}  # the first that runs
+    assert len(records.load(tmp_path)) == 9
 
 
 def test_where_one_fails_while_they_are_timed_all_rows_say_so(tmp_path, monkeypatch):
@@ -50,32 +52,30 @@ def test_where_one_fails_while_they_are_timed_all_rows_say_so(tmp_path, monkeypa
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return attention(q, k, v, pattern, **options)
 
-    monkeypatch.setattr("workbench.engines.layers.attention", grows)
+    monkeypatch.setattr("workbench.engines.dispatch.attention", grows)
     rows = layer.measure(cases({"longnet": LONGNET, "dense": Dense()}), **TINY, folder=tmp_path).set_index("label")
-    assert set(rows["status"]) == {"oom"} and list(rows.index) == ["longnet", "dense"]
+    assert set(rows["status"]) == {"oom"} and len(rows) == 4
 
 
 def test_a_machine_that_runs_none_gives_rows_too(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this one has CUDA")
     rows = layer.measure(cases({"dense": Dense(), "longnet": LONGNET}, "cuda"), **TINY, folder=tmp_path)
-    assert set(rows["status"]) <= {"unsupported", "killed"} and len(rows) == 2
+    assert set(rows["status"]) <= {"unsupported", "killed"} and len(rows) == 4
 
 
 def test_a_peer_is_a_layer_of_the_same_branches(tmp_path):
     patterns = {"dense": Dense(), "longnet": LONGNET}
-    rows = layer.measure(cases(patterns), **TINY, peers=["torchscale"], folder=tmp_path).set_index("label")
-    row = rows.loc["longnet, torchscale"]
+    rows = layer.measure(cases(patterns), **TINY, peers=["torchscale"], folder=tmp_path)
+    row = rows.set_index("label").loc["longnet, torchscale"]
     assert row["backend"] == "torchscale" and row["pattern_spec"]["offsets"] == "blocked"
     reason = baselines.missing()
     assert row["status"] == ("refused" if reason else "ok") and (row["error"] or "").endswith(reason or "")
-
-
-def test_what_cannot_be_meant_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="at least one"):
-        layer.measure({}, **TINY, folder=tmp_path)
-    few = layer.measure({"few": Case(Dense(), 256, 4, 8, nq=5)}, **TINY, folder=tmp_path)
-    assert few["status"].tolist() == ["refused"] and "want as many queries as keys" in few["error"][0]
+    said = layer.answer(rows)
+    assert "dense attention by torch's SDPA; attention alone is" in said[0] and "N = 256" in said[0]
+    assert said[1] == f"LongNet, torchscale, did not run (refused): `{row.error}`" if reason else "long" in said[1]
+    shown = layer.summary(rows)["speed relative to dense"]
+    assert len(shown) == 5 - bool(reason) and shown.count() == 3 - bool(reason) and shown["dense"] == 1
 
 
 @pytest.mark.gpu
@@ -83,5 +83,5 @@ def test_what_cannot_be_meant_is_refused(tmp_path):
 def test_a_card_says_how_much_memory_a_layer_takes(tmp_path):
     large = {x: Case(p, 8192, 12, 64, "bfloat16", device="cuda") for x, p in (("dense", Dense()), ("longnet", LONGNET))}
     rows = layer.measure(large, samples=3, seconds=5.0, folder=tmp_path).set_index("label")
-    assert set(rows["status"]) == {"ok"} and rows.loc["dense", "backend"] == "cudnn"
-    assert (rows.drop("A/A")["extra_bytes"] > 8192 * 768 * 2).all()
+    assert set(rows["status"]) == {"ok"} and rows.loc["dense", "backend"] in speed.dense_backends("cuda")
+    assert (rows.loc[[*large]]["extra_bytes"] > 8192 * 768 * 2).all()

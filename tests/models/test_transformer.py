@@ -46,6 +46,17 @@ def test_the_loss_in_chunks_is_torchs_of_all_logits(monkeypatch, tied, logits):
     assert model.loss(tokens[:, :1]).item() == 0  # nothing follows
 
 
+def test_gradients_of_a_long_batch_survive_float16():
+    x, weight, labels = torch.randn(1 << 14, 8), torch.randn(99, 8), torch.arange(1 << 14) % 99
+    both = [t.requires_grad_() for t in (x, weight)]
+    want = torch.autograd.grad(cross_entropy(x @ weight.T, labels), both)
+    with torch.autocast("cpu", torch.float16):
+        found = 65536 * loss.cross_entropy(x, weight, labels)
+    refused("no second derivatives", torch.autograd.grad, found, both, create_graph=True)
+    for one, other in zip(torch.autograd.grad(found, both), want, strict=True):
+        assert (one / 65536 - other).norm() < 2e-3 * other.norm()
+
+
 def test_a_checkpointed_model_is_the_model_also_with_dropout():
     for options in ({}, {"dropout": 0.3}):
         plain, less = longnet(**options), longnet(checkpoint=True, **options)
@@ -112,7 +123,11 @@ def test_what_cannot_be_meant_is_refused():
         longnet().features(words(), [Cache(Dense(True))] * 2)
     for labels in (words()[:, 1:], words().float()):
         refused(r"labels is .*: want integers \(B, N\), of tokens and labels alike", model.loss, words(), labels)
-    refused(r"lengths=\[3, 4\]: want an int32 or int64 tensor", longnet().loss, words(), lengths=[3, 4])
+    for of in (longnet().loss, lambda x, lengths: longnet().generate(x, 1, lengths=lengths)):
+        refused(r"lengths=\[3, 4\]: want an int32 or int64 tensor", of, words(), lengths=[3, 4])
+        refused(r"lengths=\[3, 4, 5\]: want 2 of them", of, words(), lengths=torch.tensor([3, 4, 5]))
+    for value in (torch.tensor([0, 60]), torch.zeros(1, 49, dtype=torch.int64)):
+        refused(r"documents=.* in a batch of 1 with N=50: want ids", longnet().loss, words(50, 1), documents=value)
     for name, value in (("depth", 0), ("vocab", "many"), ("checkpoint", 1), ("rotary", True)):
         refused(f"^{name}=", Transformer, **SIZES | {"pattern": Dense(), name: value})
 
@@ -126,6 +141,7 @@ def test_documents_and_lengths_are_models_of_each_alone():
     for documents in (ids, torch.tensor([0, 20, 27, 50])):
         close(model(tokens, documents=documents), want)
         close(model.loss(tokens, documents=documents), mean)
+    close(model.loss(tokens, documents=torch.tensor([0, 0, 20, 20, 27, 50, 50])), mean)
     lengths = torch.tensor([50, 7])
     padded = torch.cat([tokens, tokens.flip(1)])
     close(model(padded, lengths=lengths)[1, :7], model(padded[1:, :7])[0])

@@ -28,7 +28,7 @@ def test_a_line_is_predicted_and_a_marker_measured(rows, measured):
     assert {line.get_marker() for line in fig.axes[0].get_lines()} <= {"None", "x"}
     fig = draw.n_against_budget(measured)
     assert points(fig) == ["o", "o", "s"]
-    assert fig.axes[0].get_xlabel().startswith("budget")
+    assert fig.axes[1].get_xlabel().startswith("budget")
     assert points(draw.n_against_budget(measured.assign(predicted_limiter="time"))) == ["o", "o", "s", "x"]
 
 

@@ -59,9 +59,10 @@ def test_reach_draws_the_share_of_tokens_after_each_layer_and_when_one_token_dep
     assert len(lines) == len(PATTERNS) and list(lines[0].get_ydata()) == [1 / N, 1, 1, 1] == list(shares["dense"])
     assert list(lines[-1].get_ydata()) == [1 / N] * 4 == list(shares["mine"])  # a token that sees itself alone
     assert "mine 6%" in [text.get_text() for text in fig.axes[0].texts]
-    first = images(fig)[3][0]  # of a neighborhood of 3 x 3 on 4 x 4 cells: all but the far border after one layer
+    (first,) = images(fig)
+    assert {*first[-1]} == {-1, 0}
+    first = first[3]  # of a neighborhood of 3 x 3 on 4 x 4 cells: all but the far border after one layer
     assert first[N // 2] == 0 and {*first} == {0, 1, 2, 3}
-    assert {*images(fig)[-1][0]} == {-1, 0}
 
 
 def test_cost_draws_the_table_and_says_that_bytes_are_modelled():

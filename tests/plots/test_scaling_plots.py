@@ -7,7 +7,6 @@ from tests.analysis.test_multicard import rows  # noqa: F401 (a fixture)
 from workbench.analysis import many_ranks, multicard
 from workbench.patterns import orderings
 from workbench.plots import scaling as draw
-from workbench.report import shown
 from workbench.scaling.link import Rates
 
 
@@ -97,10 +96,3 @@ def test_the_readmes_picture_has_every_pattern_that_is_on_record(tmp_path, monke
     draw.picture(tmp_path / "x.png")
     kinds = list(dict.fromkeys(drawn[0]["kind"]))
     assert kinds == [x for x in multicard.KINDS if x in kinds] and "longnet-geometric" in kinds
-
-
-def test_a_phone_shows_whole_figures(rows):  # noqa: F811
-    every = many_ranks.curves(rows, Rates(1e-4, 1e9, 1e-3), (2, 16), 64, 16)
-    grids = [order((8, 8)) for order in (orderings.row_major, orderings.hilbert)]
-    for fig in (draw.speedups(rows), draw.curves(every), draw.messages({}), draw.shards(grids, world=4, radius=1)):
-        assert fig.get_figwidth() * shown.PIXELS < shown.SMALL

@@ -1,6 +1,9 @@
+from itertools import pairwise
+
 import pandas as pd
 import pytest
 from matplotlib import pyplot
+from matplotlib.text import Text
 
 from workbench.analysis import roofline
 from workbench.plots import speed as draw
@@ -38,7 +41,7 @@ def test_a_roofline_has_both_ceilings_and_no_point_above_them(card):
     assert device["peak"] == 989.4 and (device["points"]["tflops"] <= device["tflops"]).all()
     low = roofline.device(rows, best | {"matmul_tflops": {"bfloat16": 1.0}})
     assert low["tflops"] == rows["tflops"].max()  # never more than all of a ceiling
-    assert f" of {len(device['points'])} points lie below" in roofline.bound(device)
+    assert f" of {len(device['points'])} marks lie below" in roofline.bound(device)
     assert roofline.shown({"a": device})["share"].max() < 1
 
 
@@ -55,7 +58,7 @@ def test_each_call_is_drawn_and_the_noise_named():
     drawn = [list(line.get_xdata()) for line in ax.get_lines() if line.get_marker() == "o"]
     assert drawn == list(table["samples_ms"])
     named = [text.get_text() for text in ax.get_yticklabels()]
-    assert named[1:] == ["Hilbert: 3.5 ms, 6%", "row-major, again (A/A): 1.55 ms, 12%"]
+    assert named[1:] == ["Hilbert: 3.5 ms,\n6%", "row-major, again (A/A): 1.55 ms,\n12%"]
 
 
 def test_break_even_shows_the_noise_beside_the_gain():
@@ -83,19 +86,30 @@ def test_a_group_is_drawn_only_beside_its_baseline(card):
     assert "not timed" in draw.times_faster(group).get_label()
 
 
-def placed(ends):
-    fig, ax = style.subplots()
-    ax.set(xlim=(0, 1), ylim=(0, 1))
+def placed(ends, height=4.8):
+    """The boxes of the names, in inches from the bottom of the axis, and its height."""
+    fig, ax = style.subplots(figsize=(6.4, height))
+    ax.set(xlim=(0, 1), ylim=(0, 1), title="a title", xlabel="x")
     style.name_ends(ax, ends)
+    fig.canvas.draw()
     pyplot.close(fig)
-    return {text.get_text(): text.xyann[1] for text in ax.texts}
+    axis = ax.get_window_extent()
+    boxes = [Text.get_window_extent(text) for text in ax.texts]  # without its line
+    return [((box.y0 - axis.y0) / fig.dpi, (box.y1 - axis.y0) / fig.dpi) for box in boxes], axis.height / fig.dpi
 
 
-def test_many_names_stay_inside_the_axis_and_apart():
-    for many in (3, 11, 17, 30):
-        places = [*placed([(1, 0.02 * k / many, f"line {k}", "black") for k in range(many)]).values()]
-        assert places[0] > -1e-9 and places[-1] <= style.TOP and len(places) == many
-        steps = [b - a for a, b in zip(places, places[1:], strict=False)]
-        assert min(steps) > 0.03 and max(steps) < 0.06
-    high = [*placed([(1, 0.9 + k / 100, str(k), str(k / 10)) for k in range(5)]).values()]
-    assert high[-1] == style.TOP and high[0] > 0.7
+@pytest.mark.parametrize("height", [2.4, 4.8])
+def test_names_stay_inside_the_axis_and_apart_however_high_it_is(height):
+    equal = [(1, 0.99, f"line {k}", "black") for k in range(5)]
+    for ends in (equal, [*equal, (1, 0.02, "two\nlines", "red")], [(1, k / 9, str(k), "red") for k in range(9)]):
+        boxes, high = placed(ends, height)
+        assert all(low > -0.35 and top < high + 0.05 for low, top in boxes)
+        assert all(one[1] <= other[0] + 0.02 for one, other in pairwise(sorted(boxes)))
+    boxes, high = placed([(1, k / 30, f"line {k}", "black") for k in range(30)], height)
+    assert boxes[-1][1] < high + 0.1 and all(a[0] < b[0] for a, b in pairwise(boxes)), "closer where there is no room"
+
+
+def test_names_of_equal_ends_stand_around_them_the_first_on_top():
+    boxes, high = placed([(1, 0.5, f"line {k}", "black") for k in range(3)])
+    low, middle, top = (sum(box) / 2 / high for box in boxes)
+    assert low < middle < top and middle == pytest.approx(0.5, abs=0.03)

@@ -48,10 +48,10 @@ def extremes(table: pd.DataFrame) -> str:
     last = table[table["n"] == table["n"].max()].set_index("pattern")
     pairs, size = last["pairs"].astype(float), last["predicted_bytes"].astype(float)
     low, high = (f"**{binary(x)}**" for x in (size.min(), size.max()))
-    memory = f"{low} of all" if low == high else f"from {low} ({size.idxmin()}) to {high} ({size.idxmax()})"
+    memory = f"all need {low}" if low == high else f"they need {low} ({size.idxmin()}) to {high} ({size.idxmax()})"
     return (
         f"At N = {last['n'].iloc[0]:,} {pairs.idxmax()} computes {times(pairs.max() / pairs.min())} many pairs "
-        f"as {pairs.idxmin()}; the memory is {memory}."
+        f"as {pairs.idxmin()}; {memory} of memory."
     )
 
 

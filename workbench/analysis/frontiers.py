@@ -169,7 +169,7 @@ def overpromised(lines: pd.DataFrame, card: str) -> str:
     promises = f"promises up to **{worst[TOO_MUCH]:.1%}** more tokens than run ({worst['way']})."
     if worst[TOO_MUCH] < 0.0005:
         promises = "promises no more tokens than run."
-    return f"On {card} (predicted) reading `max_memory_allocated` {promises}"
+    return f"On {card} (predicted), what `max_memory_allocated` reports {promises}"
 
 
 def limits(table: pd.DataFrame) -> list[str]:
@@ -188,5 +188,5 @@ def beyond(table: pd.DataFrame, heads: int, head_dim: int) -> str:
     """How many frontiers (rows of `frontier.sweep`) are where a tensor has 2^31 elements or more, in a sentence."""
     n, done = 2**31 // (heads * head_dim), table[table["status"] == "ok"]
     at = f"With {counted(heads, 'head')} x {head_dim} a tensor has that many elements at **N = {n:,}**"
-    far = f"{int((done['n'].fillna(0) > n).sum())} of {counted(len(done), 'frontier')}"
-    return f"{at}. Beyond it {far} above: measure before you rely on such a length."
+    far = f"{int((done['n'].fillna(0) > n).sum())} of {len(done)}"
+    return f"{at}. Of the frontiers above {far} lie beyond it: measure before you rely on such a length."

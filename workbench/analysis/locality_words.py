@@ -35,7 +35,8 @@ def fastest(times: pd.DataFrame) -> str:
 def same_results(worst: float, largest: float) -> str:
     """How far results under different orders are apart, in words."""
     agree = "agree" if worst <= 1e-4 * largest else "**disagree**"  # as NaN does
-    return f"Put back on the grid, the orders {agree}: they differ by at most **{worst:.0e}**, of up to {largest:.1f}."
+    apart = f"at most **{worst:.0e}** apart, in values of up to {largest:.1f}"
+    return f"Put back on the grid, the results of all orders {agree}: they are {apart}."
 
 
 def surroundings(seen: pd.DataFrame) -> str:
@@ -72,7 +73,7 @@ def verdict(summary: pd.DataFrame, times: pd.DataFrame, line: dict[str, float]) 
     made of, and the percent of blocks on a line in its natural order and in Hilbert's."""
     blocks = summary.loc[BLOCKS].sort_values()
     good = (blocks < 0.8 * blocks["row_major"]).sum()
-    told = ", ".join(f"{share:.1f}% ({title(x)})" for x, share in blocks.items())
+    told = listed(f"{share:.1f}% ({title(x)})" for x, share in blocks.items())
     claim = "Any order that keeps blocks compact saves work" if good > 1 else "No choice of order saves much work"
     moved, slowest = (number(x) for x in (summary.loc[MOVED].max(), summary.loc[ATTENTION].min()))
     end = "leave a line in its natural order" if line["hilbert"] > line["natural"] else "here even that costs nothing"
@@ -82,8 +83,8 @@ def verdict(summary: pd.DataFrame, times: pd.DataFrame, line: dict[str, float]) 
         fastest(times),
         f"Permuting q, k, v and the result takes at most {moved} ms, once for a whole network; one call of attention "
         f"takes {slowest} ms or more, and the result is the same.",
-        f"Long runs: most tokens that stay half alike under {_leader(summary.loc[ALIKE].fillna(np.inf), True)}, fewest "
-        f"cells that a shard needs from others under {_leader(summary.loc[SHARDS], False)}.",
+        f"Patches stay half alike over the most tokens under {_leader(summary.loc[ALIKE].fillna(np.inf), True)}; "
+        f"a shard needs the fewest cells of others under {_leader(summary.loc[SHARDS], False)}.",
         f"On a line, where neighbours are already close, Hilbert's order touches {ratio}: {end}.",
     ]
 

@@ -234,7 +234,7 @@ def longest(rows: pd.DataFrame) -> pd.DataFrame:
     """`scaling.lengths.longest` as a table."""
     names = {"strategy": "strategy", "world": "ranks", "n": "longest N", "limiter": "limited by"}
     found = rows[[*names]].rename(columns=names)
-    found["budget (MiB)"], found["peak MiB"] = rows["budget_bytes"] / 2**20, rows["peak_bytes"] / 2**20
+    found[["budget MiB", "peak MiB", "reserved MiB"]] = rows[["budget_bytes", "peak_bytes", "reserved_bytes"]] / 2**20
     found["limited by"] = found["limited by"].map(title, na_action="ignore")
     return found.assign(**{"times one device's": rows["ratio"]}).set_index("strategy")
 

@@ -47,10 +47,9 @@ def bound(device: dict) -> str:
     if device["points"].empty:
         return "No row ran, so nothing lies under these ceilings."
     points = device["points"].sort_values("intensity")
-    below = f"{(points['intensity'] < ridge).sum()} of {len(points)} points lie below that"
-    least = f"the least {points['label'].iloc[0]} at {number(points['intensity'].iloc[0])}"
-    limit = "arithmetic is the limit and not memory"
-    return f"From **{number(ridge)} operations per byte** on, {limit}: {below}, {least}."
+    below = f"{(points['intensity'] < ridge).sum() or 'none'} of {len(points)} marks lie below that"
+    least = f"the lowest, {points['label'].iloc[0]}, is at {number(points['intensity'].iloc[0])}"
+    return f"From **{number(ridge)} operations per byte** on, arithmetic is the limit and not memory: {below}; {least}."
 
 
 def shown(devices: dict) -> pd.DataFrame:

@@ -13,6 +13,8 @@ from workbench.patterns import Dense, Pattern, from_spec
 from workbench.patterns.dilated import geometric
 from workbench.streaming import measure
 
+LESS = " Where it takes less, a chunk is short enough for kernels that compute each key once."
+MORE = " Where it takes longer, the run is too short to hide what a stream does once, at its start."
 GIB, WORK = 1 << 30, {"fwd": 1.0, "bwd": 2.5, "fwdbwd": 3.5}  # products, of those of a forward
 
 
@@ -60,9 +62,9 @@ def measured(machine: str) -> pd.DataFrame:
 def table(found: pd.DataFrame) -> pd.DataFrame:
     """A row a run: what ran, its time and that beside the same in memory, TFLOP/s over attended pairs, GB/s, the peak
     and the plan's, and how many rows were checked, with the largest error."""
-    columns = ("budget_bytes", "bytes_in", "bytes_out", "peak_bytes", "planned_bytes", "error_sampled", "rows_sampled")
+    columns = ("bytes_in", "bytes_out", "peak_bytes", "planned_bytes", "error_sampled", "rows_sampled")
     found = found.reindex(columns=[*found.columns, *(x for x in (*columns, "valid") if x not in found)])
-    found = found.drop_duplicates(["execution", "mode", "n", "budget_bytes"], keep="last").sort_values(["n", "mode"])
+    found = found.drop_duplicates(["execution", "mode", "n"], keep="last").sort_values(["n", "mode"])
     specs = zip(found["pattern_spec"], found["n"], found["heads"], strict=True)
     patterns = [(from_spec(x) if isinstance(x, dict) else geometric(int(n)), int(n), int(h)) for x, n, h in specs]
     pairs = [pattern.pairs(n, heads) for pattern, n, heads in patterns]
@@ -87,7 +89,7 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
     if len(layers):
         best = layers.loc[layers["n"].idxmax()]
         headline = f"{int(best['n']):,} tokens on one card in {best['seconds']:.1f} s"
-        said.append(f"**{headline}**, {best['tflops']:.0f} TFLOP/s, a layer, on record.")
+        said.append(f"**{headline}**: a layer, at {best['tflops']:.0f} TFLOP/s, from the records.")
     if len(long := plans[~plans["fits_in_memory"]]):
         said.append(f"{int(long['n'].min()):,} tokens and more do not fit on the card at once; "
                     f"streamed, {last['n']:,} take {last['streamed_gib']:.2f} GiB of it (planned).")  # fmt: skip
@@ -96,12 +98,11 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
     said.append(f"Modelled for {last['n']:,} tokens: {each} (at the same time).")
     streamed = runs[runs["of_in_memory"].notna() & (runs["execution"] == "streamed")] if len(runs) else runs
     if len(streamed):
-        long = streamed.drop_duplicates("mode", keep="last").to_dict("records")
-        ratios = (f"{times(x['of_in_memory'], '.2f')} long as in memory ({x['n']:,} tokens, {MODES[x['mode']]}, in "
-                  f"{x['peak_gib']:.2f} GiB)" for x in long)  # fmt: skip
-        why = ": a chunk is short enough for kernels that compute each key once, all tokens at once are not"
-        faster = all(x["of_in_memory"] < 1 for x in long)
-        said.append(f"Streamed, attention takes {' and '.join(ratios)}{why * faster}.")
+        long = {mode: [f"{times(x.of_in_memory, '.2f')} long at {x.n:,} tokens" for x in rows.itertuples()]
+                for mode, rows in streamed.groupby("mode")}  # fmt: skip
+        ratios = "; ".join(f"{MODES[mode]}, {listed(each)}" for mode, each in long.items())
+        less, more = streamed["of_in_memory"].min() < 1, streamed["of_in_memory"].max() > 1
+        said.append(f"Streamed attention beside the same in memory: {ratios}.{LESS * int(less)}{MORE * int(more)}")
     checked = took[took["right"].notna()]
     right = "all right" if checked["right"].all() else "not all right"
     right += f"; {len(took) - len(checked)} did not run" * (len(checked) < len(took))

@@ -17,9 +17,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from workbench.fit.model import Model
 from workbench.harness.narrate import number, title
 from workbench.models.transformer import IGNORED, Transformer
 from workbench.patterns import Pattern
+from workbench.probes import timing
 
 VALUES = 8
 ASK = 256 + VALUES
@@ -75,27 +77,41 @@ def compare(
 
 
 def summary(rows: pd.DataFrame, patterns: Mapping[str, Pattern], n: int, heads: int) -> pd.DataFrame:
-    """A line per model: pairs per token and head, the mean loss of its last tenth of steps, the step from which it is
-    below half a guess, and the milliseconds of a step."""
-    last = rows[rows["step"] > 0.9 * rows["step"].max()].groupby("label", sort=False)["loss"].mean()
-    smooth = rows.assign(loss=rows.groupby("label")["loss"].transform(lambda x: x.rolling(5).mean()))
+    """A line per model: pairs per token and head; its loss, a mean of nine steps, after all steps and when the fastest
+    model had done all of its own; and from which step and second on that is below half a guess."""
+    rows = rows.assign(loss=rows.groupby("label")["loss"].transform(lambda x: x.rolling(9, min_periods=1).mean()))
+    by = rows.groupby("label")
+    equal = rows[rows["seconds"] <= by["seconds"].max().min()].groupby("label")
+    learnt = rows[(rows["loss"] < GUESS / 2) & (rows["step"] >= 9)].groupby("label").first().reindex(patterns)
     return pd.DataFrame({
-        "pairs per token": [patterns[label].pairs(n, heads) / n / heads for label in last.index], "loss": last,
-        "learnt at step": smooth[smooth["loss"] < GUESS / 2].groupby("label")["step"].min().reindex(last.index),
-        "ms per step": rows.groupby("label")["seconds"].agg(lambda x: 1e3 * x.diff().median()),
-    }, index=last.index)  # fmt: skip
+        "pairs per token": [pattern.pairs(n, heads) / n / heads for pattern in patterns.values()],
+        "loss": by["loss"].last(), "loss at equal time": equal["loss"].last(),
+        "learnt at step": learnt["step"], "at second": learnt["seconds"],
+    }, index=pd.Index(patterns, name="pattern"))  # fmt: skip
 
 
 def answer(table: pd.DataFrame) -> list[str]:
-    """Which pattern finds the needle, in sentences. table: of `summary`."""
-    said = []
-    for label, one in table.iterrows():
-        learnt = one["learnt at step"]
-        how = f"answers from step **{learnt:.0f}** on" if learnt == learnt else "has not learnt to answer"
-        of = f", with {number(one['pairs per token'])} pairs per token,"
-        name = title(label)
-        said.append(f"{name[0].upper()}{name[1:]}{of} {how} (loss {one['loss']:.2f}; a guess: {GUESS:.2f}).")
+    """Which patterns learn to find the needle, LongNet's first: a sentence for each kind. table: of `summary`."""
+    said, kinds = [], dict.fromkeys(label.partition(", ")[0] for label in table.index)
+    for kind in sorted(kinds, key=lambda x: x != "longnet"):
+        some, each = table[table.index.str.startswith(kind)], []
+        for label, one in some.iterrows():
+            how = f"its loss stays **{one['loss']:.2f}** (a guess: {GUESS:.2f})"
+            if one["learnt at step"] > 0:
+                how = f"from step **{one['learnt at step']:.0f}** on"
+            its = filter(None, (label.partition(", ")[2], f"{number(one['pairs per token'])} pairs per token"))
+            each.append(f"with {' and '.join(its)} {how}")
+        name, no = title(kind), some["learnt at step"].isna().all()
+        verb = "does not learn" if no else "learns"
+        said.append(f"**{name[0].upper()}{name[1:]} {verb} to find the needle**: {'; '.join(each)}.")
     return said
+
+
+def seconds_of_a_step(pattern: Pattern, n: int, sizes: dict, device: str) -> float:
+    """Of training `fit.model.Model` with checkpoints on this device, bfloat16 on a card; nan where it does not run."""
+    low = "bfloat16" if device == "cuda" else "float32"
+    steps = Model(pattern, n, dtype=low, device=device, mode="fwdbwd", checkpoint=True, **sizes)
+    return (timing.time(steps, warmup=0, samples=1)["median_ms"] or math.nan) / 2000  # it takes two
 
 
 def differences(model: Transformer, losses: Mapping[str, Tensor]) -> pd.DataFrame:

@@ -159,10 +159,10 @@ class MultiheadAttention(nn.Module):
                 want = "want that of an nn.MultiheadAttention without add_bias_kv, kdim and vdim"
                 raise ValueError(f"state_dict has {prefix}{name}: {want}")
         for kind in ("weight", "bias"):
-            if (projections := state_dict.pop(f"{prefix}in_proj_{kind}", None)) is not None:
-                parts = *projections.chunk(3), state_dict.pop(f"{prefix}out_proj.{kind}")
-                names = (f"{prefix}{name}.{kind}" for name in ("q", "k", "v", "out"))
-                state_dict |= dict(zip(names, parts, strict=True))
+            for theirs, ours in ((f"in_proj_{kind}", ("q", "k", "v")), (f"out_proj.{kind}", ("out",))):
+                if (projections := state_dict.pop(prefix + theirs, None)) is not None:
+                    names = (f"{prefix}{name}.{kind}" for name in ours)
+                    state_dict |= dict(zip(names, projections.chunk(len(ours)), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:

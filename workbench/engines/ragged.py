@@ -25,17 +25,25 @@ Line = tuple[list[int], list[int], list[tuple[int, int] | None]]
 
 
 @torch._disable_dynamo
-def cut(q: Tensor, k: Tensor, pattern: Pattern, lengths, documents) -> Line:
-    """ValueError for lengths and documents that `attention` does not take, and documents that the pattern does not."""
-    (b, n), padded = k.shape[:2], lengths is not None
+def starts_of(b: int, n: int, lengths, documents) -> list[int]:
+    """Where on the line each document or padding begins. ValueError for lengths and documents that are none."""
+    padded = lengths is not None
     name, value = ("lengths", lengths) if padded else ("documents", documents)
     if padded and documents is not None:
         raise ValueError("lengths and documents: want one of them; padding may have an id of its own in documents")
     if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name}={describe(value)}: want an int32 or int64 tensor, e.g. torch.tensor([300, 120])")
+    return (_padded if padded else _starts)(value, b, n)
+
+
+@torch._disable_dynamo
+def cut(q: Tensor, k: Tensor, pattern: Pattern, lengths, documents) -> Line:
+    """ValueError for lengths and documents that `attention` does not take, and documents that the pattern does not."""
+    (b, n), padded = k.shape[:2], lengths is not None
+    starts = starts_of(b, n, lengths, documents) or [0]  # no tokens are one document
     if q.shape[1] != n:
+        name = "lengths" if padded else "documents"
         raise ValueError(f"{name} with {q.shape[1]} queries on {n} keys: want all the queries, Nq == N")
-    starts = (_padded if padded else _starts)(value, b, n) or [0]  # no tokens are one document
     sizes = [end - start for start, end in pairwise([*starts, b * n])]
     entries = [start // max(1, n) if pattern.batch else 0 for start in starts]
     kinds: list = list(zip(entries, sizes, strict=True))

@@ -36,7 +36,7 @@ function start(root, data) {
     key([...new Set(rows.filter(row => row.most).map(row => row.most.limiter))].map(limit => [WORDS[limit], COLORS[limit]]));
 
     function row(way, words, most) {
-      if (!most) return el("tr", {}, el("th", {scope: "row"}, words), el("td", {colspan: 6, class: "x-note"}, `not on this card for these inputs${state.cards > 1 ? " over several cards" : ""}`));
+      if (!most) return el("tr", {}, el("th", {scope: "row"}, words), el("td", {colspan: 6, class: "x-note"}, state.cards > 1 ? "not predicted over several cards" : "not on this card, or not predicted for these inputs"));
       const bar = el("i", {class: "x-bar"}), mark = el("b", {class: "x-at", title: `N = ${kit.length(state.n)}`}), n = model.whole(state, way, state.n), bytes = model.reserved(state, way, n, Infinity);
       bar.style.cssText = `width:${share(most.n)};background:${COLORS[most.limiter]}`;
       mark.style.left = share(state.n);

@@ -22,13 +22,14 @@ MODES = ("fwd", "fwdbwd")
 WORLDS = (1, 2, 4, 8)
 WAYS = (
     "dense, cudnn", "dense, flash", "dense, fa4", "dense, efficient", "dense, eager", "longnet-paper, triton",
-    "longnet-paper, fa4", "longnet-paper, torch", "window-blocks, triton", "window-tokens, triton",
+    "longnet-paper, fa4", "window-blocks, triton", "window-tokens, triton",
 )  # fmt: skip
 NOTE = (
     "Predicted. Bytes are those of the traced programs through torch's allocator, with the CUDA context. Of {points} "
     "traces that they were not made from, {equal:.1%} are equal to the byte and the others at most {worst:.1%} off. "
-    "What FlashAttention-4 takes for gradients, and what each of several cards takes, is fitted: at most {fitted:.0%} "
-    "off from a GiB on, over several cards {several:.0%}; LongNet by torch, fitted too, {torch:.0%}, so measure that. "
+    "Where work is done in pieces (LongNet, FlashAttention-4's gradients) and for windows over several cards they are "
+    "fitted: at most {fitted:.1%} off from four GiB on. Not predicted are LongNet by torch's kernels, which `workbench "
+    "fit` traces, and dense attention over several cards, whose plan changes with N and heads. "
     "Time is that of attention alone, modelled from what an H100 reached, as a share of the card's peak; not modelled "
     "over several cards. A training step of so many blocks (layer norm, projections, attention, layer norm, an MLP of "
     "4 E) holds 16 bytes per parameter, with Adam, and 16 rows of E elements per token and block; embeddings, logits "
@@ -76,8 +77,7 @@ def known() -> dict:
         {
             "key": card.key, "name": title(card.key), "gib": round(card.total_bytes / 2**30, 2),
             "total": card.total_bytes, "context": card.context_bytes, "communicator": card.communicator_bytes,
-            "workspace": card.workspace_bytes,
-            "kind": kinds.index(card.capability), "tflops": card.matmul_tflops,
+            "workspace": card.workspace_bytes, "kind": kinds.index(card.capability), "tflops": card.matmul_tflops,
         }
         for card in cards.CARDS.values()
     ]  # fmt: skip
@@ -85,8 +85,7 @@ def known() -> dict:
     wrong = {way: why for way in WAYS if (why := torch_rules.WRONG_PAST_2_31.get(way.removeprefix("dense, ")))}
     return data | {
         "cards": on, "rates": rates, "wrong": wrong, "ways": [[way, title(way), grain(way)] for way in WAYS],
-        "worlds": WORLDS,
-        "head_dims": HEAD_DIMS, "dtypes": DTYPES, "note": NOTE.format(**data["checked"]),
+        "worlds": WORLDS, "head_dims": HEAD_DIMS, "dtypes": DTYPES, "note": NOTE.format(**data["checked"]),
     }  # fmt: skip
 
 

@@ -71,9 +71,9 @@ const fitModel = data => {
   function program(setting, way) {
     const words = [way, setting.head_dim, setting.dtype, setting.mode].join(" "), its = data.calls[words][card(setting).kind];
     if (!its) return null;
-    const some = setting.cards === 1 ? its : data.several[`${words} ${setting.cards}`], {batch, heads} = setting;
-    const at = setting.cards === 1 ? (batch > 1) + (batch * heads >= 256) : +(heads % setting.cards > 0);
-    return some && data.programs[some[Math.min(at, some.length - 1)]];
+    if (setting.cards > 1 && GRAIN[way] === 128) return data.programs[data.several[`${words} ${setting.cards}`]] || null;
+    const {batch, heads} = setting, at = (batch > 1) + (batch * heads >= 256); // whole segments: a card's share is a call
+    return data.programs[its[Math.min(at, its.length - 1)]];
   }
 
   // What blocks of a transformer add to their attention, on one card: [beside it, at the peak within the MLP, which is
@@ -94,10 +94,12 @@ const fitModel = data => {
 
   // Bytes that the allocator reserves for a call of n tokens over all cards, or null where they do not fit.
   function reserved(setting, way, n, limit = budget(setting)) {
-    const steps = program(setting, way), each = n / setting.cards, group = setting.batch * setting.heads;
+    const steps = program(setting, way), each = n / setting.cards, {batch, heads} = setting, group = batch * heads;
     const [beside, within] = blocks(setting, each);
     if (!steps || beside > limit || within > limit) return null;
-    const found = replay(steps, [group * each * each, group * each, group, each, 1, setting.batch * each], limit - beside);
+    const room = Math.floor(2 ** 26 / (batch * (each + 384) * setting.head_dim)); // as tests/programs.py has it
+    const sums = batch * each * Math.min(heads, 2 * Math.max(1, room));
+    const found = replay(steps, [group * each * each, group * each, group, each, 1, sums], limit - beside);
     return found === null ? null : Math.max(found + beside, within);
   }
 

@@ -126,7 +126,7 @@ function start(root, data) {
     chosen = -1;
     tip.hide();
     const {about, total, ranks} = call();
-    note.textContent = `${about}: ${ms(total)}. Each bar is an event; point at one, or use the arrow keys, for its name.`;
+    note.textContent = `${about}: ${ms(total)} from the first event to the end of the last. Each bar is an event; point at one, or use the arrow keys, for its name.`;
     const told = ranks.map(timeline.shares);
     facts(told.map((x, rank) => [`${call().rank} ${rank}`, `computes ${ms(x.compute)}, packs ${ms(x.pack)}, exchanges ${ms(x.exchange)}, of which ${ms(x.beside)} beside computing`]));
     made.describe(`Timeline of one call, ${call().label}: ${ms(total)} on ${ranks.length} ${call().rank}s`);

@@ -3,38 +3,34 @@
 Dimensions: B batch, N tokens, E embed_dim, H heads, D = E / H head_dim.
 """
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 
 import pandas as pd
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from workbench.engines import dispatch
 from workbench.engines.layers import MultiheadAttention
 from workbench.harness import records
-from workbench.harness.narrate import number, title
-from workbench.patterns import Dense, Dilated, checks
+from workbench.harness.narrate import times, title
+from workbench.patterns import Dilated, checks
 from workbench.probes import baselines, suite
-from workbench.probes.case import FUSED, Case, case_of
+from workbench.probes.case import Case, case_of
+
+ALONE = ", attention alone"
 
 
 @dataclass(frozen=True)
 class Layer(Case):
     """A pass of MultiheadAttention(E, H, pattern) on x (B, N, E), with gradients of x and the parameters.
 
-    backend: as a case's or, in the same projections, a peer that `baselines.longnet` takes. On CUDA Dense by "auto" is
-    torch's attention by cuDNN.
+    backend: as a case's or, in the same projections, a peer that `baselines.longnet` takes.
     """
 
     def fields(self) -> dict:
         return super().fields() | {"mode": "fwdbwd", "embed_dim": self.heads * self.head_dim}
 
     def prepare(self) -> tuple[Callable[[], tuple], str]:
-        width, pattern, backend, kernel = self.heads * self.head_dim, self.pattern, self.backend, contextlib.nullcontext
+        width, pattern, backend = self.heads * self.head_dim, self.pattern, self.backend
         if self.nq != self.n:
             raise ValueError(f"nq={self.nq}, n={self.n}: want as many queries as keys of a layer")
         to = {"device": self.device, "dtype": self.dtype}
@@ -45,26 +41,19 @@ class Layer(Case):
             layer = MultiheadAttention(width, self.heads, pattern, num_kv_heads=self.kv_heads, **to)
         if backend == baselines.PEER:
             layer.attend = baselines.longnet(pattern.segment_lengths, pattern.dilation_rates, pattern.causal)
-        elif backend == "auto" and isinstance(pattern, Dense) and x.is_cuda:
-            backend, kernel = "cudnn", partial(sdpa_kernel, getattr(SDPBackend, FUSED["cudnn"]))
         else:
             heads = self.heads, self.kv_heads
             q, k = (torch.empty(1, self.n, h, self.head_dim, requires_grad=True, **to) for h in heads)
-            layer.backend = backend = dispatch.choose(backend, q, k, k, pattern)[0]
+            layer.attend, backend = self.function(q, k, k)
         wanted = (x.requires_grad_(), *layer.parameters())
-
-        def call() -> tuple[Tensor, ...]:
-            with kernel():
-                y = layer(x)
-            return torch.autograd.grad(y, wanted, upstream)
-
-        return call, backend
+        return lambda: torch.autograd.grad(layer(x), wanted, upstream), backend
 
 
 def measure(
     cases: Mapping[str, Case], *, peers: Iterable[str] = (), samples=9, seconds=60.0, profile="quick", folder=None
 ) -> pd.DataFrame:
-    """Time the `Layer` of each case, interleaved; see `suite.measure` for the rows, which are recorded.
+    """Time the `Layer` of each case, and its attention alone ("<label>, attention alone"), forward and backward, all
+    interleaved; see `suite.measure` for the rows, which are recorded.
 
     cases: {label: case}. peers: names that `baselines.longnet` takes; each is one more layer for every Dilated pattern
     with heads="all", of the same branches and the same projections, labelled "<label>, <peer>".
@@ -72,7 +61,7 @@ def measure(
     layers = {}
     for label, case in checks.named("cases", cases, "a Case").items():
         sizes = {x.name: getattr(case_of(case), x.name) for x in fields(Case)}
-        layers[label] = Layer(**sizes)
+        layers |= {label: Layer(**sizes), label + ALONE: replace(case, mode="fwdbwd")}
         if isinstance(case.pattern, Dilated) and case.pattern.heads == "all":
             branches = case.pattern.segment_lengths, case.pattern.dilation_rates, case.pattern.causal
             theirs = replace(layers[label], pattern=Dilated(*branches, offsets="blocked"))
@@ -87,30 +76,29 @@ def recorded(kind: str = "h100x1") -> pd.DataFrame:
 
 
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
-    """The table of a layer benchmark: a line per layer, its time, its speed relative to the first's, its memory."""
-    out = rows[rows["label"] != "A/A"]
+    """The table of a layer benchmark: a line for what ran; speeds are relative to the first's, and those of layers."""
+    out = rows[(rows["label"] != "A/A") & (rows["status"] == "ok")]
+    layers = ~out["label"].str.endswith(ALONE)
     return pd.DataFrame({
         "layer": out["label"].map(title), "backend": out["backend"].map(title), "n": out["n"].astype(int),
-        "status": out["status"], "median_ms": out["median_ms"], "speed relative to dense": out["speedup"],
-        "speedup_low": out["speedup_low"], "speedup_high": out["speedup_high"],
+        "median_ms": out["median_ms"], "speed relative to dense": out["speedup"].where(layers),
+        "speedup_low": out["speedup_low"].where(layers), "speedup_high": out["speedup_high"].where(layers),
         "extra (GiB)": out["extra_bytes"].astype(float) / 2**30,
     }).set_index("layer")  # fmt: skip
 
 
-def answer(rows: pd.DataFrame, alone: pd.DataFrame) -> list[str]:
-    """What of attention's gain is left in a layer. alone: rows of `speed.table`, attention alone on the same device."""
+def answer(rows: pd.DataFrame) -> list[str]:
+    """What of attention's gain is left in a layer, and why what is not in `summary` did not run."""
     done = rows[(rows["status"] == "ok") & (rows["label"] != "A/A")].set_index("label")
+    lost = [f"{title(x.label)}, did not run ({x.status}): `{x.error}`" for x in rows.itertuples() if x.status != "ok"]
     if not {"dense", "longnet"} <= set(done.index):
-        return []
-    one, n = done.loc["longnet"], int(done.loc["longnet", "n"])
-    said = f"A layer with LongNet's pattern is **{number(one['speedup'])} times** as fast as one with dense attention"
-    alone = alone[(alone["n"] == n) & (alone["mode"] == "fwdbwd")]
-    took = alone[alone["status"] == "ok"].groupby("family")["median_ms"].min()
-    if {"Dense", "Dilated"} <= set(took.index):
-        said += f"; attention alone, timed in another run, {number(took['Dense'] / took['Dilated'])} times"
-    said = [f"{said} (N = {n:,}, forward + backward)."]
-    theirs = done[done.index.str.startswith("longnet, ")]
-    said += [f"With {title(name.removeprefix('longnet, '))} for the attention the layer takes "
-             f"{number(ms / one['median_ms'])} times as long as with this package."
-             for name, ms in theirs["median_ms"].items()]  # fmt: skip
-    return said
+        return lost
+    ms, ratio, by = done["median_ms"], times(done.loc["longnet", "speedup"]), title(done.loc["dense", "backend"])
+    said = f"A layer with LongNet's pattern is {ratio} fast as one with dense attention by {by}"
+    if {"dense" + ALONE, "longnet" + ALONE} <= set(done.index):
+        said += f"; attention alone is {times(ms['dense' + ALONE] / ms['longnet' + ALONE])} fast"
+    said = f"{said} (N = {int(done.loc['longnet', 'n']):,}, forward + backward)."
+    theirs = ms[ms.index.str.startswith("longnet, ") & ~ms.index.str.endswith(ALONE)]
+    peers = [f"With {title(name.removeprefix('longnet, '))} for the attention the layer takes "
+             f"{times(x / ms['longnet'])} long as with this package." for name, x in theirs.items()]  # fmt: skip
+    return [said, *peers, *lost]

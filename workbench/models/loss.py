@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 
 from workbench.engines.torch import steps
 
-LOGITS = 1 << 26  # of a chunk: 256 MiB in float32
+LOGITS, ROWS = 1 << 26, 1 << 12  # of a chunk at most: 256 MiB in float32, and sums that float16 holds
 
 
 def cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, ignored: int = -100) -> Tensor:
@@ -23,7 +23,7 @@ def cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, ignored: int = -100
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, labels, ignored, gradients):
-        rows, wanted = max(1, LOGITS // len(weight)), gradients and any(ctx.needs_input_grad)
+        rows, wanted = min(ROWS, max(1, LOGITS // len(weight))), gradients and any(ctx.needs_input_grad)
         exact = torch.promote_types(weight.dtype, torch.float32)
         dx, dweight = (torch.zeros_like(x), torch.zeros_like(weight, dtype=exact)) if wanted else (None, None)
         kept = labels != ignored
@@ -36,14 +36,17 @@ class _CrossEntropy(torch.autograd.Function):
             total -= scores.gather(1, label)[:, 0].where(keep, 0).sum()
             if wanted:
                 grad = scores.exp_().scatter_add_(1, label, -torch.ones_like(scores[:, :1]))
-                grad = grad.mul_((keep.to(exact) / count)[:, None]).to(low)
+                grad = grad.mul_(keep[:, None]).to(low)  # over the count later: float16 has nothing so small
                 dx[at : at + rows] = grad @ weight.to(low)
                 dweight += grad.T @ part.to(low)
-        ctx.save_for_backward(*(() if dx is None else (dx, dweight)))
+        ctx.save_for_backward(*((dx, dweight, count) if wanted else ()))
         ctx.dtype = weight.dtype
         return total / count
 
     @staticmethod
     def backward(ctx, upstream):
-        dx, dweight = ctx.saved_tensors
-        return dx.mul_(upstream), dweight.mul_(upstream).to(ctx.dtype), None, None, None
+        if torch.is_grad_enabled():
+            raise ValueError("cross_entropy has no second derivatives: want create_graph=False")
+        dx, dweight, count = ctx.saved_tensors
+        by = upstream / count
+        return dx.mul_(by), dweight.mul_(by).to(ctx.dtype), None, None, None

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from workbench.engines.cache import Cache
 from workbench.engines.layers import MultiheadAttention
+from workbench.engines.ragged import starts_of
 from workbench.models.layer import Layer
 from workbench.models.loss import cross_entropy
 from workbench.patterns import Dilated, Pattern
@@ -79,13 +80,9 @@ class Transformer(nn.Module):
         Labels of -100 do not count, nor do by default what is behind a sequence's length and the first token of another
         document. All logits at once, N times vocab, are never held.
         """
-        ragged = {name: x for name, x in (("lengths", lengths), ("documents", documents)) if x is not None}
-        for name, value in ragged.items():
-            if not isinstance(value, Tensor):
-                raise ValueError(f"{name}={describe(value)}: want an int32 or int64 tensor")
         if labels is None:
             labels = self.next_tokens(tokens, lengths, documents)
-        return self(tokens, labels, **ragged)
+        return self(tokens, labels, lengths=lengths, documents=documents)
 
     def next_tokens(self, tokens: Tensor, lengths=None, documents=None) -> Tensor:
         """The labels (B, N) of `loss` by default."""
@@ -93,13 +90,13 @@ class Transformer(nn.Module):
         if not self.pattern.causal:
             raise ValueError("labels=None: want labels (B, N), since a pattern that is not causal sees the next token")
         labels = nn.functional.pad(tokens[:, 1:], (0, min(1, tokens.shape[1])), value=IGNORED)
+        if lengths is None and documents is None:
+            return labels
+        starts = starts_of(*tokens.shape, lengths, documents)
         if lengths is not None:
-            last = torch.arange(1, tokens.shape[1] + 1, device=tokens.device) >= lengths[:, None]
-            labels = labels.masked_fill(last, IGNORED)
-        if documents is not None and documents.dim() == 1:  # cumulative lengths
-            labels = labels.index_fill(1, documents[1:] - 1, IGNORED)
-        elif documents is not None:
-            labels[:, :-1].masked_fill_(documents[:, 1:] != documents[:, :-1], IGNORED)
+            at = torch.arange(tokens.shape[1], device=tokens.device)
+            labels = labels.masked_fill(at >= lengths[:, None], IGNORED)
+        labels.view(-1)[[start - 1 for start in starts if start]] = IGNORED  # what the last token of each would foresee
         return labels
 
     @torch.no_grad()
@@ -115,7 +112,8 @@ class Transformer(nn.Module):
         temperature = number("temperature", temperature, -1e-300, FINITE, "a number from 0 on")
         options = {"temperature": temperature, "generator": generator, "chunk": chunk}
         if lengths is not None:
-            if lengths.shape != (batch,) or not bool(((lengths > 0) & (lengths <= n)).all()):
+            starts_of(batch, n, lengths, None)
+            if not lengths.all():
                 raise ValueError(f"lengths={lengths.tolist()}: want {batch} of them, from 1 to {n}")
             out = tokens.new_zeros(batch, n + new)
             for many in lengths.unique().tolist():  # those of one length together

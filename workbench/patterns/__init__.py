@@ -1,5 +1,6 @@
 """What attends to what: a class for each kind of pattern, all with the methods of `Pattern`."""
 
+import functools
 import json
 import zlib
 
@@ -7,6 +8,7 @@ from workbench.patterns import layouts
 from workbench.patterns.algebra import Combined, PerHead
 from workbench.patterns.base import Blocks, Pattern
 from workbench.patterns.block_sparse import BlockSparse
+from workbench.patterns.checks import LIVING
 from workbench.patterns.dense import Dense
 from workbench.patterns.dilated import Dilated
 from workbench.patterns.neighborhood import Neighborhood, swin
@@ -38,12 +40,9 @@ def from_spec(spec: dict) -> Pattern:
         raise ValueError(f"spec={spec!r}: {type(error).__name__} {error}") from None
 
 
-TRACED: dict[str, Pattern] = {}  # those that compiled functions make: all that is left of them in a graph is a key
+@functools.lru_cache(64)
+def _of_key(key: str) -> Pattern:
+    return from_spec(json.loads(key))
 
 
-def _key_of(spec: dict) -> str:
-    return TRACED.setdefault(repr(spec), from_spec(spec)).key
-
-
-_key_of._dynamo_marked_constant = True  # as of `base._answer`
-Pattern._key_of = staticmethod(_key_of)
+LIVING.made = _of_key

@@ -6,6 +6,8 @@ query and a key, h is a query head.
 
 from __future__ import annotations
 
+import json
+import operator
 import sys
 import time
 from collections.abc import Callable
@@ -126,8 +128,20 @@ def _answer(key: str, question: Callable[..., T], *args) -> T:
     return question(LIVING[key], *args)
 
 
+def _key_of(spec: dict) -> str:
+    return json.dumps(spec)
+
+
 # What torch.compiler.assume_constant_result sets; calling it would import the compiler, which takes two seconds.
-_answer._dynamo_marked_constant = True
+_answer._dynamo_marked_constant = _key_of._dynamo_marked_constant = True
+
+
+def _constant(spec):
+    """A spec whose numbers are constants of the compiled function, no lengths that torch.compile leaves open."""
+    if isinstance(spec, dict):
+        return {name: _constant(value) for name, value in spec.items()}
+    several = isinstance(spec, (list, tuple))
+    return [*map(_constant, spec)] if several else operator.index(spec) if type(spec) is int else spec
 
 
 class Pattern(Value):
@@ -157,7 +171,7 @@ class Pattern(Value):
 
     def __getattr__(self, name):
         """What `_finish` sets, of a pattern made where torch.compile traces, which calls __init__ alone: in the graph
-        the key of an equal one, which is made outside; what leaves the graph is finished when it is asked."""
+        its spec is the key of an equal one, made outside; what leaves the graph is finished when it is asked."""
         if name not in ("_kept", "key"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if not torch.compiler.is_compiling():
@@ -165,7 +179,7 @@ class Pattern(Value):
             return vars(self)[name]
         if not self.by_spec:
             raise ValueError(f"{type(self).__name__} in a function that torch.compile compiles: make it outside of it")
-        return self._key_of(self.spec())
+        return _key_of(_constant(self.spec()))
 
     def kept(self, what: str, key: tuple, make: Callable[[], T]) -> T:
         """make(), kept with the pattern as `what` and by its key: of the sizes that were asked for last.

@@ -22,7 +22,13 @@ from torch import Tensor
 FINITE = sys.float_info.max
 
 
-LIVING: weakref.WeakValueDictionary[str, Value] = weakref.WeakValueDictionary()
+class _Living(weakref.WeakValueDictionary):
+    def __getitem__(self, key: str) -> Value:
+        """made: the value of a key that is the spec of one that a compiled function made, all that is left of it."""
+        return self.made(key) if (found := self.get(key)) is None else found
+
+
+LIVING: _Living[str, Value] = _Living()
 _numbers = itertools.count()
 
 

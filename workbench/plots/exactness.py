@@ -3,40 +3,49 @@
 import numpy as np
 import pandas as pd
 
-from workbench.harness.narrate import title
+from workbench.harness.narrate import listed, title
 from workbench.plots import style
 
-GRADIENTS = ("dq", "dk", "dv")
+RESULTS = {"values": ["out"], "log-sum-exps": ["lse"], "worst of dq, dk, dv": ["dq", "dk", "dv"]}
 DTYPES = {"float64": "#000000", "float32": "#0072B2", "float16": "#D55E00", "bfloat16": "#CC79A7"}
 LEAST, REFUSED = 1e-4, 6.0  # where smaller shares of a budget and refusals are drawn, on a log axis
 
 
 def figure(rows: pd.DataFrame):
-    """Errors as shares of their budgets, values and gradients, from the rows of `probes.error.table`: right of the line
-    at 1 is too much. Crosses: refused."""
+    """Errors as shares of their budgets, a panel a result, of `probes.error.table`: right of the line at 1 is too much.
+    Crosses: refused, or failed."""
     line = rows.pattern.map(title) + np.where(rows.causal, ", causal", "") + "  ·  " + rows.backend.map(title)
-    rows = rows.assign(line=line, out=_share(rows, "out"), grad=_share(rows, *GRADIENTS))
+    rows = rows.assign(line=line, **{what: _share(rows, *names) for what, names in RESULTS.items()})
     lines = list(dict.fromkeys(rows.line))
-    fig, axes = style.subplots(1, 2, figsize=(9.5, 1.2 + 0.23 * len(lines)), sharey=True)
+    fig, axes = style.subplots(1, 3, figsize=(9.5, 1.2 + 0.23 * len(lines)), sharey=True)
     rows = rows.assign(y=rows.line.map(lines.index))
-    for ax, what, words in zip(axes, ("out", "grad"), ("values", "gradients (worst of dq, dk, dv)"), strict=True):
+    for ax, what in zip(axes, RESULTS, strict=True):
         ran = rows[(rows.status == "ok") & rows[what].notna()]
         for x, dtype in enumerate(DTYPES):
             of, apart = ran[ran.dtype == dtype], 0.16 * (x - 1.5)
             ax.plot(of[what].clip(lower=LEAST), of.y + apart, "o", ms=5, color=DTYPES[dtype])
             over = of[of[what] > 1]
             ax.plot(over[what], over.y + apart, "o", ms=11, mfc="none", mec="red", mew=2)
-        without = rows[(rows.status == "refused") & ~rows.line.isin(ran.line)]
+        without = rows[(rows.status != "ok") & ~rows.line.isin(ran.line)]
         ax.plot([REFUSED] * len(without), without.y, "x", color="#666666", ms=6)
         ax.axvline(1, color="red", lw=1.2)
         style.stripes(ax, len(lines))
-        ax.set(xscale="log", xlabel="error / budget", title=words, xlim=(LEAST / 2, 2 * max(REFUSED, rows[what].max())))
-        style.log_ticks(ax.xaxis, lambda x: f"{x:g}" if x > LEAST else "less", [LEAST, 1e-3, 1e-2, 1e-1, 1])
+        ax.set(xscale="log", xlabel="error / budget", title=what, xlim=(LEAST / 2, 2 * max(REFUSED, rows[what].max())))
+        style.log_ticks(ax.xaxis, lambda x: f"{x:g}" if x > LEAST else "less", [LEAST, 1e-2, 1])
     axes[0].set_yticks(range(len(lines)), lines)
     axes[0].set_ylim(len(lines) - 0.4, -0.6)
     looks = {x: {"color": color, "marker": "o"} for x, color in DTYPES.items() if x in set(rows.dtype)}
-    style.key(fig, looks | {"refused, by name": {"color": "#666666", "marker": "x"}}, 5)
+    refused = {"refused, or failed": {"color": "#666666", "marker": "x"}} if (rows.status != "ok").any() else {}
+    style.key(fig, looks | refused, 5)
     return style.finish(fig, "Errors of every backend, pattern and type as shares of their budgets.")
+
+
+def here(rows: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """The rows of those backends of which something ran, and why nothing of the others did, in sentences."""
+    ran = (rows.status == "ok").groupby(rows.backend).transform("any")
+    absent = rows[~ran].drop_duplicates("backend")
+    why = absent.groupby("error", sort=False)["backend"].agg(lambda x: listed(map(title, x)))
+    return rows[ran], " ".join(f"{who} did not run here: {reason}." for reason, who in why.items())
 
 
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
@@ -45,7 +54,7 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
     def line(of: pd.DataFrame) -> dict:
         ran = of[of.status == "ok"]
         within, worst = int((ran.worst <= 1).sum()), 100 * ran.worst.max()
-        refused = int((of.status == "refused").sum())
+        refused = int((of.status != "ok").sum())
         return {"runs": len(ran), "within": within, "refused": refused, "worst, % of its budget": worst}
 
     lines = {title(backend): line(of) for backend, of in rows.groupby("backend", sort=False)}
@@ -55,15 +64,12 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
 def refusals(rows: pd.DataFrame) -> pd.DataFrame:
     """Who refused what, and why: gradients alone where another row of the same case has the values."""
     ran = (rows.status == "ok").groupby([rows[x] for x in ("pattern", "causal", "backend", "dtype")]).transform("any")
-    refused = rows.assign(refuses=np.where(ran, "gradients", "all"))[rows.status == "refused"]
+    refused = rows.assign(refuses=np.where(ran, "gradients", "all"))[rows.status != "ok"]
     named = {"pattern": refused.pattern.map(title), "backend": refused.backend.map(title), "why": refused.get("error")}
-    groups = refused.assign(**named).groupby(["backend", "refuses", "why"], sort=False)
-    shown = groups.agg(patterns=("pattern", _listed), types=("dtype", _listed)).reset_index()
+    groups = refused.assign(**named).groupby(["backend", "refuses", "why"], sort=False)[["pattern", "dtype"]]
+    shown = groups.agg(lambda names: ", ".join(dict.fromkeys(names))).reset_index()
+    shown = shown.rename(columns={"pattern": "patterns", "dtype": "types"})
     return shown.set_index("backend")[["refuses", "patterns", "types", "why"]]
-
-
-def _listed(names: pd.Series) -> str:
-    return ", ".join(dict.fromkeys(names))
 
 
 def _share(rows: pd.DataFrame, *names: str) -> pd.Series:

@@ -28,37 +28,36 @@ LIMITS = {
 
 
 def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
-    """The longest N against the budget, and beside it N's share of what the bytes of inputs and results alone allow.
+    """The longest N against the budget, and below it N's share of what the bytes of inputs and results alone allow.
 
     rows: of `frontier.sweep`, with `label`. A line is predicted, a filled marker was measured here, a cross says that
     time limits there, not memory. recorded: measured rows of another machine, drawn pale and hollow, with its name.
     Lines are named at their ends.
     """
-    fig, (left, right) = style.subplots(1, 2, figsize=(9.5, 4.8), width_ratios=(2, 3))
+    fig, (top, low) = style.subplots(2, 1, figsize=(4.6, 7.6), sharex=True, height_ratios=(2, 3))
     ends = []
     for name, line, pale in _named(rows, recorded):
         share = _bytes_a_token(line) / line["budget_bytes"]
-        _line(left, line, 1, pale)
-        color, last = _line(right, line, share, pale), line.iloc[-1]
+        _line(top, line, 1, pale)
+        color, last = _line(low, line, share, pale), line.iloc[-1]
         ends.append((last["budget_bytes"], last["n"] * share.iloc[-1], name, color))
     late = rows[rows["predicted_limiter"].eq("time")]
-    for ax in (left, right):
-        if len(late):
-            scale = 1 if ax is left else _bytes_a_token(late) / late["budget_bytes"]
+    if len(late):
+        for ax, scale in ((top, 1), (low, _bytes_a_token(late) / late["budget_bytes"])):
             ax.plot(late["budget_bytes"], late["predicted_n"] * scale, "x", color="black", markersize=8)
-        ax.set(xscale="log", xlabel="budget: what the allocator may reserve")
-        ax.xaxis.set_major_locator(LogLocator(base=2, numticks=4 if ax is left else 8))
-        style.log_ticks(ax.xaxis, binary)
+    low.set(xscale="log", xlabel="budget: what the allocator may reserve")
+    low.xaxis.set_major_locator(LogLocator(base=2, numticks=4))
+    style.log_ticks(low.xaxis, binary)
     signs = {"o": "line: predicted; filled: measured here"} if rows["measured_n"].notna().any() else {}
     signs |= {"x": f"limited by time ({rows['seconds'].iloc[0]:g} s)"} if len(late) else {}
     if signs:
         style.key(fig, {text: {"marker": x, "color": "#555555"} for x, text in signs.items()}, 2)
-    left.set(yscale="log", title="longest N (tokens)")
-    left.yaxis.set_major_locator(LogLocator(base=2, numticks=12))
-    style.log_ticks(left.yaxis, style.length)
-    right.set(title="of what inputs and results alone would allow", ylim=(0, 1.05))
-    right.yaxis.set_major_formatter(PercentFormatter(1))
-    style.name_ends(right, ends)
+    top.set(yscale="log", title="longest N (tokens)")
+    top.yaxis.set_major_locator(LogLocator(base=2, numticks=12))
+    style.log_ticks(top.yaxis, style.length)
+    low.set(title="of what inputs and results alone allow", ylim=(0, 1.05))
+    low.yaxis.set_major_formatter(PercentFormatter(1))
+    style.name_ends(low, ends)
     return style.finish(fig, "The longest N against the budget, and its share of what inputs and results alone allow.")
 
 
@@ -93,7 +92,7 @@ def limiter_map(rows: pd.DataFrame):
 
 
 def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
-    """A panel per way: what is alive after each allocation and free, stacked, a colour per tensor's name.
+    """A panel per way, one below the other: what is alive after each allocation and free, a colour per tensor's name.
 
     lives: {way: `frontiers.alive`}. Names beyond the `most` largest are drawn as one, "others".
     """
@@ -102,8 +101,8 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
     kept = set(size.nlargest(most).index)
     order = [name for name in size.index if name in kept]  # of birth
     colors = dict(zip(order, sns.color_palette(PALETTE, len(order)), strict=True)) | {"others": "#d0d0d0"}
-    fig, axes = style.subplots(1, len(lives), figsize=(3.3 * len(lives), 4.8), sharey=True, squeeze=False)
-    for ax, (name, life) in zip(axes[0], lives.items(), strict=True):
+    fig, axes = style.subplots(len(lives), figsize=(4.6, 1.3 + 2.4 * len(lives)), sharey=True, squeeze=False)
+    for ax, (name, life) in zip(axes[:, 0], lives.items(), strict=True):
         own, at = [name for name in order if name in life], np.arange(1, len(life) + 1)
         layers = life[own].assign(others=life.drop(columns=own).sum(axis=1)) / GIB
         ax.stackplot(at, layers.T, step="post", linewidth=0, rasterized=True, colors=[colors[x] for x in layers])
@@ -113,13 +112,13 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
         made = np.flatnonzero((life.get("lse", life.get("out", life.iloc[:, 0])) > 0).to_numpy())
         if "dq" in life and len(made):
             ax.axvline(made[0] + 1, color="#666666", linewidth=1, linestyle=":")
-            style.note(ax, "backward from here", (made[0] + 1, 0.98), (3, 0), rotation=90, va="top", color="#444444",
-                       xycoords=("data", "axes fraction"))  # fmt: skip
+            at_top = {"va": "top", "color": "#444444", "xycoords": ("data", "axes fraction")}
+            style.note(ax, "backward from here", (made[0] + 1, 1), (3, 0), **at_top)
         ax.set(title=name, xlabel=f"{len(life)} allocations and frees", xlim=(at[0], at[-1]), xticks=[])
-    axes[0, 0].set_ylabel("bytes of the tensors alive (GiB)")
+    fig.supylabel("bytes of the tensors alive (GiB)", fontsize=10)
     top = max(life.sum(axis=1).max() for life in lives.values()) / GIB
     axes[0, 0].set_ylim(0, 1.12 * top)
-    style.key(fig, colors, 4)
+    style.key(fig, colors, 2)
     return style.finish(fig, f"Bytes alive over the run, by tensor: {', '.join(lives)}.")
 
 

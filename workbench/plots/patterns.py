@@ -3,7 +3,6 @@
 Each function draws from patterns or a DataFrame alone and returns a matplotlib Figure with its alternative text.
 """
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
@@ -62,14 +61,16 @@ def _grids(panels: list[tuple[str, Tensor, Pattern]], alt: str, across: int = 4,
         image = np.asarray(_cmap(pattern, most)(count.numpy() / most))[..., :3]
         if shade:
             image[(count == 0).all(1).numpy()] = to_rgb(UNCOVERED)
-        ax.imshow(image, interpolation="nearest")
+        ax.imshow(image, interpolation="none")
         ax.set(xticks=[0, last], yticks=[0, last], ylabel="query" * (at % columns == 0))
         ax.set(xlabel="key" * (at >= len(panels) - columns))
         ax.set_title(title, fontsize=10)
         ax.grid(False)
-    _, _, deepest = max(panels, key=lambda panel: int(panel[1].max()))
-    colors = {f"seen {c} times" if c > 1 else "seen once": _cmap(deepest, most)(c / most)
-              for c in sorted({*range(1, min(most, 4) + 1), most})}  # fmt: skip
+    colors = {}
+    for c in sorted({*range(1, min(most, 4) + 1), most}):
+        some = dict.fromkeys(_cmap(pattern, most)(c / most) for _, count, pattern in panels if (count == c).any())
+        if some:
+            colors[f"seen {c} times" if c > 1 else "seen once"] = [*some]
     if shade and any((count == 0).all(1).any() for _, count, _ in panels):
         colors["a row that sees nothing"] = UNCOVERED
     style.key(fig, colors, len(colors))
@@ -84,29 +85,26 @@ def _cmap(pattern: Pattern, deepest: int):
 
 
 def reach(patterns: dict[str, Pattern], n: int, heads: int, layers: int):
-    """Left: the share of tokens that a token depends on after each layer. Right: for the token in the middle, after
-    how many layers it depends on each other one. Returns the figure and the shares, a row a layer."""
-    style.use()
-    fig = plt.figure(figsize=(9.5, 0.9 + 0.6 * max(4, len(patterns))))
-    left, right = fig.subfigures(1, 2, width_ratios=(1.15, 1))
-    ax, strips = left.subplots(), np.atleast_1d(right.subplots(len(patterns), 1, sharex=True))
-    ends, shares = [], {}
+    """A panel of the share of tokens that a token depends on after each layer, and one of strips: after how many layers
+    the token in the middle depends on each other one. Returns the figure and the shares, a row a layer."""
+    fig, (ax, strips) = style.subplots(1, 2, figsize=(9.5, 0.9 + 0.6 * max(4, len(patterns))))
+    ends, shares, first = [], {}, []
     for x, (name, pattern) in enumerate(patterns.items()):
         seen = reached(pattern, n, heads, layers)  # (layers + 1, n, n)
         shares[name], color = seen.double().mean((1, 2)).numpy(), style.family_color(type(pattern).__name__)
         ax.plot(range(layers + 1), shares[name], color=color, marker=MARKERS[x % len(MARKERS)], ms=5)
         ends.append((layers, shares[name][-1], f"{name} {shares[name][-1]:.0%}", color))
         token = seen[:, n // 2]
-        first = np.where(token.any(0), token.int().argmax(0), -1)
-        image = strips[x].imshow(first[None], aspect="auto", **style.layer_colors(layers))
-        strips[x].set_title(name, fontsize=9, fontweight="normal")
-        strips[x].set_yticks([])
-        strips[x].grid(False)
+        first.append(np.where(token.any(0), token.int().argmax(0), -1))
     ax.set(xlabel="layers", ylabel="tokens that a token depends on", xticks=range(layers + 1), ylim=(0, 1.03))
     ax.yaxis.set_major_formatter(PercentFormatter(1))
     style.name_ends(ax, ends)
-    strips[-1].set_xlabel(f"tokens, coloured by when token {n // 2} first depends on them")
-    style.layer_bar(right, image, strips, layers)
+    strips.imshow(first, aspect="auto", interpolation="none", **style.layer_colors(layers))
+    strips.grid(False)
+    strips.hlines(np.arange(len(patterns) + 1) - 0.5, -0.5, n - 0.5, color="white", lw=8)
+    strips.set_yticks(range(len(patterns)), patterns)
+    strips.set_xlabel(f"tokens, coloured by when token {n // 2} first depends on them")
+    style.layer_key(fig, layers)
     fig = style.finish(fig, f"What a token depends on after up to {layers} layers, {n:,} tokens, line by pattern.")
     return fig, pd.DataFrame(shares).rename_axis("layers")
 

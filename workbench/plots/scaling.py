@@ -37,7 +37,7 @@ def picture(path: str, machine: str = "h200x2") -> None:
     rows = multicard.ok(multicard.recorded([machine]).rows)
     rows = rows[rows["kind"].isin(multicard.KINDS)].sort_values("kind", key=lambda x: x.map(multicard.KINDS.index))
     first, ours = rows.iloc[0], rows[rows["strategy"] == "sequence"]
-    best = ours[ours["kind"] == "longnet-geometric"].nlargest(1, "n").iloc[0]
+    best = ours[ours["kind"] == "longnet-geometric"].nlargest(1, ["n", "speedup"]).iloc[0]
     said = f"LongNet, {style.length(best['n'])} tokens, {style.MODES[best['mode']]}: {best['speedup']:.2f} times"
     sizes = f"{first['dtype']}, {int(first['heads'])} heads x {int(first['head_dim'])}"
     over = f"{int(rows['nproc'].max())} x {style.device(rows)} against one"
@@ -98,8 +98,8 @@ def _line(ax, y: int, rows: pd.DataFrame, names: list[str]) -> None:
         at = {"transform": ax.get_yaxis_transform(), "va": "center", "ha": "right", "fontsize": 9}
         ax.text(1, y, f"{by.loc['sequence', 'speedup']:.2f}", color=COLORS["sequence"], **at)
     elif by.empty:
-        at = {"transform": ax.get_yaxis_transform(), "ha": "right", "fontsize": 9}
-        ax.text(1, y, "not measured", color="#666666", bbox={"color": "white", "pad": 1}, **at)
+        at = {"transform": ax.get_yaxis_transform(), "va": "center", "fontsize": 9}
+        ax.text(0.02, y, "not measured", color="#666666", bbox={"color": "white", "pad": 1}, **at)
 
 
 def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):

@@ -4,18 +4,19 @@ Each function draws from DataFrames alone (see `probes.speed.table` and `probes.
 returns a Figure with its alternative text.
 """
 
+import re
 from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
-from matplotlib.ticker import FuncFormatter, LogLocator
+from matplotlib.ticker import LogLocator
 
 from workbench.harness.narrate import title
 from workbench.plots import style
 from workbench.plots.orderings import color as color_of
 from workbench.plots.style import MODES
 
-LINES = {"cudnn": "-", "sdpa": "-", "flash": "--", "efficient": ":"}
+LINES = {"cudnn": "-.", "flash": "--", "efficient": ":"}
 KERNELS = {"fa4": "#1f4e79", "triton": style.COLORS["BlockSparse"], "flex": "#8a8a8a"}
 
 
@@ -43,6 +44,7 @@ def decoding(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     for ax, label, drawn in zip(axes, labels, (frames, held), strict=True):
         ends = _lines(ax, "fwd", *drawn)
         ax.set(ylabel=label, title="")
+        ax.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
         style.name_ends(ax, ends)
     return style.finish(fig, "Time of a token and memory of its cache against N, logarithmic axes.")
 
@@ -57,7 +59,7 @@ def _lines(ax, mode: str, rows: pd.DataFrame, recorded: pd.DataFrame | None = No
         for (family, label, backend), line in done.groupby(["family", "label", "backend"], sort=False):
             color, look = style.family_color(family), style.family_look(family, pale)
             ax.plot(line["n"], line["median_ms"], LINES.get(backend, "-"), ms=5, **look)
-            name = f"{label}, {title(backend)}" if family == "Dense" else label
+            name = f"{label}, {title(backend)}" if family == "Dense" and backend != "cache" else label
             name = f"{name}, {style.device(line)}" if pale else name
             ends.append((line["n"].iloc[-1], line["median_ms"].iloc[-1], name, color))
             if not pale:
@@ -66,7 +68,7 @@ def _lines(ax, mode: str, rows: pd.DataFrame, recorded: pd.DataFrame | None = No
     ax.set(xscale="log", yscale="log", xlabel="N (tokens)", title=MODES[mode])
     ax.xaxis.set_major_locator(LogLocator(base=2, numticks=7))
     style.log_ticks(ax.xaxis, style.length)
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
+    style.log_ticks(ax.yaxis, "{:,g}".format)
     return ends
 
 
@@ -79,9 +81,10 @@ def each_call(table: pd.DataFrame, notes: Mapping[str, str] | None = None):
         of = first if row.Index == "A/A" else row.Index
         ax.plot(row.samples_ms, [y] * len(row.samples_ms), "o", color=color_of(of), alpha=0.5, ms=6, mew=0)
         ax.plot(row.median_ms, y, "|", color="black", ms=20, mew=2)
-        again, note = ", again (A/A)" * (row.Index == "A/A"), f", {notes[of]}" if notes else ""
+        again, note = ", again (A/A)" * (row.Index == "A/A"), f",\n{notes[of]}" if notes else ""
         names.append(f"{title(of)}{again}: {style.number(row.median_ms)} ms{note}")
     ax.set_yticks(range(len(table)), names)
+    ax.xaxis.set_major_formatter("{x:,g}")
     ax.set(xlabel="time per call (ms)", xlim=(0, None), ylim=(len(table) - 0.5, -0.5))
     return style.finish(fig, f"The times of every call, against {title(first)}: {'; '.join(names)}.")
 
@@ -105,8 +108,8 @@ def break_even(rows: pd.DataFrame):
     style.log_ticks(ax.xaxis, lambda x: f"{100 * x:.3g}%")
     ax.yaxis.set_major_locator(LogLocator(base=10, subs=(0.5, 1, 2, 5)))
     style.log_ticks(ax.yaxis, "{:g}x".format)
-    style.note(ax, "dense against itself", (ends[0], 1), (4, 6), color="#555555")
     places = [(ends[1], 1 / ends[1], "fewer pairs,\nsame rate", "#666666")]
+    places.append((ends[1], 1, "dense against itself", "#555555"))
     if len(sparse):
         last = sparse.iloc[-1]
         places.append((x.iloc[-1], last["speedup"], "measured", style.COLORS["BlockSparse"]))
@@ -129,7 +132,8 @@ def against_dense(rows: pd.DataFrame):
             color = KERNELS.get(row.backend, "#555555")
             ax.plot(row.of_dense, y, markers[row.n], markersize=7, color=color, zorder=3)
         ax.axvline(1, color="black", linewidth=1)
-        ax.set(yticks=range(len(names)), yticklabels=names, title=MODES[mode], ylim=(len(names) - 0.5, -0.5))
+        lines = [re.sub(r", (?=\d)", "\n", name) for name in names]
+        ax.set(yticks=range(len(names)), yticklabels=lines, title=MODES[mode], ylim=(len(names) - 0.5, -0.5))
         ax.set(xlabel="rate per pair, relative to dense", xlim=(0, max(1.15, 1.06 * ours["of_dense"].max())))
     looks = {title(x): {"marker": "o", "color": KERNELS.get(x, "#555555")} for x in dict.fromkeys(ours["backend"])}
     looks |= {f"N = {style.length(n)}": {"marker": marker, "color": "#555555"} for n, marker in markers.items()}
@@ -148,26 +152,27 @@ def times_faster(rows: pd.DataFrame):
     if some.empty:
         return style.blank("Dense attention was not timed beside these.")
     some = some.sort_values(["what", "mode", "n"], kind="stable")
-    fig, ax = style.subplots(figsize=(9.5, 0.33 * len(some) + 0.4 * some["suite"].nunique() + 1))
+    fig, ax = style.subplots(figsize=(9.5, 0.33 * len(some) + 0.5 * some["suite"].nunique() + 1))
     y, places, labels = 0.0, [], []
     for suite, group in some.groupby("suite", sort=False):
         dense = rows[(rows["suite"] == suite) & (rows["label"] == rows["against"])].iloc[0]
         ideal, first = dense["pairs"] / group["pairs"].iloc[0], group.iloc[0]
-        head = f"{first['what']}, {MODES[first['mode']]}, N = {style.length(first['n'])}"
-        ax.text(0, y, head, transform=ax.get_yaxis_transform(), fontsize=10, weight="bold", va="center",
-                backgroundcolor="white")  # fmt: skip
+        head = f"{first['what']}\n{MODES[first['mode']]}, N = {style.length(first['n'])}"
+        style.note(ax, head, (0, y), (-80, 0), xycoords=ax.get_yaxis_transform(), weight="bold", va="center",
+                   backgroundcolor="white", in_layout=False)  # fmt: skip
         ax.plot([ideal, ideal], [y + 0.6, y + len(group) + 0.4], color=style.COLORS["muted"], linewidth=3)
         for row in group.itertuples():
             y += 1
             noise = " (within noise)" if row.in_noise else ""
             ends = style.whiskers(np.array([row.speedup]), row.speedup_low, row.speedup_high)
             ax.errorbar(row.speedup, y, xerr=ends, color=KERNELS.get(row.backend, "#555555"), marker="o", capsize=3)
-            style.note(ax, f"{row.speedup:.1f}x{noise}", (row.speedup_high, y), (9, 0), va="center")
+            beside = ideal if row.speedup_high < ideal < 1.7 * row.speedup_high else row.speedup_high
+            style.note(ax, f"{row.speedup:.1f}x{noise}", (beside, y), (9, 0), va="center", backgroundcolor="white")
             places.append(y)
-            labels.append(row.who)
-        y += 1.3
+            labels.append(title(row.backend) + ", CUDA graph" * (row.graph is True))
+        y += 1.6
     ax.axvline(1, color="black", linewidth=1)
-    ax.set(xscale="log", yticks=places, yticklabels=labels, ylim=(y - 0.4, -0.7), xlabel="speed relative to dense")
+    ax.set(xscale="log", yticks=places, yticklabels=labels, ylim=(y - 0.7, -0.7), xlabel="speed relative to dense")
     ax.set_xlim(min(0.8, 0.8 * some["speedup_low"].min()), 2.2 * some["speedup_high"].max())
     ax.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
     style.log_ticks(ax.xaxis, "{:g}x".format)
@@ -184,10 +189,11 @@ def picture(path: str, kind: str = "h200x1") -> None:
     fig = time_against_n(rows)
     for ax, mode in zip(fig.axes, [mode for mode in MODES if mode in set(rows["mode"])], strict=True):
         done = rows[(rows["status"] == "ok") & (rows["mode"] == mode) & (rows["n"] == rows["n"].max())]
-        dense, dilated = (done.loc[done["family"] == x, "median_ms"].min() for x in ("Dense", "Dilated"))
-        at = done["n"].iloc[0]
+        done = done.sort_values("median_ms").drop_duplicates("family").set_index("family")
+        (dense, dilated), at = done.loc[["Dense", "Dilated"], "median_ms"], done["n"].iloc[0]
         ax.annotate("", (at, dilated), (at, dense), arrowprops={"arrowstyle": "<->", "color": "#444444"})
-        text = f"dilated: {dense / dilated:.0f} times as fast\nas dense at {style.length(at)}"
+        by = title(done.loc["Dense", "backend"])
+        text = f"dilated at {style.length(at)}:\n{dense / dilated:.0f} times as fast\nas dense\n({by})"
         ax.text(0.04, 0.96, text, transform=ax.transAxes, va="top", fontsize=11, weight="bold")
     sizes = f"{int(first['heads'])} heads x {int(first['head_dim'])}"
     style.save(fig, path, f"{first['run_device']}, {first['dtype']}, {sizes}")

@@ -9,11 +9,14 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.colors import ListedColormap
+from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.transforms import ScaledTranslation
 
 from workbench.harness.machine import short_name
 from workbench.harness.narrate import MODES as MODES
+from workbench.harness.narrate import counted
 from workbench.harness.narrate import number as number
 
 # Colour-blind safe (after Okabe-Ito, the light ones darker: 3 to 1 on white); one meaning per colour, on all pages.
@@ -79,23 +82,29 @@ def note(ax, text: str, at: tuple, offset=(0, 0), **look) -> None:
 def name_ends(ax, ends) -> None:
     """Name lines to the right of an axis, or beside their ends where these are far from it, one above the other where
     they are close: the axis' scales and limits are final then. ends: (x, y, text, colour)."""
-    columns, size = {}, 9 if len(ends) < 12 else 7.5
-    for x, y, text, color in sorted(ends, key=lambda end: end[1]):
+    columns, size, high = {}, 9 if len(ends) < 12 else 7.5, ax.get_window_extent().height / ax.figure.dpi
+    for x, y, text, color in sorted(reversed(ends), key=lambda end: end[1]):  # of equals the first stands on top
         across, at = ax.transAxes.inverted().transform(ax.transData.transform((x, y)))
-        columns.setdefault(1.03 if across > 0.5 else across + 0.05, []).append((at, (x, y), text, color))
+        columns.setdefault(1 if across > 0.5 else across, []).append((at, (x, y), text, color))
     for across, column in columns.items():
-        room = [0.055 * size / 9 * (1 + text.count("\n")) for _, _, text, _ in column]
-        for (_, end, text, color), at in zip(column, _spread([end[0] for end in column], room), strict=True):
+        room = [1.3 * size / 72 * (1 + text.count("\n")) for _, _, text, _ in column]
+        for (_, end, text, color), at, up in zip(column, *_spread([x[0] for x in column], room, high), strict=True):
             arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3}
-            ax.annotate(text, end, xytext=(across, at), textcoords="axes fraction", color=color, fontsize=size,
-                        va="center", arrowprops=arrow)  # fmt: skip
+            arrow |= {"relpos": (0, 0.5)}  # from where a text begins: in the order of their ends none crosses another
+            place = ax.transAxes + ScaledTranslation(0.2, up, ax.figure.dpi_scale_trans)
+            ax.annotate(text, end, xytext=(across, at), textcoords=place, color=color, fontsize=size, va="center",
+                        arrowprops=arrow)  # fmt: skip
 
 
-def _spread(places: list[float], room: list[float]) -> np.ndarray:
-    """Ascending places in an axis moved so far apart that each has its room, closer where there is too little."""
+def _spread(places: list[float], room: list[float], high: float) -> tuple[np.ndarray, np.ndarray]:
+    """Ascending places in an axis about so many inches high moved up and down until each has its room, or closer where
+    there is too little: places in the axis, and inches from these, so that they stay apart when the layout moves."""
     gaps = [(a + b) / 2 for a, b in itertools.pairwise(room)]
-    offsets = np.cumsum([0, *gaps]) * min(1, TOP / sum(room))  # of each place from the first, at least
-    return offsets + np.maximum.accumulate(places - offsets).clip(0, TOP - offsets[-1])
+    offsets = np.cumsum([0, *gaps]) * min(1, TOP * high / sum(room))
+    offsets -= offsets[-1]  # of each place from the last, at least
+    free = np.array(places) - offsets / high
+    middle = (np.maximum.accumulate(free) + np.minimum.accumulate(free[::-1])[::-1]) / 2
+    return middle.clip(-offsets[0] / high, TOP), offsets
 
 
 def stripes(ax, lines: int) -> None:
@@ -110,13 +119,20 @@ def whiskers(middle, low, high) -> np.ndarray:
     return np.clip([middle - low, high - middle], 0, None)
 
 
-def key(fig, looks: dict[str, dict | str], columns: int, **options) -> None:
-    """A legend below a figure: what a line or a marker of each look, or an area of each colour, means. options: of
-    `Figure.legend`."""
-    square = {"marker": "s", "ms": 11}
-    looks = {words: look if isinstance(look, dict) else square | {"color": look} for words, look in looks.items()}
-    handles = [Line2D([], [], **{"ls": "", "label": words} | look) for words, look in looks.items()]
-    fig.legend(handles=handles, loc="outside lower center", ncols=columns, **options)
+def key(fig, looks: dict[str, dict | str | list], columns: int) -> None:
+    """A legend below a figure, in so many columns or what there is room for: what a line or a marker of each look, or
+    an area of each colour, or of each of several colours, means."""
+    square, every = {"marker": "s", "ms": 11}, {tuple: HandlerTuple(ndivide=None, pad=0.3)}
+    several = [look if isinstance(look, list) else [look] for look in looks.values()]
+    each = [[x if isinstance(x, dict) else square | {"color": x} for x in some] for some in several]
+    handles = [tuple(Line2D([], [], **{"ls": ""} | x) for x in some) for some in each]
+    for most in range(columns, 0, -1):
+        for legend in [*fig.legends]:
+            legend.remove()
+        legend = fig.legend(handles, looks, loc="outside lower center", ncols=most, handler_map=every)
+        if legend.get_window_extent().width <= fig.bbox.width:
+            break
+    fig.workbench_key = looks, columns
 
 
 def layer_colors(layers: int) -> dict:
@@ -125,11 +141,10 @@ def layer_colors(layers: int) -> dict:
     return {"cmap": ListedColormap(["#d9d9d9", COLORS["accent"], *ramp]), "vmin": -1.5, "vmax": layers + 0.5}
 
 
-def layer_bar(fig, image, axes, layers: int) -> None:
-    """The key to `layer_colors` beside these axes."""
-    bar = fig.colorbar(image, ax=list(axes), ticks=range(-1, layers + 1), label="layers")
-    bar.ax.set_yticklabels(["never", *map(str, range(layers + 1))])
-    bar.ax.minorticks_off()
+def layer_key(fig, layers: int) -> None:
+    """The key to `layer_colors` below a figure."""
+    names = ["never", "itself", *(counted(x, "layer") for x in range(1, layers + 1))]
+    key(fig, dict(zip(names, layer_colors(layers)["cmap"].colors, strict=True)), len(names))
 
 
 def bare(ax) -> None:

@@ -99,7 +99,7 @@ def one_card() -> dict[str, Callable[[], dict[str, Case]]]:
     for (name, (rates, h, d)), n, causal, mode in itertools.product(LONGNET.items(), LONG, (False, True), MODES):
         words = f"longnet {name}{' causal' if causal else ''} {mode} {n}"
         found[words] = lambda rates=rates, c=causal, n=n, sizes=(h, d, mode): {
-            "dense cudnn 16K": _on_card(Dense(c), 16_384, *sizes, "cudnn"),
+            "dense 16K": _on_card(Dense(c), 16_384, *sizes),
             "workbench": _on_card(Dilated(PAPER, rates, c), n, *sizes),
             "triton": _on_card(Dilated(PAPER, rates, c), n, *sizes, "triton"),
         }
@@ -107,7 +107,7 @@ def one_card() -> dict[str, Callable[[], dict[str, Case]]]:
         found[f"peers {mode} {n}"] = lambda n=n, mode=mode: _peers(n, mode)
     for label, n in (("short", 32_768), ("shorter 4096", 4096), ("shorter 16384", 16_384)):
         found[label] = lambda n=n: {
-            "dense cudnn": _on_card(Dense(), n, backend="cudnn"),
+            "dense": _on_card(Dense(), n),
             "workbench": _on_card(longnet, n),
             "workbench, CUDA graph": _on_card(longnet, n, kind=Graphed),
         }
@@ -127,14 +127,14 @@ def _on_card(pattern: Pattern, n: int, h=12, d=64, mode="fwd", backend="auto", d
 def _peers(n: int, mode: str) -> dict[str, Case]:
     blocked = Dilated(PAPER, PAPER_RATES, offsets="blocked")
     return {
-        "dense cudnn 16K": _on_card(Dense(), 16_384, mode=mode, backend="cudnn"),
+        "dense 16K": _on_card(Dense(), 16_384, mode=mode),
         "workbench": _on_card(blocked, n, mode=mode),
         baselines.PEER: _on_card(blocked, n, mode=mode, backend=baselines.longnet(PAPER, PAPER_RATES)),
     }
 
 
 def _masked(pattern: Pattern, n: int, mode: str) -> dict[str, Case]:
-    dense = {"dense cudnn": _on_card(Dense(), n, 16, 128, mode, "cudnn")}
+    dense = {"dense": _on_card(Dense(), n, 16, 128, mode)}
     return dense | {name: _on_card(pattern, n, 16, 128, mode, name) for name in ("fa4", "triton")}
 
 
@@ -143,7 +143,7 @@ def _orders() -> dict[str, Case]:
     orders = {"row_major": None, "hilbert": orderings.hilbert(shape), "morton": orderings.morton(shape),
               "tiles 8x16": orderings.tiles(shape, (8, 16))}  # fmt: skip
     ours = {name: _on_card(Neighborhood(shape, 16, order), 65_536) for name, order in orders.items()}
-    return {"dense cudnn 16K": _on_card(Dense(), 16_384, backend="cudnn")} | ours
+    return {"dense 16K": _on_card(Dense(), 16_384)} | ours
 
 
 def _others(mode: str) -> dict[str, Case]:
@@ -152,7 +152,8 @@ def _others(mode: str) -> dict[str, Case]:
     longnet, window = Dilated(PAPER, PAPER_RATES), Neighborhood((65_536,), 1024)
     random = BlockSparse(layouts.random(0.1))
     sizes = {
-        "dense cudnn 16K": (Dense(), 16_384, 12, 64, "cudnn"), "dense flash x128": (Dense(), 32_768, 8, 128, "flash"),
+        "dense 16K": (Dense(), 16_384, 12, 64, "auto"), "dense cudnn 16K": (Dense(), 16_384, 12, 64, "cudnn"),
+        "dense flash x128": (Dense(), 32_768, 8, 128, "flash"),
         "dense efficient": (Dense(), 32_768, 8, 64, "efficient"),
         "dense efficient x128": (Dense(), 32_768, 8, 128, "efficient"),
         "dense eager": (Dense(), 16_384, 8, 64, "eager"),

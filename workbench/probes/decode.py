@@ -68,6 +68,7 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
 def gain(rows: pd.DataFrame) -> str:
     """What a token of each pattern takes and holds beside one of dense attention, at the longest N, in a sentence."""
     last = rows[rows["n"] == rows["n"].max()].set_index("label")[["median_ms", "held_bytes"]]
-    each = [f"{name} is {times(time)} fast and holds {1 / held:.1%} of the bytes"
+    each = [(f"{name} is {times(time)} fast" if time >= 1 else f"{name} takes {times(1 / time)} long")
+            + f" and holds {1 / held:.1%} of the bytes"
             for name, time, held in (last.loc["dense"] / last.drop("dense")).itertuples()]  # fmt: skip
     return f"A token after {int(rows['n'].max()):,}, beside dense attention: {', '.join(each)}."

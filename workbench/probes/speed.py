@@ -8,7 +8,7 @@ from dataclasses import replace
 import pandas as pd
 
 from workbench.harness import records
-from workbench.harness.narrate import MODES, counted, first_mode, listed, number, spread, title
+from workbench.harness.narrate import MODES, counted, first_mode, listed, number, spread, times, title
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, checks, layouts, orderings
 from workbench.probes import catalog, roofline, timing
 from workbench.probes.case import Case, case_of
@@ -35,15 +35,14 @@ def lineup(segments, rates, sparsity: float, radius: int, block_size: int = 128,
 
 def sweep(
     cases: Mapping[str, Lengths], lengths: Iterable[int], modes=("fwd",), *, samples=9, seconds=10.0, profile="quick",
-    resume=False, folder=None, say=print,
+    resume=False, folder=None,
 ) -> pd.DataFrame:  # fmt: skip
     """Time every case at every length, forward ("fwd") and with gradients ("fwdbwd"); see `table` for the columns.
 
-    cases: {label: a function of N that gives the case}. Where its backend is "auto", dense attention runs as torch's
-    own, by each fused kernel that the device has. Each row is in the journal when it is measured; with resume, what the
-    journal already has is not measured again: the same pattern, inputs, samples and seconds, on the same device, by the
-    same code and versions. seconds: about what a row may take. say: takes the progress, a line a length; None for
-    silence. ValueError for what cannot be timed.
+    cases: {label: a function of N that gives the case}. Where its backend is "auto", dense attention runs by each of
+    `dense_backends`. Each row is in the journal when it is measured; with resume, what the journal already has is not
+    measured again: the same pattern, inputs, samples and seconds, on the same device, by the same code and versions.
+    seconds: about what a row may take. ValueError for what cannot be timed.
     """
     cases = checks.named("cases", cases, "a function of N that gives a Case")
     lengths = [checks.whole("length", n, 1) for n in checks.listed("lengths", lengths)]
@@ -54,12 +53,10 @@ def sweep(
         usual = isinstance(case.pattern, Dense) and case.backend == "auto"
         for mode in checks.listed("modes", modes):
             for backend in dense_backends(case.device) if usual else (case.backend,):
-                wanted.append((n, label, replace(case, mode=mode, backend=backend)))
-    recorder, rows, before = records.start("timing", profile, folder), [], None
-    for n, label, case in wanted:
-        if say and n != before:
-            say(f"{lengths.index(n) + 1}/{len(lengths)}: N = {n:,}")
-        before, fields = n, case.fields()
+                wanted.append((label, replace(case, mode=mode, backend=backend)))
+    recorder, rows = records.start("timing", profile, folder), []
+    for label, case in wanted:
+        fields = case.fields()
         asked = {"asked": fields.pop("backend"), "label": label} | rounds
         known = recorder.settled(**fields, **asked) if resume else None
         rows.append(known or recorder.row(**timing.time(case, warmup=1, **rounds) | asked))
@@ -67,8 +64,8 @@ def sweep(
 
 
 def dense_backends(device: str) -> tuple[str, ...]:
-    """The ways of dense attention to compare with: torch's choice on a CPU, its two fast kernels by name on CUDA."""
-    return ("cudnn", "flash") if str(device).startswith("cuda") else ("sdpa",)
+    """Exact dense attention to compare with: torch's choice on a CPU, on CUDA its fast kernels and the fa4 engine."""
+    return ("cudnn", "flash", "fa4") if str(device).startswith("cuda") else ("sdpa",)
 
 
 def table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -83,7 +80,7 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
-def times(rows: pd.DataFrame) -> pd.DataFrame:
+def shown(rows: pd.DataFrame) -> pd.DataFrame:
     """The table of a sweep, a line per row that ran; its speed relative to the fastest dense kernel at that length."""
     done = _ran(rows)
     dense = done[done["family"] == "Dense"].groupby(["n", "mode"])["median_ms"].min()
@@ -112,8 +109,8 @@ def headline(rows: pd.DataFrame) -> str:
     done, dense, others = _sides(done[done["n"] == done["n"].max()])
     if dense.empty or others.empty:
         return ""
-    ratio = number(dense["median_ms"].iloc[0] / others["median_ms"].iloc[0])
-    return f"{others['label'].iloc[0]}: {ratio} times dense at {int(done['n'].iloc[0]):,}"
+    ratio, by = number(dense["median_ms"].iloc[0] / others["median_ms"].iloc[0]), title(dense["backend"].iloc[0])
+    return f"{others['label'].iloc[0]}: {ratio} times dense ({by}) at {int(done['n'].iloc[0]):,}"
 
 
 def gain(rows: pd.DataFrame, n: int, mode: str = "fwd") -> str:
@@ -131,10 +128,10 @@ def gain(rows: pd.DataFrame, n: int, mode: str = "fwd") -> str:
     seen = f"({spread(low, high)} between the extreme samples)"
     if low <= 1:
         return f"{at}**{fast['label']}** is not ahead of {slow['label']} beyond the noise {seen}."
-    ratio = number(slow["median_ms"] / fast["median_ms"])
+    ratio, by = times(slow["median_ms"] / fast["median_ms"]), f"attention by {title(dense['backend'].iloc[0])}"
     if fast["family"] == "Dense":
-        return f"{at}**dense** attention is the fastest; {slow['label']}, the next, takes {ratio} times as long {seen}."
-    return f"{at}**{fast['label']}** is the fastest here, {ratio} times as fast as dense {seen}."
+        return f"{at}**dense** {by} is the fastest; {slow['label']}, the next, takes {ratio} long {seen}."
+    return f"{at}**{fast['label']}** is the fastest here, {ratio} fast as dense {by} {seen}."
 
 
 def falling(rows: pd.DataFrame) -> list[str]:
@@ -143,7 +140,7 @@ def falling(rows: pd.DataFrame) -> list[str]:
     for (label, backend, mode), line in _ran(rows).sort_values("n").groupby(["label", "backend", "mode"], sort=False):
         for before, after in itertools.pairwise(line.to_dict("records")):
             if after["pairs"] > before["pairs"] and after["median_ms"] < 0.9 * before["median_ms"]:
-                took = " and ".join(f"{number(x['median_ms'])} ms at N = {x['n']:,}" for x in (before, after))
+                took = " and ".join(f"{number(x['median_ms'])} ms at N = {int(x['n']):,}" for x in (before, after))
                 said.append(f"**Disturbed:** {label} ({title(backend)}), {MODES[mode]}, took {took}, with more to do: "
                             "the device or its host had other work, so take these times as upper bounds.")  # fmt: skip
     return said
@@ -202,13 +199,12 @@ def break_even(
     measured against itself: what noise alone does. All are recorded.
     """
     sparsities, n = checks.listed("sparsities", sparsities), case_of(dense).n
-    cases = {"dense": replace(dense, backend=fastest_dense(dense)) if dense.backend == "auto" else dense}
+    cases = {"dense": fastest_dense(dense)}
     for sparsity in sparsities:
         pattern = BlockSparse(layouts.random(1 - sparsity), block_size)
         cases[pattern.name] = replace(dense, pattern=pattern, backend="auto")
     calls = {name: case.prepare() for name, case in cases.items()}
-    alone = {name: call for name, (call, _) in calls.items()}
-    frame = timing.compare(alone, warmup=1, samples=samples, seconds=seconds)
+    frame = timing.compare({x: call for x, (call, _) in calls.items()}, warmup=1, samples=samples, seconds=seconds)
     recorder, rows, total = records.start("break_even", profile, folder), [], n * n * dense.heads
     for name, line in frame.iterrows():
         of = "dense" if name == timing.AA else name
@@ -226,15 +222,15 @@ def ceiling(rows: pd.DataFrame, ceilings: dict) -> list[str]:
     if shares.empty:
         return ["Nothing ran: there is no rate to compare with the ceiling."]
     close = shares.iloc[-1]
-    most, what = top(rows, ceilings)
-    product = ceilings["matmul_tflops"].get(rows["dtype"].iloc[0])
-    said = [f"The ceiling is {number(most)} TFLOP/s, by {what}."]
+    (most, what), dtype = top(rows, ceilings), rows["dtype"].iloc[0]
+    product, said = ceilings["matmul_tflops"].get(dtype), f"{number(most)} TFLOP/s, by {what}."
     if product is None or product < most:
         reached = "could not be measured" if product is None else f"reach {number(product)}"
-        said = [f"{rows['dtype'].iloc[0]} matrix products {reached}, so the ceiling is the fastest attention here: "
-                f"{number(most)} TFLOP/s, by {what}."]  # fmt: skip
-    near = f"Of these **{close['label']}** is closest to the ceiling, at {close['share']:.0%} ({MODES[close['mode']]})."
-    return [*said, near]
+        said = f"{dtype} matrix products {reached}, so the ceiling is the fastest attention here: {said}"
+    else:
+        said = f"The ceiling is {said}"
+    of = f"Of the patterns timed over N, {MODES[close['mode']]}, "
+    return [said, f"{of}**{close['label']}** comes closest to the ceiling, at {close['share']:.0%}."]
 
 
 def pays(rows: pd.DataFrame) -> str:
@@ -243,12 +239,13 @@ def pays(rows: pd.DataFrame) -> str:
     if sparse.empty:
         return "No sparse layout ran: there is nothing to compare."
     at, since, top = f"At N = {int(sparse['n'].iloc[0]):,}, ", pays_from(rows), sparse.loc[sparse["speedup"].idxmax()]
-    most = f"at {top['sparsity']:.0%} sparsity it is {top['speedup']:.2f} times as fast as dense"
+    by = title(rows.loc[rows["name"] == "dense", "backend"].iloc[0])
+    most = f"at {top['sparsity']:.0%} sparsity it is {times(top['speedup'], '.2f')} fast as dense attention by {by}"
     if since is not None:
         ideal = f"the pairs alone would allow {top['ideal']:.1f} times"
         return f"{at}leaving blocks out pays **from {since:.0%}** sparsity on: {most}; {ideal}."
     if top["speedup"] < 1:
-        most = f"at best, at {top['sparsity']:.0%}, it takes {1 / top['speedup']:.2f} times as long as dense"
+        most = f"at best, at {top['sparsity']:.0%}, it takes {times(1 / top['speedup'], '.2f')} long as dense by {by}"
     return f"{at}leaving blocks out pays **from no sparsity tried here** on, beyond the noise: {most}."
 
 
@@ -261,13 +258,15 @@ def pays_from(rows: pd.DataFrame) -> float | None:
     return won.iloc[-1] if len(won) else None
 
 
-def fastest_dense(case: Case) -> str:
-    """The dense backend that is fastest at this size on this device."""
+def fastest_dense(case: Case) -> Case:
+    """The case, Dense by "auto" by the backend that is fastest at its size on its device; ValueError if none runs."""
+    if not isinstance(case.pattern, Dense) or case.backend != "auto":
+        return case
     rows = [timing.time(replace(case, backend=x), warmup=1, samples=3, seconds=5) for x in dense_backends(case.device)]
     took = {row["backend"]: row["median_ms"] for row in rows if row["status"] == "ok"}
     if not took:
         raise ValueError(f"{case}: no dense backend runs this")
-    return min(took, key=took.get)
+    return replace(case, backend=min(took, key=took.get))
 
 
 def ceilings(device: str = "cpu", seconds: float = 2.0, profile: str = "quick", known=None, folder=None) -> dict:

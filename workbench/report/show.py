@@ -23,8 +23,8 @@ def figure(fig, caption: str, data=None) -> None:
     data: the DataFrame that is drawn; the page saves it as CSV and shows it as a table on demand.
     """
     if not _live(fig, caption):
-        about = {"kind": "figure", "caption": caption, "alt": fig.get_label(), "csv": _csv(data)}
-        _display({"image/svg+xml": svg(fig)}, about | {"inches": float(fig.get_figwidth())})
+        about = {"kind": "figure", "caption": caption, "csv": _csv(data)} | drawn(fig)
+        _display({"image/svg+xml": about["svg"]}, about)
 
 
 def table(frame, caption: str, fold: bool = False) -> None:
@@ -56,9 +56,7 @@ def in_short(sentences, key=None, headline: str = "") -> None:
     listed = "\n".join(f"- {sentence}" for sentence in sentences)
     if not _live(listed, *[key] * (key is not None)):
         about = {"kind": "short", "sentences": sentences, "headline": headline, "records": dict(records.DRAWN)}
-        if key is not None:
-            about |= {"svg": svg(key), "alt": key.get_label(), "inches": float(key.get_figwidth())}
-        _display({"text/markdown": listed}, about)
+        _display({"text/markdown": listed}, about | (drawn(key) if key is not None else {}))
 
 
 def formatted(frame):
@@ -99,21 +97,26 @@ def _heading(found: re.Match) -> str:
     return f"{found[1]}{escape(heads.get(name, plain))}</th>" if name else "<td></td>"
 
 
-def svg(fig) -> str:
-    """The figure as SVG with text as paths. The same again where the figure is shown again, for a layout moves a little
-    each time that it is drawn."""
+def drawn(fig) -> dict:
+    """What a page needs of a figure: its SVG with text as paths, one for a phone where it is wider, its width and words
+    for it. Made once, for a layout moves a little each time that it is drawn; the figure is then as for the phone."""
+    from workbench.plots import phone
+
+    if not hasattr(fig, "workbench_drawn"):
+        about = {"svg": _svg(fig, DPI), "alt": fig.get_label(), "inches": float(fig.get_figwidth())}
+        fig.workbench_drawn = about | {"phone": _svg(fig, DPI // 2) if phone.narrow(fig) else None}
+    return fig.workbench_drawn
+
+
+def _svg(fig, dpi: int) -> str:
     import matplotlib
 
-    if hasattr(fig, "workbench_svg"):
-        return fig.workbench_svg
     out = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "workbench"}):
         plain = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        fig.savefig(out, format="svg", dpi=DPI, bbox_inches="tight", pad_inches=0.05, metadata=plain)
+        fig.savefig(out, format="svg", dpi=dpi, bbox_inches="tight", pad_inches=0.05, metadata=plain)
     text = re.sub(r"<!--.*?-->|\n\s*(?=<)", "", out.getvalue()[out.getvalue().index("<svg") :], flags=re.S)
-    rounded = re.sub(r' d="[^"]*"', lambda d: _rounded(d[0]).replace("\n", " "), text)
-    fig.workbench_svg = rounded
-    return rounded
+    return re.sub(r' d="[^"]*"', lambda d: _rounded(d[0]).replace("\n", " "), text)
 
 
 def _rounded(path: str) -> str:

@@ -5,7 +5,6 @@ import re
 from html import escape
 
 COLUMN, WIDE = 7.3, 1000  # inches up to which a figure stands in the column of text; pixels that wider ones may take
-SMALL = 500  # pixels: what is not wider is shown whole on a phone, too; others scroll there
 PIXELS = 108  # of the screen for an inch of a figure: its 9 points become 13 pixels
 ENCODED = str.maketrans({"%": "%25", "#": "%23", '"': "%22", "<": "%3C", ">": "%3E", "&": "%26", "\n": " "})
 
@@ -22,7 +21,7 @@ def arrange(nb, inline) -> dict | None:
             about = output.get("metadata", {}).get("workbench")
             if not about:
                 continue
-            kind, data = about["kind"], output["data"]
+            kind = about["kind"]
             if kind == "short":
                 short = about
                 cell.outputs.remove(output)
@@ -34,22 +33,24 @@ def arrange(nb, inline) -> dict | None:
             name = f'<a class="number" href="#{anchor}">{kind.title()} {count[kind]}</a>'
             caption = f"{name} {inline(about['caption'])}"
             if kind == "figure":
-                places[data["image/svg+xml"]] = (anchor, f"{kind.title()} {count[kind]}")
-                image = picture(data["image/svg+xml"], about["alt"] or about["caption"], about["inches"])
-                html = f'<div class="scroll picture">{image}</div><figcaption>{caption}</figcaption>'
+                places[about["svg"]] = (anchor, f"{kind.title()} {count[kind]}")
+                html = f"{picture(about)}<figcaption>{caption}</figcaption>"
             else:
-                html = _table(about, data["text/html"], caption)
+                html = _table(about, output["data"]["text/html"], caption)
             wide = " wide" * (about.get("inches", 0) > COLUMN)
             html = f'<figure class="shown {kind}{wide}" id="{anchor}">{html}{_csv(about["csv"])}</figure>'
             output["data"] = {"text/html": html}
     return short and short | {"html": _short(short, places, inline)}
 
 
-def picture(svg: str, alt: str, inches: float) -> str:
-    """An SVG as an image with its text inside: drawn sharp, saved from there, and apart from the ids of the page."""
-    width = min(WIDE, round(inches * PIXELS))
-    size = f' width="{width}"' if width > SMALL else f' style="width: {width}px"'
-    return f'<img alt="{escape(re.sub(r"[*`$]", "", alt))}"{size} src="data:image/svg+xml,{svg.translate(ENCODED)}">'
+def picture(about: dict) -> str:
+    """An SVG as an image with its text inside: drawn sharp, saved from there, apart from the ids of the page. After a
+    wide one comes what a phone shows in its place. about: of `show.drawn`."""
+    alt = escape(re.sub(r"[*`$]", "", about["alt"] or about.get("caption", "")))
+    width = f'style="width: {min(WIDE, round(about["inches"] * PIXELS))}px"'
+    drawn = [(width, about["svg"])] + [('class="phone"', about["phone"])] * bool(about["phone"])
+    images = [f'<img alt="{alt}" {look} src="data:image/svg+xml,{svg.translate(ENCODED)}">' for look, svg in drawn]
+    return f'<div class="picture">{"".join(images)}</div>'
 
 
 def _table(about: dict, html: str, caption: str) -> str:
@@ -66,8 +67,7 @@ def _short(about: dict, places: dict, inline) -> str:
     items = "".join(f"<li>{inline(sentence)}</li>" for sentence in about["sentences"])
     if "svg" not in about:
         return f"<ul>{items}</ul>"
-    image = f'<div class="scroll picture">{picture(about["svg"], about["alt"], about["inches"])}</div>'
     anchor, name = places.get(about["svg"], ("", ""))
     caption = f'<figcaption><a href="#{anchor}">{name}</a>, with its caption and data</figcaption>' if anchor else ""
     wide = " wide" * (about["inches"] > COLUMN)
-    return f'<ul>{items}</ul><figure class="key{wide}">{image}{caption}</figure>'
+    return f'<ul>{items}</ul><figure class="key{wide}">{picture(about)}{caption}</figure>'
