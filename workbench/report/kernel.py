@@ -147,9 +147,8 @@ def _manager(kernel_name: str, scratch: str) -> AsyncKernelManager:
 
 
 def _environment(mark: str, scratch: str) -> dict[str, str]:
-    """MARK tells `report.show` where it is; a fresh IPYTHONDIR keeps a user's start-up files out. A thread of torch's
-    that waits for another spins for a millisecond, not for ten: it costs nothing on an idle machine, and where
-    something else runs on the processors most of what a call took was spent on it."""
+    """MARK tells `report.show` where it is; a fresh IPYTHONDIR keeps a user's start-up files out. Threads of torch that
+    wait spin for a millisecond, not for ten, which a busy machine has no time for and an idle one does not notice."""
     own = {MARK: mark, "IPYTHONDIR": str(Path(scratch, "ipython"))}
     return {"GOMP_SPINCOUNT": "30000"} | os.environ | own | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
 

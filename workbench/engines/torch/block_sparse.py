@@ -86,9 +86,9 @@ class Grid:
             self.taken = (used[:, None] * self.c + torch.arange(self.c, device=used.device)).flatten()
 
     def batches(self, k: Tensor) -> Iterator[slice]:
-        """The sequences of k (B, N, G, D) that are computed at once: as many as ELEMENTS hold the keys of, and of which
-        CUDA's kernels take the heads."""
-        many = 1 if self.split else ELEMENTS // max(1, self.cols * self.c * self.elements(k), 32 * self.heads)
+        """The sequences of k (B, N, G, D) that are computed at once: as many as a quarter of ELEMENTS holds the keys of
+        (more are slower than one by one), and of which CUDA's kernels take the heads."""
+        many = 1 if self.split else ELEMENTS // max(1, 4 * self.cols * self.c * self.elements(k), 32 * self.heads)
         return (slice(x, x + max(1, many)) for x in range(0, len(k), max(1, many)))
 
     def query_units(self, x: Tensor, value: float = 0) -> Tensor:
@@ -186,11 +186,6 @@ def _beside(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(1, 2)
 
 
-def _apart(x: Tensor, heads: int) -> Tensor:
-    """The inverse of `_beside`."""
-    return x.unflatten(1, (-1, heads)).transpose(0, 1)
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, grid: Grid, scale: float) -> tuple[Tensor, Tensor]:
     """out (B, Nq, H, D) and lse (B, H, Nq) from q (B, Nq, H, D), k and v (B, N, G, D)."""
     b, nq, h, _ = q.shape
@@ -209,7 +204,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, grid: Grid, scale: float) -> tuple[
             merge_(merged, merged_lse, part.transpose(1, 2), part_lse.transpose(1, 2))
             total.index_copy_(0, rows, merged)
             total_lse.index_copy_(0, rows, merged_lse)
-        out[x], lse[x] = _apart(grid.rows(total), h), grid.rows(total_lse).T.unflatten(0, (-1, h))
+        out[x] = grid.rows(total).unflatten(1, (-1, h)).transpose(0, 1)
+        lse[x] = grid.rows(total_lse).T.unflatten(0, (-1, h))
     return out, lse
 
 
@@ -234,6 +230,6 @@ def backward(grad, q, k, v, out, lse, grid: Grid, scale):
             for total, part in ((dku, dk_), (dvu, dv_)):
                 part = fused.sum_heads(part, ku.shape[2])  # (R, G, C x c, D)
                 total.index_add_(0, keys, part.transpose(1, 2).unflatten(1, (-1, grid.c)).flatten(0, 1).to(wide))
-        dq[x] = _apart(grid.rows(dqu), q.shape[2])
-        dk[x], dv[x] = (_apart(grid.keys(t), k.shape[2]) for t in (dku, dvu))
+        for to, found in ((dq, grid.rows(dqu)), (dk, grid.keys(dku)), (dv, grid.keys(dvu))):
+            to[x] = found.unflatten(1, (-1, to.shape[2])).transpose(0, 1)
     return dq, dk, dv
