@@ -16,7 +16,7 @@ class MultiheadAttention(layers.MultiheadAttention):
     x: this rank's contiguous rows, shards in the order of ranks; L may differ between ranks and be 0. The result is
     what one device gives for these rows. With a `key`, the query holds the queries among this rank's positions
     (see `workbench.MultiheadAttention`).
-    group: a process group, e.g. `training.mesh(...).get_group("sequence")`; None: all ranks, or a single one.
+    group: a process group, e.g. `init_device_mesh(...).get_group("sequence")`; None: all ranks, or a single one.
     strategy: as in `workbench.distributed.attention`. Other arguments, parameters and their names are those of
     `workbench.MultiheadAttention`, so that a state_dict fits both.
 

@@ -1,6 +1,6 @@
 """Training with each sequence spread over some ranks, and the batch over others: one mesh, and torch's own DDP.
 
-    mesh = training.mesh(data=2, sequence=4)
+    mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "sequence"))  # torch.distributed.device_mesh's
     rows = Shards.even(n, 4)[mesh.get_local_rank("sequence")]  # of the sequences that this rank's data index has
     sharded = {"attention": wb.distributed.MultiheadAttention, "group": mesh.get_group("sequence")}
     model = DistributedDataParallel(wb.LongNet(..., **sharded))  # over all ranks, both axes of the mesh
@@ -24,12 +24,10 @@ An error that attention raises is raised on all ranks of that sequence, but not 
 their gradients: let it end the process, as `harness.ranks` does.
 """
 
-import functools
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench.distributed.group import Ranks
@@ -37,28 +35,6 @@ from workbench.distributed.layers import MultiheadAttention
 from workbench.distributed.shards import Shards
 from workbench.distributed.traffic import Traffic
 from workbench.models.transformer import IGNORED, LongNet
-
-
-def mesh(data: int = 1, sequence: int | None = None) -> DeviceMesh:
-    """All ranks as a mesh of dimensions ("data", "sequence"); ranks that share a sequence are neighbours.
-
-    data: into how many parts the batch is divided; sequence: how many ranks share a sequence (default: world / data).
-    The same sizes give the same mesh again, since a group takes memory (with NCCL about half a GB).
-    ValueError if there is no process group, or data * sequence is not its size.
-    """
-    if not dist.is_initialized():
-        raise ValueError("want a process group: run under workbench.harness.ranks, or call init_process_group")
-    world = dist.get_world_size()
-    sequence = max(1, world // data) if sequence is None and data > 0 else sequence
-    if data < 1 or data * sequence != world:
-        raise ValueError(f"data={data}, sequence={sequence}: want integers whose product is the {world} ranks")
-    return _mesh(dist.group.WORLD, data, sequence)
-
-
-@functools.lru_cache(8)
-def _mesh(world: dist.ProcessGroup, data: int, sequence: int) -> DeviceMesh:
-    kind = "cuda" if "nccl" in dist.get_backend_config(world) else "cpu"
-    return init_device_mesh(kind, (data, sequence), mesh_dim_names=("data", "sequence"))
 
 
 def mean(losses: Tensor, group=None) -> Tensor:
@@ -101,7 +77,8 @@ def demo(steps: int = 40, n: int = 512, data: int = 1) -> dict:
     n: tokens; data: into how many parts the 8 sequences of a step are divided.
     Returns {"losses": by step, the same on any number of ranks; "bytes": what this rank sent in the last step}.
     """
-    ranks = mesh(data)
+    kind, sizes = "cuda" if "nccl" in dist.get_backend_config() else "cpu", (data, dist.get_world_size() // data)
+    ranks = init_device_mesh(kind, sizes, mesh_dim_names=("data", "sequence"))
     torch.manual_seed(0)  # the same weights and sequences everywhere
     group = ranks.get_group("sequence")
     sharded = {"attention": MultiheadAttention, "group": group, "device": ranks.device_type}
