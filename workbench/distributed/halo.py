@@ -5,8 +5,8 @@ empty. A halo is a list of `HeadRows`: positions in the whole sequence, and the 
 key head needs a position if one of the query heads that share it has a query on this rank that sees the position.
 
 A rank's queries are those of its positions that are among the last nq of the sequence's n. Each kind of pattern has its
-rule for the rank that holds the positions `own`: `dense`, `DilatedHalo`, `window`, `near`, and `listed` for all
-others, which goes by the pattern's lists of blocks. `Plan.halo` asks the right one, where the rank has queries at all.
+rule for the rank that holds the positions `own`: `dense`, `DilatedHalo`, `window`, `Neighborhood.near`, and for all
+others `listed`, which goes by the pattern's lists of blocks. `Plan.halo` asks the right one, where there are queries.
 """
 
 import itertools
@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from workbench.distributed.shards import Rows, Shards, as_tensor, clip
-from workbench.patterns import Dilated, Neighborhood, Pattern, Window
+from workbench.patterns import Dilated, Pattern, Window
 from workbench.patterns.base import Blocks
 from workbench.patterns.checks import on_host
-from workbench.patterns.neighborhood import box_sums, clipped
 
 
 class HeadRows(NamedTuple):
@@ -267,25 +266,3 @@ def window(pattern: Window, n: int, queries: range) -> list[range]:
     stop = min(n, queries.stop + ahead * step)
     sinks = min(sinks, stop) if pattern.causal else sinks
     return [range(sinks), range(max(sinks, queries.start - back * step), max(sinks, stop))]
-
-
-@on_host()
-def near(pattern: Neighborhood, tokens: Tensor) -> Tensor:
-    """The tokens within the radius of one of these: those that it sees, which are those that see it.
-
-    tokens: positions in the sequence, int64 (M,) -> positions, int64, ascending, `tokens` among them
-    """
-    if not len(tokens):
-        return tokens
-    shape, radius = pattern.shape, pattern.radius
-    cells = pattern.coordinates(tokens)
-    low = [max(0, int(x.min()) - r) for x, r in zip(cells, radius, strict=True)]
-    high = [min(side, int(x.max()) + r + 1) for x, r, side in zip(cells, radius, shape, strict=True)]
-    box = torch.zeros([h - x for x, h in zip(low, high, strict=True)], dtype=torch.int32)
-    box[tuple(x - o for x, o in zip(cells, low, strict=True))] = 1
-    spot = box_sums(box, clipped(box.shape, radius)).nonzero(as_tuple=True)
-    cell = torch.zeros_like(spot[0])
-    for x, o, side in zip(spot, low, shape, strict=True):
-        cell = cell * side + x + o
-    found = pattern.rank[cell]
-    return found[found >= 0].sort().values

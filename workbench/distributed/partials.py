@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from workbench.distributed import views
-from workbench.distributed.halo import near, segments
+from workbench.distributed.halo import segments
 from workbench.distributed.plans import Plan, Stage, on_grid
 from workbench.distributed.shards import Rows, Shards, as_tensor, clip
 from workbench.engines.torch.dilated import offset_slices, share_heads
@@ -300,8 +300,8 @@ def _border(plan: Plan, rank: int) -> list[tuple[Tensor, views.View]]:
             found = [(as_tensor(x), views.window(pattern, x, plan.n)) for x in runs if x]
         else:
             needed = _needed(plan, rank, plan.stages[0])
-            border = Rows.of([near(pattern, needed)]).within(queries.start, queries.stop).positions
-            around = Rows.of([near(pattern, border)]).within(own.start, own.stop).positions
+            border = Rows.of([pattern.near(needed)]).within(queries.start, queries.stop).positions
+            around = Rows.of([pattern.near(border)]).within(own.start, own.stop).positions
             every = torch.cat([needed, around[~torch.isin(around, border)], border])
             found = [(border, views.neighborhood(pattern, every))] if len(border) else []
         plan.views[rank, "border"] = found

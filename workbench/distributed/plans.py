@@ -181,7 +181,7 @@ class Plan:
         elif isinstance(pattern, Window):
             found = [Rows.of(halo.window(pattern, self.n, work[0])).without(own)]
         elif on_grid(pattern):
-            found = [Rows.of([halo.near(pattern, as_tensor(work[0]))]).without(own)]
+            found = [Rows.of([pattern.near(as_tensor(work[0]))]).without(own)]
         else:
             found = halo.listed(pattern, self.n, self.heads, self.kv_heads, own, work[0])
         of = [(head,) for head in heads] if len(found) > 1 else [tuple(heads)]

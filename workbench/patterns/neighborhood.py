@@ -8,7 +8,7 @@ from torch import Tensor
 
 from workbench.patterns import orderings
 from workbench.patterns.base import Blocks, Pattern, ranges
-from workbench.patterns.checks import axes, choice, flag, several
+from workbench.patterns.checks import axes, choice, flag, on_host, several
 from workbench.patterns.window import Window
 
 CHUNK = 1 << 22  # cells of windows held at once: a few hundred MB at most
@@ -195,6 +195,13 @@ class Neighborhood(Pattern):
             stride *= side
         return cell
 
+    @on_host()
+    def near(self, token: Tensor) -> Tensor:
+        """int64, ascending: the tokens that some tokens (M,) see, which are those that see one of them. There are no
+        options (`plain`)."""
+        found = self.rank[self._widen(self.curve[token])]
+        return found[found >= 0].sort().values
+
     def _bounds(self, token: Tensor, size: int, first: int, blocks: int, keys: bool) -> Tensor:
         """int64 (axes, 2, blocks): of each block, from which place to which its tokens are (keys), or what is in the
         windows of all of them (queries)."""
@@ -273,11 +280,6 @@ def _windows(side: int, radius, causal: bool, dilation: int, stride: int, offset
     high = x if causal else (low if shift else leader - back) + back + ahead
     order = (start + x).argsort()
     return start + x, (start + low)[order], (start + high.minimum(many - 1))[order]
-
-
-def clipped(shape, radius) -> list[tuple[Tensor, Tensor]]:
-    """For each cell along each axis the first and the last cell within the radius."""
-    return [_windows(side, r, False, 1, 1, 0, False)[1:] for side, r in zip(shape, radius, strict=True)]
 
 
 def box_sums(cells: Tensor, windows) -> Tensor:

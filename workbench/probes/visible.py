@@ -68,10 +68,7 @@ def _(pattern: Neighborhood, h, i, n, heads):
     if not pattern.plain:
         yield from parts.dispatch(object)(pattern, h, i, n, heads)
         return
-    boxes = [slice(max(0, int(x.min()) - r), int(x.max()) + r + 1)
-             for x, r in zip(pattern.coordinates(i), pattern.radius, strict=True)]  # fmt: skip
-    tokens = pattern.rank.view(pattern.shape)[tuple(boxes)].flatten()
-    yield Part(torch.arange(len(i)), tokens[tokens >= 0], _counted(pattern, h, n, heads) if len(i) > 1 else None)
+    yield Part(torch.arange(len(i)), pattern.near(i), _counted(pattern, h, n, heads) if len(i) > 1 else None)
 
 
 def queries(pattern, h: int, j: int, n: int, heads: int, nq: int, chunk: int) -> Iterator[Tensor]:

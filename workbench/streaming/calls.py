@@ -182,7 +182,7 @@ class Calls:
             return views.window(pattern, chunk, self.n)
         if on_grid(pattern):
             own = torch.arange(chunk.start, chunk.stop)
-            seen = halo.near(pattern, own)
+            seen = pattern.near(own)
             others = seen[(seen < chunk.start) | (seen >= chunk.stop)]
             return views.neighborhood(pattern, torch.cat([others, own]))
         rows = halo.listed(pattern, self.n, self.heads, self.kv_heads, chunk, chunk)
