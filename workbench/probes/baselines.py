@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
+from workbench.engines.torch import fused
 from workbench.patterns import Dilated
 
-aten = torch.ops.aten
 PEER, MODULE = "torchscale", "torchscale.component.dilated_attention"
 
 
@@ -79,11 +79,8 @@ def flash(q: Tensor, k: Tensor, v: Tensor, dropout=0.0, bias=None, softmax_scale
 
     q, k, v (B, L, H, D) -> out (B, L, H, D), lse (B, H, L).
     """
-    if bias is not None:
-        raise ValueError("bias: want None, as flash attention takes none")
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, L, D)
-    if q.device.type == "cpu":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, is_causal, scale=softmax_scale)
-    else:
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, dropout, is_causal, False, scale=softmax_scale)
+    if bias is not None or dropout:
+        raise ValueError("bias and dropout: want none")
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    out, lse = fused.forward(*(x.transpose(1, 2) for x in (q, k, v)), is_causal, scale)
     return out.transpose(1, 2), lse
