@@ -75,14 +75,9 @@ def block_pairs(case: Case) -> int:
     """(head, query, key) in the blocks that the kernels visit, of a neighborhood."""
     from workbench.engines.triton_backend import block_size_of
 
-    key = repr((case.pattern.spec(), case.n, case.nq))
-    if key not in _block_pairs:
-        size = block_size_of(case.pattern)
-        _block_pairs[key] = int(case.pattern.blocks(case.n, 1, case.nq, size).row_counts()[0].sum()) * math.prod(size)
-    return _block_pairs[key] * case.heads
-
-
-_block_pairs: dict[str, int] = {}
+    pattern, size = case.pattern, block_size_of(case.pattern)
+    blocks = lambda: int(pattern.blocks(case.n, 1, case.nq, size).row_counts()[0].sum())  # noqa: E731
+    return pattern.kept("block pairs", (case.n, case.nq), blocks) * math.prod(size) * case.heads
 
 
 def _matmul(dtype: torch.dtype, device: str, seconds: float) -> tuple[int, Timing]:
