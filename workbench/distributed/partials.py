@@ -9,8 +9,8 @@ queries, overwrites what an earlier one gave for them (`Partial.overwritten`).
 by pattern:
 
     dense          own keys in one call, those that a stage brings in another; causal: whole blocks and triangles
-    dilated        whole segments inside the shard, by the pattern itself; of a segment that crosses a border the kept
-                   queries here on all its kept keys, which is dense attention
+    dilated        whole segments inside the shard, by the pattern itself; of a segment that crosses a border, or a
+                   shorter last one, the kept queries here on all its kept keys, which is dense attention
     block-sparse   shards of whole blocks: own blocks, and the blocks of others; else one call on both side by side
     window, grid   few rows arrive: own rows, and the border's queries anew; else one call on all side by side
     all others     one call on whole blocks, those that arrive and own ones side by side
@@ -19,7 +19,7 @@ All of it is arithmetic on positions: no tensor of the call is needed. `fills` f
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -174,22 +174,35 @@ def _calls(queries: range, pieces: list[range], causal: bool) -> Iterator[tuple[
 
 
 def _whole_segments(plan: Plan, rank: int) -> list[Partial]:
-    """A call for the branches whose whole segments lie in the same run of the shard, which is mostly all of it."""
-    own, queries = plan.shards[rank], plan.queries(rank)
-    runs: dict[tuple[range, range], list[int]] = {}
-    for branch, w in enumerate(plan.pattern.segment_lengths):
-        _, run, _ = segments(w, own, queries, plan.n, plan.pattern.causal)
-        some = clip(queries, run.start, run.stop)
-        if run and some and plan.pattern.head_range(branch, plan.heads):
-            runs.setdefault((some, run), []).append(branch)
-    alone = len(runs) == 1 and next(iter(runs))[0] == queries  # its result becomes out, into which others are merged
-    parts = [range(plan.kv_heads)] if alone else _parts(plan, len(queries))
+    """A call for the branches whose segments lie in the same run of the shard, which is mostly all of it.
+
+    Where there are several calls, a shorter segment at the end of a run is apart: a kernel that walks lists of blocks
+    would copy the run to pad it, and list its blocks twice.
+    """
+    own, queries, pattern = plan.shards[rank], plan.queries(rank), plan.pattern
+    lengths, runs, ends = pattern.segment_lengths, {}, {}
+    for branch, w in enumerate(lengths):
+        _, run, _ = segments(w, own, queries, plan.n, pattern.causal)
+        if clip(queries, run.start, run.stop) and pattern.head_range(branch, plan.heads):
+            runs[branch] = run
+    alone = {clip(queries, x.start, x.stop) for x in runs.values()} == {queries} and len({*runs.values()}) == 1
+    if not alone:  # else its result becomes out, into which others are merged
+        ends = {b: range(x.stop // lengths[b] * lengths[b], x.stop) for b, x in runs.items()}
+        runs = {b: range(x.start, ends[b].start) for b, x in runs.items()}
+    together: dict[range, list[int]] = {}
+    for branch, run in runs.items():
+        together.setdefault(run, []).append(branch)
     return [
         Partial(part, (head_group(plan, keys, some, run),))
-        for keys in parts
+        for keys in ([range(plan.kv_heads)] if alone else _parts(plan, len(queries)))
         for heads in [_heads_of(plan, keys)]
-        for (some, run), which in runs.items()
-        if (part := views.Branches(plan.pattern, tuple(which), heads.start, plan.heads)).any(len(heads))
+        for run, which in together.items()
+        if (some := clip(queries, run.start, run.stop))
+        if (part := views.Branches(pattern, tuple(which), heads.start, plan.heads)).any(len(heads))
+    ] + [
+        partial
+        for keys in _parts(plan, max(map(len, ends.values()), default=0))
+        for partial in _kept(plan, rank, {b: (x,) for b, x in ends.items()}, _heads_of(plan, keys))
     ]
 
 
@@ -205,14 +218,21 @@ def _parts(plan: Plan, rows: int) -> list[range]:
 
 
 def _dilated(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
-    """Segments that cross the shard's borders: a head's kept queries here attend to all kept keys of the segment, which
-    is dense attention."""
+    """Segments that cross the shard's borders."""
     own, queries, pattern = plan.shards[rank], plan.queries(rank), plan.pattern
-    group, heads = plan.heads // plan.kv_heads, _heads_of(plan, stage.heads)
-    together: dict[tuple, list[HeadGroup]] = {}
-    for branch, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
-        head, _, tail = segments(w, own, queries, plan.n, pattern.causal)
-        for segment in (head, tail):
+    found = (segments(w, own, queries, plan.n, pattern.causal) for w in pattern.segment_lengths)
+    return _kept(plan, rank, {branch: (head, tail) for branch, (head, _, tail) in enumerate(found)},
+                 _heads_of(plan, stage.heads))  # fmt: skip
+
+
+def _kept(plan: Plan, rank: int, of_branches: dict[int, Iterable[range]], heads: range) -> list[Partial]:
+    """Segments of branches, each by itself: a head's kept queries here attend to all kept keys of the segment, which is
+    dense attention."""
+    own, queries, pattern = plan.shards[rank], plan.queries(rank), plan.pattern
+    group, together = plan.heads // plan.kv_heads, {}
+    for branch, found in of_branches.items():
+        r = pattern.dilation_rates[branch]
+        for segment in found:
             here = clip(queries, segment.start, segment.stop)
             for offset, members in offset_slices(pattern, branch, plan.heads):
                 members = clip(range(members.start, members.stop, members.step), heads.start, heads.stop)
