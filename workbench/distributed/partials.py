@@ -19,6 +19,7 @@ All of it is arithmetic on positions: no tensor of the call is needed. `fills` f
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -174,13 +175,14 @@ def _calls(queries: range, pieces: list[range], causal: bool) -> Iterator[tuple[
 
 
 def _whole_segments(plan: Plan, rank: int) -> list[Partial]:
-    """A call for the branches whose segments lie in the same run of the shard, which is mostly all of it.
+    """A call for the branches whose whole segments lie in the same run of the shard, which is mostly all of it.
 
-    Where there are several calls, a shorter segment at the end of a run is apart: a kernel that walks lists of blocks
-    would copy the run to pad it, and list its blocks twice.
+    Where branches begin or end at different places, runs are cut there, so that most rows are in one call for all their
+    branches; and a shorter segment at an end is apart: a kernel that walks lists of blocks would copy the run to pad
+    it, and list its blocks twice.
     """
     own, queries, pattern = plan.shards[rank], plan.queries(rank), plan.pattern
-    lengths, runs, ends = pattern.segment_lengths, {}, {}
+    lengths, runs, ends, together = pattern.segment_lengths, {}, {}, {}
     for branch, w in enumerate(lengths):
         _, run, _ = segments(w, own, queries, plan.n, pattern.causal)
         if clip(queries, run.start, run.stop) and pattern.head_range(branch, plan.heads):
@@ -189,12 +191,14 @@ def _whole_segments(plan: Plan, rank: int) -> list[Partial]:
     if not alone:  # else its result becomes out, into which others are merged
         ends = {b: range(x.stop // lengths[b] * lengths[b], x.stop) for b, x in runs.items()}
         runs = {b: range(x.start, ends[b].start) for b, x in runs.items()}
-    together: dict[range, list[int]] = {}
+    borders = sorted({x for run in runs.values() for x in (run.start, run.stop)})
     for branch, run in runs.items():
-        together.setdefault(run, []).append(branch)
+        cuts = [x for x in borders if x in run and x % lengths[branch] == 0]
+        for piece in itertools.starmap(range, itertools.pairwise([*cuts, run.stop])):
+            together.setdefault(piece, []).append(branch)
     return [
         Partial(part, (head_group(plan, keys, some, run),))
-        for keys in ([range(plan.kv_heads)] if alone else _parts(plan, len(queries)))
+        for keys in ([range(plan.kv_heads)] if alone else _parts(plan, max(map(len, together), default=0)))
         for heads in [_heads_of(plan, keys)]
         for run, which in together.items()
         if (some := clip(queries, run.start, run.stop))
