@@ -234,6 +234,14 @@ def test_two_ranks_hold_a_longer_sequence_and_lengths_are_tried_once(folder):
     refused("on the CPU want the bytes of a card in software", lengths.longest, case, folder=folder / "long", say=None)
 
 
+def test_a_length_leaves_nothing_to_the_next(ranks):
+    cases = [Case(Dilated([64, 256], [1, 2]), n, 2, 16) for n in (4096, 9000, 4096)]
+    ranks(2).pool.run("workbench.patterns.dilated:geometric", [4096])  # whose tables are kept for an equal one
+    first, _, again = [ranks(2).pool.run("workbench.scaling.on_ranks:fits", [x, "sequence", 1 << 26]) for x in cases]
+    assert [x["peak_bytes"] for x in first] == [x["peak_bytes"] for x in again]
+    assert ranks(2).pool.run("builtins:eval", ["__import__('workbench').patterns.tables.EQUAL"]) == [{}, {}]
+
+
 def test_no_case_is_begun_after_the_time_and_what_is_measured_comes_all_the_same(rows, folder, capsys):
     cases = {
         "dilated": Case(DILATED, dtype="float64", **SIZES),  # settled by `rows`

@@ -31,7 +31,8 @@ def longest(
     tensors may take; by default, on CUDA, the card's memory; required on the CPU, which has no such limit.
     first: the N per rank with which to begin; step: the search ends when what works and what does not are apart by this
     share of N. A call may take CALL_S.
-    Each N is tried by new ranks, is a record (stage "length"), and is not tried again; results are records ("longest").
+    Each N is tried by ranks that keep nothing of another (by new ones after a failure), is a record (stage "length"),
+    and is not tried again; results are records ("longest").
     A row: n, limiter (as in `frontier.search`), peak_bytes and reserved_bytes of the card that takes most, median_ms,
     ratio (n over that of one device).
     ValueError for arguments that make no sense, and on the CPU without a budget.
@@ -49,7 +50,8 @@ def longest(
     asked = {"nproc": nproc, "budget_bytes": budget_bytes, "seconds": CALL_S}
     for name, world in ((ONE, 1), (strategy, nproc)):
         whose = who(name, world) | {"world": world} | asked
-        found = largest(_lengths(at, whose, backend, recorder, say), first * world, LIMIT_N, GRAIN, step, TIME_STEP)
+        with Pool(world, backend) as pool:
+            found = largest(_lengths(at, whose, pool, recorder, say), first * world, LIMIT_N, GRAIN, step, TIME_STEP)
         row = example.fields() | whose | {"stage": "longest", "grain": GRAIN, "step": step, "limit_n": LIMIT_N}
         row |= dict.fromkeys(FOUND) | found.fields()
         if row["nq"] == example.n:
@@ -63,7 +65,7 @@ def longest(
     return pd.DataFrame(rows)
 
 
-def _lengths(at: Lengths, whose: dict, backend: str, recorder, say) -> Callable[[int], Tried]:
+def _lengths(at: Lengths, whose: dict, pool: Pool, recorder, say) -> Callable[[int], Tried]:
     """The function for `largest` that tries a length, unless the journal has its result."""
 
     def tried(n: int) -> Tried:
@@ -71,7 +73,7 @@ def _lengths(at: Lengths, whose: dict, backend: str, recorder, say) -> Callable[
         key = case.fields() | whose | {"stage": "length"}
         row = next(iter(recorder.rows(**key)[::-1]), None)
         if row is None or row["status"] not in (*records.SETTLED, "timeout"):
-            row = recorder.row(**key | _length(case, whose, backend))
+            row = recorder.row(**key | _length(case, whose, pool))
             if say:
                 say(f"  {whose['strategy']}, N = {n:,}: {row['status']}", flush=True)
         limiter = {"oom": "memory", "timeout": "time"}.get(row["status"])
@@ -84,11 +86,10 @@ def _lengths(at: Lengths, whose: dict, backend: str, recorder, say) -> Callable[
     return tried
 
 
-def _length(case: Case, whose: dict, backend: str) -> dict:
+def _length(case: Case, whose: dict, pool: Pool) -> dict:
     """A row's fields for one length: status and error, peaks, time and load (see `Tried`)."""
     limit = 2 * whose["seconds"] + COLD_S + SETUP_S
-    with Pool(whose["world"], backend) as pool:  # new ranks: tables that a pattern of another length has left take room
-        outcome = ask(pool, "fits", case, whose["strategy"], whose["budget_bytes"], timeout_s=limit)
+    outcome = ask(pool, "fits", case, whose["strategy"], whose["budget_bytes"], timeout_s=limit)
     row = dict.fromkeys((*FOUND, "load")) | {"status": outcome.status, "error": outcome.error}
     if outcome.status == "ok":
         row |= {x: max(rank[x] for rank in outcome.result) for x in ("peak_bytes", "reserved_bytes")}
