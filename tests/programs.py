@@ -108,7 +108,7 @@ def fitted_reserved(way: str, card: cards.Card, kind: tuple, world: int = 1) -> 
 def terms(n: int, batch: int, heads: int, head_dim: int) -> list[int]:
     """What the coefficients multiply. The last: the rows of sums that FlashAttention-4's backward has at a time."""
     group, room = batch * heads, (1 << 26) // (batch * (n + 384) * head_dim)  # rows are padded
-    return [group * n * n, group * n, group, n, 1, batch * n * min(heads, 2 * max(1, room))]
+    return [group * n * n, group * n, group, n, 1, batch * n * min(heads, max(1, room))]
 
 
 def fitted(samples: list, nbytes: list[int], use: list[int], head_dim: int = 64) -> list:

@@ -98,7 +98,7 @@ const fitModel = data => {
     const [beside, within] = blocks(setting, each);
     if (!steps || beside > limit || within > limit) return null;
     const room = Math.floor(2 ** 26 / (batch * (each + 384) * setting.head_dim)); // as tests/programs.py has it
-    const sums = batch * each * Math.min(heads, 2 * Math.max(1, room));
+    const sums = batch * each * Math.min(heads, Math.max(1, room));
     const found = replay(steps, [group * each * each, group * each, group, each, 1, sums], limit - beside);
     return found === null ? null : Math.max(found + beside, within);
   }

@@ -134,8 +134,9 @@ def backward(grad, grad_lse, q, k, v, out, lse, pattern, scale: float, natural: 
     entered = queries.enter(q), keys.enter(k), keys.enter(v), queries.enter(grad)
     group, places_of_rows = h // g, rows[0].shape[2]
     step = max(1, ROOM // (4 * group * b * places_of_rows * wide(d)))
-    for start in range(0, g, step):
-        theirs = range(start, min(g, start + step))
+
+    def of_heads(theirs: range) -> None:
+        """Their gradients; what that takes is freed before the next heads' begin."""
         ours = range(theirs.start * group, theirs.stop * group)
         some = [heads_of(x, of) for x, of in zip(entered, (ours, theirs, theirs, ours), strict=True)]
         results = [heads_of(x, of) for x, of in zip((dq, dk, dv), (ours, theirs, theirs), strict=True)]
@@ -153,6 +154,9 @@ def backward(grad, grad_lse, q, k, v, out, lse, pattern, scale: float, natural: 
             run.convert(kind, False, total, result, by)
         for frame, result, x in zip((queries, keys, keys), to, results, strict=True):
             frame.leave(result, x)
+
+    for start in range(0, g, step):
+        of_heads(range(start, min(g, start + step)))
     if plan.rest is not None:
         dilated.backward(grad, grad_lse, q, k, v, out, lse, plan.rest, scale, (dq, dk, dv))
     return dq, dk, dv
