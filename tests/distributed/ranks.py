@@ -26,10 +26,10 @@ class Ranks:
 def on_a_rank(work: bytes):
     import torch.distributed as dist
 
-    from workbench.distributed import partials, plans
+    from workbench.distributed import halo, partials, plans
     from workbench.harness.processes import imported
 
-    plans.LEAST = plans.DENSE = partials.FIRST = 1  # many stages and calls, however few rows
+    plans.LEAST = plans.DENSE = partials.FIRST = halo.PIECE = 1  # many stages and calls, however few rows
     module, name, args, options = pickle.loads(work)
     function = imported(f"{module}:{name}")
     function = getattr(function, "on_each", function)

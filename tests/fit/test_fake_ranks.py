@@ -6,7 +6,7 @@ import workbench as wb
 from tests import tools
 from tests.distributed import work
 from workbench import distributed
-from workbench.distributed import partials, plans
+from workbench.distributed import halo, partials, plans
 from workbench.engines.torch import fused
 from workbench.fit import cards, estimate, frontier
 from workbench.patterns.dilated import geometric
@@ -36,9 +36,8 @@ ON_HOST = {
 def nothing_fused(monkeypatch):
     """As the ranks of the tests run: no fused attention, many stages and calls."""
     monkeypatch.setattr(fused, "kernel", lambda q, mask=None: "unfused")
-    for name in ("LEAST", "DENSE"):
-        monkeypatch.setattr(plans, name, 1)
-    monkeypatch.setattr(partials, "FIRST", 1)
+    for module, name in ((plans, "LEAST"), (plans, "DENSE"), (partials, "FIRST"), (halo, "PIECE")):
+        monkeypatch.setattr(module, name, 1)
 
 
 def alone(case, world, rank, strategy):
@@ -87,7 +86,7 @@ def test_two_cards_take_half_each_and_what_travels(strategy, most):
 
 
 def test_a_length_of_no_whole_segments_takes_little_more():
-    """Beside q, k, v and out there are results that are merged and lists of blocks: no kernel copies rows to pad them."""
+    """Beside q, k, v and out there are results to be merged and lists of blocks: no kernel copies rows to pad them."""
     for n, heads, backend in ((3_518_848, 12, "auto"), (640_000, 2, "fa4")):
         case = Case(geometric(n), n, heads, 64, "bfloat16", backend, device="cuda")
         for rank in (0, 1):

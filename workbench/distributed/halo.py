@@ -105,6 +105,37 @@ def segments(w: int, own: range, queries: range, n: int, causal: bool) -> tuple[
     return head, range(start, stop) if start < stop else range(0), tail
 
 
+PIECE = 1 << 20  # rows of a run, unless a segment is longer
+
+
+def runs(
+    pattern: Dilated, own: range, queries: range, n: int, heads: int
+) -> tuple[dict[range, list[int]], dict[int, list[range]]]:
+    """({run of rows of the shard: the branches whose segments inside it are a call}, {branch: [its shorter segment]}).
+
+    Where all branches have one run that holds all queries, that is a call. Else runs are cut where a branch begins or
+    ends, so that most rows are in one call for all their branches, and every PIECE rows, since calls of one length
+    share lists of blocks. A shorter segment at an end is apart: a kernel that walks these lists would copy the run to
+    pad it, and list its blocks twice.
+    """
+    found, together, lengths = {}, {}, pattern.segment_lengths
+    for b, w in enumerate(lengths):
+        _, run, _ = segments(w, own, queries, n, pattern.causal)
+        if clip(queries, run.start, run.stop) and pattern.head_range(b, heads):
+            found[b] = run
+    if len({*found.values()}) == 1 and clip(queries, found[min(found)].start, found[min(found)].stop) == queries:
+        return {found[min(found)]: [*found]}, {}
+    ends = {b: [range(x.stop // lengths[b] * lengths[b], x.stop)] for b, x in found.items()}
+    found = {b: range(x.start, ends[b][0].start) for b, x in found.items()}
+    step = max([1, *(-(-PIECE // lengths[b]) * lengths[b] for b, x in found.items() if x)])
+    borders = {y for x in found.values() for y in (x.start, x.stop, *range(-(-x.start // step) * step, x.stop, step))}
+    for b, run in found.items():
+        cuts = sorted(x for x in borders if run.start < x < run.stop and x % lengths[b] == 0)
+        for piece in itertools.pairwise([run.start, *cuts, run.stop]):
+            together.setdefault(range(*piece), []).append(b)
+    return together, ends
+
+
 class Interval(NamedTuple):
     """Positions [start, stop) of other ranks, and by key head the set of those that it needs (None: none of them)."""
 

@@ -19,7 +19,6 @@ All of it is arithmetic on positions: no tensor of the call is needed. `fills` f
 """
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workbench.distributed import views
+from workbench.distributed import halo, views
 from workbench.distributed.halo import segments
 from workbench.distributed.plans import Plan, Stage, on_grid
 from workbench.distributed.shards import Rows, Shards, as_tensor, clip
@@ -175,38 +174,26 @@ def _calls(queries: range, pieces: list[range], causal: bool) -> Iterator[tuple[
 
 
 def _whole_segments(plan: Plan, rank: int) -> list[Partial]:
-    """A call for the branches whose whole segments lie in the same run of the shard, which is mostly all of it.
+    """A call for the branches whose whole segments lie in the same run of the shard, which is mostly all of it."""
+    queries, made = plan.queries(rank), {}
+    runs, ends = halo.runs(plan.pattern, plan.shards[rank], queries, plan.n, plan.heads)
+    alone = [clip(queries, x.start, x.stop) for x in runs] == [queries]  # its result becomes out, for others to merge
 
-    Where branches begin or end at different places, runs are cut there, so that most rows are in one call for all their
-    branches; and a shorter segment at an end is apart: a kernel that walks lists of blocks would copy the run to pad
-    it, and list its blocks twice.
-    """
-    own, queries, pattern = plan.shards[rank], plan.queries(rank), plan.pattern
-    lengths, runs, ends, together = pattern.segment_lengths, {}, {}, {}
-    for branch, w in enumerate(lengths):
-        _, run, _ = segments(w, own, queries, plan.n, pattern.causal)
-        if clip(queries, run.start, run.stop) and pattern.head_range(branch, plan.heads):
-            runs[branch] = run
-    alone = {clip(queries, x.start, x.stop) for x in runs.values()} == {queries} and len({*runs.values()}) == 1
-    if not alone:  # else its result becomes out, into which others are merged
-        ends = {b: range(x.stop // lengths[b] * lengths[b], x.stop) for b, x in runs.items()}
-        runs = {b: range(x.start, ends[b].start) for b, x in runs.items()}
-    borders = sorted({x for run in runs.values() for x in (run.start, run.stop)})
-    for branch, run in runs.items():
-        cuts = [x for x in borders if x in run and x % lengths[branch] == 0]
-        for piece in itertools.starmap(range, itertools.pairwise([*cuts, run.stop])):
-            together.setdefault(piece, []).append(branch)
+    def branches(run: range, which: list[int], heads: range) -> views.Branches:
+        """The same object for runs of one length, so that its lists of blocks are made once."""
+        key = len(run), *which, heads
+        return made.setdefault(key, views.Branches(plan.pattern, tuple(which), heads.start, plan.heads))
+
     return [
         Partial(part, (head_group(plan, keys, some, run),))
-        for keys in ([range(plan.kv_heads)] if alone else _parts(plan, max(map(len, together), default=0)))
+        for keys in ([range(plan.kv_heads)] if alone else _parts(plan, max(map(len, runs), default=0)))
         for heads in [_heads_of(plan, keys)]
-        for run, which in together.items()
-        if (some := clip(queries, run.start, run.stop))
-        if (part := views.Branches(pattern, tuple(which), heads.start, plan.heads)).any(len(heads))
+        for run, which in runs.items()
+        if (some := clip(queries, run.start, run.stop)) and (part := branches(run, which, heads)).any(len(heads))
     ] + [
         partial
-        for keys in _parts(plan, max(map(len, ends.values()), default=0))
-        for partial in _kept(plan, rank, {b: (x,) for b, x in ends.items()}, _heads_of(plan, keys))
+        for keys in _parts(plan, max((len(x) for (x,) in ends.values()), default=0))
+        for partial in _kept(plan, rank, ends, _heads_of(plan, keys))
     ]
 
 
