@@ -210,14 +210,10 @@ def test_make_uses_an_activated_environment_that_has_everything_and_no_other(che
 
 
 @needs_make
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("-c import sys; sys.exit(sys.version_info", "Python 3.11 or newer is needed"),
-        ("-c import ensurepip", "apt-get install python3-venv"),
-    ],
-    ids=["old Python", "no venv module"],
-)
+@pytest.mark.parametrize("case, message", [
+    ("-c import sys; sys.exit(sys.version_info", "Python 3.11 or newer is needed"),
+    ("-c import ensurepip", "apt-get install python3-venv"),
+], ids=["old Python", "no venv module"])  # fmt: skip
 def test_make_says_what_python_lacks(checkout, case, message):
     python = checkout / "python"
     python.write_text(f'#!/bin/sh\ncase "$*" in "{case}"*) exit 1;; esac\n')

@@ -221,11 +221,8 @@ def test_lists_of_blocks_are_made_once_for_all_numbers_of_heads_that_see_the_sam
     for kind in (BlockSparse, Neighborhood, Predicate):
         real = kind.blocks
         monkeypatch.setattr(kind, "blocks", lambda self, *sizes, real=real: made.append(sizes[1]) or real(self, *sizes))
-    for pattern, want in (
-        (BlockSparse(layouts.local(1), 8), [1]),
-        (Neighborhood((8, 8), 1), [1]),
-        (Predicate(tools.every_third), [4, 2]),
-    ):
+    same, by_head = (BlockSparse(layouts.local(1), 8), Neighborhood((8, 8), 1)), Predicate(tools.every_third)
+    for pattern, want in (*((x, [1]) for x in same), (by_head, [4, 2])):
         made.clear()
         for heads in (4, 2, 4):
             q, k, v = torch.randn(3, 1, 64, heads, 8, dtype=torch.float64).unbind()

@@ -270,10 +270,8 @@ def test_a_sweep_is_a_table_and_is_not_measured_again(monkeypatch, tmp_path):
     card, said = Card(), []
     monkeypatch.setattr(processes, "run", card.run)
     cases = {"two heads": CASE, "four": Case(wb.Dense(), 1024, 4, 16, device="cuda")}
-    tables = [
-        frontier.sweep(cases, ["h100"], (BUDGET, BUDGET // 2), measure=True, folder=tmp_path, say=said.append)
-        for _ in range(2)
-    ]
+    options = {"measure": True, "folder": tmp_path, "say": said.append}
+    tables = [frontier.sweep(cases, ["h100"], (BUDGET, BUDGET // 2), **options) for _ in range(2)]
     pd.testing.assert_frame_equal(*tables)
     assert tables[0].label.tolist() == ["two heads"] * 2 + ["four"] * 2 and len(card.asked) == 8
     assert said[0].startswith("1/4: two heads")

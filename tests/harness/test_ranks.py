@@ -214,20 +214,16 @@ def test_torchrun(folder):
     with launch([*torchrun("--nproc_per_node", "2"), "faults:whoami", '{"scale": 2}'], folder) as run:
         found = answers(run.communicate(timeout=LONGEST_S)[0])
     assert run.returncode == 0
-    assert [(x["rank"], x["world"], x["status"], x["result"]["sum"]) for x in found] == [
-        (0, 2, "ok", 6.0),
-        (1, 2, "ok", 6.0),
-    ]
+    told = [(x["rank"], x["world"], x["status"], x["result"]["sum"]) for x in found]
+    assert told == [(rank, 2, "ok", 6.0) for rank in range(2)]
 
 
 @pytest.mark.slow
 def test_ranks_of_another_launcher_meet_by_the_environment(folder):
     names = worker.LAUNCHERS[1]
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    tasks = [
-        launch([sys.executable, "-m", WORKER, "faults:whoami"], folder, **meet | dict(zip(names, own, strict=True)))
-        for own in (("0", "2", "0"), ("1", "2", "1"))
-    ]
+    places = [meet | dict(zip(names, own, strict=True)) for own in (("0", "2", "0"), ("1", "2", "1"))]
+    tasks = [launch([sys.executable, "-m", WORKER, "faults:whoami"], folder, **place) for place in places]
     found = answers("".join(task.communicate(timeout=LONGEST_S)[0] for task in tasks))
     assert [(x["rank"], x["world"], x["result"]["sum"]) for x in found] == [(0, 2, 3.0), (1, 2, 3.0)]
 

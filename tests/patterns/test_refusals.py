@@ -4,17 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from workbench.patterns import (
-    BlockSparse,
-    Combined,
-    Dense,
-    Dilated,
-    Neighborhood,
-    PerHead,
-    Predicate,
-    Window,
-    from_spec,
-)
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Predicate, Window, from_spec
+from workbench.patterns.algebra import Combined, PerHead
 from workbench.patterns.layouts import explicit, global_, hierarchical, local, random, strided, top_k
 from workbench.patterns.orderings import Ordering, hilbert, morton, tiles
 from workbench.patterns.orderings import random as shuffled

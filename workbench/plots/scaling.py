@@ -5,6 +5,7 @@ Each function draws from DataFrames, plans and orderings alone (see `analysis.mu
 Figure, whose label is its alternative text.
 """
 
+import itertools
 from collections.abc import Mapping
 
 import numpy as np
@@ -41,14 +42,14 @@ def picture(path: str, machine: str = "h200x2") -> None:
     said = f"LongNet, {style.length(best['n'])} tokens, {style.MODES[best['mode']]}: {best['speedup']:.2f} times"
     sizes = f"{first['dtype']}, {int(first['heads'])} heads x {int(first['head_dim'])}"
     over = f"{int(rows['nproc'].max())} x {style.device(rows)} against one"
-    style.save(speedups(rows, across=True), path, f"{over}. {said}. ({sizes})")
+    style.save(speedups(rows), path, f"{over}. {said}. ({sizes})")
 
 
-def speedups(rows: pd.DataFrame, across: bool = False):
-    """Speed-up over one device at the same N, with intervals: a line for each pattern and N, a panel for each number of
-    ranks and mode. The grey box is one device against itself; at the right, the number of "sequence".
+def speedups(rows: pd.DataFrame):
+    """Speed-up over one device at the same N, with intervals: a line for each pattern and N; panels by number of ranks,
+    one below the other, and by mode. The grey box is one device against itself; at the right, the number of "sequence".
 
-    rows: of `multicard.ok`. across: the panels side by side; else one below the other, which a phone shows whole.
+    rows: of `multicard.ok`.
     """
     names = [x for x in COLORS if x != ONE and x in set(rows["strategy"])]
     names += sorted({*rows["strategy"]} - {*names, ONE, AA})
@@ -57,13 +58,10 @@ def speedups(rows: pd.DataFrame, across: bool = False):
         return style.blank("No way of using several ranks gave a right result here.")
     kinds = list(dict.fromkeys(drawn["kind"]))
     cases = sorted({*drawn[CASE].itertuples(index=False, name=None)}, key=lambda x: (kinds.index(x[0]), x[1]))
-    modes = [mode for mode in style.MODES if mode in set(drawn["mode"])]
-    panels = [(world, mode) for world in sorted(set(drawn["nproc"])) for mode in modes]
-    many, lines = len(panels), len(cases)
-    grid, size = ((1, many), (2.2 + 3.7 * many, 1.3 + 0.42 * lines)) if across else (
-        (many, 1), (4.6, 0.9 + (0.9 + 0.34 * lines) * many))  # fmt: skip
-    fig, axes = style.subplots(*grid, figsize=size, squeeze=False, sharey=True)
-    for ax, (world, mode) in zip(axes.flat, panels, strict=True):
+    grid = worlds, modes = sorted(set(drawn["nproc"])), [mode for mode in style.MODES if mode in set(drawn["mode"])]
+    size = 2.2 + 3.7 * len(modes), 0.4 + (0.9 + 0.42 * len(cases)) * len(worlds)
+    fig, axes = style.subplots(*map(len, grid), figsize=size, squeeze=False, sharey=True)
+    for ax, (world, mode) in zip(axes.flat, itertools.product(*grid), strict=True):
         of_panel = rows[(rows["nproc"] == world) & (rows["mode"] == mode)]
         for y, (kind, n) in enumerate(cases):
             _line(ax, y, of_panel[(of_panel["kind"] == kind) & (of_panel["n"] == n)], names)
