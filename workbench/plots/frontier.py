@@ -14,7 +14,7 @@ import seaborn as sns
 import torch
 from matplotlib.ticker import LogLocator, PercentFormatter
 
-from workbench.harness.narrate import binary, title
+from workbench.harness.narrate import binary, number, title
 from workbench.plots import style
 
 GIB = 1 << 30
@@ -108,7 +108,7 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
         ax.stackplot(at, layers.T, step="post", linewidth=0, rasterized=True, colors=[colors[x] for x in layers])
         peak = layers.sum(axis=1).max()
         ax.axhline(peak, color="black", linewidth=1, linestyle="--")
-        style.note(ax, f"peak {style.number(peak)} GiB", (at[-1], peak), (-3, 4), ha="right")
+        style.note(ax, f"peak {number(peak)} GiB", (at[-1], peak), (-3, 4), ha="right")
         made = np.flatnonzero((life.get("lse", life.get("out", life.iloc[:, 0])) > 0).to_numpy())
         if "dq" in life and len(made):
             ax.axvline(made[0] + 1, color="#666666", linewidth=1, linestyle=":")

@@ -14,7 +14,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.ticker import FuncFormatter, LogLocator, PercentFormatter
 
 from workbench.distributed import Plan, Shards
-from workbench.harness.narrate import title
+from workbench.harness.narrate import MODES, title
 from workbench.patterns import Neighborhood
 from workbench.plots import orderings, style
 from workbench.probes.timing import AA
@@ -39,7 +39,7 @@ def picture(path: str, machine: str = "h200x2") -> None:
     rows = rows[rows["kind"].isin(multicard.KINDS)].sort_values("kind", key=lambda x: x.map(multicard.KINDS.index))
     first, ours = rows.iloc[0], rows[rows["strategy"] == "sequence"]
     best = ours[ours["kind"] == "longnet-geometric"].nlargest(1, ["n", "speedup"]).iloc[0]
-    said = f"LongNet, {style.length(best['n'])} tokens, {style.MODES[best['mode']]}: {best['speedup']:.2f} times"
+    said = f"LongNet, {style.length(best['n'])} tokens, {MODES[best['mode']]}: {best['speedup']:.2f} times"
     sizes = f"{first['dtype']}, {int(first['heads'])} heads x {int(first['head_dim'])}"
     over = f"{int(rows['nproc'].max())} x {style.device(rows)} against one"
     style.save(speedups(rows), path, f"{over}. {said}. ({sizes})")
@@ -58,7 +58,7 @@ def speedups(rows: pd.DataFrame):
         return style.blank("No way of using several ranks gave a right result here.")
     kinds = list(dict.fromkeys(drawn["kind"]))
     cases = sorted({*drawn[CASE].itertuples(index=False, name=None)}, key=lambda x: (kinds.index(x[0]), x[1]))
-    grid = worlds, modes = sorted(set(drawn["nproc"])), [mode for mode in style.MODES if mode in set(drawn["mode"])]
+    grid = worlds, modes = sorted(set(drawn["nproc"])), [mode for mode in MODES if mode in set(drawn["mode"])]
     size = 2.2 + 3.7 * len(modes), 0.4 + (0.9 + 0.42 * len(cases)) * len(worlds)
     fig, axes = style.subplots(*map(len, grid), figsize=size, squeeze=False, sharey=True)
     for ax, (world, mode) in zip(axes.flat, itertools.product(*grid), strict=True):
@@ -71,7 +71,7 @@ def speedups(rows: pd.DataFrame):
         ax.set(xlim=(0, 1.28 * world), xticks=[x * world / 4 for x in range(5)])
         ax.grid(False, axis="y")
         ranks = "cards" if str(of_panel["device"].iloc[0]).startswith("cuda") else "ranks"
-        ax.set_title(f"{style.MODES[mode]}, {world:g} {ranks}", loc="left")
+        ax.set_title(f"{MODES[mode]}, {world:g} {ranks}", loc="left")
         ax.set_xlabel("speed relative to one device")
     axes[0, 0].set_yticks(range(len(cases)), [f"{title(kind)}, {style.length(n)}" for kind, n in cases])
     axes[0, 0].set_ylim(len(cases) - 0.5, -0.5)

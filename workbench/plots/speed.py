@@ -11,10 +11,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import LogLocator
 
-from workbench.harness.narrate import title
+from workbench.harness.narrate import MODES, number, title
 from workbench.plots import style
 from workbench.plots.orderings import color as color_of
-from workbench.plots.style import MODES
 
 LINES = {"cudnn": "-.", "flash": "--", "efficient": ":"}
 KERNELS = {"fa4": "#1f4e79", "triton": style.COLORS["BlockSparse"], "flex": "#8a8a8a"}
@@ -82,7 +81,7 @@ def each_call(table: pd.DataFrame, notes: Mapping[str, str] | None = None):
         ax.plot(row.samples_ms, [y] * len(row.samples_ms), "o", color=color_of(of), alpha=0.5, ms=6, mew=0)
         ax.plot(row.median_ms, y, "|", color="black", ms=20, mew=2)
         again, note = ", again (A/A)" * (row.Index == "A/A"), f",\n{notes[of]}" if notes else ""
-        names.append(f"{title(of)}{again}: {style.number(row.median_ms)} ms{note}")
+        names.append(f"{title(of)}{again}: {number(row.median_ms)} ms{note}")
     ax.set_yticks(range(len(table)), names)
     ax.xaxis.set_major_formatter("{x:,g}")
     ax.set(xlabel="time per call (ms)", xlim=(0, None), ylim=(len(table) - 0.5, -0.5))

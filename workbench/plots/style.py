@@ -15,9 +15,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from workbench.harness.machine import short_name
-from workbench.harness.narrate import MODES as MODES
 from workbench.harness.narrate import counted
-from workbench.harness.narrate import number as number
 
 # Colour-blind safe (after Okabe-Ito, the light ones darker: 3 to 1 on white); one meaning per colour, on all pages.
 COLORS = {

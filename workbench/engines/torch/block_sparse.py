@@ -223,9 +223,8 @@ def backward(grad, q, k, v, out, lse, grid: Grid, scale):
         for s in stacks(grid.blocks, grid.elements(ku)):
             rows, keys, r = grid.query_index(s), grid.key_index(s), len(s.rows)
             k_part, v_part = gather(ku, keys, r, k_room), gather(vu, keys, r, v_room)
-            dq_, dk_, dv_ = grid.backward(
-                s, gather(gu, rows), gather(qu, rows), k_part, v_part, gather(ou, rows), gather(lu, rows), scale
-            )
+            of_rows, of_out = ([gather(t, rows) for t in some] for some in ((gu, qu), (ou, lu)))
+            dq_, dk_, dv_ = grid.backward(s, *of_rows, k_part, v_part, *of_out, scale)
             dqu.index_add_(0, rows, dq_.transpose(1, 2).to(wide))
             for total, part in ((dku, dk_), (dvu, dv_)):
                 part = fused.sum_heads(part, ku.shape[2])  # (R, G, C x c, D)
