@@ -141,8 +141,7 @@ def test_who_reads_may_leave(folder, line):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_words_that_are_lost_are_exit_code_1(folder):
     done = printed("workbench list >/dev/full", folder)
-    assert done.returncode == 1
-    assert done.stderr == "workbench: [Errno 28] No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, "workbench: [Errno 28] No space left on device\n")
 
 
 def test_what_the_terminal_cannot_show_is_escaped(folder):
