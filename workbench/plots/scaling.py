@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 from matplotlib.colors import to_rgb
-from matplotlib.ticker import FuncFormatter, LogLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from workbench.distributed import Plan, Shards
 from workbench.harness.narrate import MODES, title
@@ -162,8 +162,7 @@ def messages(links: Mapping[str, pd.DataFrame]):
 
 
 def _rank_ticks(ax) -> None:
-    ax.xaxis.set_major_locator(LogLocator(base=2, numticks=7))
-    style.log_ticks(ax.xaxis, "{:,.0f}".format)
+    style.log_ticks(ax.xaxis, "{:,.0f}".format, base=2, numticks=7)
 
 
 def borders(rows: pd.DataFrame):
@@ -180,8 +179,7 @@ def borders(rows: pd.DataFrame):
         ax.set(xscale="log", yscale="log", xlabel="ranks")
         ax.margins(y=0.12)  # room for the names
         _rank_ticks(ax)
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=15))
-        style.log_ticks(ax.yaxis, "{:,g}".format)
+        style.log_ticks(ax.yaxis, "{:,g}".format, subs=(1, 2, 5), numticks=15)
     axes[0].set_title("MiB moved, all ranks together")
     axes[1].axhline(1, color="#666666", lw=0.8)
     axes[1].set_title("rows that a rank gets, over those it holds")

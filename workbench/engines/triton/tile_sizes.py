@@ -65,7 +65,7 @@ def choose(kernel: str, q: torch.Tensor, block_size: tuple[int, int] | None = No
     """
     if q.device.type == "cpu":  # the interpreter, whose tests want several tiles in small shapes
         tile = Tile(16, 16, 1, 1)
-    elif q.dtype == torch.float32 or shared_memory(q.device) < SHARED:
+    elif q.dtype == torch.float32 or torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin < SHARED:
         tile = SMALLER if padded(q.shape[-1]) >= WIDE else SMALL
     else:
         tile = TABLE[kernel][padded(q.shape[-1])]
@@ -81,8 +81,3 @@ def overlap(q: torch.Tensor) -> tuple[dict, dict]:
     if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) < (9, 0):
         return {"OVERLAP": False}, {"OVERLAP": False}
     return {"OVERLAP": True}, {"OVERLAP": True, "launch_pdl": True}
-
-
-def shared_memory(device: torch.device) -> int:
-    """Bytes that one block of a kernel may take."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
