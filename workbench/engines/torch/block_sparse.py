@@ -86,9 +86,10 @@ class Grid:
             self.taken = (used[:, None] * self.c + torch.arange(self.c, device=used.device)).flatten()
 
     def batches(self, k: Tensor) -> Iterator[slice]:
-        """The sequences of k (B, N, G, D) that are computed at once: as many as a quarter of ELEMENTS holds the keys of
-        (more are slower than one by one), and of which CUDA's kernels take the heads."""
-        many = 1 if self.split else ELEMENTS // max(1, 4 * self.cols * self.c * self.elements(k), 32 * self.heads)
+        """The sequences of k (B, N, G, D) that are computed at once: as many as a quarter of ELEMENTS holds the keys,
+        and the queries, of (more are slower than one by one), and of which CUDA's kernels take the heads."""
+        keys, queries = self.cols * self.c * self.elements(k), self.blocks.nq * self.heads * k.shape[-1]
+        many = 1 if self.split else ELEMENTS // max(1, 4 * keys, 4 * queries, 32 * self.heads)
         return (slice(x, x + max(1, many)) for x in range(0, len(k), max(1, many)))
 
     def query_units(self, x: Tensor, value: float = 0) -> Tensor:
