@@ -289,6 +289,18 @@ def test_a_forward_holds_at_most_three_times_its_output():
     assert output <= peak <= 3 * output
 
 
+def test_few_queries_of_a_batch_copy_no_keys_that_they_do_not_see():
+    q, k = torch.randn(8, 1, 2, 8), torch.randn(8, 1 << 16, 2, 8)
+    with torch.no_grad():
+        assert memory.measure(lambda: attention(q, k, k, Window(5, True), backend="torch")) < k.nbytes / 2
+
+
+def test_queries_count_in_how_many_sequences_go_together():
+    q, k = torch.randn(32, 128, 64, 16), torch.randn(32, 128, 1, 16)  # 16 MB of queries on few keys
+    with torch.no_grad():
+        assert memory.measure(lambda: attention(q, k, k, Window(5), backend="torch")) < 2.5 * q.nbytes
+
+
 def test_blocks_longer_than_the_sequence_take_no_memory_of_their_own():
     q, far = torch.randn(1, 50, 2, 8), BlockSparse(layouts.local(0), 1 << 40)
     for pattern in (far, far & Predicate(lambda h, i, j: i != j)):

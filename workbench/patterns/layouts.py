@@ -226,8 +226,9 @@ def explicit(blocks: Tensor, name: str = "explicit") -> Layout:
     blocks: bool (rows, cols), (H, rows, cols) or (B, H, rows, cols), rows = ceil(N / bq) and cols = ceil(N / bk), an H
     of 1 for all heads: rows are absolute, also where there are fewer queries than keys. They are copied.
     """
-    if not isinstance(blocks, Tensor) or blocks.dtype != torch.bool or blocks.ndim not in (2, 3, 4):
-        want = "want a bool tensor (rows, cols), (H, rows, cols) or (B, H, rows, cols)"
+    fits = isinstance(blocks, Tensor) and blocks.dtype == torch.bool
+    if not fits or not (blocks.ndim in (2, 3) or blocks.ndim == 4 and len(blocks)):
+        want = "want a bool tensor (rows, cols), (H, rows, cols) or (B, H, rows, cols), B at least 1"
         raise ValueError(f"blocks={describe(blocks)}: {want}")
     if not isinstance(name, str):
         raise ValueError(f"name={name!r}: want a string")
