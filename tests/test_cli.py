@@ -14,6 +14,7 @@ from tests.notebooks.build import code, write
 from workbench import cli, report
 
 PARAMETERS = code('profile = "quick"\nn = 512\nlengths = [128, 256]\nscale = 0.5', "parameters")
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
 QUICK = 6  # times what Python takes to start: what the answer of a command that computes nothing may take
 
 
@@ -33,12 +34,6 @@ def machine(monkeypatch):
     monkeypatch.setattr(report, "describe", lambda: {"device": "a test", "kind": "cpu", "commit": "abc1234"})
 
 
-def workbench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, "-m", "workbench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
-
-
 def refusal(capsys, *arguments: str) -> str:
     """What the command says as it refuses, in one line."""
     assert cli.main(list(arguments)) == 2
@@ -53,8 +48,7 @@ def test_what_computes_nothing_answers_at_once(folder, arguments):
 
     def once(*command: str) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-        subprocess.run([sys.executable, *command], check=True, capture_output=True, cwd=folder, env=environment)
+        subprocess.run([sys.executable, *command], check=True, capture_output=True, cwd=folder, env=ENVIRONMENT)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -124,7 +118,7 @@ def test_no_notebooks_are_refused(tmp_path, monkeypatch, capsys):
 
 
 def test_report_asks_the_machine_and_writes_where_the_profile_says(folder):
-    done = workbench("report", "01", "--profile", "tiny", "-p", "n", "65", "-p", "lengths", "[1, 2]", cwd=folder)
+    done = printed("workbench report 01 --profile tiny -p n 65 -p lengths '[1, 2]'", folder)
     assert (done.returncode, done.stderr) == (0, "")
     first, second = done.stdout.splitlines()
     assert first.startswith("profile tiny, on ") and "unknown" not in first
@@ -134,24 +128,20 @@ def test_report_asks_the_machine_and_writes_where_the_profile_says(folder):
 
 def printed(shell: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess:
     """Run a line of the shell in which `workbench` is this one."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])} | variables
     line = f"set -o pipefail; workbench() {{ '{sys.executable}' -m workbench \"$@\"; }}; {shell}"
-    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=cwd, env=environment)
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=cwd, env=ENVIRONMENT | variables)
 
 
-@pytest.mark.parametrize(
-    "command, reader", [("list", "| head -1 >first"), ("list", ">&-"), ("report 02 --profile tiny", "| true")]
-)
-def test_who_reads_may_leave(folder, command, reader):
-    done = printed(f"workbench {command} {reader}", folder)
+@pytest.mark.parametrize("line", ["list | head -1 >first", "list >&-", "report 02 --profile tiny | true"])
+def test_who_reads_may_leave(folder, line):
+    done = printed(f"workbench {line}", folder)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_words_that_are_lost_are_exit_code_1(folder):
     done = printed("workbench list >/dev/full", folder)
-    assert done.returncode == 1
-    assert done.stderr == "workbench: [Errno 28] No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, "workbench: [Errno 28] No space left on device\n")
 
 
 def test_what_the_terminal_cannot_show_is_escaped(folder):

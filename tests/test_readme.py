@@ -44,8 +44,7 @@ def answers() -> dict[str, str]:
     group = suite.recorded("h200x1").query("suite == 'neighborhood'").set_index("label")
     orders = group.loc["row_major", "median_ms"] / group.loc["hilbert", "median_ms"]
     cells = int(group.loc["hilbert", "n"])
-    searched = frontiers.recorded("h200x1").dropna(subset=["predicted_n", "measured_n"])
-    equal = (searched["predicted_n"] == searched["measured_n"]).sum()
+    searched = frontiers.recorded("h200x1")
 
     rows = multicard.ok(multicard.recorded(["h200x2"])[0])
     longnet = rows[rows["kind"] == "longnet-geometric"]
@@ -58,8 +57,8 @@ def answers() -> dict[str, str]:
     longest = records.committed("h200x2", "frontier")["measured_n"].max() / catalog.report("report-003-131k").n
     return {
         "02": f"Hilbert is {orders:.1f} times as fast as row-major ({cells:,} cells; 05's table 4)",
-        "03": f"{equal} of {len(searched)} predictions equal to the measurement",
-        "04": f"LongNet, {int(row['n']):,} tokens on two: {row['speedup']:.2f} times",
+        "03": f"{frontiers.right(searched)} of {len(searched)} predictions within a step of the search",
+        "04": f"LongNet, {int(row['n']):,} tokens on two: {row['speedup']:.1f} times",
         "05": f"LongNet, 131,072 tokens: {gain:.1f} times as fast as dense ({dense})",
         "06": f"8 GB hold {longest:.0f} times a report's longest sequence",
         "08": f"{int(billion['n']):,} tokens on one card in {billion['seconds']:.1f} s, exact by "

@@ -21,7 +21,8 @@ from packaging.utils import canonicalize_name
 from workbench import requirements
 
 ROOT = Path(__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT, SETUPTOOLS = PYPROJECT["project"], PYPROJECT["tool"]["setuptools"]
 DECLARED = [Requirement(r) for r in requirements.declared("test")]
 ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
 OF_A_CUDA_TORCH = ("nvidia-", "cuda-", "triton")
@@ -109,8 +110,7 @@ def test_conda_environment_installs_what_make_installs():
 
 
 def test_package_data_names_every_file_that_is_not_code():
-    tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
-    patterns = [p.removeprefix("**/") for p in tool["setuptools"]["package-data"]["workbench"]]
+    patterns = [p.removeprefix("**/") for p in SETUPTOOLS["package-data"]["workbench"]]
     files = [p for p in (ROOT / "workbench").rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")]
     assert [f for f in files if not any(fnmatch.fnmatch(f.name, p) for p in patterns)] == []
 
@@ -210,14 +210,10 @@ def test_make_uses_an_activated_environment_that_has_everything_and_no_other(che
 
 
 @needs_make
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("-c import sys; sys.exit(sys.version_info", "Python 3.11 or newer is needed"),
-        ("-c import ensurepip", "apt-get install python3-venv"),
-    ],
-    ids=["old Python", "no venv module"],
-)
+@pytest.mark.parametrize("case, message", [
+    ("-c import sys; sys.exit(sys.version_info", "Python 3.11 or newer is needed"),
+    ("-c import ensurepip", "apt-get install python3-venv"),
+], ids=["old Python", "no venv module"])  # fmt: skip
 def test_make_says_what_python_lacks(checkout, case, message):
     python = checkout / "python"
     python.write_text(f'#!/bin/sh\ncase "$*" in "{case}"*) exit 1;; esac\n')
@@ -245,8 +241,7 @@ def test_ci_runs_make_test_as_its_last_word():
 
 
 def test_a_wheel_has_all_notebooks_and_committed_records():
-    tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     listed = subprocess.run(["git", "ls-files", "outputs/records"], cwd=ROOT, capture_output=True, text=True).stdout
     folders = {"notebooks": "ipynb"} | {line.rpartition("/")[0]: "jsonl" for line in listed.splitlines()}
     shared = {f"share/attention-workbench/{at}": [f"{at}/*.{ending}"] for at, ending in folders.items()}
-    assert tool["data-files"] == shared
+    assert SETUPTOOLS["data-files"] == shared

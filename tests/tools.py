@@ -96,13 +96,10 @@ class Case:
         of_q = (self.batch, nq, self.heads, self.head_dim)
         of_k = (self.batch, self.n, kv_heads, self.head_dim)
         random = torch.Generator().manual_seed(seed)
-        q, k, v, g, gl = (
-            torch.randn(s, generator=random, dtype=torch.float64)
-            for s in (of_q, of_k, of_k, of_q, (self.batch, self.heads, nq))
-        )
-        lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        q, k, v, g, gl = (x.to(device, dtype) for x in (q, k, v, g, gl))
-        return q, k, v, g, gl.to(lse_dtype)
+        shapes = of_q, of_k, of_k, of_q, (self.batch, self.heads, nq)
+        drawn = (torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes)
+        q, k, v, g, gl = (x.to(device, dtype) for x in drawn)
+        return q, k, v, g, gl.to(torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 def every_third(h, i, j):
@@ -229,14 +226,10 @@ def _tiled(c):
         Case(f"one-token{suffix}", lambda: BlockSparse(layouts.local(1), 16, c), 1),
         Case(f"wide-blocks-last-queries{suffix}", lambda: BlockSparse(edge, (16, 32), c), 150, 61, 4, 2),
         Case(f"tall-blocks-head-dim-20{suffix}", lambda: BlockSparse(edge, (32, 16), c), 77, head_dim=20),
-        Case(
-            f"a-layout-a-sequence{suffix}",
-            lambda: BlockSparse(batch_layout(2, 4, 3, 3), 16, c), 45, heads=4, kv_heads=2, batch=2,
-        ),
-        Case(
-            f"random-by-head{suffix}",
-            lambda: BlockSparse(layouts.random(0.3, 2, per_head=True), 16, c), 97, 40, heads=4, kv_heads=2,
-        ),
+        Case(f"a-layout-a-sequence{suffix}", lambda: BlockSparse(batch_layout(2, 4, 3, 3), 16, c), 45, heads=4,
+             kv_heads=2, batch=2),
+        Case(f"random-by-head{suffix}", lambda: BlockSparse(layouts.random(0.3, 2, per_head=True), 16, c), 97, 40,
+             heads=4, kv_heads=2),
     ]  # fmt: skip
 
 

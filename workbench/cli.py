@@ -72,11 +72,9 @@ def parser() -> argparse.ArgumentParser:
     add("--timeout", type=float, default=report.LIMIT_S, metavar="S", help=limit)
     make.set_defaults(command=_report)
 
-    listing = commands.add_parser("list", help="the notebooks and their parameters")
-    listing.set_defaults(command=_list)
-
+    commands.add_parser("list", help="the notebooks and their parameters").set_defaults(command=_list)
     doctor = commands.add_parser("doctor", help="what works on this machine, and what does not and why")
-    doctor.set_defaults(command=_doctor)
+    doctor.set_defaults(command=lambda _: importlib.import_module("workbench.doctor").main())
 
     fit = commands.add_parser(
         "fit",
@@ -197,12 +195,6 @@ def _list(arguments) -> int:
                 told.setdefault(choices, f"as for {name} of {path.stem}")
             print(f"    {name} ({wanted}) = {json.dumps(default)}{others}")
     return 0
-
-
-def _doctor(_) -> int:
-    from workbench import doctor
-
-    return doctor.main()
 
 
 def _fit(arguments) -> int:

@@ -27,8 +27,7 @@ from workbench.engines import partial
 @pytest.mark.parametrize("what, words", [
     ("pattern", "pattern of rank 1 is not that of rank 0"), ("ordering", "pattern of rank 1"),
     ("dtype", "dtype of rank 1"), ("shape", "shape of rank 1"), ("device", "device of rank 1"),
-    ("scale", "scale of rank 1"),
-    ("requires_grad", "requires_grad of rank 1"),
+    ("scale", "scale of rank 1"), ("requires_grad", "requires_grad of rank 1"),
     ("queries", "rank 0 has 32 queries on 32 keys: the last 63 of 64 positions"),
     ("v", "k (1, 32, 4, 8), v (1, 31, 4, 8)"), ("strategy", "strategy='ring': want one of"),
     ("heads", "3 heads on 3 key heads, want multiples of 2"),
@@ -46,14 +45,11 @@ def test_an_error_on_one_rank_of_four_is_raised_on_all_with_its_reason(ranks):
     assert set(others) == {("ValueError", f"rank 3: {last[1]}")}
 
 
-@pytest.mark.parametrize(
-    ("what", "kind"),
-    [("out of memory", "OutOfMemoryError"), ("out of memory by heads", "OutOfMemoryError"), ("bug", "RuntimeError")],
-)
-def test_what_goes_wrong_while_preparing_on_one_rank_is_raised_on_all_and_the_group_goes_on(ranks, what, kind):
+@pytest.mark.parametrize("what", work.FAILS)
+def test_what_goes_wrong_while_preparing_on_one_rank_is_raised_on_all_and_the_group_goes_on(ranks, what):
     first, last = ranks(2).run(work.refused, what)
-    assert first == (kind, f"rank 1: {last[1]}")
-    assert last[0] == {"bug": "KeyError"}.get(what, kind)
+    own, others = ("KeyError", "RuntimeError") if what == "bug" else ["OutOfMemoryError"] * 2
+    assert last[0] == own and first == (others, f"rank 1: {last[1]}")
 
 
 NO_ROOM = "OutOfMemoryError", "no room"
@@ -96,10 +92,8 @@ def test_queries_that_one_rank_has_changed_before_the_backward_are_an_error_on_a
     (False, "own rows", (0,)), (False, "own rows", (0, 1)),
 ])  # fmt: skip
 @on_ranks(2)
-def test_an_out_of_memory_before_ranks_have_agreed_is_raised_on_all_and_the_group_goes_on(
-    rank, world, backward, where, forgets
-):
-    """By gloo. It leaves nothing alive, and no race; then the same call, with memory, is right.
+def test_an_out_of_memory_before_ranks_have_agreed_is_raised_on_all(rank, world, backward, where, forgets):
+    """By gloo. The group goes on: it leaves nothing alive, and no race; then the same call, with memory, is right.
 
     where: what the last rank does then, make its "buffers" or attend to its "own rows"; forgets: ranks that have lost
     their plan by then

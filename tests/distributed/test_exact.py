@@ -168,10 +168,10 @@ def test_streams_are_ordered_where_a_rank_has_forgotten_the_plan(ranks, by_host)
             assert max(errors) < work.TOLERANCE and races == []
 
 
-@pytest.mark.parametrize(
-    "what, words",
-    [("what is there", "beside, not behind {'main'}"), ("what arrives", "main, not behind {'wire'}")],
-)
+RACES = [("what is there", "beside, not behind {'main'}"), ("what arrives", "main, not behind {'wire'}")]
+
+
+@pytest.mark.parametrize("what, words", RACES)
 def test_a_wait_that_is_left_out_is_found(ranks, what, words):
     for _, races in ranks(2).run(work.on_streams, "dense-causal", hastens=what):
         assert any(words in x for x in races)

@@ -99,10 +99,8 @@ def test_a_longnet_over_ranks_has_the_loss_and_gradients_of_one_device(ranks, me
 
 @pytest.mark.slow
 def test_the_demo_learns_alike_on_any_mesh_and_says_its_bytes(ranks):
-    one, two, four = (
-        ranks(world).run(train.demo, steps=12, n=128, **options)
-        for world, options in ((2, {"data": 2}), (2, {}), (4, {"data": 2}))
-    )
+    asked = (2, {"data": 2}), (2, {}), (4, {"data": 2})
+    one, two, four = (ranks(world).run(train.demo, steps=12, n=128, **options) for world, options in asked)
     for found in (*one, *two, *four):
         torch.testing.assert_close(found["losses"], one[0]["losses"], rtol=1e-4, atol=1e-4)
         assert max(found["losses"][-3:]) < 0.9 * min(found["losses"][:2])

@@ -57,13 +57,8 @@ def test_the_partials_of_all_ranks_make_up_the_pattern(case, shards):
     total = torch.zeros(heads, n, n, dtype=torch.int32)
     for rank in range(4):
         own = partials.own_partials(found, rank)
-        each = (
-            own.first,
-            own.second,
-            *own.before.values(),
-            *(partials.stage_partials(found, rank, x) for x in found.stages),
-        )
-        for partial in itertools.chain(*each):
+        stages = (partials.stage_partials(found, rank, x) for x in found.stages)
+        for partial in itertools.chain(own.first, own.second, *own.before.values(), *stages):
             first = 0
             many = sum(len(range(heads)[s.heads]) for s in partial.groups)
             m, queries = len(partial.groups[0].keys), len(partial.groups[0].queries)

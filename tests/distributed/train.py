@@ -121,11 +121,9 @@ def mutated(rank, world, parts, lengths, name, mutant):
 
 def only_over_data(rank, world, parts, lengths, name):
     """The error if gradients are reduced over the data axis alone, and not over the sequence's."""
-    mesh = mesh_of(len(parts), len(lengths))
-    group = mesh.get_group("data")
-    return errors(
-        rank, world, parts, lengths, name, wrap=lambda net: DistributedDataParallel(net, process_group=group)
-    )[0]
+    group = mesh_of(len(parts), len(lengths)).get_group("data")
+    wrap = functools.partial(DistributedDataParallel, process_group=group)
+    return errors(rank, world, parts, lengths, name, wrap=wrap)[0]
 
 
 def checkpointed(rank, world, parts, lengths, name, strategy):
@@ -207,20 +205,17 @@ def demo(rank, world, **options):
 
 def longnet(rank, world, parts, lengths, **options):
     """The largest differences from one device of LongNet's loss and gradients, of two steps in a row, by DDP."""
-    mesh, sizes = mesh_of(len(parts), len(lengths)), (20, 16, 2, 4, [8, 40], [1, 2])
-    group, worst = mesh.get_group("sequence"), []
+    tokens = [torch.randint(20, (BATCH, N), generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    mesh, here = on_mesh(parts, lengths, drawn=lambda _: [torch.stack(tokens)])
+    sizes, group, worst = (20, 16, 2, 4, [8, 40], [1, 2]), mesh.get_group("sequence"), []
     torch.manual_seed(0)
     one = wb.LongNet(*sizes, dtype=torch.float64, **options)
     one.norm.weight.data *= 3
     mine = wb.LongNet(*sizes, dtype=torch.float64, attention=wb.distributed.MultiheadAttention, group=group, **options)
     mine.load_state_dict(one.state_dict())
     net = DistributedDataParallel(mine)
-    for seed in range(2):
-        tokens = torch.randint(20, (BATCH, N), generator=torch.Generator().manual_seed(seed))
-        some = Shards(tuple(parts))[mesh.get_local_rank("data")]
-        rows = Shards(tuple(lengths))[mesh.get_local_rank("sequence")]
-        want = one.loss(tokens)
-        found = training.loss(net, tokens[some.start : some.stop, rows.start : rows.stop], group=group)
+    for whole, (some,) in zip(tokens, here, strict=True):
+        want, found = one.loss(whole), training.loss(net, some, group=group)
         want.backward(), found.backward()
         found = found.detach()
         dist.all_reduce(found)

@@ -91,39 +91,31 @@ def compare(rank, case, lengths, strategy="sequence", dtype=torch.float64, **opt
     return found
 
 
-class Counted:
+@contextlib.contextmanager
+def counted(world: int):
     """Bytes that this rank hands to torch's all-to-all for each of the others, while it is in use."""
+    sent, real = [0] * world, dist.all_to_all_single
 
-    def __init__(self, world: int):
-        self.sent = [0] * world
+    def count(target, source, into, out, **options):
+        assert source.numel() == sum(out) and target.numel() == sum(into)
+        assert not source.numel() or source.data_ptr() != target.data_ptr(), "one buffer for both"
+        for rank, elements in enumerate(out):
+            sent[rank] += elements * source.element_size() * (rank != dist.get_rank(options["group"]))
+        return real(target, source, into, out, **options)
 
-    def __enter__(self):
-        real = dist.all_to_all_single
-
-        def count(target, source, into, out, **options):
-            assert source.numel() == sum(out) and target.numel() == sum(into)
-            assert not (set(range(source.numel())) and source.data_ptr() == target.data_ptr()), "one buffer for both"
-            for rank, elements in enumerate(out):
-                self.sent[rank] += elements * source.element_size() * (rank != dist.get_rank(options["group"]))
-            return real(target, source, into, out, **options)
-
-        self.patch = patch.object(dist, "all_to_all_single", count)
-        self.patch.start()
-        return self
-
-    def __exit__(self, *error):
-        self.patch.stop()
+    with patch.object(dist, "all_to_all_single", count):
+        yield sent
 
 
 def exact(rank, world, id, strategy="sequence"):
     """(errors, bytes sent to each rank, bytes that the plan says) of forward and backward."""
     case, shards = CASES[id]
     lengths = shards[world] if world in shards else Shards.even(case.n, world).lengths
-    with Counted(world) as counted:
+    with counted(world) as sent:
         found = compare(rank, case, lengths, strategy)
         plan = plan_of(case, lengths, strategy)
         planned = plan.bytes(8, case.head_dim, case.batch, "fwdbwd", lse=True)[rank].tolist()
-    return found, counted.sent, planned
+    return found, sent, planned
 
 
 def in_one_stage(rank, world, id):
@@ -315,10 +307,10 @@ def refused(rank, world, what):
     }
     call = {"q": q, "k": k, "v": v, "pattern": pattern} | on_all.get(what, {})
     call |= on_last.get(what, {}) if last else {}
-    fails = patch.object(*FAILS[what][:2], side_effect=FAILS[what][2]) if what in FAILS and last else Counted(world)
-    with fails, Counted(world) as counted:
+    fails = patch.object(*FAILS[what][:2], side_effect=FAILS[what][2]) if what in FAILS and last else None
+    with fails or contextlib.nullcontext(), counted(world) as sent:
         found = raised(api.attention, **call)
-    assert sum(counted.sent) == 0, "data moved before the refusal"
+    assert sum(sent) == 0, "data moved before the refusal"
     case = CASES["geometric"]
     assert max(compare(rank, case[0], case[1][world]).values()) < TOLERANCE
     return found

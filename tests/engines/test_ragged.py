@@ -84,9 +84,8 @@ def test_explain_says_it_of_each_kind_of_document(monkeypatch):
     said = explain(x, x, x, Dense())
     assert explain(x, x, x, Dense(), documents=IDS) == f"{said} (documents of 2 to 8 tokens)"
     monkeypatch.setattr(dispatch, "choose", lambda name, q, *_: ("torch" if q.shape[1] > 4 else "triton", "it is so"))
-    assert explain(x, x, x, Dense(), documents=IDS) == (
-        "torch: it is so (documents of 5 to 8 tokens); triton: it is so (documents of 2 to 3 tokens)"
-    )
+    both = "torch: it is so (documents of 5 to 8 tokens); triton: it is so (documents of 2 to 3 tokens)"
+    assert explain(x, x, x, Dense(), documents=IDS) == both
     assert explain(x, x, x, Dense(), lengths=torch.tensor([0, 3])) == "triton: it is so (documents of 3 to 3 tokens)"
 
 

@@ -221,11 +221,8 @@ def test_lists_of_blocks_are_made_once_for_all_numbers_of_heads_that_see_the_sam
     for kind in (BlockSparse, Neighborhood, Predicate):
         real = kind.blocks
         monkeypatch.setattr(kind, "blocks", lambda self, *sizes, real=real: made.append(sizes[1]) or real(self, *sizes))
-    for pattern, want in (
-        (BlockSparse(layouts.local(1), 8), [1]),
-        (Neighborhood((8, 8), 1), [1]),
-        (Predicate(tools.every_third), [4, 2]),
-    ):
+    same, by_head = (BlockSparse(layouts.local(1), 8), Neighborhood((8, 8), 1)), Predicate(tools.every_third)
+    for pattern, want in (*((x, [1]) for x in same), (by_head, [4, 2])):
         made.clear()
         for heads in (4, 2, 4):
             q, k, v = torch.randn(3, 1, 64, heads, 8, dtype=torch.float64).unbind()
@@ -290,6 +287,18 @@ def test_a_forward_holds_at_most_three_times_its_output():
     with torch.no_grad():
         peak = memory.measure(lambda: attention(q, k, v, pattern, backend="torch"))
     assert output <= peak <= 3 * output
+
+
+def test_few_queries_of_a_batch_copy_no_keys_that_they_do_not_see():
+    q, k = torch.randn(8, 1, 2, 8), torch.randn(8, 1 << 16, 2, 8)
+    with torch.no_grad():
+        assert memory.measure(lambda: attention(q, k, k, Window(5, True), backend="torch")) < k.nbytes / 2
+
+
+def test_queries_count_in_how_many_sequences_go_together():
+    q, k = torch.randn(32, 128, 64, 16), torch.randn(32, 128, 1, 16)  # 16 MB of queries on few keys
+    with torch.no_grad():
+        assert memory.measure(lambda: attention(q, k, k, Window(5), backend="torch")) < 2.5 * q.nbytes
 
 
 def test_blocks_longer_than_the_sequence_take_no_memory_of_their_own():

@@ -72,9 +72,8 @@ def test_another_card_is_refused_with_those_there_are(name):
 @pytest.fixture
 def plugged_in(monkeypatch):
     def plug(name, total, capability):
-        found = SimpleNamespace(
-            name=name, total_memory=total, major=capability[0], minor=capability[1], multi_processor_count=9
-        )
+        found = SimpleNamespace(name=name, total_memory=total, multi_processor_count=9)
+        found.major, found.minor = capability
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: {1: found}[device])
@@ -90,14 +89,11 @@ def test_the_card_of_this_machine_is_read(plugged_in):
     assert listed.total_bytes != card.total_bytes and listed.multiprocessors == 132
 
 
-@pytest.mark.parametrize(
-    "name, gib, capability, key, workspace",
-    [
-        ("NVIDIA GeForce RTX 3070", 7.8, (8, 6), "rtx3070", 8_519_680),
-        ("NVIDIA GH200 96GB", 94.5, (9, 0), "gh20096gb", 32 * MIB),
-        ("NVIDIA GeForce RTX 3060", 7.8, (8, 6), "rtx3060", 8_519_680),  # of 8 GB: under one name with that of 12
-    ],
-)
+@pytest.mark.parametrize("name, gib, capability, key, workspace", [
+    ("NVIDIA GeForce RTX 3070", 7.8, (8, 6), "rtx3070", 8_519_680),
+    ("NVIDIA GH200 96GB", 94.5, (9, 0), "gh20096gb", 32 * MIB),
+    ("NVIDIA GeForce RTX 3060", 7.8, (8, 6), "rtx3060", 8_519_680),  # of 8 GB: under one name with that of 12
+])  # fmt: skip
 def test_a_card_that_is_not_in_the_table_has_no_speeds(name, gib, capability, key, workspace, plugged_in):
     plugged_in(name, int(gib * GIB), capability)
     card = cards.from_device()

@@ -9,17 +9,14 @@ import workbench as wb
 from workbench.fit import allocator, cards, estimate, fake_cuda, tracer, tracer_shortcuts, workspace
 from workbench.probes.case import Case
 
-CARD = cards.find("h100")
-
 
 def peak(events):
     """The largest sum of what is alive."""
     return allocator.replay(events).peak_requested
 
 
-def life(case):
-    case = Case(**{**case, "device": "cuda"})
-    return tracer.of_case(case, CARD)
+def life(*case):
+    return tracer.of_case(Case(*case, device="cuda"), cards.find("h100"))
 
 
 @pytest.fixture(autouse=True)
@@ -34,18 +31,16 @@ def toy(q, k, v):
 
 
 def test_a_toy_is_followed_to_the_byte():
-    sizes = {"pattern": wb.Dense(), "n": 1000, "heads": 2, "head_dim": 16, "dtype": "float32", "backend": toy}
     one = 1000 * 2 * 16 * 4
-    events, before, *_ = life(sizes)
+    events, before, *_ = life(wb.Dense(), 1000, 2, 16, "float32", toy)
     assert [e.name for e in events[:before]] == ["q", "k", "v"]
     assert peak(events) == 5 * one
     assert [e.nbytes for e in events[before:]] == [one, one, -1]  # kept, the product, and kept is gone
 
 
 def test_gradients_are_followed_too():
-    sizes = {"pattern": wb.Dense(), "n": 500, "heads": 2, "head_dim": 16, "dtype": "float32", "backend": toy}
     one = 500 * 2 * 16 * 4
-    events, before, *_ = life(sizes | {"mode": "fwdbwd"})
+    events, before, *_ = life(wb.Dense(), 500, 2, 16, "float32", toy, "fwdbwd")
     assert peak(events[:before]) == 4 * one  # with the upstream gradient
     # Beside these: kept (saved), the product, the gradients of kept and of v.
     assert peak(events) == 8 * one
@@ -55,8 +50,7 @@ def test_gradients_are_followed_too():
 def test_our_kernels_hold_their_results_and_no_more(mode):
     pytest.importorskip("triton")
     n, h, d = 65_536, 12, 64
-    sizes = {"pattern": wb.Dilated([500, 3000], [1, 3]), "n": n, "heads": h, "head_dim": d, "dtype": "bfloat16"}
-    events, before, backend, *_ = life(sizes | {"backend": "auto", "mode": mode})
+    events, before, backend, *_ = life(wb.Dilated([500, 3000], [1, 3]), n, h, d, "bfloat16", "auto", mode)
     one, row = n * h * d * 2, n * h * 4
     assert backend == "triton"
     want = 4 * one + row if mode == "fwd" else 8 * one + 3 * row  # out, lse; and gradients, lse and delta a row
@@ -69,11 +63,10 @@ def test_the_torch_path_on_a_card_equals_what_it_takes_here(monkeypatch):
     from workbench.probes import memory
 
     monkeypatch.setattr(fused, "kernel", lambda q, mask=None: "unfused")
-    case = Case(wb.BlockSparse(wb.layouts.local(1), 16), 128, 2, 16, torch.float64, "torch")
-    (call, _), inputs, _ = memory._allocations(case.prepare)
+    case = wb.BlockSparse(wb.layouts.local(1), 16), 128, 2, 16, torch.float64, "torch"
+    (call, _), inputs, _ = memory._allocations(Case(*case).prepare)
     used = inputs + memory.measure(call)
-    events, before, *_ = life({x: getattr(case, x) for x in ("pattern", "n", "heads", "head_dim", "dtype", "backend")})
-    assert abs(peak(events) / used - 1) < 0.02
+    assert abs(peak(life(*case).events) / used - 1) < 0.02
 
 
 def test_the_lists_and_the_masks_of_blocks_are_counted_as_they_are():
@@ -81,10 +74,9 @@ def test_the_lists_and_the_masks_of_blocks_are_counted_as_they_are():
     from workbench.engines.triton import bit_masks, block_lists
 
     n, pattern = 1 << 12, wb.Window(300, dilation=5, sinks=4)
-    sizes = {"pattern": pattern, "n": n, "heads": 2, "head_dim": 64, "dtype": "bfloat16", "backend": "triton"}
     plan = block_lists.make_plan(*bit_masks.find(pattern, n, 1, n, (128, 128)), pattern, "cpu")
     lists = sum(x.nbytes for x in (*plan.by_queries, *plan.by_keys, plan.table))
-    left = allocator.replay(life(sizes).events).requested
+    left = allocator.replay(life(pattern, n, 2, 64, "bfloat16", "triton").events).requested
     assert left == 4 * n * 2 * 64 * 2 + lists and plan.table.numel() % (128 * 4) == 0
 
 
@@ -101,10 +93,9 @@ def looks_at_data(q, k, v):
 
 
 def test_what_looks_at_data_is_refused_with_the_reason():
-    sizes = {"pattern": wb.Dense(), "n": 8, "heads": 1, "head_dim": 16, "dtype": "float32", "backend": looks_at_data}
     own = torch.cuda.is_available, torch.cuda.get_device_properties
     with pytest.raises(tracer.CannotTrace, match="without data"):
-        life(sizes)
+        life(wb.Dense(), 8, 1, 16, "float32", looks_at_data)
     assert (torch.cuda.is_available, torch.cuda.get_device_properties) == own
 
 
@@ -115,8 +106,7 @@ def projections(q, k, v):
 
 
 def test_matrix_products_take_their_workspace_once():
-    sizes = {"pattern": wb.Dense(), "n": 64, "heads": 2, "head_dim": 16, "dtype": "float32", "backend": projections}
-    events, *_ = life(sizes)
+    events, *_ = life(wb.Dense(), 64, 2, 16, "float32", projections)
     assert [e.nbytes for e in events if "workspace" in e.name] == [32 << 20]
 
 
@@ -124,9 +114,7 @@ def test_what_the_host_keeps_of_a_neighborhood_is_not_on_the_card():
     """`curve` and `rank`, 16 bytes a token, stay on the host; the lists of blocks go to the card, with the pattern."""
     n = 1 << 16
     pattern = wb.Neighborhood((n,), 300)
-    sizes = {"pattern": pattern, "n": n, "heads": 1, "head_dim": 16, "dtype": "float32", "backend": "torch"}
-    events, *_ = life(sizes)
-    left = allocator.replay(events).requested
+    left = allocator.replay(life(pattern, n, 1, 16, "float32", "torch").events).requested
     blocks = pattern.blocks(n, 1)
     lists = sum(x.nbytes for x in (blocks.starts, blocks.columns, blocks.full))
     assert left == 4 * n * 16 * 4 + lists  # q, k, v and out
@@ -142,7 +130,7 @@ def test_a_trace_replaces_eleven_attributes_and_nothing_else_does(monkeypatch):
 
     monkeypatch.setattr(fake_cuda, "replaced", replaced)
     monkeypatch.setattr(tracer_shortcuts, "replaced", replaced)
-    tracer.of_case(Case(wb.Dense(), 64, 1, 16, device="cuda"), cards.find("h100"))
+    life(wb.Dense(), 64, 1, 16)
     assert all(getattr(where, name, "none") is old for (where, name), old in before.items())
     engines = "workbench.engines"
     assert sorted(f"{where.__name__}.{name}" for where, name in before) == sorted([

@@ -40,7 +40,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_run_line_comes_first_and_is_complete(recorder, monkeypatch):
+def test_run_line_comes_first_and_is_complete(recorder):
     run = lines(recorder.path)[0]
     assert set(records.RUN_FIELDS) < set(run)
     assert (run["kind"], run["schema"], run["profile"]) == ("run", 1, "quick")
@@ -204,8 +204,7 @@ def test_revision(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("device, name", [
     ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"),
-    ("NVIDIA GeForce GTX 1080 Ti", "gtx1080ti"),
-    ("NVIDIA GeForce RTX 4070 SUPER", "rtx4070super"), ("Tesla T4", "t4"),
+    ("NVIDIA GeForce GTX 1080 Ti", "gtx1080ti"), ("NVIDIA GeForce RTX 4070 SUPER", "rtx4070super"), ("Tesla T4", "t4"),
 ])  # fmt: skip
 def test_machine_kind(device, name, monkeypatch):
     assert machine.short_name(device) == name

@@ -134,14 +134,10 @@ def test_blocks_are_found_once(monkeypatch):
     assert len(found) == 1
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        wb.Dense(), wb.Dilated([4], [1]), wb.BlockSparse(layouts.local(1)), wb.Neighborhood((4, 4), 1),
-        wb.Predicate(helper), orderings.hilbert((4, 4)), layouts.local(2),
-    ],
-    ids=lambda made: type(made).__name__,
-)  # fmt: skip
+@pytest.mark.parametrize("made", [
+    wb.Dense(), wb.Dilated([4], [1]), wb.BlockSparse(layouts.local(1)), wb.Neighborhood((4, 4), 1),
+    wb.Predicate(helper), orderings.hilbert((4, 4)), layouts.local(2),
+], ids=lambda made: type(made).__name__)  # fmt: skip
 def test_attributes_are_neither_set_nor_deleted(made):
     for name in ("causal", "name", *vars(made)):
         with pytest.raises(AttributeError):

@@ -30,10 +30,7 @@ DEFINITIONS = {
     "global": (global_(2), lambda i, j: i < 2 or j < 2),
     "nothing": (global_(0), lambda i, j: False),
     "strided": (strided(3), lambda i, j: i % 3 == j % 3),
-    "hierarchical": (
-        hierarchical(2, 3),
-        lambda i, j: level_of(abs(i - j), 2) < 3 and j % 2 ** level_of(abs(i - j), 2) == 0,
-    ),
+    "hierarchical": (hierarchical(2, 3), lambda i, j: (x := level_of(abs(i - j), 2)) < 3 and j % 2**x == 0),
     "hierarchical-deep": (hierarchical(1, 31), lambda i, j: j % 2 ** level_of(abs(i - j), 1) == 0),
     "or": (local(1) | global_(1) | strided(4), lambda i, j: abs(i - j) <= 1 or min(i, j) < 1 or i % 4 == j % 4),
     "and": (local(4) & strided(2), lambda i, j: abs(i - j) <= 4 and i % 2 == j % 2),

@@ -4,17 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from workbench.patterns import (
-    BlockSparse,
-    Combined,
-    Dense,
-    Dilated,
-    Neighborhood,
-    PerHead,
-    Predicate,
-    Window,
-    from_spec,
-)
+from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Predicate, Window, from_spec
+from workbench.patterns.algebra import Combined, PerHead
 from workbench.patterns.layouts import explicit, global_, hierarchical, local, random, strided, top_k
 from workbench.patterns.orderings import Ordering, hilbert, morton, tiles
 from workbench.patterns.orderings import random as shuffled
@@ -101,6 +92,7 @@ REFUSED = [
     (lambda: explicit([[True]]), r"blocks=\[\[True\]\]: want a bool tensor"),
     (lambda: explicit(torch.ones(2, 2)), r"blocks=torch.float32 \(2, 2\): want a bool tensor"),
     (lambda: explicit(MASK[0, 0]), r"blocks=torch.bool \(4,\): want a bool tensor"),
+    (lambda: explicit(MASK.new_ones(0, 1, 2, 2)), r"blocks=torch.bool \(0, 1, 2, 2\): .* B at least 1"),
     (lambda: top_k(ONES, ONES, 4, 3), "count=3: want at most the 2 key blocks"),
     (lambda: top_k(ONES, ONES, 4, 0), "count=0: want an int >= 1"),
     (lambda: top_k(torch.ones(1, 8, 3, 4), ONES, 4, 1), r"q \(1, 8, 3, 4\).*Hkv dividing H"),

@@ -39,3 +39,9 @@ def test_panels_that_shared_labels_have_their_own():
     phone.narrow(fig)
     below = fig.axes[1].yaxis
     assert below.get_label_text() == "milliseconds" and below.get_major_ticks()[0].label1.get_visible()
+
+
+def test_axes_on_one_place_stay_there():
+    fig, ax = style.subplots(figsize=(9.5, 3))
+    ax.twinx().plot([1, 2])
+    assert not phone.narrow(fig)

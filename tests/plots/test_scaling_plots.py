@@ -84,15 +84,14 @@ def test_a_ranks_cells_and_those_it_gets_are_coloured():
     fig = draw.shards([order], world=4, radius=1)
     image = np.asarray(fig.axes[0].images[0].get_array())
     colors, count = np.unique(image.reshape(-1, 3), axis=0, return_counts=True)
-    assert (
-        fig.axes[0].get_title("left") == "row-major: gets 16\nfor 16 of its own"
-    )  # a strip of two rows, on both sides
+    title = fig.axes[0].get_title("left")
+    assert title == "row-major: gets 16\nfor 16 of its own", "a strip of two rows, on both sides"
     assert sorted(count)[:2] == [16, 16] and len(colors) == 4
 
 
 def test_the_readmes_picture_has_every_pattern_that_is_on_record(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(draw, "speedups", lambda x, across: drawn.append(x) or pyplot.figure())
+    monkeypatch.setattr(draw, "speedups", lambda x: drawn.append(x) or pyplot.figure())
     draw.picture(tmp_path / "x.png")
     kinds = list(dict.fromkeys(drawn[0]["kind"]))
     assert kinds == [x for x in multicard.KINDS if x in kinds] and "longnet-geometric" in kinds

@@ -31,18 +31,17 @@ def case(pattern, dtype, backend):
     return Case(pattern, N, 2, 32, dtype, backend, "fwdbwd")
 
 
+DEGRADED = {
+    "output scaled": (lambda out, lse: (out * 1.03, lse), "out"),
+    "lse shifted": (lambda out, lse: (out, lse + 0.01), "lse"),
+    "lse no number": (lambda out, lse: (out, lse * torch.nan), "lse"),
+    "gradient scaled": (lambda out, lse: (out + 0.1 * (out - out.detach()), lse), "dq"),  # and the value is right
+    "gradient dropped": (lambda out, lse: (out.detach().clone().requires_grad_() + 0 * out, lse), "dv"),
+}
+
+
 @pytest.mark.parametrize("dtype", error.DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("how", "name"),
-    [
-        (lambda out, lse: (out * 1.03, lse), "out"),
-        (lambda out, lse: (out, lse + 0.01), "lse"),
-        (lambda out, lse: (out, lse * torch.nan), "lse"),
-        (lambda out, lse: (out + 0.1 * (out - out.detach()), lse), "dq"),  # the value is right, the gradient is not
-        (lambda out, lse: (out.detach().clone().requires_grad_() + 0 * out, lse), "dv"),
-    ],
-    ids=["output scaled", "lse shifted", "lse no number", "gradient scaled", "gradient dropped"],
-)
+@pytest.mark.parametrize("how, name", DEGRADED.values(), ids=list(DEGRADED))
 def test_a_degraded_backend_misses_its_budget(monkeypatch, dtype, how, name):
     right = dispatch.attention
     monkeypatch.setattr(dispatch, "attention", lambda *x, **options: how(*right(*x, **options)))

@@ -118,11 +118,10 @@ def test_settings_say_in_words_what_was_timed(lineup, tmp_path):
     assert speed.settings(None).empty
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"block": 8}, {"seed": 1}, {"head_dim": 8}, {"samples": 3}, {"modes": ("fwdbwd",)}, {"dtype": "float64"}],
-    ids=str,
-)
+CHANGES = [{"block": 8}, {"seed": 1}, {"head_dim": 8}, {"samples": 3}, {"modes": ("fwdbwd",)}, {"dtype": "float64"}]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_a_resumed_row_is_found_only_for_the_same_measurement(change, tmp_path):
     """Names say little: blocks of 16 and of 8, two seeds, have one name."""
 
@@ -151,14 +150,11 @@ def test_ceilings_are_recorded_and_the_better_of_two_counts(tmp_path, monkeypatc
 
 def table(mode="fwd", n=1024, dtype="float32", **took):
     """Rows as of `speed.table`: milliseconds by label; the rate is 1 / ms."""
-    lines = []
-    for label, ms in took.items():
-        lines.append({
-            "label": label, "family": "Dense" if label == "dense" else "Dilated", "backend": "torch", "mode": mode,
-            "n": n, "status": "ok", "median_ms": ms, "samples_ms": [0.95 * ms, ms, 1.05 * ms], "pairs": n * n,
-            "tflops": 1 / ms, "dtype": dtype, "batch": 1, "heads": 2, "head_dim": 16,
-        })  # fmt: skip
-    return pd.DataFrame(lines)
+    return pd.DataFrame([{
+        "label": label, "family": "Dense" if label == "dense" else "Dilated", "backend": "torch", "mode": mode,
+        "n": n, "status": "ok", "median_ms": ms, "samples_ms": [0.95 * ms, ms, 1.05 * ms], "pairs": n * n,
+        "tflops": 1 / ms, "dtype": dtype, "batch": 1, "heads": 2, "head_dim": 16,
+    } for label, ms in took.items()])  # fmt: skip
 
 
 @pytest.mark.parametrize("took, want", [

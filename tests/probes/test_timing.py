@@ -143,13 +143,11 @@ def test_a_failed_allocation_leaves_nothing_alive():
             alive.append(weakref.ref(inner))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore") from None
 
-    collecting = gc.isenabled()
     gc.disable()
     try:
         outcome = attempt(hungry)
     finally:
-        if collecting:
-            gc.enable()
+        gc.enable()
     assert (outcome.status, outcome.result) == ("oom", None)
     assert outcome.error == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
     assert len(alive) == 2 and all(ref() is None for ref in alive)

@@ -128,9 +128,8 @@ def test_one_wrong_row_is_caught_and_described(pattern, dtype):
         x[at] = kept
         element = ((b * 4 + h) * 96 + row) if name == "lse" else ((b * 96 + row) * x.shape[2] + h) * 8
         assert len(found.wrong) == 1, (name, how, found)
-        assert found.wrong[0].startswith(
-            f"{name} of sequence 1, row 61, head 1 (from element {element:,} on) is off by"
-        )
+        where = f"{name} of sequence 1, row 61, head 1 (from element {element:,} on)"
+        assert found.wrong[0].startswith(f"{where} is off by")
         assert not found.ok and found.errors[name] > found.allowed[name]
         assert str(found).startswith(f"wrong: {found.wrong[0]}; compared 2 rows and 2 keys")
     assert check(pattern, returned, inputs).ok

@@ -31,9 +31,8 @@ def run(tmp_path, monkeypatch):
     """Write notebooks {name: cells}, report them, and return (reports, what was said, the folder)."""
 
     def go(notebooks: dict[str, list], profiles: dict | None = None, **options):
-        paths = [
-            write(tmp_path / "in" / f"{name}.ipynb", *cells, profiles=profiles) for name, cells in notebooks.items()
-        ]
+        here = tmp_path / "in"
+        paths = [write(here / f"{name}.ipynb", *cells, profiles=profiles) for name, cells in notebooks.items()]
         monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel captures less where it sees that
         said: list[str] = []
         options = {"profile": "tiny", "out": tmp_path / "out", "say": said.append} | options
@@ -62,9 +61,7 @@ def test_a_notebook_becomes_a_page_and_an_entry_of_the_index(run):
     ({"profile": "huge"}, "profile='huge': one of tiny, quick, gpu"), ({"timeout": 0}, "timeout=0"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_before_anything_runs(run, tmp_path, options, message):
-    with pytest.raises(ValueError) as refused:
-        run({"a": [PARAMETERS, f"open({str(tmp_path / 'ran')!r}, 'w')"]}, **options)
-    assert message in str(refused.value)
+    tools.refused(message, run, {"a": [PARAMETERS, f"open({str(tmp_path / 'ran')!r}, 'w')"]}, **options)
     assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
 
 
@@ -232,12 +229,10 @@ def test_two_reports_at_once_share_a_folder(tmp_path):
         "while not pathlib.Path({there!r}).exists(): time.sleep(0.05)\nprint('met' + 'before')"
     )
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    ones = (
-        write(tmp_path / "1.ipynb", "# First", meet.format(here=a, there=b)),
-        write(tmp_path / "same.ipynb", "# S", "1"),
-    )
-    twos = write(tmp_path / "2.ipynb", "# Second", meet.format(here=b, there=a)), ones[1]
-    both = [start(*paths, "--profile", "tiny", "--out", tmp_path / "out", "--timeout", 3600) for paths in (ones, twos)]
+    one = write(tmp_path / "1.ipynb", "# First", meet.format(here=a, there=b))
+    two = write(tmp_path / "2.ipynb", "# Second", meet.format(here=b, there=a))
+    same, options = write(tmp_path / "same.ipynb", "# S", "1"), ("--profile", "tiny", "--out", tmp_path / "out")
+    both = [start(path, same, *options, "--timeout", 3600) for path in (one, two)]
     for process in both:
         said, complaints = process.communicate(timeout=3600)
         assert (process.returncode, complaints) == (0, ""), said

@@ -1,6 +1,7 @@
 """What a notebook shows, on its page and in a browser: numbers, captions, data, and what the page's script does."""
 
 import re
+from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
@@ -163,8 +164,6 @@ def test_what_the_page_does_in_a_browser(html, tmp_path, width):
     assert found["code"] == ["none", "block"] and found["copied"] == found["selected"] == "a = 1\nb = 2"
     csv = FRAME.to_csv(lineterminator="\n")
     assert [found["saved"][0], found["saved"][2]] == [csv, csv]
-    from xml.etree import ElementTree
-
     assert ElementTree.fromstring(found["saved"][1]).tag.endswith("svg")
     assert found["cells"][:3] == ["dense", "2.0", "x"] and found["cells"][6] == "<y>\nz"
     assert found["orders"] == [

@@ -208,13 +208,10 @@ def test_what_is_settled_is_not_measured_again(rows, folder, monkeypatch):
     assert asked == [("facts", mine[1]), ("times", [ONE, mine[1]])]  # it may have been edited since
 
 
-@pytest.mark.parametrize(
-    "cases, names, message",
-    [
-        ({"x": Case(Dense(), 8, 1, 8)}, ["ring"], "strategy='ring': want one of one device, data parallel"),
-        ({"x": Case(Dense(), 8, 1, 8), "y": Case(Dense(), 8, 1, 8, device="cuda")}, [], "want cases on one kind"),
-    ],
-)
+@pytest.mark.parametrize("cases, names, message", [
+    ({"x": Case(Dense(), 8, 1, 8)}, ["ring"], "strategy='ring': want one of one device, data parallel"),
+    ({"x": Case(Dense(), 8, 1, 8), "y": Case(Dense(), 8, 1, 8, device="cuda")}, [], "want cases on one kind"),
+])  # fmt: skip
 def test_a_sweep_of_what_is_not_there_is_refused(folder, cases, names, message):
     refused(message, sweeps.sweep, cases, 2, names, folder=folder / "refused", say=None)
     assert not (folder / "refused").exists()

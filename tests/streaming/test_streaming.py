@@ -145,9 +145,8 @@ def test_a_plan_of_a_billion_tokens_runs_nothing():
 @pytest.mark.parametrize("over", [True, False])
 def test_a_layer_is_that_of_memory_and_may_write_over_x(over):
     torch.manual_seed(0)
-    module = wb.MultiheadAttention(
-        32, 4, wb.Dilated(*GEOMETRIC, causal=True), num_kv_heads=2, qk_norm=True, sub_norm=True
-    ).eval()
+    options = {"num_kv_heads": 2, "qk_norm": True, "sub_norm": True}
+    module = wb.MultiheadAttention(32, 4, wb.Dilated(*GEOMETRIC, causal=True), **options).eval()
     x = torch.randn(777, 32)
     want, to = module(x[None])[0].detach(), None if over else torch.empty_like(x)
     with wb.VirtualCard(1) as card:
@@ -165,6 +164,7 @@ def test_a_run_that_is_ended_goes_on_and_nothing_half_written_counts(tmp_path):
     for name, x in zip("qkv", tensors, strict=True):
         mapped(tmp_path, name, x, True).copy_(x)
     source = tuple(mapped(tmp_path, name, x) for name, x in zip("qkv", tensors, strict=True))
+    options |= {"journal": tmp_path / "journal"}
     out = mapped(tmp_path, "out", tensors[0], True)
 
     class Ended(Exception):
@@ -175,7 +175,7 @@ def test_a_run_that_is_ended_goes_on_and_nothing_half_written_counts(tmp_path):
             raise Ended
 
     with pytest.raises(Ended):
-        streaming.attention(source, pattern, out, **options, journal=tmp_path / "journal", watch=end)
+        streaming.attention(source, pattern, out, **options, watch=end)
     with open(tmp_path / "journal", "ab") as file:
         file.write(b'\n{"start": 320, "st')  # what a killed process may leave
     want = wb.reference(*(x[None] for x in tensors), pattern)[0][0]
@@ -184,17 +184,14 @@ def test_a_run_that_is_ended_goes_on_and_nothing_half_written_counts(tmp_path):
     out[:done] = 7  # finished ranges are not computed again
     out[done:] = torch.nan
     seen = []
-    row = streaming.attention(
-        source, pattern, out, **options, journal=tmp_path / "journal", watch=lambda n, _: seen.append(n)
-    )
+    row = streaming.attention(source, pattern, out, **options, watch=lambda n, _: seen.append(n))
     assert seen[0] == 6 * 64 and seen[-1] == 1000 and row["bytes_out"] == out[done:].nbytes
     assert (out[:done] == 7).all()
     close(out[done:], want[done:])
-    again = streaming.attention(source, pattern, out, **options, journal=tmp_path / "journal")
+    again = streaming.attention(source, pattern, out, **options)
     assert again["bytes_in"] == again["bytes_out"] == 0
     source[0][0] += 1
-    with pytest.raises(ValueError, match="journal=.*of another run"):
-        streaming.attention(source, pattern, out, **options, journal=tmp_path / "journal")
+    refused("journal=.*of another run", streaming.attention, source, pattern, out, **options)
 
 
 @pytest.mark.parametrize("name", ["dense, causal", "blocks"])

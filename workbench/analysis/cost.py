@@ -49,10 +49,8 @@ def extremes(table: pd.DataFrame) -> str:
     pairs, size = last["pairs"].astype(float), last["predicted_bytes"].astype(float)
     low, high = (f"**{binary(x)}**" for x in (size.min(), size.max()))
     memory = f"all need {low}" if low == high else f"they need {low} ({size.idxmin()}) to {high} ({size.idxmax()})"
-    return (
-        f"At N = {last['n'].iloc[0]:,} {pairs.idxmax()} computes {times(pairs.max() / pairs.min())} many pairs "
-        f"as {pairs.idxmin()}; {memory} of memory."
-    )
+    work = f"{pairs.idxmax()} computes {times(pairs.max() / pairs.min())} many pairs as {pairs.idxmin()}"
+    return f"At N = {last['n'].iloc[0]:,} {work}; {memory} of memory."
 
 
 def glance(patterns: Mapping[str, Pattern], n: int, heads: int, depths: Mapping[str, int | None]) -> pd.DataFrame:

@@ -136,10 +136,8 @@ def most(lines: pd.DataFrame, card: str) -> str:
         return f"On {card} none of these ways runs with the largest budget."
     top, least = done.iloc[-1], done.iloc[0]
     more = f", {times(top['n'] / least['n'])} many as {title(least['label'])}" * (len(done) > 1)
-    return (
-        f"Predicted for the memory and speed of {card}, {top['budget_bytes'] / 2**30:g} GiB for tensors: "
-        f"**{title(top['label'])}** takes {int(top['n']):,} tokens{more}."
-    )
+    where = f"the memory and speed of {card}, {top['budget_bytes'] / 2**30:g} GiB for tensors"
+    return f"Predicted for {where}: **{title(top['label'])}** takes {int(top['n']):,} tokens{more}."
 
 
 def agreement(measured: pd.DataFrame) -> list[str]:

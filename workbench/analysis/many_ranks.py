@@ -100,13 +100,11 @@ def model_error(points: pd.DataFrame, what: str = "card") -> list[str]:
         return ["No time of the model was measured here."]
     off = points["off by (%)"]
     worst = points.iloc[off.argmax()]
-    said = (
-        f"The model of many ranks (rates of the link and of one {what}) against "
-        f"{counted(len(points), 'measured forward')}: largest error **{number(off.max())}%**, half of "
-        f"them within {number(sorted(off)[len(off) // 2])}%. The worst: {worst.name}, N = {worst['N']:,.0f}, "
-        f"{counted(int(worst['ranks']), what)}: modelled {number(worst['modelled (ms)'])} ms, measured "
-        f"{number(worst['measured (ms)'])} ms."
-    )
+    model = f"The model of many ranks (rates of the link and of one {what})"
+    errors = f"largest error **{number(off.max())}%**, half of them within {number(sorted(off)[len(off) // 2])}%"
+    at = f"{worst.name}, N = {worst['N']:,.0f}, {counted(int(worst['ranks']), what)}"
+    took = f"modelled {number(worst['modelled (ms)'])} ms, measured {number(worst['measured (ms)'])} ms"
+    said = f"{model} against {counted(len(points), 'measured forward')}: {errors}. The worst: {at}: {took}."
     many = int((off > WRONG).sum())
     warning = f"**Off by more than {WRONG}% in {many} of {len(points)}**: do not read the curves closer than that."
     return [said, *[warning] * bool(many)]
@@ -117,8 +115,6 @@ def rates_in_words(rates: link.Rates, rows: pd.DataFrame, what: str = "card") ->
     sent = rows[rows["stage"].eq("link") & rows["status"].eq("ok")]
     off = (1000 * rates.message_s(sent["message_bytes"]) / sent["median_ms"] - 1).abs().max()
     call, latency = (f"{number(1000 * x)} ms" for x in (rates.call_s, rates.latency_s))
-    return (
-        f"Fitted to {counted(len(sent), 'size')} of messages, each {what} sends "
-        f"**{number(rates.bytes_per_second / 1e9)} GB/s** after {latency}; every message is within {off:.0%} of that. "
-        f"A call takes **{call}** beside what it computes and moves."
-    )
+    rate = f"**{number(rates.bytes_per_second / 1e9)} GB/s** after {latency}; every message is within {off:.0%} of that"
+    said = f"Fitted to {counted(len(sent), 'size')} of messages, each {what} sends {rate}."
+    return f"{said} A call takes **{call}** beside what it computes and moves."

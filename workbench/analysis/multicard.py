@@ -101,7 +101,7 @@ def recorded(machines: Iterable[str]) -> Recorded:
         every = records.committed(machine, "scaling")
         rows = every[every["stage"].eq("sweep") & every["batch"].eq(1)] if len(every) else every
         if len(rows):
-            rows = runs = kinds(rows).query("kind in @KINDS").sort_values("run_utc", kind="stable")
+            rows = runs = kinds(rows).query("kind in @KINDS")
             alike = [x for _, x in rows.groupby(["run_commit", *SIZES])]
             rows = max(alike, key=lambda x: (x["kind"].nunique(), x["run_utc"].max(), len(x)), default=rows)
             rows = rows.drop_duplicates([*CASE, "strategy"], keep="last")

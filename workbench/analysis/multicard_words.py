@@ -56,10 +56,9 @@ def by_sequence(rows: pd.DataFrame, what: str = "card") -> list[str]:
     behind = found[found["rival"].notna()]
     if len(behind):
         x = behind.loc[(behind["speedup"] / behind["rival_speedup"]).astype(float).idxmin()]
-        said += (
-            f" Another way is ahead, beyond the intervals, in {counted(len(behind), 'case')}, the most for {_case(x)} "
-        )
-        said += f"({x['rival']} {x['rival_speedup']:.2f}, sequence {x['speedup']:.2f})."
+        rates = f"{x['rival']} {x['rival_speedup']:.2f}, sequence {x['speedup']:.2f}"
+        where = f"in {counted(len(behind), 'case')}, the most for {_case(x)} ({rates})"
+        said += f" Another way is ahead, beyond the intervals, {where}."
     return [said]
 
 

@@ -96,13 +96,10 @@ def answer(table: pd.DataFrame) -> list[str]:
     for kind in sorted(kinds, key=lambda x: x != "longnet"):
         some, each = table[table.index.str.startswith(kind)], []
         for label, one in some.iterrows():
-            how = f"its loss stays **{one['loss']:.2f}** (a guess: {GUESS:.2f})"
-            if one["learnt at step"] > 0:
-                how = f"from step **{one['learnt at step']:.0f}** on"
+            learnt, stays = one["learnt at step"], f"its loss stays **{one['loss']:.2f}** (a guess: {GUESS:.2f})"
             its = filter(None, (label.partition(", ")[2], f"{number(one['pairs per token'])} pairs per token"))
-            each.append(f"with {' and '.join(its)} {how}")
-        name, no = title(kind), some["learnt at step"].isna().all()
-        verb = "does not learn" if no else "learns"
+            each.append(f"with {' and '.join(its)} {f'from step **{learnt:.0f}** on' if learnt > 0 else stays}")
+        name, verb = title(kind), "learns" if some["learnt at step"].any() else "does not learn"
         said.append(f"**{name[0].upper()}{name[1:]} {verb} to find the needle**: {'; '.join(each)}.")
     return said
 

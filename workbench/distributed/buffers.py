@@ -56,10 +56,8 @@ class Placed:
     ):
         self.partial, self.copies, self.exchange, self.stage = partial, copies, exchange, stage
         self.batch = slice(None) if partial.batch is None else slice(partial.batch, partial.batch + 1)
-        self.border_rows, self.overwritten = (
-            x - work[0].start if isinstance(x, Tensor) else None
-            for x in (partial.groups[0].queries, partial.overwritten)
-        )
+        rows = partial.groups[0].queries, partial.overwritten
+        self.border_rows, self.overwritten = (x - work[0].start if isinstance(x, Tensor) else None for x in rows)
         ranges = partial.groups if self.border_rows is None else ()
         self.queries = strided_views(StridedView(_rows(s.queries, work), s.heads) for s in ranges)
         self.heads = list(itertools.accumulate((x.count * length(x.heads) for x in self.queries), initial=0))
@@ -72,9 +70,8 @@ class Placed:
     def to(self, device) -> None:
         """Move the indices that copies need to the device."""
         self.copies = [x.to(device) for x in self.copies]
-        self.border_rows, self.overwritten = (
-            x if x is None else x.to(device) for x in (self.border_rows, self.overwritten)
-        )
+        rows = self.border_rows, self.overwritten
+        self.border_rows, self.overwritten = (x if x is None else x.to(device) for x in rows)
 
     def _in_buffer(self) -> tuple[Block | None, int]:
         """(`in_buffer`, `trailing`).

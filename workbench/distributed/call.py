@@ -181,9 +181,7 @@ class Attend(torch.autograd.Function):
         q, k, v = map(unit_stride, (q, k, v))
         needs_gradients = any(ctx.needs_input_grad)
         with call.ranks.streams(q.device).joined():
-            executor, running = start(
-                call, agreement, q, k, lambda executor: executor.forward(q, k, v, call, needs_gradients)
-            )
+            executor, running = start(call, agreement, q, k, lambda x: x.forward(q, k, v, call, needs_gradients))
             out, lse, saved = running.finish()
             del running
         ctx.save_for_backward(*saved)

@@ -206,9 +206,8 @@ class DilatedHalo:
         active: (branch, its rate r, its segment's start mod r, the first query's place in the segment mod r, how many
         queries). r queries in a row have every offset.
         """
-        classes = frozenset(
-            ((start + o) % r, r) for b, r, start, first, count in active for o in offsets[b] if (o - first) % r < count
-        )
+        kept = ((o, r, start) for b, r, start, first, count in active for o in offsets[b] if (o - first) % r < count)
+        classes = frozenset(((start + o) % r, r) for o, r, start in kept)
         return self._unions.setdefault(classes, Residues(classes)) if classes else None
 
     def halo(self, own: range) -> list[HeadRows]:

@@ -98,9 +98,8 @@ class Rows:
         if len(self.pieces) == 1 and isinstance(x := self.pieces[0], range):
             if not wanted:
                 return slice(0, 0)
-            return slice(
-                (wanted[0] - x.start) // x.step, (wanted[-1] - x.start) // x.step + 1, wanted.step // x.step or 1
-            )
+            first, last = ((position - x.start) // x.step for position in (wanted[0], wanted[-1]))
+            return slice(first, last + 1, wanted.step // x.step or 1)
         return torch.searchsorted(self.positions, as_tensor(wanted))
 
 

@@ -187,9 +187,8 @@ class Cache:
 
     def __init__(self, pattern: Pattern, max_len: int | None = None):
         if not isinstance(pattern, Pattern) or not pattern.causal or pattern.batch is not None:
-            raise ValueError(
-                f"pattern={describe(pattern)}: want a causal one, the same for the batch, e.g. Dense(True)"
-            )
+            want = "want a causal one, the same for the batch, e.g. Dense(True)"
+            raise ValueError(f"pattern={describe(pattern)}: {want}")
         self.max_len = None if max_len is None else whole("max_len", max_len, 1)
         self.by_length = _by_length(pattern)
         if max_len is None and self.by_length:

@@ -179,6 +179,3 @@ def between(points: list[tuple[int, float]], rows: int) -> float:
 def efficiency() -> dict[str, list[dict]]:
     """{family: [{head_dim, rows, share of the card's matmul peak}]}, from an H100's records (tests/efficiency.py)."""
     return json.loads(EFFICIENCY.read_text())["families"]
-
-
-__all__ = ["CannotTrace", "Estimate", "Event", "program", "trace"]

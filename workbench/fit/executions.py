@@ -89,22 +89,19 @@ def table(
     """
     card = cards.find(card)
     n = None if n is None else checks.whole("n", n, 1)
-    lines = []
+    lines, options = [], {"card": card, "budget_bytes": budget_bytes, "say": None}
     for name, at in checks.named("ways", ways, "a function of N that gives a Case").items():
         first = at(frontier.FIRST)
         limit_n = LISTS if listed(first.pattern) else 1 << 30
-        row = frontier.search(
-            at, card=card, budget_bytes=budget_bytes, seconds=seconds, limit_n=limit_n, step=STEP, say=None
-        )
+        row = frontier.search(at, seconds=seconds, limit_n=limit_n, step=STEP, **options)
         line = {"way": name, "longest_n": row["n"], "longest_ms": row["predicted_ms"], "limiter": row["limiter"]}
         line |= {"note": row["error"]}
         if n is not None:
             line |= _at(at, n, card, row["budget_bytes"])
             if isinstance(first, Model):
-                line["longest_batch"] = frontier.search(
-                    lambda b, at=at: replace(at(n), batch=b), card=card, budget_bytes=budget_bytes, limit_n=1 << 20,
-                    first=max(1, (row["n"] or 0) // n), grain=1, step=1e-6, say=None,
-                )["n"]  # fmt: skip
+                batch = lambda b, at=at: replace(at(n), batch=b)  # noqa: E731
+                near = {"first": max(1, (row["n"] or 0) // n), "limit_n": 1 << 20, "grain": 1, "step": 1e-6}
+                line["longest_batch"] = frontier.search(batch, **near, **options)["n"]
         lines.append(line)
     frame = pd.DataFrame(lines)
     if n is not None:

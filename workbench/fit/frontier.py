@@ -152,9 +152,8 @@ def _earlier(known: pd.DataFrame | None, label: str, case: Case | Lengths, budge
     for row in rows.to_dict("records"):
         fields = (case(int(row["n"])) if callable(case) else case.at(int(row["n"]))).fields()
         if all(row[x] == fields[x] for x in ("pattern_spec", "batch", "heads", "head_dim", "dtype", "mode", "causal")):
-            return {
-                x: row[x] for x in ("n", "measured_n", "limiter", "status", "probes", "median_ms", "reserved_bytes")
-            }
+            names = ("n", "measured_n", "limiter", "status", "probes", "median_ms", "reserved_bytes")
+            return {x: row[x] for x in names}
     return {}
 
 

@@ -71,7 +71,7 @@ def measure(
 
 def recorded(kind: str = "h100x1") -> pd.DataFrame:
     """The rows of the newest run committed for a machine kind; empty where there is none."""
-    rows = records.committed(kind, "layer").sort_values("run_utc", kind="stable")
+    rows = records.committed(kind, "layer")
     return rows[rows["run"] == rows["run"].iloc[-1]] if len(rows) else rows
 
 

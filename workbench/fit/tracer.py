@@ -272,9 +272,8 @@ ASKED_FOR_LSE = {"_scaled_dot_product_cudnn_attention", EFFICIENT}
 @functools.cache
 def _functional(func) -> bool:
     """Whether an operator writes to nothing and returns new tensors."""
-    return not func._schema.is_mutable and all(
-        str(x.type) == "Tensor" and x.alias_info is None for x in func._schema.returns
-    )
+    new = all(str(x.type) == "Tensor" and x.alias_info is None for x in func._schema.returns)
+    return new and not func._schema.is_mutable
 
 
 def _signature(x):

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.harness.outcome import Outcome, sentence, status_of
-from workbench.harness.processes import Process, imported
+from workbench.harness.processes import OWN, Process, imported
 from workbench.patterns import checks
 
 BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # gloo too: ranks whose cards are out of memory can agree
@@ -86,10 +86,8 @@ class Pool(contextlib.AbstractContextManager):
             raise ValueError(f"nproc={nproc}, backend='nccl': want at most the {cards} cards here, or backend='gloo'")
         rank, world, _ = place(os.environ) if "RANK" in os.environ else (0, 1, 0)  # a job of SLURM may hold us
         if world > 1:
-            raise ValueError(
-                f"RANK={rank} of {world}: each of these ranks would start {nproc}; want one process, "
-                "without the launcher"
-            )
+            want = "want one process, without the launcher"
+            raise ValueError(f"RANK={rank} of {world}: each of these ranks would start {nproc}; {want}")
         self.nproc, self.backend = nproc, backend
         self._ranks: list[Process] = []
 
@@ -106,10 +104,7 @@ class Pool(contextlib.AbstractContextManager):
         RankError if a rank raises, runs out of memory, dies, exits, or does not answer in time.
         """
         if not isinstance(function, str) or function.startswith("__main__:"):
-            raise ValueError(
-                f"{function!r}: a rank can call what it can import; write the function into a module of its own and "
-                "name it 'module:function'"
-            )
+            raise ValueError(f"{function!r}: a rank can call what it can import; {OWN}")
         imported(function)
         if not isinstance(arguments, (dict, list, tuple, type(None))):
             raise ValueError(f"arguments={arguments!r}: want a dict or a list")
@@ -298,10 +293,8 @@ def lost_peer(error: BaseException | None) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m workbench.harness.ranks",
-        description="One rank of a job, as a launcher starts it: prints its outcome as a line of JSON.",
-    )
+    about = "One rank of a job, as a launcher starts it: prints its outcome as a line of JSON."
+    parser = argparse.ArgumentParser(prog="python -m workbench.harness.ranks", description=about)
     parser.add_argument("function", metavar="MODULE:FUNCTION", help="what to call; it must be importable")
     parser.add_argument("arguments", nargs="?", default="{}", metavar="JSON", help="its arguments, an object or a list")
     parser.add_argument("--backend", choices=BACKENDS, help="(default: nccl where there is CUDA, else gloo)")

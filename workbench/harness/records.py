@@ -233,9 +233,7 @@ def parse(data: bytes):
         if isinstance(line, dict):
             line |= {x: RENAMED[line[x]] for x in ("backend", "asked") if str(line.get(x)) in RENAMED}
             match line:  # a window has been called by its radius
-                case {"pattern_spec": {"pattern": "Neighborhood", "radius": [r]}, "pattern": name} if (
-                    name == f"window-{r}"
-                ):
+                case {"pattern_spec": {"pattern": "Neighborhood", "radius": [r]}, "pattern": x} if x == f"window-{r}":
                     line["pattern"] = f"window-{2 * r}"
             yield line
 

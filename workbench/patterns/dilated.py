@@ -59,9 +59,8 @@ class Dilated(Pattern):
         self.heads = choice("heads", heads, "all", "partition")
         self.offsets = choice("offsets", offsets, "interleaved", "blocked")
         if self.heads == "partition" and self.offsets == "blocked":
-            raise ValueError(
-                "offsets='blocked': with heads='partition' the offset is the branch's, want offsets='interleaved'"
-            )
+            why = "with heads='partition' the offset is the branch's"
+            raise ValueError(f"offsets='blocked': {why}, want offsets='interleaved'")
 
     def head_range(self, branch: int, heads: int) -> range:
         """The heads that take part in a branch; empty where there are fewer heads than branches (partition)."""

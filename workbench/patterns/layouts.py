@@ -158,22 +158,19 @@ def from_spec(spec: dict) -> Layout:
 def local(k: int) -> Layout:
     """|i - j| <= k"""
     k = whole("k", k, 0)
-    reach = min(k, FAR)
-    return Layout("local", {"k": k}, lambda h, i, j, grid: (i - j).abs() <= reach)
+    return Layout("local", {"k": k}, lambda h, i, j, grid: (i - j).abs() <= min(k, FAR))
 
 
 def global_(k: int) -> Layout:
     """i < k or j < k"""
     k = whole("k", k, 0)
-    first = min(k, FAR)
-    return Layout("global_", {"k": k}, lambda h, i, j, grid: (i < first) | (j < first))
+    return Layout("global_", {"k": k}, lambda h, i, j, grid: (i < min(k, FAR)) | (j < min(k, FAR)))
 
 
 def strided(s: int) -> Layout:
     """i = j (mod s)"""
     s = whole("s", s, 1)
-    step = min(s, FAR)
-    return Layout("strided", {"s": s}, lambda h, i, j, grid: i % step == j % step)
+    return Layout("strided", {"s": s}, lambda h, i, j, grid: i % min(s, FAR) == j % min(s, FAR))
 
 
 def hierarchical(window: int = 1, levels: int = 4) -> Layout:
@@ -185,7 +182,6 @@ def hierarchical(window: int = 1, levels: int = 4) -> Layout:
     window, levels = whole("window", window, 1), whole("levels", levels, 1)
     if levels > 31:
         raise ValueError(f"levels={levels}: want 1 to 31")
-
     reach = min(window, FAR)
 
     def visible(h, i, j, grid):
@@ -230,10 +226,10 @@ def explicit(blocks: Tensor, name: str = "explicit") -> Layout:
     blocks: bool (rows, cols), (H, rows, cols) or (B, H, rows, cols), rows = ceil(N / bq) and cols = ceil(N / bk), an H
     of 1 for all heads: rows are absolute, also where there are fewer queries than keys. They are copied.
     """
-    if not isinstance(blocks, Tensor) or blocks.dtype != torch.bool or blocks.ndim not in (2, 3, 4):
-        raise ValueError(
-            f"blocks={describe(blocks)}: want a bool tensor (rows, cols), (H, rows, cols) or (B, H, rows, cols)"
-        )
+    fits = isinstance(blocks, Tensor) and blocks.dtype == torch.bool
+    if not fits or not (blocks.ndim in (2, 3) or blocks.ndim == 4 and len(blocks)):
+        want = "want a bool tensor (rows, cols), (H, rows, cols) or (B, H, rows, cols), B at least 1"
+        raise ValueError(f"blocks={describe(blocks)}: {want}")
     if not isinstance(name, str):
         raise ValueError(f"name={name!r}: want a string")
     if blocks.is_meta:

@@ -95,9 +95,8 @@ class Ordering(Value):
     def arrange(self, cells: Tensor, dim: int = 1) -> Tensor:
         """A tensor with the grid's cells along `dim`, row-major -> with the tokens along it, in this order."""
         if cells.shape[dim] != len(self.rank):
-            raise ValueError(
-                f"{cells.shape[dim]} cells along dim {dim}: want {len(self.rank)}, the grid's {self.shape}"
-            )
+            want = f"want {len(self.rank)}, the grid's {self.shape}"
+            raise ValueError(f"{cells.shape[dim]} cells along dim {dim}: {want}")
         return cells.index_select(dim, self.curve.to(cells.device))
 
     def restore(self, tokens: Tensor, dim: int = 1, fill: float = 0) -> Tensor:

@@ -54,8 +54,7 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
     def line(of: pd.DataFrame) -> dict:
         ran = of[of.status == "ok"]
         within, worst = int((ran.worst <= 1).sum()), 100 * ran.worst.max()
-        refused = int((of.status != "ok").sum())
-        return {"runs": len(ran), "within": within, "refused": refused, "worst, % of its budget": worst}
+        return {"runs": len(ran), "within": within, "refused": len(of) - len(ran), "worst, % of its budget": worst}
 
     lines = {title(backend): line(of) for backend, of in rows.groupby("backend", sort=False)}
     return pd.DataFrame(lines | {"all": line(rows)}).T.rename_axis("backend")
@@ -65,10 +64,9 @@ def refusals(rows: pd.DataFrame) -> pd.DataFrame:
     """Who refused what, and why: gradients alone where another row of the same case has the values."""
     ran = (rows.status == "ok").groupby([rows[x] for x in ("pattern", "causal", "backend", "dtype")]).transform("any")
     refused = rows.assign(refuses=np.where(ran, "gradients", "all"))[rows.status != "ok"]
-    named = {"pattern": refused.pattern.map(title), "backend": refused.backend.map(title), "why": refused.get("error")}
-    groups = refused.assign(**named).groupby(["backend", "refuses", "why"], sort=False)[["pattern", "dtype"]]
-    shown = groups.agg(lambda names: ", ".join(dict.fromkeys(names))).reset_index()
-    shown = shown.rename(columns={"pattern": "patterns", "dtype": "types"})
+    named = {"backend": refused.backend.map(title), "patterns": refused.pattern.map(title), "types": refused.dtype}
+    groups = refused.assign(**named, why=refused.get("error")).groupby(["backend", "refuses", "why"], sort=False)
+    shown = groups[["patterns", "types"]].agg(lambda names: ", ".join(dict.fromkeys(names))).reset_index()
     return shown.set_index("backend")[["refuses", "patterns", "types", "why"]]
 
 

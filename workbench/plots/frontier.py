@@ -12,9 +12,9 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 import torch
-from matplotlib.ticker import LogLocator, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
-from workbench.harness.narrate import binary, title
+from workbench.harness.narrate import binary, number, title
 from workbench.plots import style
 
 GIB = 1 << 30
@@ -46,15 +46,13 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
         for ax, scale in ((top, 1), (low, _bytes_a_token(late) / late["budget_bytes"])):
             ax.plot(late["budget_bytes"], late["predicted_n"] * scale, "x", color="black", markersize=8)
     low.set(xscale="log", xlabel="budget: what the allocator may reserve")
-    low.xaxis.set_major_locator(LogLocator(base=2, numticks=4))
-    style.log_ticks(low.xaxis, binary)
+    style.log_ticks(low.xaxis, binary, base=2, numticks=4)
     signs = {"o": "line: predicted; filled: measured here"} if rows["measured_n"].notna().any() else {}
     signs |= {"x": f"limited by time ({rows['seconds'].iloc[0]:g} s)"} if len(late) else {}
     if signs:
         style.key(fig, {text: {"marker": x, "color": "#555555"} for x, text in signs.items()}, 2)
     top.set(yscale="log", title="longest N (tokens)")
-    top.yaxis.set_major_locator(LogLocator(base=2, numticks=12))
-    style.log_ticks(top.yaxis, style.length)
+    style.log_ticks(top.yaxis, style.length, base=2, numticks=12)
     low.set(title="of what inputs and results alone allow", ylim=(0, 1.05))
     low.yaxis.set_major_formatter(PercentFormatter(1))
     style.name_ends(low, ends)
@@ -108,7 +106,7 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
         ax.stackplot(at, layers.T, step="post", linewidth=0, rasterized=True, colors=[colors[x] for x in layers])
         peak = layers.sum(axis=1).max()
         ax.axhline(peak, color="black", linewidth=1, linestyle="--")
-        style.note(ax, f"peak {style.number(peak)} GiB", (at[-1], peak), (-3, 4), ha="right")
+        style.note(ax, f"peak {number(peak)} GiB", (at[-1], peak), (-3, 4), ha="right")
         made = np.flatnonzero((life.get("lse", life.get("out", life.iloc[:, 0])) > 0).to_numpy())
         if "dq" in life and len(made):
             ax.axvline(made[0] + 1, color="#666666", linewidth=1, linestyle=":")
@@ -134,8 +132,7 @@ def claimed(rows: pd.DataFrame):
     names = [f"{x.preset.removeprefix('report-')}\n{x.heads} x {x.head_dim}, {x.dtype}" for x in once.itertuples()]
     ax.set(xscale="log", xlabel="longest N (tokens) under 8 GB", ylim=(len(once) - 0.5, -0.5))
     ax.set_yticks(range(len(once)), names)
-    ax.xaxis.set_major_locator(LogLocator(base=4, numticks=9))
-    style.log_ticks(ax.xaxis, style.length)
+    style.log_ticks(ax.xaxis, style.length, base=4, numticks=9)
     fig.legend(loc="outside lower center", ncols=2)
     return style.finish(fig, "The longest N in the reports and the longest here under the same cap, by configuration.")
 

@@ -9,9 +9,10 @@ WIDTH = 4.6  # inches: at the width of a phone its 9 points are 10 pixels
 
 def narrow(fig) -> bool:
     """Lay the figure out anew, WIDTH wide, its panels one after the other as words in lines; False, and nothing done,
-    where it is no wider or its panels are in no grid."""
+    where it is no wider or its panels do not have a cell each of one grid, as twin axes have not."""
     panels = [ax for ax in fig.axes if ax.get_subplotspec()]
-    if fig.get_figwidth() <= WIDTH or not panels:
+    cells = {ax.get_subplotspec().num1 for ax in panels if ax.get_gridspec() is panels[0].get_gridspec()}
+    if fig.get_figwidth() <= WIDTH or not panels or len(cells) < len(panels):
         return False
     old = panels[0].get_gridspec()
     across = max(1, round(WIDTH * old.ncols / fig.get_figwidth()))

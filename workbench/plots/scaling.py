@@ -5,15 +5,16 @@ Each function draws from DataFrames, plans and orderings alone (see `analysis.mu
 Figure, whose label is its alternative text.
 """
 
+import itertools
 from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
 from matplotlib.colors import to_rgb
-from matplotlib.ticker import FuncFormatter, LogLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from workbench.distributed import Plan, Shards
-from workbench.harness.narrate import title
+from workbench.harness.narrate import MODES, title
 from workbench.patterns import Neighborhood
 from workbench.plots import orderings, style
 from workbench.probes.timing import AA
@@ -38,17 +39,17 @@ def picture(path: str, machine: str = "h200x2") -> None:
     rows = rows[rows["kind"].isin(multicard.KINDS)].sort_values("kind", key=lambda x: x.map(multicard.KINDS.index))
     first, ours = rows.iloc[0], rows[rows["strategy"] == "sequence"]
     best = ours[ours["kind"] == "longnet-geometric"].nlargest(1, ["n", "speedup"]).iloc[0]
-    said = f"LongNet, {style.length(best['n'])} tokens, {style.MODES[best['mode']]}: {best['speedup']:.2f} times"
+    said = f"LongNet, {style.length(best['n'])} tokens, {MODES[best['mode']]}: {best['speedup']:.2f} times"
     sizes = f"{first['dtype']}, {int(first['heads'])} heads x {int(first['head_dim'])}"
     over = f"{int(rows['nproc'].max())} x {style.device(rows)} against one"
-    style.save(speedups(rows, across=True), path, f"{over}. {said}. ({sizes})")
+    style.save(speedups(rows), path, f"{over}. {said}. ({sizes})")
 
 
-def speedups(rows: pd.DataFrame, across: bool = False):
-    """Speed-up over one device at the same N, with intervals: a line for each pattern and N, a panel for each number of
-    ranks and mode. The grey box is one device against itself; at the right, the number of "sequence".
+def speedups(rows: pd.DataFrame):
+    """Speed-up over one device at the same N, with intervals: a line for each pattern and N; panels by number of ranks,
+    one below the other, and by mode. The grey box is one device against itself; at the right, the number of "sequence".
 
-    rows: of `multicard.ok`. across: the panels side by side; else one below the other, which a phone shows whole.
+    rows: of `multicard.ok`.
     """
     names = [x for x in COLORS if x != ONE and x in set(rows["strategy"])]
     names += sorted({*rows["strategy"]} - {*names, ONE, AA})
@@ -57,13 +58,10 @@ def speedups(rows: pd.DataFrame, across: bool = False):
         return style.blank("No way of using several ranks gave a right result here.")
     kinds = list(dict.fromkeys(drawn["kind"]))
     cases = sorted({*drawn[CASE].itertuples(index=False, name=None)}, key=lambda x: (kinds.index(x[0]), x[1]))
-    modes = [mode for mode in style.MODES if mode in set(drawn["mode"])]
-    panels = [(world, mode) for world in sorted(set(drawn["nproc"])) for mode in modes]
-    many, lines = len(panels), len(cases)
-    grid, size = ((1, many), (2.2 + 3.7 * many, 1.3 + 0.42 * lines)) if across else (
-        (many, 1), (4.6, 0.9 + (0.9 + 0.34 * lines) * many))  # fmt: skip
-    fig, axes = style.subplots(*grid, figsize=size, squeeze=False, sharey=True)
-    for ax, (world, mode) in zip(axes.flat, panels, strict=True):
+    grid = worlds, modes = sorted(set(drawn["nproc"])), [mode for mode in MODES if mode in set(drawn["mode"])]
+    size = 2.2 + 3.7 * len(modes), 0.4 + (0.9 + 0.42 * len(cases)) * len(worlds)
+    fig, axes = style.subplots(*map(len, grid), figsize=size, squeeze=False, sharey=True)
+    for ax, (world, mode) in zip(axes.flat, itertools.product(*grid), strict=True):
         of_panel = rows[(rows["nproc"] == world) & (rows["mode"] == mode)]
         for y, (kind, n) in enumerate(cases):
             _line(ax, y, of_panel[(of_panel["kind"] == kind) & (of_panel["n"] == n)], names)
@@ -73,7 +71,7 @@ def speedups(rows: pd.DataFrame, across: bool = False):
         ax.set(xlim=(0, 1.28 * world), xticks=[x * world / 4 for x in range(5)])
         ax.grid(False, axis="y")
         ranks = "cards" if str(of_panel["device"].iloc[0]).startswith("cuda") else "ranks"
-        ax.set_title(f"{style.MODES[mode]}, {world:g} {ranks}", loc="left")
+        ax.set_title(f"{MODES[mode]}, {world:g} {ranks}", loc="left")
         ax.set_xlabel("speed relative to one device")
     axes[0, 0].set_yticks(range(len(cases)), [f"{title(kind)}, {style.length(n)}" for kind, n in cases])
     axes[0, 0].set_ylim(len(cases) - 0.5, -0.5)
@@ -164,8 +162,7 @@ def messages(links: Mapping[str, pd.DataFrame]):
 
 
 def _rank_ticks(ax) -> None:
-    ax.xaxis.set_major_locator(LogLocator(base=2, numticks=7))
-    style.log_ticks(ax.xaxis, "{:,.0f}".format)
+    style.log_ticks(ax.xaxis, "{:,.0f}".format, base=2, numticks=7)
 
 
 def borders(rows: pd.DataFrame):
@@ -182,8 +179,7 @@ def borders(rows: pd.DataFrame):
         ax.set(xscale="log", yscale="log", xlabel="ranks")
         ax.margins(y=0.12)  # room for the names
         _rank_ticks(ax)
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=15))
-        style.log_ticks(ax.yaxis, "{:,g}".format)
+        style.log_ticks(ax.yaxis, "{:,g}".format, subs=(1, 2, 5), numticks=15)
     axes[0].set_title("MiB moved, all ranks together")
     axes[1].axhline(1, color="#666666", lw=0.8)
     axes[1].set_title("rows that a rank gets, over those it holds")

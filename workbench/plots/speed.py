@@ -9,12 +9,10 @@ from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
-from matplotlib.ticker import LogLocator
 
-from workbench.harness.narrate import title
+from workbench.harness.narrate import MODES, number, title
 from workbench.plots import style
 from workbench.plots.orderings import color as color_of
-from workbench.plots.style import MODES
 
 LINES = {"cudnn": "-.", "flash": "--", "efficient": ":"}
 KERNELS = {"fa4": "#1f4e79", "triton": style.COLORS["BlockSparse"], "flex": "#8a8a8a"}
@@ -44,7 +42,7 @@ def decoding(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     for ax, label, drawn in zip(axes, labels, (frames, held), strict=True):
         ends = _lines(ax, "fwd", *drawn)
         ax.set(ylabel=label, title="")
-        ax.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+        style.log_ticks(ax.yaxis, "{:,g}".format, subs=(1, 2, 5))
         style.name_ends(ax, ends)
     return style.finish(fig, "Time of a token and memory of its cache against N, logarithmic axes.")
 
@@ -66,8 +64,7 @@ def _lines(ax, mode: str, rows: pd.DataFrame, recorded: pd.DataFrame | None = No
                 low, high = np.transpose([np.quantile(s, [0.1, 0.9]) for s in line["samples_ms"]])
                 ax.vlines(line["n"], low, high, color=color, alpha=0.5, linewidth=4)
     ax.set(xscale="log", yscale="log", xlabel="N (tokens)", title=MODES[mode])
-    ax.xaxis.set_major_locator(LogLocator(base=2, numticks=7))
-    style.log_ticks(ax.xaxis, style.length)
+    style.log_ticks(ax.xaxis, style.length, base=2, numticks=7)
     style.log_ticks(ax.yaxis, "{:,g}".format)
     return ends
 
@@ -82,7 +79,7 @@ def each_call(table: pd.DataFrame, notes: Mapping[str, str] | None = None):
         ax.plot(row.samples_ms, [y] * len(row.samples_ms), "o", color=color_of(of), alpha=0.5, ms=6, mew=0)
         ax.plot(row.median_ms, y, "|", color="black", ms=20, mew=2)
         again, note = ", again (A/A)" * (row.Index == "A/A"), f",\n{notes[of]}" if notes else ""
-        names.append(f"{title(of)}{again}: {style.number(row.median_ms)} ms{note}")
+        names.append(f"{title(of)}{again}: {number(row.median_ms)} ms{note}")
     ax.set_yticks(range(len(table)), names)
     ax.xaxis.set_major_formatter("{x:,g}")
     ax.set(xlabel="time per call (ms)", xlim=(0, None), ylim=(len(table) - 0.5, -0.5))
@@ -97,17 +94,14 @@ def break_even(rows: pd.DataFrame):
     noise = rows[rows["name"] == "A/A"]
     x = 1 - sparse["sparsity"]
     ends = np.array([1.1, x.min() / 1.3])
-    band = {"color": "#777777", "alpha": 0.4, "linewidth": 0}
-    ax.axhspan(noise["speedup_low"].min(), noise["speedup_high"].max(), **band)
+    ax.axhspan(noise["speedup_low"].min(), noise["speedup_high"].max(), color="#777777", alpha=0.4, linewidth=0)
     ax.axhline(1, color="black", linewidth=1)
     ax.plot(ends, 1 / ends, color=style.COLORS["muted"], linestyle="--")
     bars = style.whiskers(sparse["speedup"], sparse["speedup_low"], sparse["speedup_high"])
     ax.errorbar(x, sparse["speedup"], yerr=bars, color=style.COLORS["BlockSparse"], marker="^", capsize=3)
     ax.set(xscale="log", yscale="log", xlim=ends, xlabel="blocks kept", ylabel="speed relative to dense")
-    ax.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    style.log_ticks(ax.xaxis, lambda x: f"{100 * x:.3g}%")
-    ax.yaxis.set_major_locator(LogLocator(base=10, subs=(0.5, 1, 2, 5)))
-    style.log_ticks(ax.yaxis, "{:g}x".format)
+    style.log_ticks(ax.xaxis, lambda x: f"{100 * x:.3g}%", subs=(1, 2, 5))
+    style.log_ticks(ax.yaxis, "{:g}x".format, subs=(0.5, 1, 2, 5))
     places = [(ends[1], 1 / ends[1], "fewer pairs,\nsame rate", "#666666")]
     places.append((ends[1], 1, "dense against itself", "#555555"))
     if len(sparse):
@@ -174,8 +168,7 @@ def times_faster(rows: pd.DataFrame):
     ax.axvline(1, color="black", linewidth=1)
     ax.set(xscale="log", yticks=places, yticklabels=labels, ylim=(y - 0.7, -0.7), xlabel="speed relative to dense")
     ax.set_xlim(min(0.8, 0.8 * some["speedup_low"].min()), 2.2 * some["speedup_high"].max())
-    ax.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    style.log_ticks(ax.xaxis, "{:g}x".format)
+    style.log_ticks(ax.xaxis, "{:g}x".format, subs=(1, 2, 5))
     ax.grid(False, axis="y")
     return style.finish(fig, "Speed relative to dense attention of the same length, a line per alternative.")
 

@@ -30,6 +30,4 @@ def against_n(plans: pd.DataFrame, runs: pd.DataFrame, card: str):
         ax.set(xscale="log", yscale="log", xlabel="tokens", title=what)
         style.log_ticks(ax.xaxis, style.length, [*plans["n"]][::2])
         ax.legend()
-    return style.finish(
-        fig, "Memory on the card and time of a forward against the number of tokens, planned and measured."
-    )
+    return style.finish(fig, "Memory on the card and time of a forward against the number of tokens: plans and runs.")

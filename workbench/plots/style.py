@@ -11,13 +11,11 @@ import seaborn as sns
 from matplotlib.colors import ListedColormap
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from workbench.harness.machine import short_name
-from workbench.harness.narrate import MODES as MODES
 from workbench.harness.narrate import counted
-from workbench.harness.narrate import number as number
 
 # Colour-blind safe (after Okabe-Ito, the light ones darker: 3 to 1 on white); one meaning per colour, on all pages.
 COLORS = {
@@ -66,10 +64,12 @@ def length(n: float) -> str:
     return f"{n:,.10g}"
 
 
-def log_ticks(axis, form, at=None) -> None:
-    """Label a logarithmic axis by form(value), at these places if there are any, without minor ticks."""
+def log_ticks(axis, form, at=None, **every) -> None:
+    """Label a logarithmic axis by form(value), without minor ticks; at: the places; every: what a LogLocator takes."""
     if at is not None:
         axis.set_ticks(at)
+    if every:
+        axis.set_major_locator(LogLocator(**every))
     axis.set_major_formatter(FuncFormatter(lambda x, _: form(x)))
     axis.set_minor_locator(NullLocator())
 

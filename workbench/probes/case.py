@@ -106,10 +106,9 @@ class Case:
     def prepare_from(self, make: Callable[[tuple[int, ...]], Tensor]) -> tuple[Callable[[], object], str]:
         """`prepare` with inputs (and, in mode "fwdbwd", an upstream gradient) that make(shape) gives."""
         backward = self.mode == "fwdbwd"
-        q, k, v = (
-            make((self.batch, n, heads, self.head_dim)).requires_grad_(backward)
-            for n, heads in ((self.nq, self.heads), (self.n, self.kv_heads), (self.n, self.kv_heads))
-        )
+        of_q, of_k = (self.nq, self.heads), (self.n, self.kv_heads)
+        shapes = ((self.batch, *rows, self.head_dim) for rows in (of_q, of_k, of_k))
+        q, k, v = (make(shape).requires_grad_(backward) for shape in shapes)
         function, name = self.function(q, k, v)
         upstream = make(q.shape) if backward else None
 

@@ -114,10 +114,8 @@ def one_card() -> dict[str, Callable[[], dict[str, Case]]]:
     for mode in MODES:
         found[f"window {mode}"] = lambda mode=mode: _masked(Neighborhood((32_768,), 1024), 32_768, mode)
         found[f"random {mode}"] = lambda mode=mode: _masked(BlockSparse(layouts.random(0.1)), 65_536, mode)
-    found["neighborhood"] = _orders
-    for mode in MODES:
         found[f"others {mode}"] = lambda mode=mode: _others(mode)
-    return found
+    return found | {"neighborhood": _orders}
 
 
 def _on_card(pattern: Pattern, n: int, h=12, d=64, mode="fwd", backend="auto", dtype="bfloat16", kind=Case) -> Case:

@@ -60,10 +60,9 @@ def of(case: Case) -> dict:
     checks.device(case.device, here=True)
     random = torch.Generator().manual_seed(case.seed)
     pattern, backward = case.pattern, case.mode == "fwdbwd"
-    many = ((case.nq, case.heads), (case.n, case.kv_heads), (case.n, case.kv_heads), (case.nq, case.heads))
-    q, k, v, upstream = (
-        torch.randn(case.batch, *x, case.head_dim, generator=random).to(case.device, case.dtype) for x in many
-    )
+    of_q, of_k = (case.nq, case.heads), (case.n, case.kv_heads)
+    drawn = (torch.randn(case.batch, *x, case.head_dim, generator=random) for x in (of_q, of_k, of_k, of_q))
+    q, k, v, upstream = (x.to(case.device, case.dtype) for x in drawn)
     leaves = [x.requires_grad_(backward) for x in (q, k, v)]
     with torch.set_grad_enabled(backward):
         outcome = attempt(lambda: case.function(*leaves, return_lse=True))
@@ -109,9 +108,7 @@ def _error(name: str, got: Tensor, want: Tensor, upstream: Tensor) -> float:
 
 def _share(error: float, budget: float) -> float:
     """error / budget; an exact result needs no budget (bfloat16 gradients that are 0 have none)."""
-    if not budget:
-        return math.inf if error else 0.0
-    return error / budget
+    return error / budget if budget else math.inf if error else 0.0
 
 
 def _budgets(want: dict[str, Tensor], leaves, upstream: Tensor, pattern, backward: bool) -> dict[str, float]:

@@ -223,14 +223,13 @@ def ceiling(rows: pd.DataFrame, ceilings: dict) -> list[str]:
         return ["Nothing ran: there is no rate to compare with the ceiling."]
     close = shares.iloc[-1]
     (most, what), dtype = top(rows, ceilings), rows["dtype"].iloc[0]
-    product, said = ceilings["matmul_tflops"].get(dtype), f"{number(most)} TFLOP/s, by {what}."
+    product, ceiling = ceilings["matmul_tflops"].get(dtype), "The ceiling is"
     if product is None or product < most:
         reached = "could not be measured" if product is None else f"reach {number(product)}"
-        said = f"{dtype} matrix products {reached}, so the ceiling is the fastest attention here: {said}"
-    else:
-        said = f"The ceiling is {said}"
-    of = f"Of the patterns timed over N, {MODES[close['mode']]}, "
-    return [said, f"{of}**{close['label']}** comes closest to the ceiling, at {close['share']:.0%}."]
+        ceiling = f"{dtype} matrix products {reached}, so the ceiling is the fastest attention here:"
+    of = f"Of the patterns timed over N, {MODES[close['mode']]}, **{close['label']}**"
+    said = f"{of} comes closest to the ceiling, at {close['share']:.0%}."
+    return [f"{ceiling} {number(most)} TFLOP/s, by {what}.", said]
 
 
 def pays(rows: pd.DataFrame) -> str:
@@ -282,7 +281,7 @@ def ceilings(device: str = "cpu", seconds: float = 2.0, profile: str = "quick", 
 
 def recorded(kind: str = "h100x1") -> tuple[pd.DataFrame, dict | None]:
     """(rows of sweeps, ceilings or None) committed for a machine kind, newest of each; empty where there are none."""
-    frame = records.committed(kind).sort_values("run_utc", kind="stable")
+    frame = records.committed(kind)
     best = frame[frame["probe"] == "roofline"].tail(1).to_dict("records")
     rows = table(frame)
     rows = rows[rows["asked"].notna()] if "asked" in rows else rows[:0]  # by `sweep`

@@ -111,8 +111,7 @@ def recorded(*kinds: str) -> pd.DataFrame:
         rows = records.committed(kind)
         if "suite" not in rows:
             continue
-        rows = rows[rows["suite"].notna()].sort_values("run_utc", kind="stable")
-        rows = rows[~rows["suite"].isin([name for frame in found for name in frame["suite"]])]
+        rows = rows[rows["suite"].notna() & ~rows["suite"].isin([name for frame in found for name in frame["suite"]])]
         found.append(rows[rows["run"] == rows.groupby("suite")["run"].transform("last")])
     return rates(pd.concat(found, ignore_index=True)) if found else pd.DataFrame()
 
@@ -175,13 +174,12 @@ def orders(rows: pd.DataFrame) -> pd.DataFrame:
     """The neighborhood group: an order a line, how many pairs its blocks hold for each that attends, its speed and
     rates."""
     out = rows[(rows["label"] != "A/A") & rows["block_pairs"].notna()].sort_values("median_ms")
-    base = rows.loc[rows["label"] == rows["against"], "tflops"]
-    plain = out.loc[out["label"] == "row_major", "median_ms"].mean()  # NaN where it was not timed
+    base = rows.loc[rows["label"] == rows["against"], "tflops"].mean()  # NaN where it was not timed, as is `plain`
+    plain = out.loc[out["label"] == "row_major", "median_ms"].mean()
     return pd.DataFrame({
         "order": out["who"], "median_ms": out["median_ms"], "speed relative to row-major": plain / out["median_ms"],
         "pairs of blocks / pairs": out["block_pairs"] / out["pairs"], "tflops": out["tflops"],
-        "TFLOP/s of blocks": out["block_tflops"],
-        "of dense": out["block_tflops"] / (base.iloc[0] if len(base) else float("nan")),
+        "TFLOP/s of blocks": out["block_tflops"], "of dense": out["block_tflops"] / base,
     }).set_index("order")  # fmt: skip
 
 

@@ -33,13 +33,10 @@ class Report:
 
 
 def run(
-    notebooks: list[str | Path] | None = None,
-    profile: str | None = None,
-    out: str | Path | None = None,
-    parameters: dict[str, object] | None = None,
-    timeout: float = LIMIT_S,
+    notebooks: list[str | Path] | None = None, profile: str | None = None, out: str | Path | None = None,
+    parameters: dict[str, object] | None = None, timeout: float = LIMIT_S,
     say=lambda text: print(text, end="", flush=True),
-) -> list[Report]:
+) -> list[Report]:  # fmt: skip
     """Run notebooks (by default all in notebooks/) one by one and write <out>/<name>.html and <out>/index.html.
 
     profile: tiny, quick or gpu; by default gpu where there is CUDA, else quick.

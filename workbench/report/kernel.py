@@ -109,9 +109,8 @@ def execute(path: Path, parameters: dict[str, object], limit: float, run: Run) -
     """Run the cells of `run`, loaded from `path`, up to the first that fails, each for at most `limit` seconds."""
     LOG.setLevel(logging.CRITICAL)  # what it would say of a failure is in the run
     if parameters:
-        run.nb = parameterize_notebook(
-            run.nb, parameters, kernel_name="python3", language="python", comment="Set for this run"
-        )
+        about = {"kernel_name": "python3", "language": "python", "comment": "Set for this run"}
+        run.nb = parameterize_notebook(run.nb, parameters, **about)
     at, start = Path.cwd() if path.is_relative_to(SHARED) else path.parent, time.monotonic()
     try:
         Engine.execute_notebook(run.nb, "python3", progress_bar=False, run=run, folder=at, limit=limit)

@@ -207,9 +207,8 @@ def context_parallel(device: str, causal: bool):
     something = torch.zeros(2 * mesh.size(), device=device)  # it requires a tensor to shard, and ours are sharded
     options.enable_load_balance = causal
     try:
-        with experimental.context_parallel(
-            mesh, buffers=[something], buffer_seq_dims=[0], no_restore_buffers={something}
-        ):
+        sharded = {"buffers": [something], "buffer_seq_dims": [0], "no_restore_buffers": {something}}
+        with experimental.context_parallel(mesh, **sharded):
             yield
     finally:
         functional.scaled_dot_product_attention, options.enable_load_balance, dispatcher._custom_op_handlers = kept

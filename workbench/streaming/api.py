@@ -114,9 +114,8 @@ def _planned(job, pattern, options, card=None) -> Plan:
     if not isinstance(pattern, Pattern) or pattern.batch not in (None, 1):
         raise ValueError(f"pattern={pattern!r}: want a pattern, that of one sequence")
     n, heads = len(next(iter(job.tensors.values()))), options.heads
-    kv_heads = getattr(job.source, "kv_heads", None) or (
-        heads if isinstance(job.source, host.Projected) else job.source[1].shape[1]
-    )
+    projected = isinstance(job.source, host.Projected)
+    kv_heads = (job.source.kv_heads or heads) if projected else job.source[1].shape[1]
     if heads % kv_heads:
         raise ValueError(f"{kv_heads} key heads do not divide {heads} heads: want a divisor")
     _check_tensors(job, n, kv_heads, options)

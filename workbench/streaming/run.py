@@ -165,13 +165,9 @@ class Stream:
             if call is not None:
                 part = self.compute(slot, call.pattern)
                 if self.job.adds:
-                    part, sent = (
-                        part[:1],
-                        [
-                            Sent(x[0].to(self.like.dtype), to, call.keys, True)
-                            for x, to in zip(part[1:], self.job.sink[1:], strict=True)
-                        ],
-                    )
+                    added = zip(part[1:], self.job.sink[1:], strict=True)
+                    sent = [Sent(x[0].to(self.like.dtype), to, call.keys, True) for x, to in added]
+                    part = part[:1]
                 total, part = self.added(total, part, chunk, call, last), None
             if last:
                 sent += self.finish(chunk, total)

@@ -86,9 +86,10 @@ class Grid:
             self.taken = (used[:, None] * self.c + torch.arange(self.c, device=used.device)).flatten()
 
     def batches(self, k: Tensor) -> Iterator[slice]:
-        """The sequences of k (B, N, G, D) that are computed at once: as many as a quarter of ELEMENTS holds the keys of
-        (more are slower than one by one), and of which CUDA's kernels take the heads."""
-        many = 1 if self.split else ELEMENTS // max(1, 4 * self.cols * self.c * self.elements(k), 32 * self.heads)
+        """The sequences of k (B, N, G, D) that are computed at once: as many as a quarter of ELEMENTS holds the keys,
+        and the queries, of (more are slower than one by one), and of which CUDA's kernels take the heads."""
+        keys, queries = self.cols * self.c * self.elements(k), self.blocks.nq * self.heads * k.shape[-1]
+        many = 1 if self.split else ELEMENTS // max(1, 4 * keys, 4 * queries, 32 * self.heads)
         return (slice(x, x + max(1, many)) for x in range(0, len(k), max(1, many)))
 
     def query_units(self, x: Tensor, value: float = 0) -> Tensor:
@@ -96,10 +97,11 @@ class Grid:
         return self._units(x, self.a, self.front, self.blocks.rows * self.a - self.front - x.shape[0], value)
 
     def key_units(self, x: Tensor) -> Tensor:
-        """x (N, G, D) -> the units of the key blocks that are needed."""
+        """x (B, N, G, D) -> the units of the key blocks that are needed, heads beside each other as by `_beside`."""
         if self.taken is None:
-            return self._units(x, self.c, 0, self.missing, 0)
-        return self._units(take(x, self.taken.clamp(max=self.blocks.n - 1)), self.c, 0, 0, 0)
+            return self._units(_beside(x), self.c, 0, self.missing, 0)
+        taken = self.taken.clamp(max=self.blocks.n - 1)
+        return self._units(torch.cat([take(one, taken) for one in x], 1), self.c, 0, 0, 0)
 
     def _units(self, x, size, front, back, value):
         if front or back:
@@ -192,7 +194,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, grid: Grid, scale: float) -> tuple[
     wide = lse_dtype(q)
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(b, h, nq, dtype=wide)
     for x in grid.batches(k):
-        qu, ku, vu = grid.query_units(_beside(q[x])), grid.key_units(_beside(k[x])), grid.key_units(_beside(v[x]))
+        qu, ku, vu = grid.query_units(_beside(q[x])), grid.key_units(k[x]), grid.key_units(v[x])
         total = torch.zeros(qu.shape, dtype=wide, device=q.device)
         total_lse = torch.full(qu.shape[:3], -torch.inf, dtype=wide, device=q.device)  # (U, a, heads)
         k_room, v_room = ku.new_empty(2, max(ELEMENTS, ku.shape[1:].numel()))
@@ -217,15 +219,14 @@ def backward(grad, q, k, v, out, lse, grid: Grid, scale):
     for x in grid.batches(k):
         qu, gu, ou = (grid.query_units(_beside(t[x])) for t in (q, grad, out))
         lu = grid.query_units(lse[x].flatten(0, 1).T, torch.inf)
-        ku, vu = grid.key_units(_beside(k[x])), grid.key_units(_beside(v[x]))
+        ku, vu = grid.key_units(k[x]), grid.key_units(v[x])
         dqu, dku, dvu = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (qu, ku, vu))
         k_room, v_room = ku.new_empty(2, max(ELEMENTS, ku.shape[1:].numel()))
         for s in stacks(grid.blocks, grid.elements(ku)):
             rows, keys, r = grid.query_index(s), grid.key_index(s), len(s.rows)
             k_part, v_part = gather(ku, keys, r, k_room), gather(vu, keys, r, v_room)
-            dq_, dk_, dv_ = grid.backward(
-                s, gather(gu, rows), gather(qu, rows), k_part, v_part, gather(ou, rows), gather(lu, rows), scale
-            )
+            of_rows, of_out = ([gather(t, rows) for t in some] for some in ((gu, qu), (ou, lu)))
+            dq_, dk_, dv_ = grid.backward(s, *of_rows, k_part, v_part, *of_out, scale)
             dqu.index_add_(0, rows, dq_.transpose(1, 2).to(wide))
             for total, part in ((dku, dk_), (dvu, dv_)):
                 part = fused.sum_heads(part, ku.shape[2])  # (R, G, C x c, D)

@@ -85,6 +85,5 @@ def backward(grad, grad_lse, *rest) -> tuple[Tensor, ...]:
     return found
 
 
-attend, attend_backward = operators.define(
-    "attend_by_scores", forward, backward, ", Tensor? alibi_slopes, Tensor? relative_bias", ", float softcap"
-)
+more, numbers = ", Tensor? alibi_slopes, Tensor? relative_bias", ", float softcap"
+attend, attend_backward = operators.define("attend_by_scores", forward, backward, more, numbers)

@@ -3,6 +3,7 @@
 M queries and N keys a tile, warps, and stages of the software pipeline.
 """
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -25,38 +26,18 @@ class Tile(NamedTuple):
         return {"M": self.M, "N": self.N, "num_warps": self.warps, "num_stages": self.stages} | limit
 
 
-# By kernel and padded head_dim, for 16-bit inputs, on an H100 or an H200. Walking lists of blocks takes more stages or
-# larger tiles: loads of keys and values wait for that of a block's number. "narrow": blocks smaller than the tile.
-TABLE = {
-    "dilated forward": {
-        16: Tile(128, 64, 4, 3), 32: Tile(128, 64, 4, 3), 64: Tile(128, 64, 8, 3, 128), 128: Tile(128, 64, 8, 3),
-        256: Tile(128, 64, 8, 2),
-    },
-    "dilated dq": {
-        16: Tile(64, 64, 4, 3), 32: Tile(64, 64, 4, 3), 64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3),
-        256: Tile(64, 32, 8, 1),
-    },
-    "dilated dkdv": {
-        16: Tile(64, 64, 4, 3), 32: Tile(64, 64, 4, 3), 64: Tile(64, 64, 4, 3), 128: Tile(32, 64, 4, 3),
-        256: Tile(32, 64, 8, 1),
-    },
-    "blocks forward": {
-        16: Tile(128, 64, 4, 5), 32: Tile(128, 64, 4, 5), 64: Tile(128, 64, 8, 5, 128), 128: Tile(128, 128, 8, 3),
-        256: Tile(128, 64, 8, 2),
-    },
-    "narrow blocks forward": {
-        16: Tile(64, 64, 4, 3), 32: Tile(64, 64, 4, 3), 64: Tile(64, 64, 4, 3, 128), 128: Tile(64, 64, 4, 3),
-        256: Tile(64, 64, 8, 2),
-    },
-    "blocks dq": {
-        16: Tile(64, 64, 4, 3), 32: Tile(64, 64, 4, 3), 64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 5),
-        256: Tile(64, 32, 8, 1),
-    },
-    "blocks dkdv": {
-        16: Tile(64, 64, 4, 5), 32: Tile(64, 64, 4, 5), 64: Tile(64, 64, 4, 5), 128: Tile(32, 64, 4, 5),
-        256: Tile(32, 64, 8, 1),
-    },
-}  # fmt: skip
+HEAD_DIMS = 16, 32, 64, 128, 256  # padded
+# By kernel, for 16-bit inputs, on an H100 or an H200. Walking lists of blocks takes more stages or larger tiles: loads
+# of keys and values wait for that of a block's number. "narrow": blocks smaller than the tile.
+TABLE = {kernel: dict(zip(HEAD_DIMS, itertools.starmap(Tile, tiles), strict=True)) for kernel, tiles in {
+    "dilated forward": [(128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3, 128), (128, 64, 8, 3), (128, 64, 8, 2)],
+    "dilated dq": [(64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 8, 1)],
+    "dilated dkdv": [(64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 64, 4, 3), (32, 64, 8, 1)],
+    "blocks forward": [(128, 64, 4, 5), (128, 64, 4, 5), (128, 64, 8, 5, 128), (128, 128, 8, 3), (128, 64, 8, 2)],
+    "narrow blocks forward": [(64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3, 128), (64, 64, 4, 3), (64, 64, 8, 2)],
+    "blocks dq": [(64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 5), (64, 32, 8, 1)],
+    "blocks dkdv": [(64, 64, 4, 5), (64, 64, 4, 5), (64, 64, 4, 5), (32, 64, 4, 5), (32, 64, 8, 1)],
+}.items()}  # fmt: skip
 SMALL = Tile(32, 32, 4, 1)  # float32, whose products run without tensor cores, and cards with less shared memory
 SMALLER = Tile(16, 16, 4, 1)  # the same from this head_dim on, where SMALL takes minutes to compile
 WIDE = 128
@@ -84,7 +65,7 @@ def choose(kernel: str, q: torch.Tensor, block_size: tuple[int, int] | None = No
     """
     if q.device.type == "cpu":  # the interpreter, whose tests want several tiles in small shapes
         tile = Tile(16, 16, 1, 1)
-    elif q.dtype == torch.float32 or shared_memory(q.device) < SHARED:
+    elif q.dtype == torch.float32 or torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin < SHARED:
         tile = SMALLER if padded(q.shape[-1]) >= WIDE else SMALL
     else:
         tile = TABLE[kernel][padded(q.shape[-1])]
@@ -100,8 +81,3 @@ def overlap(q: torch.Tensor) -> tuple[dict, dict]:
     if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) < (9, 0):
         return {"OVERLAP": False}, {"OVERLAP": False}
     return {"OVERLAP": True}, {"OVERLAP": True, "launch_pdl": True}
-
-
-def shared_memory(device: torch.device) -> int:
-    """Bytes that one block of a kernel may take."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
