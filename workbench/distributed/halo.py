@@ -108,9 +108,7 @@ def segments(w: int, own: range, queries: range, n: int, causal: bool) -> tuple[
 PIECE = 1 << 20  # rows of a run, unless a segment is longer
 
 
-def runs(
-    pattern: Dilated, own: range, queries: range, n: int, heads: int
-) -> tuple[dict[range, list[int]], dict[int, list[range]]]:
+def runs(pattern: Dilated, own: range, queries: range, n: int, heads: int) -> tuple[dict, dict]:
     """({run of rows of the shard: the branches whose segments inside it are a call}, {branch: [its shorter segment]}).
 
     Where all branches have one run that holds all queries, that is a call. Else runs are cut where a branch begins or

@@ -210,10 +210,9 @@ def _parts(plan: Plan, rows: int) -> list[range]:
 
 def _dilated(plan: Plan, rank: int, stage: Stage) -> list[Partial]:
     """Segments that cross the shard's borders."""
-    own, queries, pattern = plan.shards[rank], plan.queries(rank), plan.pattern
-    found = (segments(w, own, queries, plan.n, pattern.causal) for w in pattern.segment_lengths)
-    return _kept(plan, rank, {branch: (head, tail) for branch, (head, _, tail) in enumerate(found)},
-                 _heads_of(plan, stage.heads))  # fmt: skip
+    each = (plan.shards[rank], plan.queries(rank), plan.n, plan.pattern.causal)
+    found = {branch: segments(w, *each)[::2] for branch, w in enumerate(plan.pattern.segment_lengths)}
+    return _kept(plan, rank, found, _heads_of(plan, stage.heads))
 
 
 def _kept(plan: Plan, rank: int, of_branches: dict[int, Iterable[range]], heads: range) -> list[Partial]:
