@@ -78,7 +78,7 @@ def test_the_committed_records_answer_the_questions_of_the_page():
     theirs = rows[rows["suite"].str.startswith("peers")]
     assert "Forward, torchscale takes **4.8 times** as long" in suite.times_longer(theirs)[0]
     assert set(theirs["what"]) == {"LongNet, paper, blocked offsets, 12 x 64"} and suite.devices(theirs) == "H100"
-    assert set(longnet["what"]).isdisjoint(theirs["what"])  # finding 17: two patterns, two names
+    assert set(longnet["what"]).isdisjoint(theirs["what"])  # two patterns, two names
     orders = suite.orders(rows[rows["suite"] == "neighborhood"])["speed relative to row-major"].round(1)
     assert orders[["Hilbert", "Morton", "row-major"]].tolist() == [3.8, 3.9, 1]
 

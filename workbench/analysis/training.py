@@ -94,7 +94,7 @@ def answer(table: pd.DataFrame) -> list[str]:
     """Which patterns learn to find the needle, LongNet's first: a sentence for each kind. table: of `summary`."""
     said, kinds = [], dict.fromkeys(label.partition(", ")[0] for label in table.index)
     for kind in sorted(kinds, key=lambda x: x != "longnet"):
-        some, each = table[table.index.str.startswith(kind)], []
+        some, each = table[table.index.str.split(", ").str[0] == kind], []
         for label, one in some.iterrows():
             learnt, stays = one["learnt at step"], f"its loss stays **{one['loss']:.2f}** (a guess: {GUESS:.2f})"
             its = filter(None, (label.partition(", ")[2], f"{number(one['pairs per token'])} pairs per token"))

@@ -229,8 +229,8 @@ def table(rows: pd.DataFrame) -> str:
 
 def failed(rows: pd.DataFrame) -> bool:
     """Whether some strategy gave a wrong result, or failed though it is meant for the case and the machine."""
-    meant = ("ok", "refused", "unsupported")
-    return any(row["status"] not in meant or row["limiter"] == "validity" for row in rows.to_dict("records"))
+    good = ("ok", "refused", "unsupported")
+    return any(row["status"] not in good or row["limiter"] == "validity" for row in rows.to_dict("records"))
 
 
 def _number(x, form: str, unit: float = 1) -> str:
