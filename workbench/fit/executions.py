@@ -100,8 +100,7 @@ def table(
             line |= _at(at, n, card, row["budget_bytes"])
             if isinstance(first, Model):
                 each = {"first": max(1, (row["n"] or 0) // n), "limit_n": 1 << 20, "grain": 1, "step": 1e-6}
-                batches = frontier.search(lambda b, at=at: replace(at(n), batch=b), **each, **options)
-                line["longest_batch"] = batches["n"]
+                line["longest_batch"] = frontier.search(lambda b, at=at: replace(at(n), batch=b), **each, **options)["n"]
         lines.append(line)
     frame = pd.DataFrame(lines)
     if n is not None:

@@ -216,8 +216,7 @@ def table(rows: pd.DataFrame) -> str:
         elif timed and row["strategy"] != ONE and AA in times.index and not beyond_noise(times, row["strategy"]):
             notes.append("within the noise (A/A)")
         lines.append({
-            "case": row["label"], "strategy": row["strategy"],
-            "ms": _number(row["median_ms"], ",.4g"),
+            "case": row["label"], "strategy": row["strategy"], "ms": _number(row["median_ms"], ",.4g"),
             "speed-up": "{:.2f} ({:.2f} to {:.2f})".format(*interval) if timed else "",
             "peak MiB": _number(row["peak_bytes"], ",.1f", 2**20),
             "sent MiB": _number(max(sent), ",.2f", 2**20) if isinstance(sent, list) else "",
