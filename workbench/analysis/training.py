@@ -108,7 +108,7 @@ def seconds_of_a_step(pattern: Pattern, n: int, sizes: dict, device: str) -> flo
     """Of training `fit.model.Model` with checkpoints on this device, bfloat16 on a card; nan where it does not run."""
     low = "bfloat16" if device == "cuda" else "float32"
     steps = Model(pattern, n, dtype=low, device=device, mode="fwdbwd", checkpoint=True, **sizes)
-    return (timing.time(steps, warmup=0, samples=1)["median_ms"] or math.nan) / 2000  # it takes two
+    return (timing.time(steps, warmup=0, samples=3)["median_ms"] or math.nan) / 2000  # it takes two
 
 
 def differences(model: Transformer, losses: Mapping[str, Tensor]) -> pd.DataFrame:
