@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
 
     commands.add_parser("list", help="the notebooks and their parameters").set_defaults(command=_list)
     doctor = commands.add_parser("doctor", help="what works on this machine, and what does not and why")
-    doctor.set_defaults(command=lambda _: importlib.import_module("workbench.doctor").main())
+    doctor.set_defaults(command=_doctor)
 
     fit = commands.add_parser(
         "fit",
@@ -195,6 +195,12 @@ def _list(arguments) -> int:
                 told.setdefault(choices, f"as for {name} of {path.stem}")
             print(f"    {name} ({wanted}) = {json.dumps(default)}{others}")
     return 0
+
+
+def _doctor(_) -> int:
+    from workbench import doctor
+
+    return doctor.main()
 
 
 def _fit(arguments) -> int:

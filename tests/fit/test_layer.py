@@ -83,5 +83,6 @@ def test_a_peer_is_a_layer_of_the_same_branches(tmp_path):
 def test_a_card_says_how_much_memory_a_layer_takes(tmp_path):
     large = {x: Case(p, 8192, 12, 64, "bfloat16", device="cuda") for x, p in (("dense", Dense()), ("longnet", LONGNET))}
     rows = layer.measure(large, samples=3, seconds=5.0, folder=tmp_path).set_index("label")
-    assert set(rows["status"]) == {"ok"} and rows.loc["dense", "backend"] in speed.dense_backends("cuda")
+    same = rows.loc["dense", "backend"] == rows.loc["dense" + layer.ALONE, "backend"]
+    assert set(rows["status"]) == {"ok"} and same and rows.loc["dense", "backend"] in speed.dense_backends("cuda")
     assert (rows.loc[[*large]]["extra_bytes"] > 8192 * 768 * 2).all()

@@ -70,15 +70,10 @@ def test_windows_are_as_fast_as_neighborhoods_on_a_line():
     assert took["window"] <= 1.1 * took["line"] and max(took["causal"], took["sinks"]) <= took["line"]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "options"),
-    [
-        (wb.Window(300, True), {"softcap": 20.0}),
-        (wb.Dense(True), {"alibi_slopes": torch.rand(4)}),
-        (wb.Window(300), {"relative_bias": torch.randn(4, 301)}),
-    ],
-    ids=["softcap", "alibi", "bias"],
-)
+@pytest.mark.parametrize("pattern, options", [
+    (wb.Window(300, True), {"softcap": 20.0}), (wb.Dense(True), {"alibi_slopes": torch.rand(4)}),
+    (wb.Window(300), {"relative_bias": torch.randn(4, 301)}),
+], ids=["softcap", "alibi", "bias"])  # fmt: skip
 def test_scores_are_changed_as_in_the_definition(pattern, options):
     q, k, v = tensors(1500, 4)
     options = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}

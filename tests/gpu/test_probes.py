@@ -1,4 +1,7 @@
-"""The probes on CUDA: events, the allocator's numbers, statuses of fused kernels."""
+"""The probes on CUDA: events, the allocator's numbers, statuses of fused kernels.
+
+The first two tests compare times, as of a card that does nothing else: they fail where another process uses it.
+"""
 
 import torch
 

@@ -75,10 +75,11 @@ def test_the_committed_records_answer_the_questions_of_the_page():
     assert {"fa4", "triton"} <= set(longnet["backend"])
     rates = "**0.67 to 1.19 times** the rate of dense attention by FlashAttention-4 and cuDNN"
     assert rates in suite.per_pair(longnet)[0]
+    assert "the rate of dense attention by FlashAttention-4 (least" in suite.per_pair(longnet)[1], "of its own mode"
     theirs = rows[rows["suite"].str.startswith("peers")]
     assert "Forward, torchscale takes **4.8 times** as long" in suite.times_longer(theirs)[0]
     assert set(theirs["what"]) == {"LongNet, paper, blocked offsets, 12 x 64"} and suite.devices(theirs) == "H100"
-    assert set(longnet["what"]).isdisjoint(theirs["what"])  # finding 17: two patterns, two names
+    assert set(longnet["what"]).isdisjoint(theirs["what"])  # two patterns, two names
     orders = suite.orders(rows[rows["suite"] == "neighborhood"])["speed relative to row-major"].round(1)
     assert orders[["Hilbert", "Morton", "row-major"]].tolist() == [3.8, 3.9, 1]
 

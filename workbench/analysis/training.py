@@ -94,7 +94,7 @@ def answer(table: pd.DataFrame) -> list[str]:
     """Which patterns learn to find the needle, LongNet's first: a sentence for each kind. table: of `summary`."""
     said, kinds = [], dict.fromkeys(label.partition(", ")[0] for label in table.index)
     for kind in sorted(kinds, key=lambda x: x != "longnet"):
-        some, each = table[table.index.str.startswith(kind)], []
+        some, each = table[table.index.str.split(", ").str[0] == kind], []
         for label, one in some.iterrows():
             learnt, stays = one["learnt at step"], f"its loss stays **{one['loss']:.2f}** (a guess: {GUESS:.2f})"
             its = filter(None, (label.partition(", ")[2], f"{number(one['pairs per token'])} pairs per token"))
@@ -108,7 +108,7 @@ def seconds_of_a_step(pattern: Pattern, n: int, sizes: dict, device: str) -> flo
     """Of training `fit.model.Model` with checkpoints on this device, bfloat16 on a card; nan where it does not run."""
     low = "bfloat16" if device == "cuda" else "float32"
     steps = Model(pattern, n, dtype=low, device=device, mode="fwdbwd", checkpoint=True, **sizes)
-    return (timing.time(steps, warmup=0, samples=1)["median_ms"] or math.nan) / 2000  # it takes two
+    return (timing.time(steps, warmup=0, samples=3)["median_ms"] or math.nan) / 2000  # it takes two
 
 
 def differences(model: Transformer, losses: Mapping[str, Tensor]) -> pd.DataFrame:

@@ -74,7 +74,7 @@ def demo(steps: int = 40, n: int = 512, data: int = 1) -> dict:
 
         torchrun --nproc_per_node 2 -m workbench.harness.ranks workbench.distributed.training:demo '{"steps": 20}'
 
-    n: tokens; data: into how many parts the 8 sequences of a step are divided.
+    n: tokens; data: into how many parts the 8 sequences of a step are divided, a divisor of the number of ranks.
     Returns {"losses": by step, the same on any number of ranks; "bytes": what this rank sent in the last step}.
     """
     kind, sizes = "cuda" if "nccl" in dist.get_backend_config() else "cpu", (data, dist.get_world_size() // data)

@@ -99,9 +99,8 @@ def table(
         if n is not None:
             line |= _at(at, n, card, row["budget_bytes"])
             if isinstance(first, Model):
-                batch = lambda b, at=at: replace(at(n), batch=b)  # noqa: E731
-                near = {"first": max(1, (row["n"] or 0) // n), "limit_n": 1 << 20, "grain": 1, "step": 1e-6}
-                line["longest_batch"] = frontier.search(batch, **near, **options)["n"]
+                of = {"first": max(1, (row["n"] or 0) // n), "limit_n": 1 << 20, "grain": 1, "step": 1e-6}
+                line["longest_batch"] = frontier.search(lambda b, at=at: replace(at(n), batch=b), **of, **options)["n"]
         lines.append(line)
     frame = pd.DataFrame(lines)
     if n is not None:

@@ -15,6 +15,7 @@ from workbench.harness.narrate import times, title
 from workbench.patterns import Dilated, checks
 from workbench.probes import baselines, suite
 from workbench.probes.case import Case, case_of
+from workbench.probes.speed import fastest_dense
 
 ALONE = ", attention alone"
 
@@ -60,8 +61,9 @@ def measure(
     """
     layers = {}
     for label, case in checks.named("cases", cases, "a Case").items():
-        sizes = {x.name: getattr(case_of(case), x.name) for x in fields(Case)}
-        layers |= {label: Layer(**sizes), label + ALONE: replace(case, mode="fwdbwd")}
+        alone = fastest_dense(replace(case_of(case), mode="fwdbwd"))  # whose kernel is the layer's, too
+        layer = Layer(**{x.name: getattr(alone, x.name) for x in fields(Case)})
+        layers |= {label: layer, label + ALONE: alone}
         if isinstance(case.pattern, Dilated) and case.pattern.heads == "all":
             branches = case.pattern.segment_lengths, case.pattern.dilation_rates, case.pattern.causal
             theirs = replace(layers[label], pattern=Dilated(*branches, offsets="blocked"))

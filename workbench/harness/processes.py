@@ -33,7 +33,7 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload([
     "workbench.engines.dispatch", "workbench.engines.torch_backend", "torch._dynamo", "torch.distributed.device_mesh",
 ])  # fmt: skip
-OWN = "write the function into a module of its own and name it 'module:function'"
+IMPORTABLE = "write the function into a module of its own and name it 'module:function'"
 PAUSE_S = 0.01  # between two looks at a process with a limit of memory, which grows by 100 MB in that time
 
 
@@ -62,7 +62,7 @@ def run(function: str, arguments: tuple, timeout_s: float = 600.0, memory_bytes:
     try:
         work = pickle.dumps((function, arguments))
     except Exception as error:  # pickle raises many kinds
-        raise ValueError(f"{error}: a fresh process can be given what it can import; {OWN}") from None
+        raise ValueError(f"{error}: a fresh process can be given what it can import; {IMPORTABLE}") from None
     with Process(f"{__name__}:_call_once") as process:
         process.ask(work)
         return process.outcome(timeout_s, memory_bytes)

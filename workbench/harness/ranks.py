@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.harness.outcome import Outcome, sentence, status_of
-from workbench.harness.processes import OWN, Process, imported
+from workbench.harness.processes import IMPORTABLE, Process, imported
 from workbench.patterns import checks
 
 BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # gloo too: ranks whose cards are out of memory can agree
@@ -104,7 +104,7 @@ class Pool(contextlib.AbstractContextManager):
         RankError if a rank raises, runs out of memory, dies, exits, or does not answer in time.
         """
         if not isinstance(function, str) or function.startswith("__main__:"):
-            raise ValueError(f"{function!r}: a rank can call what it can import; {OWN}")
+            raise ValueError(f"{function!r}: a rank can call what it can import; {IMPORTABLE}")
         imported(function)
         if not isinstance(arguments, (dict, list, tuple, type(None))):
             raise ValueError(f"arguments={arguments!r}: want a dict or a list")

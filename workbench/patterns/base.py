@@ -140,8 +140,9 @@ def _constant(spec):
     """A spec whose numbers are constants of the compiled function, no lengths that torch.compile leaves open."""
     if isinstance(spec, dict):
         return {name: _constant(value) for name, value in spec.items()}
-    several = isinstance(spec, (list, tuple))
-    return [*map(_constant, spec)] if several else operator.index(spec) if type(spec) is int else spec
+    if isinstance(spec, (list, tuple)):
+        return [*map(_constant, spec)]
+    return operator.index(spec) if type(spec) is int else spec
 
 
 class Pattern(Value):

@@ -23,8 +23,10 @@ FINITE = sys.float_info.max
 
 
 class _Living(weakref.WeakValueDictionary):
+    made: Callable[[str], Value]  # of a key that is a spec; set by `patterns`, which imports this module
+
     def __getitem__(self, key: str) -> Value:
-        """made: the value of a key that is the spec of one that a compiled function made, all that is left of it."""
+        """Of a pattern that a compiled function made all that is left is its spec, as the key: an equal one."""
         return self.made(key) if (found := self.get(key)) is None else found
 
 

@@ -140,9 +140,9 @@ class Neighborhood(Pattern):
 
         def make():
             cells = self._laid(self.rank >= 0).long().view(self.shape)
-            cells = box_sums(cells, [window[1:] for window in self.windows])
-            for axis, (place, _, _) in enumerate(self.windows):
-                cells = cells.index_select(axis, place)
+            for axis, (place, low, high) in enumerate(self.windows):  # the sums over the windows, axis by axis
+                below = torch.cat([torch.zeros_like(cells.narrow(axis, 0, 1)), cells.cumsum(axis)], axis)
+                cells = below.index_select(axis, high[place] + 1) - below.index_select(axis, low[place])
             return cells.flatten()[self.curve]
 
         return self.kept("keys", (), make)
@@ -280,15 +280,6 @@ def _windows(side: int, radius, causal: bool, dilation: int, stride: int, offset
     high = x if causal else (low if shift else leader - back) + back + ahead
     order = (start + x).argsort()
     return start + x, (start + low)[order], (start + high.minimum(many - 1))[order]
-
-
-def box_sums(cells: Tensor, windows) -> Tensor:
-    """For each cell of a grid the sum of `cells` in its window, of the dtype of `cells`; windows: (first cell, last
-    cell) along each axis."""
-    for axis, (low, high) in enumerate(windows):
-        below = torch.cat([torch.zeros_like(cells.narrow(axis, 0, 1)), cells.cumsum(axis, dtype=cells.dtype)], axis)
-        cells = below.index_select(axis, high + 1) - below.index_select(axis, low)
-    return cells
 
 
 def _within(inner: Tensor, outer: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ LEAST, REFUSED = 1e-4, 6.0  # where smaller shares of a budget and refusals are 
 
 def figure(rows: pd.DataFrame):
     """Errors as shares of their budgets, a panel a result, of `probes.error.table`: right of the line at 1 is too much.
-    Crosses: refused, or failed."""
+    Crosses: what did not run."""
     line = rows.pattern.map(title) + np.where(rows.causal, ", causal", "") + "  ·  " + rows.backend.map(title)
     rows = rows.assign(line=line, **{what: _share(rows, *names) for what, names in RESULTS.items()})
     lines = list(dict.fromkeys(rows.line))
@@ -35,8 +35,8 @@ def figure(rows: pd.DataFrame):
     axes[0].set_yticks(range(len(lines)), lines)
     axes[0].set_ylim(len(lines) - 0.4, -0.6)
     looks = {x: {"color": color, "marker": "o"} for x, color in DTYPES.items() if x in set(rows.dtype)}
-    refused = {"refused, or failed": {"color": "#666666", "marker": "x"}} if (rows.status != "ok").any() else {}
-    style.key(fig, looks | refused, 5)
+    absent = {"did not run": {"color": "#666666", "marker": "x"}} if (rows.status != "ok").any() else {}
+    style.key(fig, looks | absent, 5)
     return style.finish(fig, "Errors of every backend, pattern and type as shares of their budgets.")
 
 
@@ -49,19 +49,19 @@ def here(rows: pd.DataFrame) -> tuple[pd.DataFrame, str]:
 
 
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
-    """A row a backend and one of all: runs, those within their budgets, what was refused, the worst in percent."""
+    """A row a backend and one of all: runs, those within their budgets, what did not run, the worst in percent."""
 
     def line(of: pd.DataFrame) -> dict:
         ran = of[of.status == "ok"]
         within, worst = int((ran.worst <= 1).sum()), 100 * ran.worst.max()
-        return {"runs": len(ran), "within": within, "refused": len(of) - len(ran), "worst, % of its budget": worst}
+        return {"runs": len(ran), "within": within, "did not run": len(of) - len(ran), "worst, % of its budget": worst}
 
     lines = {title(backend): line(of) for backend, of in rows.groupby("backend", sort=False)}
     return pd.DataFrame(lines | {"all": line(rows)}).T.rename_axis("backend")
 
 
 def refusals(rows: pd.DataFrame) -> pd.DataFrame:
-    """Who refused what, and why: gradients alone where another row of the same case has the values."""
+    """Who refused or failed at what, and why: at gradients alone where another row of the case has the values."""
     ran = (rows.status == "ok").groupby([rows[x] for x in ("pattern", "causal", "backend", "dtype")]).transform("any")
     refused = rows.assign(refuses=np.where(ran, "gradients", "all"))[rows.status != "ok"]
     named = {"backend": refused.backend.map(title), "patterns": refused.pattern.map(title), "types": refused.dtype}

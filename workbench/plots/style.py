@@ -64,12 +64,12 @@ def length(n: float) -> str:
     return f"{n:,.10g}"
 
 
-def log_ticks(axis, form, at=None, **every) -> None:
-    """Label a logarithmic axis by form(value), without minor ticks; at: the places; every: what a LogLocator takes."""
+def log_ticks(axis, form, at=None, **locator) -> None:
+    """Label a logarithmic axis by form(value), without minor ticks; at: the places; locator: of a LogLocator."""
     if at is not None:
         axis.set_ticks(at)
-    if every:
-        axis.set_major_locator(LogLocator(**every))
+    if locator:
+        axis.set_major_locator(LogLocator(**locator))
     axis.set_major_formatter(FuncFormatter(lambda x, _: form(x)))
     axis.set_minor_locator(NullLocator())
 
@@ -122,14 +122,14 @@ def whiskers(middle, low, high) -> np.ndarray:
 def key(fig, looks: dict[str, dict | str | list], columns: int) -> None:
     """A legend below a figure, in so many columns or what there is room for: what a line or a marker of each look, or
     an area of each colour, or of each of several colours, means."""
-    square, every = {"marker": "s", "ms": 11}, {tuple: HandlerTuple(ndivide=None, pad=0.3)}
+    square, beside = {"marker": "s", "ms": 11}, {tuple: HandlerTuple(ndivide=None, pad=0.3)}
     several = [look if isinstance(look, list) else [look] for look in looks.values()]
     each = [[x if isinstance(x, dict) else square | {"color": x} for x in some] for some in several]
     handles = [tuple(Line2D([], [], **{"ls": ""} | x) for x in some) for some in each]
     for most in range(columns, 0, -1):
         for legend in [*fig.legends]:
             legend.remove()
-        legend = fig.legend(handles, looks, loc="outside lower center", ncols=most, handler_map=every)
+        legend = fig.legend(handles, looks, loc="outside lower center", ncols=most, handler_map=beside)
         if legend.get_window_extent().width <= fig.bbox.width:
             break
     fig.workbench_key = looks, columns

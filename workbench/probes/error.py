@@ -108,7 +108,9 @@ def _error(name: str, got: Tensor, want: Tensor, upstream: Tensor) -> float:
 
 def _share(error: float, budget: float) -> float:
     """error / budget; an exact result needs no budget (bfloat16 gradients that are 0 have none)."""
-    return error / budget if budget else math.inf if error else 0.0
+    if not budget:
+        return math.inf if error else 0.0
+    return error / budget
 
 
 def _budgets(want: dict[str, Tensor], leaves, upstream: Tensor, pattern, backward: bool) -> dict[str, float]:

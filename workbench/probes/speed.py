@@ -258,14 +258,12 @@ def pays_from(rows: pd.DataFrame) -> float | None:
 
 
 def fastest_dense(case: Case) -> Case:
-    """The case, Dense by "auto" by the backend that is fastest at its size on its device; ValueError if none runs."""
+    """The case, Dense by "auto" by the backend that is fastest at its size on its device, if one runs."""
     if not isinstance(case.pattern, Dense) or case.backend != "auto":
         return case
     rows = [timing.time(replace(case, backend=x), warmup=1, samples=3, seconds=5) for x in dense_backends(case.device)]
     took = {row["backend"]: row["median_ms"] for row in rows if row["status"] == "ok"}
-    if not took:
-        raise ValueError(f"{case}: no dense backend runs this")
-    return replace(case, backend=min(took, key=took.get))
+    return replace(case, backend=min(took, key=took.get)) if took else case
 
 
 def ceilings(device: str = "cpu", seconds: float = 2.0, profile: str = "quick", known=None, folder=None) -> dict:

@@ -216,8 +216,7 @@ def table(rows: pd.DataFrame) -> str:
         elif timed and row["strategy"] != ONE and AA in times.index and not beyond_noise(times, row["strategy"]):
             notes.append("within the noise (A/A)")
         lines.append({
-            "case": row["label"], "strategy": row["strategy"],
-            "ms": _number(row["median_ms"], ",.4g"),
+            "case": row["label"], "strategy": row["strategy"], "ms": _number(row["median_ms"], ",.4g"),
             "speed-up": "{:.2f} ({:.2f} to {:.2f})".format(*interval) if timed else "",
             "peak MiB": _number(row["peak_bytes"], ",.1f", 2**20),
             "sent MiB": _number(max(sent), ",.2f", 2**20) if isinstance(sent, list) else "",
@@ -229,8 +228,8 @@ def table(rows: pd.DataFrame) -> str:
 
 def failed(rows: pd.DataFrame) -> bool:
     """Whether some strategy gave a wrong result, or failed though it is meant for the case and the machine."""
-    meant = ("ok", "refused", "unsupported")
-    return any(row["status"] not in meant or row["limiter"] == "validity" for row in rows.to_dict("records"))
+    good = ("ok", "refused", "unsupported")
+    return any(row["status"] not in good or row["limiter"] == "validity" for row in rows.to_dict("records"))
 
 
 def _number(x, form: str, unit: float = 1) -> str:

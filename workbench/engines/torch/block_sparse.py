@@ -86,11 +86,12 @@ class Grid:
             self.taken = (used[:, None] * self.c + torch.arange(self.c, device=used.device)).flatten()
 
     def batches(self, k: Tensor) -> Iterator[slice]:
-        """The sequences of k (B, N, G, D) that are computed at once: as many as a quarter of ELEMENTS holds the keys,
-        and the queries, of (more are slower than one by one), and of which CUDA's kernels take the heads."""
+        """Which sequences of k (B, N, G, D) are computed at once: a single one where layouts differ by head. Their keys
+        and their queries take a quarter of ELEMENTS each (with more, one by one is faster), and their heads are at most
+        ELEMENTS / 32, which CUDA's kernels take."""
         keys, queries = self.cols * self.c * self.elements(k), self.blocks.nq * self.heads * k.shape[-1]
-        many = 1 if self.split else ELEMENTS // max(1, 4 * keys, 4 * queries, 32 * self.heads)
-        return (slice(x, x + max(1, many)) for x in range(0, len(k), max(1, many)))
+        many = 1 if self.split else max(1, ELEMENTS // max(1, 4 * keys, 4 * queries, 32 * self.heads))
+        return (slice(x, x + many) for x in range(0, len(k), many))
 
     def query_units(self, x: Tensor, value: float = 0) -> Tensor:
         """x (Nq, H, ...) -> (U, a, heads of a unit, ...)."""
@@ -225,8 +226,8 @@ def backward(grad, q, k, v, out, lse, grid: Grid, scale):
         for s in stacks(grid.blocks, grid.elements(ku)):
             rows, keys, r = grid.query_index(s), grid.key_index(s), len(s.rows)
             k_part, v_part = gather(ku, keys, r, k_room), gather(vu, keys, r, v_room)
-            of_rows, of_out = ([gather(t, rows) for t in some] for some in ((gu, qu), (ou, lu)))
-            dq_, dk_, dv_ = grid.backward(s, *of_rows, k_part, v_part, *of_out, scale)
+            g_part, q_part, o_part, l_part = (gather(t, rows) for t in (gu, qu, ou, lu))
+            dq_, dk_, dv_ = grid.backward(s, g_part, q_part, k_part, v_part, o_part, l_part, scale)
             dqu.index_add_(0, rows, dq_.transpose(1, 2).to(wide))
             for total, part in ((dku, dk_), (dvu, dv_)):
                 part = fused.sum_heads(part, ku.shape[2])  # (R, G, C x c, D)
