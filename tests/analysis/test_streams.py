@@ -24,7 +24,7 @@ def test_sentences_are_of_the_rows():
     assert headline == "1,073,741,824 tokens on one card in 20.0 s"
     assert said[0].startswith(f"**{headline}**: a layer, at 281 TFLOP/s")
     assert said[1].startswith("1,073,741,824 tokens and more do not fit on the card at once")
-    assert "dense attention 400,000 s, LongNet 20 s and its copies 0.5 s (at the same time)." in said[2]
+    assert "dense attention 4.63 days, LongNet 20 s and its copies 0.5 s (at the same time)." in said[2]
     assert said[3].endswith("in memory: forward, **1.10 times** as long at 1,048,576 tokens." + streams.MORE)
     assert said[4] == "Sampled rows of 2 runs of up to 1,024 tokens were checked here: not all right."
     failed = pd.DataFrame([{"n": 2048, "sampled_rows": None, "right": None}, *TOOK.to_dict("records")])

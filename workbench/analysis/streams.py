@@ -8,7 +8,7 @@ import torch
 from workbench import streaming
 from workbench.fit import cards
 from workbench.harness import records
-from workbench.harness.narrate import MODES, counted, listed, number, times
+from workbench.harness.narrate import MODES, counted, duration, listed, times
 from workbench.patterns import Dense, Pattern, from_spec
 from workbench.patterns.dilated import geometric
 from workbench.streaming import measure
@@ -94,7 +94,7 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
         said.append(f"{int(long['n'].min()):,} tokens and more do not fit on the card at once; "
                     f"streamed, {last['n']:,} take {last['streamed_gib']:.2f} GiB of it (planned).")  # fmt: skip
     names = {"dense attention": dense["products_s"], "LongNet": last["products_s"], "its copies": last["traffic_s"]}
-    each = listed(f"{name} {number(s)} s" for name, s in names.items() if pd.notna(s))
+    each = listed(f"{name} {duration(s)}" for name, s in names.items() if pd.notna(s))
     said.append(f"Modelled for {last['n']:,} tokens: {each} (at the same time).")
     streamed = runs[runs["of_in_memory"].notna() & (runs["execution"] == "streamed")] if len(runs) else runs
     if len(streamed):

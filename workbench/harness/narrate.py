@@ -94,6 +94,13 @@ def times(x: float, form: str = "") -> str:
     return "as" if float(words.replace(",", "")) == 1 else f"**{words} times** as"
 
 
+def duration(seconds: float) -> str:
+    """A time in the largest unit of which there are two: 20.6 s, 3.5 hours, 5.64 days."""
+    units = ((x, long) for x, long in (("days", 86400), ("hours", 3600), ("min", 60)) if seconds >= 2 * long)
+    unit, long = next(units, ("s", 1))
+    return f"{number(seconds / long)} {unit}"
+
+
 def binary(size: float) -> str:
     """Bytes in the largest unit of 1,024 of which there is one: 64 MiB, 1.25 GiB."""
     power = max(0, min(4, (max(1, int(size)).bit_length() - 1) // 10))

@@ -21,41 +21,40 @@ GIB = 1 << 30
 LINES = {"eager": ":", "flash": "--", "flex": "--", "efficient": "-."}  # of a backend; the others are solid
 PALETTE = ("#0072B2", "#56B4E9", "#A6CEE3", "#E69F00", "#F0E442", "#009E73", "#7FC97F", "#B2DF8A", "#D55E00", "#CC79A7",
            "#6A3D9A")  # of tensors, in order of birth  # fmt: skip
-LIMITS = {
-    "memory": "#9ecae1", "time": style.COLORS["accent"], "validity": "#e7a5c6", "launch": "#c7b299",
-    "search": "#dddddd", "refused": "white",
-}  # fmt: skip
+LIMITS = {"memory": "#9ecae1", "time": style.COLORS["accent"], "validity": "#e7a5c6", "launch": "#c7b299",
+          "search": "#dddddd", "refused": "white"}  # fmt: skip
 
 
 def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
-    """The longest N against the budget, and below it N's share of what the bytes of inputs and results alone allow.
+    """The longest N against the budget, and beside it N's share of what the bytes of inputs and results alone allow.
 
     rows: of `frontier.sweep`, with `label`. A line is predicted, a filled marker was measured here, a cross says that
     time limits there, not memory. recorded: measured rows of another machine, drawn pale and hollow, with its name.
     Lines are named at their ends.
     """
-    fig, (top, low) = style.subplots(2, 1, figsize=(4.6, 7.6), sharex=True, height_ratios=(2, 3))
+    fig, (longest, part) = style.subplots(1, 2, figsize=(9.6, 4))
     ends = []
     for name, line, pale in _named(rows, recorded):
         share = _bytes_a_token(line) / line["budget_bytes"]
-        _line(top, line, 1, pale)
-        color, last = _line(low, line, share, pale), line.iloc[-1]
+        _line(longest, line, 1, pale)
+        color, last = _line(part, line, share, pale), line.iloc[-1]
         ends.append((last["budget_bytes"], last["n"] * share.iloc[-1], name, color))
     late = rows[rows["predicted_limiter"].eq("time")]
     if len(late):
-        for ax, scale in ((top, 1), (low, _bytes_a_token(late) / late["budget_bytes"])):
+        for ax, scale in ((longest, 1), (part, _bytes_a_token(late) / late["budget_bytes"])):
             ax.plot(late["budget_bytes"], late["predicted_n"] * scale, "x", color="black", markersize=8)
-    low.set(xscale="log", xlabel="budget: what the allocator may reserve")
-    style.log_ticks(low.xaxis, binary, base=2, numticks=4)
+    for ax in (longest, part):
+        ax.set(xscale="log", xlabel="budget: what the allocator may reserve")
+        style.log_ticks(ax.xaxis, binary, base=2, numticks=4)
     signs = {"o": "line: predicted; filled: measured here"} if rows["measured_n"].notna().any() else {}
     signs |= {"x": f"limited by time ({rows['seconds'].iloc[0]:g} s)"} if len(late) else {}
     if signs:
         style.key(fig, {text: {"marker": x, "color": "#555555"} for x, text in signs.items()}, 2)
-    top.set(yscale="log", title="longest N (tokens)")
-    style.log_ticks(top.yaxis, style.length, base=2, numticks=12)
-    low.set(title="of what inputs and results alone allow", ylim=(0, 1.05))
-    low.yaxis.set_major_formatter(PercentFormatter(1))
-    style.name_ends(low, ends)
+    longest.set(yscale="log", title="longest N (tokens)")
+    style.log_ticks(longest.yaxis, style.length, base=2, numticks=12)
+    part.set(title="of what inputs and results alone allow", ylim=(0, 1.05))
+    part.yaxis.set_major_formatter(PercentFormatter(1))
+    style.name_ends(part, ends)
     return style.finish(fig, "The longest N against the budget, and its share of what inputs and results alone allow.")
 
 
@@ -90,7 +89,7 @@ def limiter_map(rows: pd.DataFrame):
 
 
 def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
-    """A panel per way, one below the other: what is alive after each allocation and free, a colour per tensor's name.
+    """A panel per way: what is alive after each allocation and free, a colour per tensor's name.
 
     lives: {way: `frontiers.alive`}. Names beyond the `most` largest are drawn as one, "others".
     """
@@ -99,8 +98,9 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
     kept = set(size.nlargest(most).index)
     order = [name for name in size.index if name in kept]  # of birth
     colors = dict(zip(order, sns.color_palette(PALETTE, len(order)), strict=True)) | {"others": "#d0d0d0"}
-    fig, axes = style.subplots(len(lives), figsize=(4.6, 1.3 + 2.4 * len(lives)), sharey=True, squeeze=False)
-    for ax, (name, life) in zip(axes[:, 0], lives.items(), strict=True):
+    rows = -(-len(lives) // 2)
+    fig, axes = style.subplots(rows, 2, figsize=(9.4, 1 + 2.5 * rows), sharey=True, squeeze=False)
+    for ax, (name, life) in zip(axes.flat, lives.items(), strict=False):
         own, at = [name for name in order if name in life], np.arange(1, len(life) + 1)
         layers = life[own].assign(others=life.drop(columns=own).sum(axis=1)) / GIB
         ax.stackplot(at, layers.T, step="post", linewidth=0, rasterized=True, colors=[colors[x] for x in layers])
@@ -116,7 +116,9 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
     fig.supylabel("bytes of the tensors alive (GiB)", fontsize=10)
     top = max(life.sum(axis=1).max() for life in lives.values()) / GIB
     axes[0, 0].set_ylim(0, 1.12 * top)
-    style.key(fig, colors, 2)
+    for ax in axes.flat[len(lives) :]:
+        ax.remove()
+    style.key(fig, colors, 6)
     return style.finish(fig, f"Bytes alive over the run, by tensor: {', '.join(lives)}.")
 
 

@@ -68,11 +68,10 @@ def speedups(rows: pd.DataFrame):
         ax.axvline(world, color="#444444", lw=1.2, ls=(0, (6, 3)), zorder=1)
         style.note(ax, "ideal", (world, len(cases) - 0.6), (-3, 0), ha="right", fontsize=9, color="#444444")
         ax.axvline(1, color="#888888", lw=1, zorder=0)
-        ax.set(xlim=(0, 1.28 * world), xticks=[x * world / 4 for x in range(5)])
+        ax.set(xlim=(0, 1.28 * world), xticks=[x * world / 4 for x in range(5)], xlabel="speed relative to one device")
         ax.grid(False, axis="y")
         ranks = "cards" if str(of_panel["device"].iloc[0]).startswith("cuda") else "ranks"
-        ax.set_title(f"{MODES[mode]}, {world:g} {ranks}", loc="left")
-        ax.set_xlabel("speed relative to one device")
+        ax.set_title(f"{MODES[mode]}, {world:g} {ranks}")
     axes[0, 0].set_yticks(range(len(cases)), [f"{title(kind)}, {style.length(n)}" for kind, n in cases])
     axes[0, 0].set_ylim(len(cases) - 0.5, -0.5)
     looks = {SHORT.get(x, x): {"color": COLORS.get(x, "#555555"), "marker": MARKS.get(x, "v")} for x in names}
@@ -92,11 +91,10 @@ def _line(ax, y: int, rows: pd.DataFrame, names: list[str]) -> None:
         ends = style.whiskers(it[["speedup"]], it["speedup_low"], it["speedup_high"])
         look = {"color": COLORS.get(name, "#555555"), "marker": MARKS.get(name, "v"), "ms": 6, "ls": ""}
         ax.errorbar(it["speedup"], place, xerr=ends, elinewidth=1.5, capsize=2, **look)
+    at = {"transform": ax.get_yaxis_transform(), "va": "center", "fontsize": 9}
     if "sequence" in by.index:
-        at = {"transform": ax.get_yaxis_transform(), "va": "center", "ha": "right", "fontsize": 9}
-        ax.text(1, y, f"{by.loc['sequence', 'speedup']:.2f}", color=COLORS["sequence"], **at)
+        ax.text(1, y, f"{by.loc['sequence', 'speedup']:.2f}", color=COLORS["sequence"], ha="right", **at)
     elif by.empty:
-        at = {"transform": ax.get_yaxis_transform(), "va": "center", "fontsize": 9}
         ax.text(0.02, y, "not measured", color="#666666", bbox={"color": "white", "pad": 1}, **at)
 
 
@@ -108,7 +106,7 @@ def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
     """
     if modelled.empty:
         return style.blank("No forward of one device ran on enough tokens: there is no rate from which to model many.")
-    fig, axes = style.subplots(2, 1, figsize=(4.6, 6.6))
+    fig, axes = style.subplots(1, 2, figsize=(9.6, 3.8))
     family = modelled.drop_duplicates("kind").set_index("kind")["pattern_spec"].map(lambda spec: spec["pattern"])
     colors = family.map(style.family_color)
     for ax, (scaling, words) in zip(axes, SCALINGS.items(), strict=True):
@@ -123,10 +121,9 @@ def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
             ends = style.whiskers(points["efficiency"], points["low"], points["high"])
             ax.errorbar(place, points["efficiency"], yerr=ends, fmt="o", ms=6, capsize=2, color=color)
         ax.axhline(1, color="#444444", lw=1.2, ls=(0, (6, 3)))
-        ax.set(xscale="log", title=f"{scaling}: {words}", xlabel="ranks", ylim=(0, 1.15))
-        ax.set_ylabel("speed-up / ranks")
+        ax.set(xscale="log", title=f"{scaling}: {words}", xlabel="ranks", ylim=(0, 1.15), ylabel="speed-up / ranks")
         ax.yaxis.set_major_formatter(PercentFormatter(1))
-        _rank_ticks(ax)
+        style.log_ticks(ax.xaxis, "{:,.0f}".format, base=2, numticks=7)
     looks = {title(kind): {"ls": "--", "lw": 1.6, "color": color} for kind, color in colors.items()}
     some = measured is not None and len(measured)
     style.key(fig, looks | ({"measured": {"marker": "o", "color": "#555555"}} if some else {}), 2)
@@ -161,28 +158,23 @@ def messages(links: Mapping[str, pd.DataFrame]):
     return style.finish(fig, f"Bandwidth against message size, measured and fitted: {', '.join(links)}.")
 
 
-def _rank_ticks(ax) -> None:
-    style.log_ticks(ax.xaxis, "{:,.0f}".format, base=2, numticks=7)
-
-
 def borders(rows: pd.DataFrame):
     """For each order of a 2-D neighborhood's cells, against the number of ranks: the bytes that a forward moves, and
     the rows that a rank gets over those that it holds. rows: of `multicard.borders`."""
     rows = rows.assign(mib=rows["bytes"] / 2**20)
-    fig, axes = style.subplots(2, 1, figsize=(4.6, 6.4))
-    for ax, column in zip(axes, ("mib", "halo"), strict=True):
+    fig, axes = style.subplots(1, 2, figsize=(9.4, 3.6))
+    titles = {"mib": "MiB moved, all ranks together", "halo": "rows that a rank gets, over those it holds"}
+    for ax, (column, words) in zip(axes, titles.items(), strict=True):
         for name, line in rows.groupby("order", sort=False):
             look = {"color": orderings.color(name), "marker": orderings.MARKERS.get(name, "o"), "ms": 5}
             ax.plot(line["world"], line[column], **look)
             style.note(ax, title(name), (line["world"].iloc[-1], line[column].iloc[-1]), (0, 6), ha="right",
                        color=orderings.color(name))  # fmt: skip
-        ax.set(xscale="log", yscale="log", xlabel="ranks")
+        ax.set(xscale="log", yscale="log", xlabel="ranks", title=words)
         ax.margins(y=0.12)  # room for the names
-        _rank_ticks(ax)
+        style.log_ticks(ax.xaxis, "{:,.0f}".format, base=2, numticks=7)
         style.log_ticks(ax.yaxis, "{:,g}".format, subs=(1, 2, 5), numticks=15)
-    axes[0].set_title("MiB moved, all ranks together")
     axes[1].axhline(1, color="#666666", lw=0.8)
-    axes[1].set_title("rows that a rank gets, over those it holds")
     return style.finish(fig, "Bytes that a forward moves against the number of ranks, a line per order of the cells.")
 
 
@@ -203,14 +195,13 @@ def shards(orders, world: int, radius: int):
         for axis in (0, 1):  # borders between ranks
             where = np.argwhere(np.diff(owner, axis=axis) != 0)
             y, x = where[:, 0] + (0.5 if axis == 0 else 0), where[:, 1] + (0.5 if axis == 1 else 0)
-            lines = (ax.hlines, ax.vlines)[axis]
-            one, other = ((y, x), (x, y))[axis]
+            lines, one, other = ((ax.hlines, y, x), (ax.vlines, x, y))[axis]
             lines(one, other - 0.5, other + 0.5, color="#b5b5b5", lw=0.5)
         ax.set(title=f"{title(order.name)}: gets {got.sum():,}\nfor {(owner == rank).sum():,} of its own",
                xticks=[], yticks=[])  # fmt: skip
         ax.grid(False)
     colors = {f"rank {rank}, {title(order.name)}": orderings.color(order.name) for order in orders}
-    colors |= {f"cells of others that it needs, radius {radius}": style.COLORS["accent"]}
-    colors |= {"other ranks, in two greys": "#ededed"}
+    needs = f"cells of others that it needs, radius {radius}"
+    colors |= {needs: style.COLORS["accent"], "other ranks, in two greys": "#ededed"}
     style.key(fig, colors, 1)
     return style.finish(fig, f"Shards of a grid on {world} ranks, and the cells that rank {rank} gets, by order.")

@@ -9,11 +9,11 @@ LONGNET = style.family_color("Dilated")
 
 
 def against_n(plans: pd.DataFrame, runs: pd.DataFrame, card: str):
-    """Above the GiB on the card, below the seconds; lines are planned, dots measured.
+    """Left the GiB on the card, right the seconds; lines are planned, dots measured.
 
     plans: of `analysis.streams.planned`; runs: of its `measured`, or no rows.
     """
-    fig, (memory, time) = style.subplots(2, 1, figsize=(4.6, 6.4))
+    fig, (memory, time) = style.subplots(1, 2, figsize=(9.4, 3.6))
     memory.plot(plans["n"], plans["in_memory_gib"], color=style.COLORS["muted"], ls="--", label="in memory")
     memory.plot(plans["n"], plans["streamed_gib"], color=LONGNET, label="streamed")
     memory.axhline(cards.find(card).total_bytes / 2**30, color="#444444", lw=1, label=f"all of an {card.upper()}")

@@ -9,7 +9,7 @@ STYLES = ("-", "--", ":", "-.")
 
 def losses(rows, families: dict):
     """The loss of answers against steps and against time. families: {label: class of its pattern}."""
-    fig, axes = subplots(2, 1, figsize=(5.2, 5))
+    fig, axes = subplots(1, 2, figsize=(10, 3.2))
     for ax, x in zip(axes, ("step", "seconds"), strict=True):
         ends = []
         for label, some in rows.groupby("label", sort=False):
