@@ -32,7 +32,7 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     time limits there, not memory. recorded: measured rows of another machine, drawn pale and hollow, with its name.
     Lines are named at their ends.
     """
-    fig, (longest, part) = style.subplots(1, 2, figsize=(9.6, 4))
+    fig, (longest, part) = style.subplots(1, 2, figsize=(10.4, 4.2))
     ends = []
     for name, line, pale in _named(rows, recorded):
         share = _bytes_a_token(line) / line["budget_bytes"]
@@ -98,8 +98,8 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
     kept = set(size.nlargest(most).index)
     order = [name for name in size.index if name in kept]  # of birth
     colors = dict(zip(order, sns.color_palette(PALETTE, len(order)), strict=True)) | {"others": "#d0d0d0"}
-    rows = -(-len(lives) // 2)
-    fig, axes = style.subplots(rows, 2, figsize=(9.4, 1 + 2.5 * rows), sharey=True, squeeze=False)
+    rows = -(-len(lives) // 3)
+    fig, axes = style.subplots(rows, 3, figsize=(10.4, 1.2 + 2.6 * rows), sharey=True, squeeze=False)
     for ax, (name, life) in zip(axes.flat, lives.items(), strict=False):
         own, at = [name for name in order if name in life], np.arange(1, len(life) + 1)
         layers = life[own].assign(others=life.drop(columns=own).sum(axis=1)) / GIB
