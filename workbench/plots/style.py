@@ -82,17 +82,17 @@ def note(ax, text: str, at: tuple, offset=(0, 0), **look) -> None:
 def name_ends(ax, ends) -> None:
     """Name lines to the right of an axis, or beside their ends where these are far from it, one above the other where
     they are close: the axis' scales and limits are final then. ends: (x, y, text, colour)."""
-    columns, size, high = {}, 9 if len(ends) < 12 else 7.5, ax.get_window_extent().height / ax.figure.dpi
+    columns, high = {}, ax.get_window_extent().height / ax.figure.dpi
     for x, y, text, color in sorted(reversed(ends), key=lambda end: end[1]):  # of equals the first stands on top
         across, at = ax.transAxes.inverted().transform(ax.transData.transform((x, y)))
         columns.setdefault(1 if across > 0.5 else across, []).append((at, (x, y), text, color))
     for across, column in columns.items():
-        room = [1.3 * size / 72 * (1 + text.count("\n")) for _, _, text, _ in column]
+        room = [1.3 * 9 / 72 * (1 + text.count("\n")) for _, _, text, _ in column]
         for (_, end, text, color), at, up in zip(column, *_spread([x[0] for x in column], room, high), strict=True):
             arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3}
             arrow |= {"relpos": (0, 0.5)}  # from where a text begins: in the order of their ends none crosses another
             place = ax.transAxes + ScaledTranslation(0.2, up, ax.figure.dpi_scale_trans)
-            ax.annotate(text, end, xytext=(across, at), textcoords=place, color=color, fontsize=size, va="center",
+            ax.annotate(text, end, xytext=(across, at), textcoords=place, color=color, fontsize=9, va="center",
                         arrowprops=arrow)  # fmt: skip
 
 
