@@ -14,7 +14,7 @@ from workbench.patterns import tables
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     importlib.import_module("triton.experimental.gluon")  # looks at it too, when a kernel is first run
-    for name in ("tile_ops", "block_sparse", "dilated"):
+    for name in ("tile_ops", "block_sparse", "dilated", "decode"):
         importlib.import_module(f"workbench.engines.triton.{name}")
     importlib.import_module("workbench.engines.fa4.places")
     del os.environ["TRITON_INTERPRET"]  # the processes that tests start are as a user's

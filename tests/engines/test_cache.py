@@ -40,11 +40,12 @@ STEPS = {
 @pytest.mark.parametrize("steps", STEPS.values(), ids=list(STEPS))
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=list(PATTERNS))
 def test_steps_are_the_whole(pattern, steps):
-    for dtype in (torch.float64, torch.float32) if pattern is PATTERNS["longnet"] else (torch.float64,):
+    """In float32 single tokens of dilated patterns are the kernel's where it is interpreted, which takes its time."""
+    for dtype in (torch.float64, torch.float32)[: 1 + (isinstance(pattern, Dilated) and steps is not STEPS["ones"])]:
         q, k, v, *_ = tools.Case("", None, N, heads=6, kv_heads=2, batch=2).inputs(dtype)
         v = v[..., :5] if pattern is PATTERNS["longnet"] else v
         want, want_lse = reference(q, k, v, pattern)
-        for max_len in (N,) if pattern in BY_LENGTH else (None, N):
+        for max_len in (N,) if pattern in BY_LENGTH else (None,) if dtype == torch.float32 else (None, N):
             cache = Cache(pattern, max_len)
             parts = zip(*(x.split(steps, 1) for x in (q, k, v)), strict=True)
             out, lse = zip(*(cache.step(*part, return_lse=True) for part in parts), strict=True)
@@ -99,7 +100,7 @@ def test_a_window_takes_the_same_room_however_long_it_runs():
 
 
 def test_a_step_reads_what_it_sees():
-    k, took = torch.zeros(1, 1 << 18, 2, 64), {}
+    k, took = torch.zeros(1, 1 << 18, 2, 64, dtype=torch.float64), {}
     few = Window(256, True), geometric(1 << 17, True, 256), BlockSparse(layouts.local(1), 128, True)
     for pattern in (Dense(True), *few):
         cache, x, times = Cache(pattern), k[:, :1], []

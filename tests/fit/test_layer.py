@@ -4,7 +4,7 @@ import torch
 from workbench import BlockSparse, Dense, Dilated, Neighborhood, attention, layouts
 from workbench.fit import layer
 from workbench.harness import records
-from workbench.probes import baselines, speed
+from workbench.probes import speed
 from workbench.probes.case import Case
 
 TINY = {"samples": 3, "seconds": 2.0}
@@ -30,6 +30,9 @@ def test_layers_are_rows_beside_the_first_and_its_noise(tmp_path):
     same |= {"causal": False, "embed_dim": 32, "pattern_spec": LONGNET.spec(), "pairs": LONGNET.pairs(256, 4)}
     assert {name: row[name] for name in same} == same
     assert rows["extra_bytes"].isna().all()  # a CPU does not tell
+    said, shown = layer.answer(rows)[0], layer.summary(rows)["speed relative to dense"]
+    assert "dense attention by torch's SDPA; attention alone is" in said and "N = 256" in said
+    assert len(shown) == 6 and shown.count() == 3 and shown["dense"] == 1
 
 
 def test_a_layer_that_cannot_run_is_a_row(tmp_path):
@@ -62,20 +65,6 @@ def test_a_machine_that_runs_none_gives_rows_too(tmp_path):
         pytest.skip("this one has CUDA")
     rows = layer.measure(cases({"dense": Dense(), "longnet": LONGNET}, "cuda"), **TINY, folder=tmp_path)
     assert set(rows["status"]) <= {"unsupported", "killed"} and len(rows) == 4
-
-
-def test_a_peer_is_a_layer_of_the_same_branches(tmp_path):
-    patterns = {"dense": Dense(), "longnet": LONGNET}
-    rows = layer.measure(cases(patterns), **TINY, peers=["torchscale"], folder=tmp_path)
-    row = rows.set_index("label").loc["longnet, torchscale"]
-    assert row["backend"] == "torchscale" and row["pattern_spec"]["offsets"] == "blocked"
-    reason = baselines.missing()
-    assert row["status"] == ("refused" if reason else "ok") and (row["error"] or "").endswith(reason or "")
-    said = layer.answer(rows)
-    assert "dense attention by torch's SDPA; attention alone is" in said[0] and "N = 256" in said[0]
-    assert said[1] == f"LongNet, torchscale, did not run (refused): `{row.error}`" if reason else "long" in said[1]
-    shown = layer.summary(rows)["speed relative to dense"]
-    assert len(shown) == 5 - bool(reason) and shown.count() == 3 - bool(reason) and shown["dense"] == 1
 
 
 @pytest.mark.gpu

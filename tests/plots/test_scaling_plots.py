@@ -39,14 +39,14 @@ def test_a_pattern_that_nothing_ran_has_no_line_and_one_that_some_ranks_did_not_
 
 def test_curves_tell_modelled_from_measured(rows):  # noqa: F811
     curves = many_ranks.curves(rows, Rates(1e-4, 1e9, 1e-3), (2, 16, 64), 64, 16)
-    fig = draw.curves(curves, many_ranks.efficiency(rows))
+    fig, none = draw.curves(curves, many_ranks.efficiency(rows)), many_ranks.efficiency(rows)[:0]
     assert labels(fig) == ["dense", "LongNet, geometric", "measured"]
     lines = [x for x in fig.axes[0].get_lines() if x.get_linestyle() == "--" and len(x.get_xdata()) < 4]
     dense, longnet = (x.get_xdata().tolist() for x in lines if len(x.get_xdata()) > 1 and set(x.get_ydata()) != {1})
     assert dense == [2, 16] and longnet == [2, 16, 64], "a curve ends at 16 tokens on a rank"
     assert len(fig.axes[0].collections) >= 2, "a band each"
-    assert labels(draw.curves(curves)) == ["dense", "LongNet, geometric"]
-    assert "no rate" in draw.curves(curves[:0]).get_label()
+    assert labels(draw.curves(curves, none)) == ["dense", "LongNet, geometric"]
+    assert "no rate" in draw.curves(curves[:0], none).get_label()
 
 
 def test_messages_have_markers_a_fit_and_its_bounds():

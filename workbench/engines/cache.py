@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workbench.engines import scores
+from workbench.engines import operators, scores, triton_backend
 from workbench.engines.check import check, refuse
 from workbench.engines.dispatch import attention, even
 from workbench.engines.merge import lse_dtype, merge_
@@ -33,10 +33,19 @@ class Rows:
     """Keys and values (B, rows, G, D), at most `limit` rows: from then on a new one takes the place of the oldest."""
 
     def __init__(self, limit: int):
-        self.limit, self.seen, self.room = limit, 0, None
+        self.limit, self.seen, self.have, self.room = limit, 0, 0, None
+
+    def reserve(self, like: Tensor, need: int) -> None:
+        """Have room for so many rows: for twice as many as before whenever it is full, up to the limit."""
+        if need > (old := self.have):
+            self.have = min(self.limit, max(need, 2 * old))
+            grown = like.new_empty(2, len(like), self.have, *like.shape[2:])
+            if old:
+                grown[:, :, :old] = self.room
+            self.room = grown
 
     def hold(self, k: Tensor, v: Tensor) -> None:
-        """Append rows. There is room for twice as many whenever it is full, up to the limit."""
+        """Append rows."""
         gone = max(0, k.shape[1] - self.limit)  # before all are in
         k, v, at = k[:, gone:], v[:, gone:], (self.seen + gone) % self.limit
         self.seen += gone
@@ -45,12 +54,7 @@ class Rows:
                 self.hold(k[:, some], v[:, some])
             return
         self.seen += k.shape[1]
-        have, need = 0 if self.room is None else self.room.shape[2], min(self.limit, self.seen)
-        if need > have:
-            grown = k.new_empty(2, len(k), min(self.limit, max(need, 2 * have)), *k.shape[2:])
-            if have:
-                grown[:, :, :have] = self.room
-            self.room = grown
+        self.reserve(k, min(self.limit, self.seen))
         for room, x in zip(self.room, (k, v), strict=True):
             room[:, at : at + x.shape[1]] = x
 
@@ -75,6 +79,7 @@ class Lane:
     first: int = 0
     end: int = FAR
     limit: int = FAR
+    branch: int = 0
 
     def __post_init__(self):
         self.kept = Rows(min(self.limit, max(1, len(range(self.offset, self.segment, self.rate)))))
@@ -169,7 +174,7 @@ class Rest:
             yield ALL, ALL, *found
         seen = self.at if self.last is None else (self.last[self.at] > stop).nonzero().squeeze(1)
         if 2 * len(seen) <= len(self.at):  # a copy now and then
-            self.at, self.kept.seen = self.at[seen], len(seen)
+            self.at, self.kept.seen, self.kept.have = self.at[seen], len(seen), len(seen)
             self.kept.room = self.kept.room.index_select(2, seen.to(k.device))
 
 
@@ -193,7 +198,7 @@ class Cache:
         self.by_length = _by_length(pattern)
         if max_len is None and self.by_length:
             raise ValueError(f"pattern={pattern!r}: it differs by length; want max_len, the greatest length")
-        self.pattern, self.n, self.like, self.lanes = pattern, 0, None, []
+        self.pattern, self.n, self.like, self.lanes, self.fast, self.table = pattern, 0, None, [], False, (None, None)
 
     def _lanes(self, heads: int, key_heads: int) -> list:
         pattern = self.pattern
@@ -206,7 +211,7 @@ class Cache:
         if not isinstance(pattern, Dilated):
             return [Rest(pattern, self.max_len, heads)]
         return [
-            Lane(*some, w, r, offset)
+            Lane(*some, w, r, offset, branch=branch)
             for branch, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True))
             for offset, of_heads in offset_slices(pattern, branch, heads)
             for some in share_heads(of_heads, heads // key_heads)
@@ -214,8 +219,16 @@ class Cache:
 
     def rows(self, n: int, heads: int, key_heads: int | None = None) -> int:
         """How many (key head, position) are held after n positions, in each sequence of the batch."""
-        key_heads = heads if key_heads is None else key_heads
-        return sum(lane.rows(n, key_heads) for lane in self._lanes(heads, key_heads))
+        return sum(lane.rows(n, key_heads or heads) for lane in self._lanes(heads, key_heads or heads))
+
+    def _begin(self, q: Tensor, k: Tensor, changes: dict | None) -> tuple[list, bool]:
+        """The lanes, and whether one kernel takes a token: where there is one, and they hold no more than it takes."""
+        if changes:
+            return [Rest(self.pattern, None, q.shape[2], changes)], False
+        lanes = self._lanes(q.shape[2], k.shape[2])
+        if not isinstance(self.pattern, Dilated) or triton_backend.why_not(q, k, self.pattern):
+            return lanes, False
+        return lanes, 0 < sum({lane.branch: lane.kept.limit for lane in lanes}.values()) <= triton_backend.DECODED
 
     @property
     def nbytes(self) -> int:
@@ -245,21 +258,41 @@ class Cache:
         scale, width = q.shape[-1] ** -0.5 if scale is None else scale, v.shape[-1]
         q, k, v = map(fused.unit_stride, even(q, k, v))
         if self.like is None:
-            by_scores = [Rest(self.pattern, None, q.shape[2], options)]
-            self.lanes, self.like = by_scores if changes else self._lanes(q.shape[2], k.shape[2]), like
+            self.like, (self.lanes, self.fast) = like, self._begin(q, k, options if changes else None)
         if self.n == 0 and k.shape[1] > 1 and not (self.by_length and stop < self.max_len):  # a prompt
             self._run(None, k, v, scale)
             out, lse = attention(q, k, v, self.pattern, scale=scale, return_lse=True, **options)
         else:
-            before = k.shape[1] - q.shape[1]
-            self._run(None, k[:, :before], v[:, :before], scale)
-            out, lse = self._merged(q, self._run(q, k[:, before:], v[:, before:], scale))
+            out, lse = self._next(q, k, v, scale)
         return (out[..., :width], lse) if return_lse else out[..., :width]
+
+    def _next(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        if self.fast and q.shape[1] == k.shape[1] == 1:
+            return self._token(q, k, v, scale)
+        before = k.shape[1] - q.shape[1]
+        self._run(None, k[:, :before], v[:, :before], scale)
+        return self._merged(q, self._run(q, k[:, before:], v[:, before:], scale))
 
     def _run(self, q: Tensor | None, k: Tensor, v: Tensor, scale: float) -> list[Part]:
         parts = [part for lane in self.lanes for part in lane.step(self.n, q, k, v, scale)] if k.shape[1] else []
         self.n += k.shape[1]
         return parts
+
+    def _token(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """The next token by one kernel, which holds it, too."""
+        from workbench.engines.triton import decode
+
+        for lane in self.lanes:
+            kept = lane.kept
+            kept.seen = kept.seen * (self.n % lane.segment > 0) + (lane._next(self.n) == self.n)
+            if kept.have < max(1, kept.seen):
+                kept.reserve(k[:, :, lane.key_heads], max(1, kept.seen))
+        where = [(lane.kept.room.data_ptr(), lane.kept.have) for lane in self.lanes]  # of a copy of this, elsewhere
+        if self.table[0] != where:
+            self.table = where, decode.table(self.lanes, q.shape[2], k.shape[2], q.device)
+        self.n += 1
+        with operators.device_of(q):
+            return decode.token(q, k, v, self.table[1], self.n - 1, scale, self.pattern.divisor(q.shape[2]))
 
     def _merged(self, q: Tensor, parts: list[Part]) -> tuple[Tensor, Tensor]:
         if len(parts) == 1 and parts[0][2].shape == q.shape:

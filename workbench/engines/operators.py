@@ -73,7 +73,7 @@ def define(name: str, forward: Callable, backward: Callable, more: str = "", num
         tensors, (handle, *rest) = args[:many], args[many:]
         if not args[0].numel():
             return _shapes(*args)
-        with _device_of(args[0]):
+        with device_of(args[0]):
             return forward(*map(unit_stride, tensors), LIVING[handle], *rest, **into)
 
     def like(x, q):
@@ -83,7 +83,7 @@ def define(name: str, forward: Callable, backward: Callable, more: str = "", num
         tensors, (handle, *rest) = args[: many + 4], args[many + 4 :]
         if tensors[2].numel() == 0:
             return tuple(like(x, tensors[2]).zero_() for x in tensors[2:-2])
-        with _device_of(tensors[0]):
+        with device_of(tensors[0]):
             return backward(*map(unit_stride, tensors), LIVING[handle], *rest)
 
     of_call, of_pattern = OF_CALL + more, OF_PATTERN + numbers
@@ -133,7 +133,7 @@ def call(op, *args, **into):
         return BODIES[op](*args, **into)
 
 
-def _device_of(x: Tensor):
+def device_of(x: Tensor):
     """Triton launches on the current device: that of the tensors."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
 

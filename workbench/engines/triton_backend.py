@@ -21,6 +21,7 @@ INSTALLED = importlib.util.find_spec("triton") is not None
 LENGTH = 1 << 30  # positions are int32 in the kernels, and some are computed one tile beyond the last
 BLOCK = 128  # the block size of patterns that have none of their own
 GRID = 64  # of neighborhoods on a grid: smaller blocks hold fewer pairs that are not visible
+DECODED = 1 << 15  # rows that one program of `decode` goes through, of all branches; more are faster in parts
 ONCE = {torch.float16: 64, torch.bfloat16: 64}  # up to which head_dim nested branches run in one pass
 
 

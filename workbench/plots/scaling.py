@@ -98,7 +98,7 @@ def _line(ax, y: int, rows: pd.DataFrame, names: list[str]) -> None:
         ax.text(0.02, y, "not measured", color="#666666", bbox={"color": "white", "pad": 1}, **at)
 
 
-def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
+def curves(modelled: pd.DataFrame, measured: pd.DataFrame):
     """Efficiency, speed-up over the number of ranks, against the number of ranks: lines are modelled, markers measured.
 
     modelled: of `many_ranks.curves`; a line takes what is computed and what moves one after the other, and the band
@@ -114,8 +114,6 @@ def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
             line = modelled[(modelled["kind"] == kind) & (modelled["scaling"] == scaling)].sort_values("world")
             ax.plot(line["world"], line["efficiency"], ls="--", lw=1.6, color=color)
             ax.fill_between(line["world"], line["efficiency"], line["most"], color=color, alpha=0.15, lw=0)
-            if measured is None:
-                continue
             points = measured[(measured["kind"] == kind) & (measured["scaling"] == scaling)]
             place = points["world"] * 1.08**shift  # beside those of other patterns
             ends = style.whiskers(points["efficiency"], points["low"], points["high"])
@@ -125,8 +123,7 @@ def curves(modelled: pd.DataFrame, measured: pd.DataFrame | None = None):
         ax.yaxis.set_major_formatter(PercentFormatter(1))
         style.log_ticks(ax.xaxis, "{:,.0f}".format, base=2, numticks=7)
     looks = {title(kind): {"ls": "--", "lw": 1.6, "color": color} for kind, color in colors.items()}
-    some = measured is not None and len(measured)
-    style.key(fig, looks | ({"measured": {"marker": "o", "color": "#555555"}} if some else {}), 2)
+    style.key(fig, looks | ({"measured": {"marker": "o", "color": "#555555"}} if len(measured) else {}), 2)
     return style.finish(fig, "Speed-up over the number of ranks: lines are modelled, markers measured.")
 
 

@@ -1,7 +1,6 @@
 """Probes of one card, a module and a verb each: timing.time, memory.measure, roofline.ceilings, error.of,
-speed.sweep, suite.run, validity.check. `baselines` has other people's implementations of attention, to be measured in
-the same way. What is predicted for any card is in `workbench.fit`, several cards are in `workbench.scaling`; their
-`estimate`, `frontier`, `layer` and `link` are found here, too.
+speed.sweep, suite.run, validity.check. What is predicted for any card is in `workbench.fit`, several cards are in
+`workbench.scaling`; their `estimate`, `frontier`, `layer` and `link` are found here, too.
 """
 
 from workbench import files_of

@@ -14,7 +14,6 @@ import torch
 
 from workbench.patterns import BlockSparse, Dense, Dilated, Neighborhood, Pattern, checks, from_spec, layouts, orderings
 from workbench.patterns.dilated import PAPER, geometric
-from workbench.probes import baselines
 from workbench.probes.case import Case
 
 Maker = Callable[[int, bool], Pattern]  # of N and causal
@@ -103,8 +102,6 @@ def one_card() -> dict[str, Callable[[], dict[str, Case]]]:
             "workbench": _on_card(Dilated(PAPER, rates, c), n, *sizes),
             "triton": _on_card(Dilated(PAPER, rates, c), n, *sizes, "triton"),
         }
-    for n, mode in () if baselines.missing() else itertools.product(LONG, MODES):
-        found[f"peers {mode} {n}"] = lambda n=n, mode=mode: _peers(n, mode)
     for label, n in (("short", 32_768), ("shorter 4096", 4096), ("shorter 16384", 16_384)):
         found[label] = lambda n=n: {
             "dense": _on_card(Dense(), n),
@@ -120,15 +117,6 @@ def one_card() -> dict[str, Callable[[], dict[str, Case]]]:
 
 def _on_card(pattern: Pattern, n: int, h=12, d=64, mode="fwd", backend="auto", dtype="bfloat16", kind=Case) -> Case:
     return kind(pattern, n, h, d, dtype, backend, mode, "cuda")
-
-
-def _peers(n: int, mode: str) -> dict[str, Case]:
-    blocked = Dilated(PAPER, PAPER_RATES, offsets="blocked")
-    return {
-        "dense 16K": _on_card(Dense(), 16_384, mode=mode),
-        "workbench": _on_card(blocked, n, mode=mode),
-        baselines.PEER: _on_card(blocked, n, mode=mode, backend=baselines.longnet(PAPER, PAPER_RATES)),
-    }
 
 
 def _masked(pattern: Pattern, n: int, mode: str) -> dict[str, Case]:
