@@ -235,7 +235,7 @@ def _scale(arguments) -> int:
 
     sys.path.insert(0, os.getcwd())  # where module:function may be
     _defaults(arguments)
-    _at_least(arguments, nproc=1, heads=1, kv_heads=1, head_dim=1, batch=1, n=1, samples=1, seconds=1e-3)
+    _at_least(arguments, nproc=1, heads=1, kv_heads=1, head_dim=1, batch=1, n=1, samples=3, seconds=1e-3)
     cards, processors = torch.cuda.device_count(), os.cpu_count() or 1
     most, which = cards or 4 * processors, "the cards of this machine"
     if arguments.nproc > most:

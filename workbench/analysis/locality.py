@@ -14,7 +14,8 @@ from torch import Tensor
 
 from workbench.analysis.reach import field
 from workbench.distributed import Shards, plan
-from workbench.engines.dispatch import attention
+from workbench.engines.dispatch import attention, choose
+from workbench.engines.triton_backend import block_size_of
 from workbench.patterns import Dilated, Neighborhood, Pattern, Predicate, orderings
 from workbench.patterns.neighborhood import swin
 from workbench.patterns.orderings import Ordering
@@ -116,6 +117,12 @@ def touched(pattern: Pattern, n: int, block: int = 128) -> np.ndarray:
     seen = torch.zeros(blocks.rows, blocks.cols, dtype=torch.bool)
     seen[blocks.line, blocks.columns.long()] = True
     return seen.numpy()
+
+
+def computed_in(x: Tensor, pattern: Pattern) -> int:
+    """The tokens of a block of the kernel that computes the pattern for q, k and v like x (1, cells, heads, D)."""
+    kernel = choose("auto", x, x, x, pattern)[0]
+    return (block_size_of(pattern) if kernel == "triton" else pattern.block_of())[0]
 
 
 def blocks_touched(windows, tile=(8, 16), block: int = 128) -> pd.DataFrame:

@@ -134,7 +134,7 @@ def compared(times, name: str) -> str:
     low, high = it.speedup_low, it.speedup_high
     noise = f"{first} against itself {again.speedup_low:.2f} to {again.speedup_high:.2f}"
     if not beyond_noise(times, name):
-        return f"**no different** from {first} within the noise: {it.speedup:.2f} ({low:.2f} to {high:.2f}; {noise})"
+        return f"not to be told from {first} in this noise: {it.speedup:.2f} times ({low:.2f} to {high:.2f}; {noise})"
     if low > again.speedup_high:
         return f"**faster** than {first}: {it.speedup:.2f} times its speed ({low:.2f} to {high:.2f}; {noise})"
     took = f"{1 / it.speedup:.2f} times as long ({1 / high:.2f} to {1 / low:.2f}; {noise})"

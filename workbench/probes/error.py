@@ -54,7 +54,8 @@ def of(case: Case) -> dict:
 
     Errors are ||got - want|| / ||want||, for gradients with the norm of the upstream gradient where that is larger, and
     for lse the largest |got - want| / max(1, |want|). A quantity that the backend does not return is left out. The
-    status is "ok", or another with the reason in `error`. The inputs are drawn on the CPU.
+    status is "ok" where it ran, right or wrong, else another with the reason in `error`. `worst` is the largest error
+    over its budget: right is at most 1. Of a function of yours of q, k, v: Case(..., backend=function).
     """
     row = {"probe": "error"} | case_of(case).fields()
     checks.device(case.device, here=True)
