@@ -1,4 +1,4 @@
-"""Writes workbench/fit/efficiency.json from the timings committed for a machine kind: python -m tests.efficiency."""
+"""Writes workbench/fit/efficiency.json from the timings committed for machine kinds: python -m tests.efficiency."""
 
 import json
 
@@ -8,31 +8,32 @@ from workbench.harness import records
 from workbench.probes import roofline
 from workbench.probes.case import Case
 
+KINDS = {"h100x1": None, "h200x1": "fa4"}  # cards of one peak; and the only kernel that is taken from there
 
-def write(kind: str = "h100x1") -> dict:
-    """Write the efficiency table from the timings committed for a machine kind; returns its families."""
-    card, found = cards.find(kind.rpartition("x")[0]), {}
-    timed = records.committed(kind, "timing")
-    usual = timed["dtype"].isin(card.matmul_tflops) & timed["median_ms"].notna()
-    timed = timed[(timed["status"] == "ok") & usual]
-    for _, row in timed.iterrows():
-        if row.get("label") == "A/A" or row.get("graph") is True:
-            continue
-        case = Case(patterns.from_spec(row["pattern_spec"]), int(row["n"]), int(row["heads"]), int(row["head_dim"]),
-                    row["dtype"], row["backend"], row["mode"], batch=int(row["batch"]))  # fmt: skip
-        share = roofline.operations(case) / (row["median_ms"] * 1e9 * card.matmul_tflops[row["dtype"]])
-        key = int(row["head_dim"]), estimate.rows(case)
-        latest = found.setdefault(estimate.family(case, row["backend"], card), {}).setdefault(key, [])
-        latest.append((row["run_utc"], share))
-    families = {}
+
+def write() -> dict:
+    """Write the efficiency table from the timings committed for KINDS; returns its families."""
+    found, sources, families = {}, [], {}
+    for kind, kernel in KINDS.items():
+        card, timed = cards.find(kind.rpartition("x")[0]), records.committed(kind, "timing")
+        usual = timed["dtype"].isin(card.matmul_tflops) & timed["median_ms"].notna() & (timed["status"] == "ok")
+        usual &= (timed["label"] != "A/A") & (timed["graph"] != True)  # noqa: E712 (None is of none)
+        timed = timed[usual & (timed["backend"] == (kernel or timed["backend"]))]
+        versions = {x: timed[f"run_{x}"].iloc[-1] for x in ("torch", kernel) if x}
+        sources.append({"card": card.key, "from": f"outputs/records/{kind}", "kernel": kernel or "all"} | versions)
+        for _, row in timed.iterrows():
+            case = Case(patterns.from_spec(row["pattern_spec"]), int(row["n"]), int(row["heads"]), int(row["head_dim"]),
+                        row["dtype"], row["backend"], row["mode"], batch=int(row["batch"]))  # fmt: skip
+            share = roofline.operations(case) / (row["median_ms"] * 1e9 * card.matmul_tflops[row["dtype"]])
+            key = int(row["head_dim"]), estimate.rows(case)
+            latest = found.setdefault(estimate.family(case, row["backend"], card), {}).setdefault(key, [])
+            latest.append((row["run_utc"], share))
     for name, lines in sorted(found.items()):
         families[name] = []
         for (d, count), shares in sorted(lines.items()):
-            last = max(x for x, _ in shares)
-            some = sorted(share for x, share in shares if x == last)
+            some = sorted(share for x, share in shares if x == max(shares)[0])
             families[name].append({"head_dim": d, "rows": count, "share": round(some[len(some) // 2], 4)})
-    table = {"card": card.key, "from": f"outputs/records/{kind}", "torch": str(timed["run_torch"].iloc[-1])}
-    estimate.EFFICIENCY.write_text(json.dumps(table | {"families": families}, indent=1) + "\n")
+    estimate.EFFICIENCY.write_text(json.dumps({"sources": sources, "families": families}, indent=1) + "\n")
     estimate.efficiency.cache_clear()
     return families
 

@@ -83,26 +83,34 @@ def test_calls_that_computed_something_else_are_found_or_none_are(kind):
 
 def lines(**n):
     rows = [{"label": x, "n": value, "budget_bytes": gib << 30} for x, value in n.items() for gib in (1, 4)]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows).assign(limiter="memory", predicted_ms=1.0)
 
 
-def test_the_most_is_told_against_the_least_that_runs():
-    told = frontiers.most(lines(a=640.0, b=64.0, c=None), "h100")
-    assert told.endswith("**a** takes 640 tokens, **10 times** as many as b.")
-    assert frontiers.most(lines(a=640.0), "h100").endswith("4 GiB for tensors: **a** takes 640 tokens.")
+def test_what_writes_all_scores_is_told_apart_from_the_least_and_the_most_of_the_others():
+    told = frontiers.most(lines(a=640.0, b=64.0, c=None, d=500.0, **{"b, eager": 8.0}), "h100")
+    assert told.endswith(": what writes no N x N scores takes **64** (b; memory) to **640** (a; memory) tokens; "
+                         "b, eager writes them and takes **8**.")  # fmt: skip
+    untimed = frontiers.most(lines(a=640.0).assign(predicted_ms=None), "h100")
+    assert untimed.endswith("takes **640** (a; memory; time not modelled) tokens.") and "4 GiB for tensors" in untimed
     assert frontiers.most(lines(a=None), "t4") == "On t4 none of these ways runs with the largest budget."
 
 
 def measured(**fields):
-    row = {"label": "a", "status": "ok", "error": None, "measured_n": 1000.0, "predicted_n": 1000.0, "step": 0.02}
+    row = {"label": "a", "status": "ok", "error": None, "measured_n": 1000.0, "predicted_n": 1000.0, "step": 0.02,
+           "measured": True}  # fmt: skip
     return pd.DataFrame([row | {"grain": 16, "probes": 5} | fields])
 
 
 def test_predictions_are_counted_where_both_numbers_are():
-    same = "In **1 of 1 search** the prediction is within a step of what was measured; "
+    same = "In **1 of 1 search** the prediction is within a step of what was measured in this run; "
     assert frontiers.agreement(measured())[0] == same + "all are equal."
     off = frontiers.agreement(pd.concat([measured(), measured(predicted_n=1500.0)]))
     assert "**1 of 2 searches**" in off[0] and "at worst off by 50.00%" in off[0]
+    record = [measured(measured=False, run_utc=f"2026-11-{day}T02", run_commit=f"c{day}") for day in (28, 30)]
+    said = "before (on record, of 2026-11-28 to 2026-11-30, commits c28 and c30; in this run nothing)"
+    assert frontiers.whence(pd.concat(record), commits=True) == said
+    said = "what was measured in this run (1) and before (1, on record, of 2026-11-28); all are equal."
+    assert frontiers.agreement(pd.concat([measured(), record[0]]))[0].endswith(said)
     failed = frontiers.agreement(measured(status="killed", measured_n=None, error="by signal 9"))
     assert failed == ["No search has both a prediction and a measurement.", "Not measured, a: by signal 9"]
 
@@ -114,12 +122,13 @@ def test_what_is_promised_too_much():
 
 
 def test_limits_are_counted_and_unknown_times_named():
-    table = pd.DataFrame({"status": ["ok", "ok", "refused"], "limiter": ["time", "search", None], "label": [*"abc"]})
-    table["predicted_ms"] = [1.0, None, None]
+    table = pd.DataFrame({"status": ["ok"] * 3 + ["refused"], "limiter": ["time", "search", "memory", None]})
+    table = table.assign(label=[*"abcd"], card="t4", n=640, predicted_ms=[1.0, None, None, None])
     first, second = frontiers.limits(table)
-    assert first == "What limits the 2 frontiers here: time 1, nothing as far as was searched 1."
-    assert second.startswith("The time of b is not modelled")
-    assert frontiers.limits(table[2:])[0].endswith("here: none of these ways runs.")
+    words = "time 1, nothing as far as was searched 1, memory where time is not modelled 1"
+    assert first == f"What limits the 3 frontiers here: {words}."
+    assert second.startswith("Time is not modelled for c (T4): there it may limit N")
+    assert frontiers.limits(table[3:])[0].endswith("here: none of these ways runs.")
 
 
 def test_frontiers_beyond_are_counted():

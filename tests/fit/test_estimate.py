@@ -61,6 +61,8 @@ def test_time_is_modelled_where_the_execution_was_measured():
     dense = Case(wb.Dense(), 65_536, 12, 64, "bfloat16", "cudnn")
     here, faster = (estimate.trace(dense, card).milliseconds for card in ("h100", "b200"))
     assert 20 < here < 40 and faster < here
+    last = Case(wb.Dense(), 131_072, 12, 64, "bfloat16", "fa4", "fwdbwd")
+    assert estimate.trace(last, "h200").milliseconds == pytest.approx(349.4, rel=0.001)  # measured there
     assert estimate.trace(longnet(dtype="float64")).milliseconds is None
     assert estimate.trace(longnet(batch=0)).milliseconds is None
 
@@ -68,7 +70,7 @@ def test_time_is_modelled_where_the_execution_was_measured():
 def test_the_efficiency_table_is_what_the_committed_records_give(tmp_path, monkeypatch):
     shipped = estimate.EFFICIENCY.read_text()
     monkeypatch.setattr(estimate, "EFFICIENCY", tmp_path / "efficiency.json")
-    efficiency.write("h100x1")
+    efficiency.write()
     assert estimate.EFFICIENCY.read_text() == shipped
 
 

@@ -335,9 +335,10 @@ def test_what_was_measured_before_or_comes_too_late_is_only_predicted(monkeypatc
     case = Case(wb.Dense(), 1024, 2, 16, backend="sdpa")
     asked = {"cases": {"dense, sdpa": case}, "budgets": [1 << 24, 1 << 25], "say": None}
     known = frontier.sweep(**asked)
-    known = known.assign(measured_n=known["n"] - 128, limiter="memory", median_ms=1.0)
+    known = known.assign(measured_n=known["n"] - 128, limiter="memory", median_ms=1.0, run_commit="abc")
     rows = frontier.sweep(**asked, measure=True, known=known, folder=tmp_path)
     assert rows["measured_n"].tolist() == known["measured_n"].tolist()
+    assert not rows["measured"].any() and set(rows["run_commit"]) == {"abc"}
     assert rows["predicted_n"].tolist() == known["predicted_n"].tolist()
     late = frontier.sweep(**asked, measure=True, known=known.assign(heads=4), within_s=-1, folder=tmp_path)
     assert late["measured_n"].isna().all() and late["predicted_n"].tolist() == known["predicted_n"].tolist()

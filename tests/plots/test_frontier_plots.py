@@ -1,9 +1,11 @@
 import numpy as np
+import pandas as pd
 import pytest
 
 from workbench.analysis import frontiers
 from workbench.fit import estimate, executions, frontier
 from workbench.plots import frontier as draw
+from workbench.plots import phone
 from workbench.probes import catalog
 
 SHAPED = catalog.shaped([256, 1024], [1, 4], 512)
@@ -63,6 +65,25 @@ def test_the_map_names_each_cells_limiter(rows):
     assert len({x.get_text().split("\n")[-1] for x in ax.texts}) > 1 and "what limits it (time: " in ax.get_xlabel()
     red, green, blue, _ = ax.collections[0].get_facecolors().reshape(3, 2, 4)[2, 0]
     assert (red, green, blue) == (1, 1, 1)  # of what is refused
+
+
+def test_where_no_time_is_modelled_a_map_and_a_line_say_so(rows):
+    rows = rows[rows["budget_bytes"] == 8 * GIB].assign(predicted_ms=None, limiter="memory")
+    ax = draw.limiter_map(rows).axes[0]
+    assert [x.get_text().endswith("\nmemory; time\nnot modelled") for x in ax.texts] == [True] * 4 + [False, True]
+    assert len({tuple(x) for x in ax.collections[0].get_facecolors()}) == 2
+    named = draw.n_against_budget(rows[rows["card"] == "h100"]).axes[1].texts
+    assert all(x.get_text().endswith("\n(time not modelled)") for x in named)
+
+
+def test_on_a_phone_a_map_has_a_line_per_card_and_a_key(rows):
+    rows = rows[(rows["budget_bytes"] == GIB) & (rows["card"] == "t4")]
+    fig = draw.limiter_map(pd.concat([rows.assign(card=x) for x in ("t4", "a10", "l4")]))
+    assert phone.narrow(fig) and not phone.narrow(fig)
+    fig.draw_without_rendering()
+    (ax,), cell = fig.axes, fig.axes[0].get_window_extent().width / 3
+    assert [x.get_text() for x in ax.get_yticklabels()] == ["T4", "A10", "L4"]
+    assert all(x.get_window_extent().width < cell for x in ax.texts) and fig.legends
 
 
 def test_the_layers_add_up_to_what_is_alive():

@@ -10,7 +10,7 @@ from workbench.fit import cards, estimate, frontier
 from workbench.fit.frontier import GRAIN
 from workbench.fit.tracer import Event
 from workbench.harness import records
-from workbench.harness.narrate import counted, listed, times, title
+from workbench.harness.narrate import counted, listed, title
 
 PROMISED, RUNS, TOO_MUCH = "longest N by max_memory_allocated", "longest N that runs", "promised too much"
 KINDS = {"Dense": "dense", "Dilated": "dilated", "BlockSparse": "blocks", "Neighborhood": "window-tokens"}
@@ -102,12 +102,16 @@ def _largest(lines: pd.DataFrame) -> pd.DataFrame:
     return lines[lines["budget_bytes"] == lines["budget_bytes"].max()].dropna(subset="n").sort_values("n")
 
 
+def _limiters(rows: pd.DataFrame) -> pd.Series:
+    return frontier.limiters(rows["limiter"], rows["n"], rows["predicted_ms"])
+
+
 def at_most(lines: pd.DataFrame) -> pd.DataFrame:
     """The table of a sweep at its largest budget, a line per way: the longest N, and in times of the shortest there."""
     done = _largest(lines)
     return pd.DataFrame({
         "way": done["label"].map(title), "budget (GiB)": done["budget_bytes"] / 2**30,
-        "longest_n": done["n"].astype(int), "limited by": done["limiter"].map(title, na_action="ignore"),
+        "longest_n": done["n"].astype(int), "limited by": _limiters(done).map(title, na_action="ignore"),
         "times the shortest": done["n"] / done["n"].min(),
     })[::-1].set_index("way")  # fmt: skip
 
@@ -130,14 +134,19 @@ def against_measured(measured: pd.DataFrame) -> pd.DataFrame:
 
 
 def most(lines: pd.DataFrame, card: str) -> str:
-    """Which way takes the longest sequence at the largest budget (rows of `frontier.sweep`), in a sentence."""
+    """How long a sequence the ways take at the largest budget (rows of `frontier.sweep`), from the least to the most of
+    those that do not write all scores, in a sentence."""
     done = _largest(lines)
     if done.empty:
         return f"On {card} none of these ways runs with the largest budget."
-    top, least = done.iloc[-1], done.iloc[0]
-    more = f", {times(top['n'] / least['n'])} many as {title(least['label'])}" * (len(done) > 1)
-    where = f"the memory and speed of {card}, {top['budget_bytes'] / 2**30:g} GiB for tensors"
-    return f"Predicted for {where}: **{title(top['label'])}** takes {int(top['n']):,} tokens{more}."
+    eager, said = done["label"].str.endswith(", eager"), []
+    done = done.assign(by=_limiters(done).map(title, na_action="ignore"))
+    if not eager.all():
+        ends = (f"**{int(x.n):,}** ({title(x.label)}; {x.by})" for x in done[~eager].iloc[[0, -1]].itertuples())
+        said.append(f"what writes no N x N scores takes {' to '.join(dict.fromkeys(ends))} tokens")
+    said += [f"{title(x.label)} writes them and takes **{int(x.n):,}**" for x in done[eager].itertuples()]
+    where = f"the memory and speed of {card}, {done['budget_bytes'].iloc[0] / 2**30:g} GiB for tensors"
+    return f"Predicted for {where}, with what limits it: {'; '.join(said)}."
 
 
 def agreement(measured: pd.DataFrame) -> list[str]:
@@ -150,7 +159,20 @@ def agreement(measured: pd.DataFrame) -> list[str]:
     off = "all are equal" if worst == 0 else f"at worst off by {worst:.2%}"
     searches = f"{len(done)} search{'es' * (len(done) > 1)}"
     within = f"In **{right(measured)} of {searches}** the prediction is within a step of what was measured"
-    return [f"{within}; {off}.", *said]
+    return [f"{within} {whence(done)}; {off}.", *said]
+
+
+def whence(measured: pd.DataFrame, commits=False) -> str:
+    """Whether searches (rows of `frontier.sweep`) were measured in this run or are on record, of when, in words."""
+    done = measured[measured["measured_n"].notna()]
+    old = done[done["measured"].ne(True)]
+    if old.empty:
+        return "in this run"
+    ends = old["run_utc"].str[:10].agg(["min", "max"])
+    of = f"of {' to '.join(dict.fromkeys(ends))}" + f", commits {listed(old['run_commit'].unique())}" * commits
+    if len(old) == len(done):
+        return f"before (on record, {of}; in this run nothing)"
+    return f"in this run ({len(done) - len(old)}) and before ({len(old)}, on record, {of})"
 
 
 def right(measured: pd.DataFrame) -> int:
@@ -173,12 +195,14 @@ def overpromised(lines: pd.DataFrame, card: str) -> str:
 def limits(table: pd.DataFrame) -> list[str]:
     """What limits the cells of a map (rows of `frontier.sweep`), and whose time is not known."""
     done = table[table["status"] == "ok"]
-    names = {"search": "nothing as far as was searched"}
+    done = done.assign(limiter=_limiters(done))
+    names = {"search": "nothing as far as was searched", "untimed": "memory where time is not modelled"}
     by = ", ".join(f"{names.get(x, title(x))} {n}" for x, n in done["limiter"].value_counts().items())
     said = [f"What limits the {counted(len(done), 'frontier')} here: {by or 'none of these ways runs'}."]
-    timed = done.groupby("label", sort=False)["predicted_ms"].count()
-    if len(unknown := timed.index[timed == 0]):
-        said.append(f"The time of {listed(map(title, unknown))} is not modelled, so time never limits it here.")
+    unknown = done[done["limiter"].eq("untimed")].groupby("label", sort=False)["card"].unique()
+    if len(unknown):
+        ways = listed(f"{title(way)} ({listed(map(title, on))})" for way, on in unknown.items())
+        said.append(f"Time is not modelled for {ways}: there it may limit N before memory does.")
     return said
 
 

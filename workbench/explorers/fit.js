@@ -1,13 +1,13 @@
 // The calculator: settings, and a bar a way.
 function start(root, data) {
   const {el} = kit, model = fitModel(data), first = data.state;
-  const COLORS = {memory: "var(--x-memory)", time: "var(--x-time)", validity: "var(--x-wrong)", search: "var(--x-none)"};
-  const WORDS = {memory: "memory", time: "time", validity: "wrong results beyond", search: "search ends there"};
+  const COLORS = {memory: "var(--x-memory)", untimed: "var(--x-untimed)", time: "var(--x-time)", validity: "var(--x-wrong)", search: "var(--x-none)"};
+  const WORDS = {memory: "memory", untimed: "memory; time not modelled", time: "time", validity: "wrong results beyond", search: "search ends there"};
   const table = el("table", {class: "x-fit"}), head = el("tr"), body = el("tbody"), said = el("p", {class: "x-note", role: "status"});
   table.append(el("caption", {class: "x-unseen"}, "The longest sequence of each way, and what it needs at N"), el("thead", {}, head), body);
   const select = (name, label, options, value) => ({name, label, kind: "select", options, value});
   const whole = (name, label, value, min, max) => ({name, label, kind: "number", value, min, max});
-  const shown = el("div"), scroll = el("div", {class: "x-scroll", tabindex: 0, role: "region", "aria-label": "longest sequences"}, table);
+  const shown = el("div"), scroll = el("div", {class: "x-scroll scroll", tabindex: 0, role: "region", "aria-label": "longest sequences"}, table);
   shown.append(scroll, said);
   const key = kit.key(shown);
   shown.append(el("details", {class: "x-note"}, el("summary", {}, "How this is computed, and how exact it is"), data.note));
@@ -32,7 +32,10 @@ function start(root, data) {
     head.replaceChildren(...["way", "longest N", "", "limited by", "GiB at N", "time at N", "pairs, of dense"].map(words => el("th", {scope: "col"}, words)));
     body.replaceChildren(...rows.map(({way, words, most}) => row(way, words, most)));
     const run = rows.filter(row => row.most && row.most.n >= state.n), timed = run.map(row => [model.milliseconds(state, row.way, state.n), row.words]).filter(x => x[0] !== null).sort((a, b) => a[0] - b[0]);
-    said.textContent = `${run.length} of ${rows.length} ways run N = ${kit.length(state.n)}` + (timed.length ? `; the fastest of those whose time is modelled is ${timed[0][1]}, ${seconds(timed[0][0])}.` : ".");
+    const untimed = run.length - timed.length;
+    said.textContent = `${timed.length} of ${rows.length} ways run N = ${kit.length(state.n)} in at most ${seconds(1000 * state.seconds)}` + (timed.length ? `; the fastest is ${timed[0][1]}, ${seconds(timed[0][0])}.` : ".")
+      + (untimed ? ` ${untimed} more would fit in memory, but the time of ${untimed > 1 ? "these" : "it"} is not modelled.` : "")
+      + (state.layers ? ` Memory is that of ${state.layers} transformer block${state.layers > 1 ? "s" : ""} alone: embeddings, logits and data come on top. Time is that of their attention alone.` : "");
     key([...new Set(rows.filter(row => row.most).map(row => row.most.limiter))].map(limit => [WORDS[limit], COLORS[limit]]));
 
     function row(way, words, most) {

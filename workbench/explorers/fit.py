@@ -30,11 +30,12 @@ NOTE = (
     "Where work is done in pieces (LongNet, FlashAttention-4's gradients) and for windows over several cards they are "
     "fitted: at most {fitted:.1%} off from four GiB on. Not predicted are LongNet by torch's kernels, which `workbench "
     "fit` traces, and dense attention over several cards, whose plan changes with N and heads. "
-    "Time is that of attention alone, modelled from what an H100 reached, as a share of the card's peak; not modelled "
-    "over several cards. A training step of so many blocks (layer norm, projections, attention, layer norm, an MLP of "
-    "4 E) holds 16 bytes per parameter, with Adam, and 16 rows of E elements per token and block; embeddings, logits "
-    "and data are not in it. A window sees 1,024 tokens each way, a window of blocks 8 blocks of 128; LongNet has the "
-    "paper's setting, its lengths whole segments of 32,768, others multiples of 128."
+    "Time is that of attention alone, modelled from what an H100 reached (FlashAttention-4: an H200), as a share of "
+    "the card's peak; not modelled over several cards. A training step of so many blocks (layer norm, projections, "
+    "attention, layer norm, an MLP of 4 E) holds 16 bytes per parameter, with Adam, and 16 rows of E elements per "
+    "token and block; embeddings, logits and data are not in it. A window sees 1,024 tokens each way, a window of "
+    "blocks 8 blocks of 128; LongNet has the paper's setting, its lengths whole segments of 32,768, others multiples "
+    "of 128."
 )
 
 

@@ -137,11 +137,13 @@ const fitModel = data => {
     return (layers || 1) * operations / (share(lines, head_dim, batch * n * heads) * peak * 1e9);
   }
 
-  // What stands in the way of n tokens: "memory", "validity", "time" or null.
+  // What stands in the way of n tokens: "memory", "untimed" (memory, where no time is known and may come first),
+  // "validity", "time" or null.
   function limiter(setting, way, n) {
-    if (reserved(setting, way, n) === null) return "memory";
+    const time = milliseconds(setting, way, n);
+    if (reserved(setting, way, n) === null) return time === null ? "untimed" : "memory";
     if (setting.mode === "fwdbwd" && data.wrong[way] && setting.batch * n * setting.heads * setting.head_dim > 2 ** 31 - 1) return "validity";
-    return (milliseconds(setting, way, n) || 0) > 1000 * setting.seconds ? "time" : null;
+    return time > 1000 * setting.seconds ? "time" : null;
   }
 
   // {n, limiter}: the most tokens that run, a multiple of the way's grain on each card; null where the card does not take

@@ -127,9 +127,8 @@ def words(frame: pd.DataFrame, card: cards.Card, sizes: dict, n, budget_bytes, s
         longest = longest.mask(searched & frame["fits"], longest.clip(lower=n))
     shown = pd.DataFrame({"execution": frame["way"], "longest N": longest.map(_number)})
     shown["longest N"] = shown["longest N"].where(~searched, "at least " + shown["longest N"])
-    shown["limited by"] = frame["limiter"].fillna("").map(title).mask(searched, "search ends there")
-    timeless = frame["limiter"].eq("memory") & frame["longest_n"].astype(float).gt(0) & frame["longest_ms"].isna()
-    shown["limited by"] = shown["limited by"].mask(timeless, "memory; time unknown")
+    limiter = frontier.limiters(frame["limiter"], frame["longest_n"], frame["longest_ms"])
+    shown["limited by"] = limiter.fillna("").map(title).mask(searched, "search ends there")
     if n is not None:
         lines[1] += f"; the right half is at N = {n:,}"
         late = frame["fits"] & (frame["ms"].astype(float) > 1000 * seconds)

@@ -124,9 +124,9 @@ def sweep(
     """`search` for every case, card and budget: its rows, with `label`, the case's name.
 
     known: rows with `label` that were measured before; a search that they have, of the same sizes and budget, is
-    predicted anew and has their measured_n. within_s: after so long nothing more is measured, only predicted.
-    options: `search`'s. A measurement is recorded (see `records.start` for profile and folder); interrupted and started
-    again it goes on where it was, and gives the same table.
+    predicted anew and has their measured_n, run_utc and run_commit; measured is whether it was in this call. within_s:
+    after so long nothing more is measured, only predicted. options: `search`'s. A measurement is recorded (see
+    `records.start` for profile and folder); interrupted and started again it goes on, and gives the same table.
     """
     measured, begin = options.pop("measure", False), time.monotonic()
     recorder = records.start("frontier", profile, folder) if measured else None
@@ -153,8 +153,13 @@ def _earlier(known: pd.DataFrame | None, label: str, case: Case | Lengths, budge
         fields = (case(int(row["n"])) if callable(case) else case.at(int(row["n"]))).fields()
         if all(row[x] == fields[x] for x in ("pattern_spec", "batch", "heads", "head_dim", "dtype", "mode", "causal")):
             names = ("n", "measured_n", "limiter", "status", "probes", "median_ms", "reserved_bytes")
-            return {x: row[x] for x in names}
+            return {x: row[x] for x in names} | {x: row.get(x) for x in ("run_utc", "run_commit")}
     return {}
+
+
+def limiters(limiter: pd.Series, n: pd.Series, milliseconds: pd.Series) -> pd.Series:
+    """Predicted limiters with "untimed" for memory where no time is modelled at the longest n: time may come first."""
+    return limiter.mask(limiter.eq("memory") & n.astype(float).gt(0) & milliseconds.isna(), "untimed")
 
 
 def lengths_of(case: Case | Lengths, grain: int, limit_n: int, step: float, seconds: float) -> Lengths:

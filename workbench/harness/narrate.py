@@ -13,6 +13,7 @@ NAMES = MODES | {
     "fa4": "FlashAttention-4", "flex": "FlexAttention", "triton": "Triton", "efficient": "memory-efficient",
     "sdpa": "torch's SDPA", "workbench": "this package", "row_major": "row-major", "hilbert": "Hilbert",
     "morton": "Morton", "cpu": "CPU", "nccl": "NCCL", "oom": "out of memory", "validity": "wrong results",
+    "untimed": "memory; time not modelled",
 }  # fmt: skip
 # Column of a frame -> the heading of a table; what is not here is shown as it is, with spaces for underscores.
 heads = {

@@ -14,6 +14,7 @@ import seaborn as sns
 import torch
 from matplotlib.ticker import PercentFormatter
 
+from workbench.fit.frontier import limiters
 from workbench.harness.narrate import binary, number, title
 from workbench.plots import style
 
@@ -21,16 +22,16 @@ GIB = 1 << 30
 LINES = {"eager": ":", "flash": "--", "flex": "--", "efficient": "-."}  # of a backend; the others are solid
 PALETTE = ("#0072B2", "#56B4E9", "#A6CEE3", "#E69F00", "#F0E442", "#009E73", "#7FC97F", "#B2DF8A", "#D55E00", "#CC79A7",
            "#6A3D9A")  # of tensors, in order of birth  # fmt: skip
-LIMITS = {"memory": "#9ecae1", "time": style.COLORS["accent"], "validity": "#e7a5c6", "launch": "#c7b299",
-          "search": "#dddddd", "refused": "white"}  # fmt: skip
+LIMITS = {"memory": "#9ecae1", "untimed": "#d3c4e8", "time": style.COLORS["accent"], "validity": "#e7a5c6",
+          "launch": "#c7b299", "search": "#dddddd", "refused": "white"}  # fmt: skip
 
 
 def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     """The longest N against the budget, and beside it N's share of what the bytes of inputs and results alone allow.
 
-    rows: of `frontier.sweep`, with `label`. A line is predicted, a filled marker was measured here, a cross says that
-    time limits there, not memory. recorded: measured rows of another machine, drawn pale and hollow, with its name.
-    Lines are named at their ends.
+    rows: of `frontier.sweep`, with `label`. A line is predicted, a filled marker measured, a cross says that time
+    limits there, not memory. recorded: measured rows of another machine, drawn pale and hollow, with its name. Lines
+    are named at their ends, those of which no time is modelled so, too.
     """
     fig, (longest, part) = style.subplots(1, 2, figsize=(10.4, 4.2))
     ends = []
@@ -46,7 +47,7 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     for ax in (longest, part):
         ax.set(xscale="log", xlabel="budget: what the allocator may reserve")
         style.log_ticks(ax.xaxis, binary, base=2, numticks=4)
-    signs = {"o": "line: predicted; filled: measured here"} if rows["measured_n"].notna().any() else {}
+    signs = {"o": "line: predicted; filled: measured"} if rows["measured_n"].notna().any() else {}
     signs |= {"x": f"limited by time ({rows['seconds'].iloc[0]:g} s)"} if len(late) else {}
     if signs:
         style.key(fig, {text: {"marker": x, "color": "#555555"} for x, text in signs.items()}, 2)
@@ -64,28 +65,49 @@ def _named(rows: pd.DataFrame, recorded: pd.DataFrame | None):
         for label, line in () if frame is None or frame.empty else frame.groupby("label", sort=False):
             line = line[line["predicted_n"].fillna(0).gt(0) | line["measured_n"].notna()].sort_values("budget_bytes")
             if len(line):
-                yield f"{title(label)}, {style.device(line)}" if pale else title(label), line, pale
+                untimed = limiters(line["limiter"], line["n"], line["predicted_ms"]).eq("untimed")
+                said = "\n(time not modelled)" if (untimed & line["measured_n"].isna()).any() else ""
+                yield title(label) + (f", {style.device(line)}" if pale else said), line, pale
 
 
 def limiter_map(rows: pd.DataFrame):
     """A cell per card and way: the longest N, coloured and named by what stands in the way of more.
 
-    rows: of `frontier.sweep` with `label`, in the order in which cards and ways are to stand.
+    rows: of `frontier.sweep` with `label`, in the order in which cards and ways are to stand. On a phone a line is a
+    card, and what the colours mean stands below.
     """
     ran, where = rows["status"] == "ok", {"index": "label", "columns": "card"}
-    limiter = rows["limiter"].where(ran, "refused")
-    words = [f"{int(n):,}\n{title(x)}" if n == n else x for n, x in zip(rows["n"].where(ran), limiter, strict=True)]
-    rows = rows.assign(code=limiter.map(list(LIMITS).index), words=words)
+    limiter = limiters(rows["limiter"], rows["n"], rows["predicted_ms"]).where(ran, "refused")
+    rows = rows.assign(code=limiter.map(list(LIMITS).index), words=rows["n"].where(ran).map("{:,.0f}".format, "ignore"))
     shape = {"index": rows["label"].unique(), "columns": rows["card"].unique()}
-    codes, texts = (rows.pivot(**where, values=x).reindex(**shape) for x in ("code", "words"))
-    fig, ax = style.subplots(figsize=(2 + 1.05 * codes.shape[1], 0.9 + 0.55 * codes.shape[0]))
-    sns.heatmap(codes, vmin=0, vmax=len(LIMITS) - 1, cmap=[*LIMITS.values()], cbar=False, linewidths=2, ax=ax,
-                annot=texts, fmt="", annot_kws={"fontsize": 9, "color": "black"})  # fmt: skip
-    ax.set(xticklabels=map(title, codes.columns), yticklabels=map(title, codes.index), ylabel="")
-    ax.set_xlabel(f"longest N, and what limits it (time: {rows['seconds'].iloc[0]:g} s per call)")
-    ax.xaxis.tick_top()
-    ax.tick_params(length=0)
+    codes, counts = (rows.pivot(**where, values=x).reindex(**shape) for x in ("code", "words"))
+    words = [title(x) for x in LIMITS]
+    texts = counts.add("\n").fillna("") + codes.map(lambda x: words[int(x)].replace(" not ", "\nnot "))
+    high = 0.15 + 0.2 * texts.stack().str.count("\n").add(1).max()
+    fig, ax = style.subplots(figsize=(2 + 1.05 * codes.shape[1], 0.9 + high * codes.shape[0]))
+    below = f"longest N, and what limits it (time: {rows['seconds'].iloc[0]:g} s per call)"
+    _cells(ax, codes, texts, 9, below)
+
+    def for_phone(width: float) -> None:
+        fig.set_size_inches(width, 2 + 0.3 * codes.shape[1])
+        ax.clear()
+        _cells(ax, codes.T, counts.T.fillna("refused"), 8, below, rotation=90)
+        named = zip(words[:-1], LIMITS.values(), strict=False)
+        style.key(fig, {x: color for place, (x, color) in enumerate(named) if codes.eq(place).any(axis=None)}, 2)
+
+    fig.workbench_phone = for_phone
     return style.finish(fig, "A map of ways and cards: the longest N of each, and what limits it.")
+
+
+def _cells(ax, codes: pd.DataFrame, texts: pd.DataFrame, points: int, below: str, **across) -> None:
+    """A cell for each code, a place in LIMITS, in its colour and with its text; across: of the names above."""
+    sns.heatmap(codes, vmin=0, vmax=len(LIMITS) - 1, cmap=[*LIMITS.values()], cbar=False, linewidths=2, ax=ax,
+                annot=texts, fmt="", annot_kws={"fontsize": points, "color": "black"})  # fmt: skip
+    ax.xaxis.tick_top()
+    ax.set_xticklabels(map(title, codes.columns), **across)
+    ax.set_yticklabels(map(title, codes.index), rotation=0)
+    ax.set(xlabel=below, ylabel="")
+    ax.tick_params(length=0)
 
 
 def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):

@@ -143,7 +143,7 @@
   }
   all(".scroll, .jp-RenderedHTML, .outputs pre, .prose table").forEach((scroll) => {
     const figure = scroll.closest("figure.shown");
-    watch(scroll, figure ? figure.querySelector(".number").textContent : "Output");
+    watch(scroll, figure ? figure.querySelector(".number").textContent : scroll.ariaLabel || "Output");
   });
 
   // contents: where one is; a bar that opens where there is no room beside the text
