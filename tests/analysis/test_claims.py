@@ -63,6 +63,10 @@ def test_what_a_machine_lacks_is_said_with_its_reason():
 def test_efficiency():
     rows = [[call("report-002-8k", OURS, speedup=x) for x in pair] for pair in ((1.9, 2), (1.5, 2), (0.5, 1.5))]
     assert [judged(5, *x)[0] for x in rows] == [TRUE, ONLY, FALSE]
+    long = pd.DataFrame([call("dense", OURS, n=1 << 17, speedup=1.9, kind="dense")]).assign(run_device="H200")
+    for device, kind in (("H200", ONLY), ("CPU", FALSE)):
+        got, words = judged(5, *(x | {"run_device": device} for x in rows[2]), long=long)
+        assert got == kind and ("dense, 131,072 tokens: 1.90 times" in words) == (device == "H200")
 
 
 def test_communication():
@@ -76,7 +80,7 @@ def test_communication():
 
 @pytest.mark.parametrize("claim, ours, kind", [
     (9, {"ms": 20.0}, FALSE), (9, {"ms": 2000.0}, TRUE), (10, {"peak": 30}, FALSE), (10, {"peak": 20}, TRUE),
-    (17, {"ms": 9.0}, FALSE), (17, {"ms": 20.0}, TRUE), (20, {}, NOT),
+    (17, {"speedup": 0.99}, FALSE), (17, {"speedup": 0.6}, TRUE), (20, {}, NOT),
 ])  # fmt: skip
 def test_a_divided_sequence(claim, ours, kind):
     labels = ["report-001-8k", "report-002-8k", "report-004-8k-dilated"]
@@ -136,6 +140,7 @@ def test_the_table_has_every_claim_and_leads_to_its_section():
         assert words["section"].replace("-", " ") in said.lower().replace(",", "").replace("`", "")
         assert claims.about(found, claim).startswith(f"**{claim}. {words['question']}**")
     assert "Here: **not measurable here (nothing was measured)**.\n" in claims.about(found, 6)
+    assert "H200" not in claims.answers(Seen(*card[:3], counts(16), card.long), card, "H200")
     assert claims.tally(found["here"]) == "**3** true under a condition, **3** false and **15** not measurable here"
 
 

@@ -1,6 +1,7 @@
 """What notebook 08 says, on rows that are made up, and its picture."""
 
 import pandas as pd
+import pytest
 
 from workbench.analysis import streams
 from workbench.plots import streams as draw
@@ -12,22 +13,25 @@ PLANS = pd.DataFrame([
 ])  # fmt: skip
 BESIDE = pd.DataFrame([PLANS.iloc[-1].to_dict() | {"pattern": "dense", "products_s": 4e5}, PLANS.iloc[-1].to_dict()])
 RUNS = pd.DataFrame([
-    {"n": 1 << 30, "execution": "layer", "mode": "fwd", "seconds": 19.96, "tflops": 281.3},
+    {"run": "a", "of": "LongNet, 1 head x 32, float16", "n": 1 << 30, "execution": "layer", "mode": "fwd",
+     "status": "ok", "seconds": 19.96, "tflops": 281.3},
     {"n": 1 << 20, "execution": "in memory", "mode": "fwd", "seconds": 0.1, "tflops": 283.0, "of_in_memory": 1.0},
     {"n": 1 << 20, "execution": "streamed", "mode": "fwd", "seconds": 0.11, "of_in_memory": 1.1, "peak_gib": 1.0},
 ])  # fmt: skip
-TOOK = pd.DataFrame([{"n": 1024, "sampled_rows": 7, "right": True}, {"n": 512, "sampled_rows": 8, "right": False}])
+TOOK = pd.DataFrame([{"run": "b", "n": n, "sampled_rows": 7, "right": n > 512} for n in (1024, 512)])
 
 
 def test_sentences_are_of_the_rows():
     said, headline = streams.answer(BESIDE, PLANS, RUNS, TOOK)
-    assert headline == "1,073,741,824 tokens on one card in 20.0 s"
-    assert said[0].startswith(f"**{headline}**: a layer, at 281 TFLOP/s")
+    assert headline == "1,073,741,824 tokens on one card in 20.0 s (LongNet, 1 head x 32, float16)"
+    assert said[0] == f"**{headline}**: a layer, at 281 TFLOP/s, from the records."
+    assert streams.answer(BESIDE, PLANS, RUNS, TOOK.assign(run="a"))[0][0].endswith("TFLOP/s, measured here.")
+    assert streams.shown(RUNS, ["a"])["execution"].tolist() == ["in memory", "streamed"]
     assert said[1].startswith("1,073,741,824 tokens and more do not fit on the card at once")
     assert "dense attention 4.63 days, LongNet 20 s and its copies 0.5 s (at the same time)." in said[2]
     assert said[3].endswith("in memory: forward, **1.10 times** as long at 1,048,576 tokens." + streams.MORE)
     assert said[4] == "Sampled rows of 2 runs of up to 1,024 tokens were checked here: not all right."
-    failed = pd.DataFrame([{"n": 2048, "sampled_rows": None, "right": None}, *TOOK.to_dict("records")])
+    failed = pd.DataFrame([{"n": 2048, "right": None}, *TOOK.to_dict("records")])
     said, _ = streams.answer(BESIDE, PLANS, RUNS.assign(of_in_memory=1.0), failed)
     assert "forward, as long at 1,048,576 tokens" in said[3] and said[4].endswith("not all right; 1 did not run.")
     said, headline = streams.answer(BESIDE, PLANS[:1], RUNS[:0], TOOK)
@@ -44,7 +48,9 @@ def test_the_curve_has_a_line_of_each_plan_and_a_dot_of_each_run():
 def test_what_runs_here_is_right_planned_to_the_byte_and_a_record(monkeypatch, tmp_path):
     monkeypatch.setenv("WORKBENCH_RECORDS", str(tmp_path))
     progress, took = streams.live({"fwd": [1000], "layer": [1024], "fwdbwd": [777]}, 64, 0.05)
-    assert len(progress) == 8 and progress["positions"].iloc[-1] == 1024
+    assert len(progress) == 4 and progress["positions"].iloc[-1] == 1024
+    assert (256e-6 / progress["million_tokens_a_second"]).sum() == pytest.approx(progress["seconds"].iloc[-1])
+    assert {*took["of"]} == {"LongNet, 1 head x 32, float16"}
     assert took["right"].all() and (took["sampled_rows"] > 10).all() and (took["relative_error"] > 0).all()
     peaks = took.groupby("execution")["of_planned_bytes"].unique()
     assert peaks["streamed"] == peaks["layer"] == 1

@@ -44,12 +44,21 @@ class Missing(LookupError):
 
 class Seen(NamedTuple):
     """What is known of one machine. calls: of `sweep`; messages: of `link.measure`; fits: of `lengths`; counts: of
-    `counts`, which are the same on any machine. Each may be empty."""
+    `counts`, which are the same on any machine; long: of divided sequences, on record. Each may be empty."""
 
     calls: pd.DataFrame = NOTHING
     messages: pd.DataFrame = NOTHING
     fits: pd.DataFrame = NOTHING
     counts: dict = {}
+    long: pd.DataFrame = NOTHING
+
+    @property
+    def divided(self) -> pd.DataFrame:
+        """calls, and those of `long` on as many of such devices."""
+        if self.calls.empty or self.long.empty:
+            return self.calls
+        same = (self.long[x].isin(self.calls[x]) for x in ("run_device", "nproc"))
+        return pd.concat([self.calls, self.long[next(same) & next(same)]], ignore_index=True)
 
 
 # --- what is measured, predicted and counted --------------------------------------------------------------------------
@@ -125,16 +134,19 @@ def _parts(n: int = 512) -> pd.DataFrame:
 
 def recorded(kinds: Iterable[str]) -> Seen:
     """What is committed of these machines: of its newest commit each, but of sweeps the newest run that has the
-    reports' configurations, if one has."""
+    reports' configurations, if one has, and in `long` the newest other one of forwards of one divided sequence."""
     every = pd.concat([records.committed(x) for x in kinds], ignore_index=True)
     every = every.reindex(columns=[*dict.fromkeys([*every, "label", "stage", "budget_bytes", "measured_n"])])
     every = every.sort_values("run_utc", kind="stable")
     swept, messages = (every[every["stage"].isin(x)] for x in (["sweep"], ["link", "cost"]))
-    mine = swept[swept["label"].astype(str).str.startswith("report-")]
+    reports = swept["label"].astype(str).str.startswith("report-")
+    mine, long = swept[reports], swept[~reports & swept["strategy"].eq("sequence") & swept["mode"].eq("fwd")]
+    long = multicard.kinds(long[long["batch"].eq(1)]).query("kind in ('dense', 'longnet-geometric')")
     fits = every[every["stage"].eq("search") & every["budget_bytes"].eq(BUDGET) & every["measured_n"].notna()]
-    of = ((swept, mine if len(mine) else swept), (messages, messages), (fits, fits))
-    by = "run", "run_commit", "run_commit"
-    return Seen(*(x[x[at].eq(y[at].iloc[-1])] if len(y) else y for at, (x, y) in zip(by, of, strict=True)))
+    of = ((swept, mine if len(mine) else swept), (messages, messages), (fits, fits), (long, long))
+    by = "run", "run_commit", "run_commit", "run"
+    found = [x[x[at].eq(y[at].iloc[-1])] if len(y) else y for at, (x, y) in zip(by, of, strict=True)]
+    return Seen(*found[:3], long=found[3].sort_values("n").drop_duplicates("kind", keep="last"))
 
 
 def batches(rows: pd.DataFrame) -> pd.DataFrame:
@@ -167,24 +179,36 @@ def _low(one: dict, other: dict) -> float:
     return min(one["samples_ms"]) / max(other["samples_ms"])
 
 
-def _divided(rows: pd.DataFrame, label: str, other: str = "") -> dict:
-    """Of a case on ranks against one device; times: against another case on ranks, if there is one."""
-    (one,), (it, than) = _calls(rows, label), _calls(rows, label, other or label, strategy="sequence")
-    than = than if other else one
+def _divided(rows: pd.DataFrame, label: str) -> dict:
+    """Of a case on ranks against one device."""
+    (one,), (it,) = _calls(rows, label), _calls(rows, label, strategy="sequence")
     return {
-        "n": it["n"], "times": it["median_ms"] / than["median_ms"], "low": _low(it, than),
-        "like": it["peak_bytes"] / one["peak_bytes"], "mixed": it["extra_bytes"] / one["peak_bytes"],
-        "sent": binary(max(it["sent_bytes"])), "off": max(x for _, x in it["errors"].values()),
+        "n": it["n"], "times": it["median_ms"] / one["median_ms"], "like": it["peak_bytes"] / one["peak_bytes"],
+        "mixed": it["extra_bytes"] / one["peak_bytes"], "sent": binary(max(it["sent_bytes"])),
+        "off": max(x for _, x in it["errors"].values()),
     }  # fmt: skip
+
+
+def _gains(rows: pd.DataFrame, *labels: str) -> dict:
+    """How much faster two cases are on ranks than on one device; what the second sends and computes, of the first's."""
+    one, two = _calls(rows, *labels, strategy="sequence")
+    ratios = {"bytes": max(two["sent_bytes"]) / max(one["sent_bytes"]), "pairs": two["pairs"] / one["pairs"]}
+    less = two["speedup_high"] < one["speedup_low"]
+    return ratios | {"n": two["n"], "one": one["speedup"], "two": two["speedup"], "less": less}
 
 
 def _near_linear(rows: pd.DataFrame) -> dict:
     done = multicard.ok(rows).query("strategy == 'sequence'")
+    reports = done["label"].str.startswith("report-")
+    done, long = done[reports], done[~reports]
     if done.empty:
         raise Missing("it takes two ranks")
     shares, names = done["speedup"] / done["nproc"], done["label"]
-    return {"many": len(done), "good": int((done["speedup_low"] / done["nproc"] >= 0.9).sum()), "best": shares.max(),
-            "least": shares.min(), "first": names[shares.idxmax()], "last": names[shares.idxmin()]}  # fmt: skip
+    each = [f"{title(x.kind)}, {x.n:,.0f} tokens: {x.speedup:.2f} times" for x in long.itertuples()]
+    good, far = (int((x["speedup_low"] / x["nproc"] >= 0.9).sum()) for x in (done, long))
+    return {"many": len(done), "good": good, "far": far, "most": done["n"].max(), "best": shares.max(),
+            "least": shares.min(), "first": names[shares.idxmax()], "last": names[shares.idxmin()],
+            "longer": f" On record, longer ones on as many such cards: {'; '.join(each)}." * bool(each)}  # fmt: skip
 
 
 def _communication(rows: pd.DataFrame) -> dict:
@@ -198,7 +222,9 @@ def _communication(rows: pd.DataFrame) -> dict:
     took, *ends = (1000 * x.message_s(size) for x in rates)
     low, high = min(took, *ends), max(took, *ends)  # fits need not lie as their samples do
     time = f"{number(took)} ms by this link ({number(low)} to {number(high)} by its samples)"
-    return {"size": binary(size), "low": low, "high": high, "time": time, "added": 452.1 - 58.0 / 2}
+    added = 452.1 - 58.0 / 2
+    rate = binary(1000 * size / added)
+    return {"size": binary(size), "low": low, "high": high, "time": time, "added": added, "rate": rate}
 
 
 def _sparse(rows: pd.DataFrame, density: float) -> dict:
@@ -266,7 +292,7 @@ RULES = {
     3: Rule("messages", _communication,
             lambda x: None if x["low"] <= x["added"] / 2 < x["high"] else x["low"] > x["added"] / 2),
     4: Rule("counts", _counted, lambda x: False, lambda x: x["fits"]),
-    5: Rule("calls", _near_linear, lambda x: x["good"] == x["many"], lambda x: x["good"] > 0),
+    5: Rule("divided", _near_linear, lambda x: x["good"] == x["many"], lambda x: x["good"] + x["far"] > 0),
     6: Rule("calls", _DDP, *_LESS),
     7: Rule("calls", partial(_sparse, density=0.05), lambda x: x["bytes"] < 0.1),
     8: Rule("counts", _counted, lambda x: x["most"] > 8),
@@ -278,8 +304,7 @@ RULES = {
     14: Rule("calls", partial(_sparse, density=0.01), lambda x: 0.8 < x["faster"] / x["claimed"] < 1.25, timed=True),
     15: Rule("calls", _dilation, lambda x: x["low"] > 1.1, lambda x: x["faster"] > 1.25, timed=True),
     16: Rule("fits", partial(_longest, preset="report-004-237k"), lambda x: x["times"] < 1.1),
-    17: Rule("calls", partial(_divided, label="report-004-8k-dilated", other="report-004-8k"),
-             lambda x: x["low"] > 1, timed=True),
+    17: Rule("calls", lambda x: _gains(x, "report-004-8k", "report-004-8k-dilated"), lambda x: x["less"], timed=True),
     18: Rule("counts", _counted, lambda x: x["grown"] > 3),
     19: Rule("counts", _counted, lambda x: x["sequence"] < 1, lambda x: x["grid"] < 1),
     20: Rule("calls", partial(_divided, label="report-001-8k"), lambda x: None),
@@ -305,12 +330,13 @@ def judge(claim: int, seen: Seen) -> tuple[str, str]:
 
 
 def answers(here: Seen, card: Seen, where: str) -> pd.DataFrame:
-    """The table of claims, a row each: verdict and figures here, and those on record for `where` if there are any. What
-    is counted or predicted is the same everywhere. record: the probe, and the commit of what is on record."""
+    """The table of claims, a row each: verdict and figures here, and those on record for `where` if another device has
+    any. What is counted or predicted is the same everywhere. record: the probe, and the commit of what is on record."""
     lines, fits = [], "frontier" if "measured" in here.fits and here.fits["measured"].any() else "predicted"
     for claim, words in CLAIMS.items():
         data, ours, theirs = RULES[claim].data, judge(claim, here), judge(claim, card)
-        known = not theirs[0].startswith(NOT)
+        device, other = ({*getattr(x, data).get("run_device", ())} for x in (here, card))
+        known = not theirs[0].startswith(NOT) and (device != other or ours[0].startswith(NOT))
         commit = f", {getattr(card, data)['run_commit'].iloc[0][:7]}" if known else ""
         counted = "predicted" if "predicted" in words["run"] else "counted"
         lines.append({
@@ -318,7 +344,8 @@ def answers(here: Seen, card: Seen, where: str) -> pd.DataFrame:
             "here": ". ".join(filter(None, ours)), where: ". ".join(theirs) * known, "what was run": words["run"],
             "record": {"fits": fits, "counts": counted}.get(data, "scaling") + commit,
         })  # fmt: skip
-    return pd.DataFrame(lines)
+    found = pd.DataFrame(lines)
+    return found if found[where].ne("").any() else found.drop(columns=where)
 
 
 def linked(frame: pd.DataFrame):
@@ -330,7 +357,7 @@ def linked(frame: pd.DataFrame):
         room = "<div style='min-width: min(12rem, 13vw)'>" * bool(text)
         return room + "<b>{}</b>{}{}".format(*escape(text).partition(". "))
 
-    return frame.style.format(forms | dict.fromkeys(frame.columns[2:4], strong)).hide()
+    return frame.style.format(forms | dict.fromkeys(frame.columns[2:-2], strong)).hide()
 
 
 def about(frame: pd.DataFrame, claim: int) -> str:

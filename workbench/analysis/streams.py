@@ -42,15 +42,13 @@ def _row(name: str, pattern: Pattern, n: int, card: str) -> dict:
 
 
 def live(lengths, first: int, gib: float, profile="quick") -> tuple[pd.DataFrame, pd.DataFrame]:
-    """`streaming.measure` here: (tokens a second of a layer as it ran, at most eight times; `table` of what ran)."""
-    rows = []
-
-    def watch(done: int, seconds: float) -> None:
-        rows.append({"positions": done, "seconds": seconds, "tokens_a_second": done / seconds})
-
-    ran = measure.measure(lengths, gib, first, profile, watch=watch)
-    some = rows[:: -max(1, -(-len(rows) // 8))][::-1]  # the last one, too
-    return pd.DataFrame(some, columns=["positions", "seconds", "tokens_a_second"]), table(ran)
+    """`streaming.measure` here: (a layer as it ran, at most eight stretches and their rates; `table` of what ran)."""
+    at = []
+    ran = measure.measure(lengths, gib, first, profile, watch=lambda *done: at.append(done))
+    some = [(0, 0.0), *at[:: -max(2, -(-len(at) // 8))][::-1]]  # the last two chunks are seen to end at once
+    progress = pd.DataFrame(some, columns=["positions", "seconds"])
+    rates = progress["positions"].diff() / progress["seconds"].diff() / 1e6
+    return progress.assign(million_tokens_a_second=rates)[1:], table(ran)
 
 
 def measured(machine: str) -> pd.DataFrame:
@@ -60,19 +58,21 @@ def measured(machine: str) -> pd.DataFrame:
 
 
 def table(found: pd.DataFrame) -> pd.DataFrame:
-    """A row a run: what ran, its time and that beside the same in memory, TFLOP/s over attended pairs, GB/s, the peak
-    and the plan's, and how many rows were checked, with the largest error."""
+    """A row a run: its id, what ran and of what, its time and that beside the same in memory, TFLOP/s over attended
+    pairs, GB/s, the peak and the plan's, and how many rows were checked, with the largest error."""
     columns = ("bytes_in", "bytes_out", "peak_bytes", "planned_bytes", "error_sampled", "rows_sampled")
     found = found.reindex(columns=[*found.columns, *(x for x in (*columns, "valid") if x not in found)])
     found = found.drop_duplicates(["execution", "mode", "n"], keep="last").sort_values(["n", "mode"])
     specs = zip(found["pattern_spec"], found["n"], found["heads"], strict=True)
     patterns = [(from_spec(x) if isinstance(x, dict) else geometric(int(n)), int(n), int(h)) for x, n, h in specs]
     pairs = [pattern.pairs(n, heads) for pattern, n, heads in patterns]
+    sizes = zip(found["heads"], found["head_dim"], found["dtype"], strict=True)
     seconds, operations = found["median_ms"] / 1000, 4 * found["head_dim"] * pairs * found["mode"].map(WORK)
     beside = found[found["execution"] == "in memory"].set_index(["run", "mode", "n"])["median_ms"]
     keys = found[["run", "mode", "n"]].itertuples(index=False, name=None)
     of_in_memory = found["median_ms"] / [beside.get(key, math.nan) for key in keys]
     return pd.DataFrame({
+        "run": found["run"], "of": [f"LongNet, {counted(int(h), 'head')} x {d:.0f}, {dtype}" for h, d, dtype in sizes],
         "n": found["n"], "execution": found["execution"], "mode": found["mode"], "status": found["status"],
         "seconds": seconds, "of_in_memory": of_in_memory.where(found["execution"] != "layer"),
         "tflops": operations / seconds / 1e12, "gb_s": found[["bytes_in", "bytes_out"]].max(axis=1) / seconds / 1e9,
@@ -82,14 +82,21 @@ def table(found: pd.DataFrame) -> pd.DataFrame:
     }).reset_index(drop=True)  # fmt: skip
 
 
+def shown(runs: pd.DataFrame, but=()) -> pd.DataFrame:
+    """`table` as a page has it, without the runs of these ids; statuses where one is not "ok"."""
+    some = runs[~runs["run"].isin(but)]
+    return some.drop(columns=["run", "of", *["status"] * int(some["status"].eq("ok").all())], errors="ignore")
+
+
 def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: pd.DataFrame) -> tuple[list[str], str]:
     """(the page's sentences, its headline)."""
     said, headline, (dense, last) = [], "", beside.to_dict("records")
     layers = runs[runs["execution"] == "layer"] if len(runs) else runs
     if len(layers):
         best = layers.loc[layers["n"].idxmax()]
-        headline = f"{int(best['n']):,} tokens on one card in {best['seconds']:.1f} s"
-        said.append(f"**{headline}**: a layer, at {best['tflops']:.0f} TFLOP/s, from the records.")
+        headline = f"{int(best['n']):,} tokens on one card in {best['seconds']:.1f} s ({best['of']})"
+        where = "measured here" if best["run"] in set(took["run"]) else "from the records"
+        said.append(f"**{headline}**: a layer, at {best['tflops']:.0f} TFLOP/s, {where}.")
     if len(long := plans[~plans["fits_in_memory"]]):
         said.append(f"{int(long['n'].min()):,} tokens and more do not fit on the card at once; "
                     f"streamed, {last['n']:,} take {last['streamed_gib']:.2f} GiB of it (planned).")  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from workbench.fit.model import Model
-from workbench.harness.narrate import number, title
+from workbench.harness.narrate import listed, number, title
 from workbench.models.transformer import IGNORED, Transformer
 from workbench.patterns import Pattern
 from workbench.probes import timing
@@ -55,25 +55,32 @@ def compare(
     """
     models, rows = {}, []
     for label, pattern in patterns.items():
-        torch.manual_seed(0)
-        model = models[label] = Transformer(VOCAB, pattern=pattern, device=device, **sizes)
-        generator, seconds = torch.Generator().manual_seed(0), 0.0
-        optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98))
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = lr * min(1.0, (step + 1) / 20)
-            tokens, labels = (x.to(device) for x in haystack(batch, n, generator))
-            begin = time.perf_counter()
-            with torch.autocast("cuda", torch.bfloat16, enabled=device == "cuda"):
-                loss = model.loss(tokens, labels)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            loss = loss.item()  # which waits for a card
-            seconds += time.perf_counter() - begin
-            rows.append({"label": label, "step": step + 1, "seconds": seconds, "loss": loss})
+        train = functools.partial(_train, pattern, sizes, n, batch, lr, device)
+        train(1)  # a model to throw away: what a first step compiles is no time of training
+        models[label], some = train(steps)
+        rows += [{"label": label} | row for row in some]
     return models, pd.DataFrame(rows)
+
+
+def _train(pattern, sizes: dict, n: int, batch: int, lr: float, device: str, steps: int) -> tuple[Transformer, list]:
+    torch.manual_seed(0)
+    model, generator = Transformer(VOCAB, pattern=pattern, device=device, **sizes), torch.Generator().manual_seed(0)
+    optimizer, seconds, rows = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98)), 0.0, []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, (step + 1) / 20)
+        tokens, labels = (x.to(device) for x in haystack(batch, n, generator))
+        begin = time.perf_counter()
+        with torch.autocast("cuda", torch.bfloat16, enabled=device == "cuda"):
+            loss = model.loss(tokens, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss.item()  # which waits for a card
+        seconds += time.perf_counter() - begin
+        rows.append({"step": step + 1, "seconds": seconds, "loss": loss})
+    return model, rows
 
 
 def summary(rows: pd.DataFrame, patterns: Mapping[str, Pattern], n: int, heads: int) -> pd.DataFrame:
@@ -90,18 +97,25 @@ def summary(rows: pd.DataFrame, patterns: Mapping[str, Pattern], n: int, heads: 
     }, index=pd.Index(patterns, name="pattern"))  # fmt: skip
 
 
-def answer(table: pd.DataFrame) -> list[str]:
-    """Which patterns learn to find the needle, LongNet's first: a sentence for each kind. table: of `summary`."""
-    said, kinds = [], dict.fromkeys(label.partition(", ")[0] for label in table.index)
+def answer(table: pd.DataFrame) -> tuple[list[str], str]:
+    """(a line for each kind of pattern, LongNet's first: which of it learn to find the needle and which do not; a
+    headline that has them all). table: of `summary`."""
+    said, heads, kinds = [], [], {}
+    for label, pairs, step, loss in table[["pairs per token", "learnt at step", "loss"]].itertuples():
+        (kind, _, option), learnt = label.partition(", "), step > 0
+        it = f"from step **{step:.0f}** on" if learnt else f"its loss stays **{loss:.2f}** (a guess: {GUESS:.2f})"
+        when = (f"{step:.0f}" if learnt else "never") + (f" ({option})" if option else "")
+        kinds.setdefault(kind, []).append((learnt, option, f"with {number(pairs)} pairs per token {it}", when))
     for kind in sorted(kinds, key=lambda x: x != "longnet"):
-        some, each = table[table.index.str.split(", ").str[0] == kind], []
-        for label, one in some.iterrows():
-            learnt, stays = one["learnt at step"], f"its loss stays **{one['loss']:.2f}** (a guess: {GUESS:.2f})"
-            its = filter(None, (label.partition(", ")[2], f"{number(one['pairs per token'])} pairs per token"))
-            each.append(f"with {' and '.join(its)} {f'from step **{learnt:.0f}** on' if learnt > 0 else stays}")
-        name, verb = title(kind), "learns" if some["learnt at step"].any() else "does not learn"
-        said.append(f"**{name[0].upper()}{name[1:]} {verb} to find the needle**: {'; '.join(each)}.")
-    return said
+        name, lines = title(kind), []
+        for verb, learnt in (("learns", True), ("does not learn", False)):
+            if some := [x for x in kinds[kind] if x[0] == learnt]:
+                of = f" with {listed(x[1] for x in some)}" if some[0][1] else ""
+                each = "; ".join(x[2] for x in some)
+                lines.append(f"**{name[0].upper()}{name[1:]}{of} {verb} to find the needle**: {each}.")
+        said.append(" ".join(lines))
+        heads.append(f"{name} {', '.join(x[3] for x in kinds[kind])}")
+    return said, f"learnt at step: {'; '.join(heads)}"
 
 
 def seconds_of_a_step(pattern: Pattern, n: int, sizes: dict, device: str) -> float:

@@ -21,13 +21,15 @@ def against_n(plans: pd.DataFrame, runs: pd.DataFrame, card: str):
     if plans["products_s"].notna().any():
         time.plot(plans["n"], plans["products_s"], color=LONGNET, label="products")
     forward = runs[runs["mode"] == "fwd"] if len(runs) else runs
-    for x, marker in (("in memory", "o"), ("streamed", "s"), ("layer", "D")):
+    looks = {"in memory": ("o", {"mfc": "none", "ms": 9}), "streamed": ("s", {"ms": 4}), "layer": ("D", {"ms": 5})}
+    for x, (marker, look) in looks.items():  # where two are the same, one is around the other
         some = forward[forward["execution"] == x] if len(forward) else forward
         if len(some):
             color = style.COLORS["muted"] if x == "in memory" else LONGNET
-            time.plot(some["n"], some["seconds"], marker, color=color, label=f"{x}, measured", ms=5)
+            time.plot(some["n"], some["seconds"], marker, color=color, label=f"{x}, measured", **look)
     for ax, what in ((memory, "GiB on the card"), (time, "seconds")):
         ax.set(xscale="log", yscale="log", xlabel="tokens", title=what)
-        style.log_ticks(ax.xaxis, style.length, [*plans["n"]][::2])
+        style.log_ticks(ax.xaxis, style.length, [*plans["n"]])
+        style.log_ticks(ax.yaxis, "{:,g}".format)
         ax.legend()
     return style.finish(fig, "Memory on the card and time of a forward against the number of tokens: plans and runs.")
