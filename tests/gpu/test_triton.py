@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import workbench as wb
 from tests import tools
-from workbench import (
-    BlockSparse, Cache, Dense, Dilated, Neighborhood, Predicate, Window, attention, explain, layouts, reference,
-)  # fmt: skip
+from workbench import BlockSparse, Dense, Dilated, Neighborhood, Predicate, Window, attention, explain, layouts
 from workbench.engines.triton.block_lists import kind_of
 from workbench.engines.triton_backend import block_size_of
 from workbench.patterns import orderings
@@ -247,7 +246,7 @@ def test_strided_inputs_and_upstream_gradients_give_the_same_numbers_by_torch():
 def test_tokens_one_by_one_are_the_whole(heads, kv_heads, head_dim, dtype):
     qkv = [torch.randn(2, 1300, h, head_dim, dtype=dtype, device="cuda") for h in (heads, kv_heads, kv_heads)]
     pattern = Dilated([64, 256, 1024], [1, 2, 4], True)
-    cache, steps = Cache(pattern), [700, *[1] * 340, 60, *[1] * 200]
+    cache, steps = wb.Cache(pattern), [700, *[1] * 340, 60, *[1] * 200]
     out = torch.cat([cache.step(*x) for x in zip(*(x.split(steps, 1) for x in qkv), strict=True)], 1)
-    want = reference(*qkv, pattern)[0]
+    want = wb.reference(*qkv, pattern)[0]
     assert cache.fast and tools.relative(out, want) < (1e-5 if dtype == torch.float32 else 0.005)

@@ -225,10 +225,9 @@ class Cache:
         """The lanes, and whether one kernel takes a token: where there is one, and they hold no more than it takes."""
         if changes:
             return [Rest(self.pattern, None, q.shape[2], changes)], False
-        lanes = self._lanes(q.shape[2], k.shape[2])
-        if not isinstance(self.pattern, Dilated) or triton_backend.why_not(q, k, self.pattern):
-            return lanes, False
-        return lanes, 0 < sum({lane.branch: lane.kept.limit for lane in lanes}.values()) <= triton_backend.DECODED
+        lanes, fast = self._lanes(q.shape[2], k.shape[2]), isinstance(self.pattern, Dilated)
+        rows = sum({lane.branch: lane.kept.limit for lane in lanes}.values()) if fast else 0
+        return lanes, 0 < rows <= triton_backend.DECODED and triton_backend.why_not(q, k, self.pattern) is None
 
     @property
     def nbytes(self) -> int:

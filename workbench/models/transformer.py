@@ -53,8 +53,8 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, **options) -> Tensor:
-        """Logits (B, N, vocab), or of labels (B, N) the `loss`: labels[:, i] is what position i has to say, the next token
-        (not the token itself, which Hugging Face's models shift). options: lengths, documents, as of `wb.attention`."""
+        """Logits (B, N, vocab), or the `loss` of labels (B, N): labels[:, i] is what position i has to say, the next
+        token and not its own (Hugging Face's models shift them). options: lengths, documents, as of `wb.attention`."""
         if labels is not None:
             _check("labels", labels, like=tokens)
         x = self.features(tokens, **options)

@@ -11,9 +11,9 @@ CHUNK = 1 << 22  # blocks that are looked at at once
 class Window(Pattern):
     """visible(h, i, j) = (i - j is a multiple m of the dilation, and m is within reach) or j < sinks; j <= i if causal.
 
-    width: how many keys a whole causal window has, an int >= 1. causal: m from 0 to width - 1, the query's own position and
-    those before it (Mistral's sliding_window, arXiv 2310.06825). Else m from -(width // 2) to width // 2: as many on
-    either side, and itself (Longformer, arXiv 2004.05150, whose dilation this is too).
+    width: an int >= 1. causal: m from 0 to width - 1, the query's own position and those before it (Mistral's
+    sliding_window, arXiv 2310.06825). Else m from -(width // 2) to width // 2: as many on either side, and itself, one
+    more than an even width (Longformer, arXiv 2004.05150, whose dilation this is too).
     sinks: how many first tokens every query sees besides (StreamingLLM, arXiv 2309.17453). Any N.
     """
 

@@ -65,8 +65,6 @@ def kernel(q: Tensor, mask: Tensor | None = None) -> str:
 
 
 def _split(q, k, v, mask, most: int):
-    if len(q) <= most:
-        return [(q, k, v, mask)]
     masks = [None] * len(q.split(most)) if mask is None else mask.split(most)
     return list(zip(*(x.split(most) for x in (q, k, v)), masks, strict=True))
 
