@@ -16,9 +16,8 @@ def write() -> dict:
     found, sources, families = {}, [], {}
     for kind, kernel in KINDS.items():
         card, timed = cards.find(kind.rpartition("x")[0]), records.committed(kind, "timing")
-        usual = timed["dtype"].isin(card.matmul_tflops) & timed["median_ms"].notna() & (timed["status"] == "ok")
-        usual &= (timed["label"] != "A/A") & (timed["graph"] != True)  # noqa: E712 (None is of none)
-        timed = timed[usual & (timed["backend"] == (kernel or timed["backend"]))]
+        usual = timed["dtype"].isin(card.matmul_tflops) & (timed["status"] == "ok") & (timed["label"] != "A/A")
+        timed = timed[usual & ~timed["graph"].eq(True) & timed["backend"].eq(kernel or timed["backend"])]
         versions = {x: timed[f"run_{x}"].iloc[-1] for x in ("torch", kernel) if x}
         sources.append({"card": card.key, "from": f"outputs/records/{kind}", "kernel": kernel or "all"} | versions)
         for _, row in timed.iterrows():

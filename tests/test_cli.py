@@ -256,7 +256,7 @@ def test_fit_says_where_no_time_is_known(folder, capsys):
     assert mean["longest_ms"] is None and cudnn["longest_ms"] > 0
     assert cli.main(["fit", *sizes]) == 0
     *_, mean, cudnn = capsys.readouterr().out.splitlines()
-    assert mean.endswith("memory; time not modelled") and cudnn.endswith("memory")
+    assert mean.endswith("memory (time not modelled)") and cudnn.endswith("memory")
 
 
 def test_fit_takes_a_function_and_a_spec(folder, capsys):

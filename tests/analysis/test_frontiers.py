@@ -15,7 +15,7 @@ SHAPED = catalog.shaped([256, 1024], [1, 4], 512)
 SIZES = {"heads": 8, "head_dim": 64, "dtype": "float16", "mode": "fwd"}
 
 
-def test_a_way_is_a_case_at_any_length():
+def test_a_way_is_a_case_at_any_length_of_a_name_or_a_spec():
     ways = executions.ways(["dense, eager", "window-tokens, triton", "dense, workbench:attention"], SHAPED, **SIZES)
     assert ways["dense, eager"](100).backend == "eager"
     assert ways["dense, workbench:attention"](100).backend == "workbench:attention"
@@ -24,9 +24,6 @@ def test_a_way_is_a_case_at_any_length():
                        ("dense, efficent", "one of auto,")):  # fmt: skip
         with pytest.raises(ValueError, match=f"want {want}"):
             executions.ways([name], SHAPED, **SIZES)
-
-
-def test_a_way_may_be_a_spec():
     spec = json.dumps(Dilated([256, 1024], [1, 4]).spec())
     ((name, at),) = executions.ways([f"{spec}, torch"], **SIZES).items()
     assert name == f"{spec}, torch" and at(2048).backend == "torch"
@@ -53,7 +50,7 @@ def test_allocated_promises_more_than_runs():
     for row in frontiers.promised(at, "rtx3060").to_dict("records"):
         seen, case = row[frontiers.PROMISED], found[row["way"]]
         assert estimate.trace(case(seen), card).allocated_bytes <= card.total_bytes
-        assert estimate.trace(case(seen + frontiers.GRAIN), card).allocated_bytes > card.total_bytes
+        assert estimate.trace(case(seen + frontier.GRAIN), card).allocated_bytes > card.total_bytes
         assert row[frontiers.RUNS] < seen and 0.02 < row[frontiers.TOO_MUCH] < 0.2
 
 
@@ -66,8 +63,7 @@ def test_records_are_found_by_machine_with_their_labels(tmp_path, monkeypatch):
     for n, more in ((1024, {}), (2048, {}), (4096, {"heads": 4}), (None, {}), (512, {"stage": "probe"})):
         recorder.row(**row | {"measured_n": n, "n": n} | more)
     found = frontiers.recorded("h100x1")
-    assert found["label"].tolist() == ["dense, eager"] and found["measured_n"].item() in (2048, 4096)
-    assert "run_device" in found
+    assert [*found["label"]] == ["dense, eager"] and found["measured_n"].item() in (2048, 4096) and "run_device" in found
 
 
 @pytest.mark.parametrize("kind", ["h100x1", "h200x1", "h200x2", "no-such-card"])
@@ -88,17 +84,16 @@ def lines(**n):
 
 def test_what_writes_all_scores_is_told_apart_from_the_least_and_the_most_of_the_others():
     told = frontiers.most(lines(a=640.0, b=64.0, c=None, d=500.0, **{"b, eager": 8.0}), "h100")
-    assert told.endswith(": what writes no N x N scores takes **64** (b; memory) to **640** (a; memory) tokens; "
-                         "b, eager writes them and takes **8**.")  # fmt: skip
+    said = "takes **64** (b, limited by memory) to **640** (a, limited by memory) tokens; b, eager writes them and"
+    assert told.endswith(f"4 GiB for tensors: what writes no N x N scores {said} takes **8**.")
     untimed = frontiers.most(lines(a=640.0).assign(predicted_ms=None), "h100")
-    assert untimed.endswith("takes **640** (a; memory; time not modelled) tokens.") and "4 GiB for tensors" in untimed
+    assert untimed.endswith("takes **640** (a, limited by memory (time not modelled)) tokens.")
     assert frontiers.most(lines(a=None), "t4") == "On t4 none of these ways runs with the largest budget."
 
 
 def measured(**fields):
-    row = {"label": "a", "status": "ok", "error": None, "measured_n": 1000.0, "predicted_n": 1000.0, "step": 0.02,
-           "measured": True}  # fmt: skip
-    return pd.DataFrame([row | {"grain": 16, "probes": 5} | fields])
+    row = {"label": "a", "status": "ok", "error": None, "measured_n": 1000.0, "predicted_n": 1000.0, "step": 0.02}
+    return pd.DataFrame([row | {"grain": 16, "probes": 5, "measured": True} | fields])
 
 
 def test_predictions_are_counted_where_both_numbers_are():
@@ -106,32 +101,25 @@ def test_predictions_are_counted_where_both_numbers_are():
     assert frontiers.agreement(measured())[0] == same + "all are equal."
     off = frontiers.agreement(pd.concat([measured(), measured(predicted_n=1500.0)]))
     assert "**1 of 2 searches**" in off[0] and "at worst off by 50.00%" in off[0]
-    record = [measured(measured=False, run_utc=f"2026-11-{day}T02", run_commit=f"c{day}") for day in (28, 30)]
-    said = "before (on record, of 2026-11-28 to 2026-11-30, commits c28 and c30; in this run nothing)"
-    assert frontiers.whence(pd.concat(record), commits=True) == said
-    said = "what was measured in this run (1) and before (1, on record, of 2026-11-28); all are equal."
-    assert frontiers.agreement(pd.concat([measured(), record[0]]))[0].endswith(said)
+    old = [measured(measured=False, run_utc=f"2026-11-{day}T02", run_commit=f"c{day}") for day in (28, 30)]
+    said = "measured before (2, on record of 2026-11-28 to 2026-11-30) and in this run (1); all are equal."
+    assert frontiers.agreement(pd.concat([*old, measured()]))[0].endswith(said)
+    assert frontiers.whence(old[0], commits=True).endswith("of 2026-11-28, commits c28) and in this run (0)")
     failed = frontiers.agreement(measured(status="killed", measured_n=None, error="by signal 9"))
     assert failed == ["No search has both a prediction and a measurement.", "Not measured, a: by signal 9"]
 
 
-def test_what_is_promised_too_much():
+def test_what_is_promised_too_much_and_what_lies_beyond_is_told():
     frame = pd.DataFrame({"way": ["a", "b"], frontiers.TOO_MUCH: [0.1, 0.2]})
     assert frontiers.overpromised(frame, "t4").endswith("up to **20.0%** more tokens than run (b).")
     assert frontiers.overpromised(pd.DataFrame([]), "t4") == "None of these ways runs on t4."
-
-
-def test_limits_are_counted_and_unknown_times_named():
-    table = pd.DataFrame({"status": ["ok"] * 3 + ["refused"], "limiter": ["time", "search", "memory", None]})
-    table = table.assign(label=[*"abcd"], card="t4", n=640, predicted_ms=[1.0, None, None, None])
-    first, second = frontiers.limits(table)
-    words = "time 1, nothing as far as was searched 1, memory where time is not modelled 1"
-    assert first == f"What limits the 3 frontiers here: {words}."
-    assert second.startswith("Time is not modelled for c (T4): there it may limit N")
-    assert frontiers.limits(table[3:])[0].endswith("here: none of these ways runs.")
-
-
-def test_frontiers_beyond_are_counted():
     table = pd.DataFrame({"status": ["ok", "ok"], "n": [2**20, None]})
     assert "**N = 524,288**. Of the frontiers above 1 of 2 lie beyond it: " in frontiers.beyond(table, 32, 128)
     assert "Of the frontiers above 0 of 2 lie beyond it" in frontiers.beyond(table, 1, 64)
+
+
+def test_limits_are_counted_also_where_no_time_is_modelled():
+    table = pd.DataFrame({"status": ["ok"] * 3 + ["refused"], "limiter": ["time", "search", "memory", None], "n": 64})
+    words = "time 1, nothing as far as was searched 1, memory (time not modelled) 1"
+    assert frontiers.limits(table.assign(predicted_ms=None)) == f"What limits the 3 frontiers here: {words}."
+    assert frontiers.limits(table[3:].assign(predicted_ms=None)).endswith("here: none of these ways runs.")

@@ -68,13 +68,16 @@ def test_the_page_finds_the_longest_as_the_search_does(model):
 def test_the_page_shows_what_is_asked_and_keeps_it_in_the_address():
     with browser.shown(fit.calculator("rtx3090", n=50_000, heads=8)._repr_html_()) as tab:
         rows = "[...document.querySelectorAll('.x-fit tbody tr')].map(row => row.textContent)"
-        assert len(tab.run(rows)) == len(fit.WAYS) and "50,000" in tab.run("document.body.textContent")
+        said = "document.querySelector('[role=status]').textContent"
+        assert len(tab.run(rows)) == len(fit.WAYS) and "ways run N = 50,000 in at most 60 s; the" in tab.run(said)
         assert any("not on this card" in row for row in tab.run(rows))  # FlashAttention-4
         longest = tab.run("document.querySelector('.x-fit tbody td').textContent")
         for name, value in (("layers", "12"), ("heads", "16")):
             tab.slide(f"[name={name}]", value)
         assert tab.run("document.querySelector('.x-fit tbody td').textContent") != longest
-        assert "layers=12" in tab.run("location.hash")
+        assert "layers=12" in tab.run("location.hash") and "12 transformer blocks alone" in tab.run(said)
+        tab.slide("[name=cards]", "2")  # over which no time is modelled
+        assert "0 of 9 ways" in tab.run(said) and any("memory (time not modelled)" in row for row in tab.run(rows))
 
 
 def test_programs_are_those_of_the_trace():

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from workbench.fit import cards, estimate, frontier
-from workbench.fit.frontier import GRAIN
 from workbench.fit.tracer import Event
 from workbench.harness import records
 from workbench.harness.narrate import counted, listed, title
@@ -61,18 +60,17 @@ def promised(found: Mapping[str, frontier.Lengths], card: str) -> pd.DataFrame:
     """A line per way: PROMISED, the longest N whose max_memory_allocated is within the card's memory, RUNS, the longest
     with room for the CUDA context and for what the allocator reserves, and by how much the first exceeds the second.
     """
-    of = cards.find(card)
-    lines = []
+    of, lines = cards.find(card), []
     for name, at in found.items():
         real = frontier.search(at, card=of, seconds=math.inf, limit_n=1 << 26, say=None)["n"]
         if not real:
             continue
 
         def allocated(grains: int, at=at) -> int:
-            return estimate.trace(at(grains * GRAIN), of).allocated_bytes
+            return estimate.trace(at(grains * frontier.GRAIN), of).allocated_bytes
 
-        fits = range(real // GRAIN, 2 * real // GRAIN)  # the first one does
-        seen = GRAIN * (fits[0] - 1 + bisect_right(fits, of.total_bytes, key=allocated))
+        fits = range(real // frontier.GRAIN, 2 * real // frontier.GRAIN)  # the first one does
+        seen = frontier.GRAIN * (fits[0] - 1 + bisect_right(fits, of.total_bytes, key=allocated))
         lines.append({"way": title(name), PROMISED: seen, RUNS: real, TOO_MUCH: seen / real - 1})
     return pd.DataFrame(lines)
 
@@ -102,16 +100,12 @@ def _largest(lines: pd.DataFrame) -> pd.DataFrame:
     return lines[lines["budget_bytes"] == lines["budget_bytes"].max()].dropna(subset="n").sort_values("n")
 
 
-def _limiters(rows: pd.DataFrame) -> pd.Series:
-    return frontier.limiters(rows["limiter"], rows["n"], rows["predicted_ms"])
-
-
 def at_most(lines: pd.DataFrame) -> pd.DataFrame:
     """The table of a sweep at its largest budget, a line per way: the longest N, and in times of the shortest there."""
     done = _largest(lines)
     return pd.DataFrame({
         "way": done["label"].map(title), "budget (GiB)": done["budget_bytes"] / 2**30,
-        "longest_n": done["n"].astype(int), "limited by": _limiters(done).map(title, na_action="ignore"),
+        "longest_n": done["n"].astype(int), "limited by": frontier.limiters(done).map(title, na_action="ignore"),
         "times the shortest": done["n"] / done["n"].min(),
     })[::-1].set_index("way")  # fmt: skip
 
@@ -127,26 +121,24 @@ def against_measured(measured: pd.DataFrame) -> pd.DataFrame:
     both = _both(measured)
     return pd.DataFrame({
         "way": both["label"].map(title), "budget (MiB)": both["budget_bytes"] / 2**20,
-        "predicted N": both["predicted_n"], "measured N": both["measured_n"],
-        "off (%)": 100 * both["off"],
+        "predicted N": both["predicted_n"], "measured N": both["measured_n"], "off (%)": 100 * both["off"],
         "limited by": both["limiter"].map(title, na_action="ignore"), "probes": both["probes"],
     }).set_index("way")  # fmt: skip
 
 
 def most(lines: pd.DataFrame, card: str) -> str:
-    """How long a sequence the ways take at the largest budget (rows of `frontier.sweep`), from the least to the most of
-    those that do not write all scores, in a sentence."""
+    """The least and the most that ways take at the largest budget, apart from those that write all N x N scores."""
     done = _largest(lines)
     if done.empty:
         return f"On {card} none of these ways runs with the largest budget."
-    eager, said = done["label"].str.endswith(", eager"), []
-    done = done.assign(by=_limiters(done).map(title, na_action="ignore"))
-    if not eager.all():
-        ends = (f"**{int(x.n):,}** ({title(x.label)}; {x.by})" for x in done[~eager].iloc[[0, -1]].itertuples())
-        said.append(f"what writes no N x N scores takes {' to '.join(dict.fromkeys(ends))} tokens")
+    done = done.assign(by=frontier.limiters(done).map(title, na_action="ignore"))
+    eager = done["label"].str.endswith(", eager")
+    ends = pd.concat([done[~eager][:1], done[~eager][1:][-1:]]).itertuples()  # one where there is but one
+    others = " to ".join(f"**{int(x.n):,}** ({title(x.label)}, limited by {x.by})" for x in ends)
+    said = [f"what writes no N x N scores takes {others} tokens"] * bool(others)
     said += [f"{title(x.label)} writes them and takes **{int(x.n):,}**" for x in done[eager].itertuples()]
     where = f"the memory and speed of {card}, {done['budget_bytes'].iloc[0] / 2**30:g} GiB for tensors"
-    return f"Predicted for {where}, with what limits it: {'; '.join(said)}."
+    return f"Predicted for {where}: {'; '.join(said)}."
 
 
 def agreement(measured: pd.DataFrame) -> list[str]:
@@ -168,11 +160,9 @@ def whence(measured: pd.DataFrame, commits=False) -> str:
     old = done[done["measured"].ne(True)]
     if old.empty:
         return "in this run"
-    ends = old["run_utc"].str[:10].agg(["min", "max"])
-    of = f"of {' to '.join(dict.fromkeys(ends))}" + f", commits {listed(old['run_commit'].unique())}" * commits
-    if len(old) == len(done):
-        return f"before (on record, {of}; in this run nothing)"
-    return f"in this run ({len(done) - len(old)}) and before ({len(old)}, on record, {of})"
+    ends = " to ".join(dict.fromkeys(old["run_utc"].str[:10].agg(["min", "max"])))
+    of = f"on record of {ends}" + f", commits {listed(old['run_commit'].unique())}" * commits
+    return f"before ({len(old)}, {of}) and in this run ({len(done) - len(old)})"
 
 
 def right(measured: pd.DataFrame) -> int:
@@ -186,24 +176,17 @@ def overpromised(lines: pd.DataFrame, card: str) -> str:
     if lines.empty:
         return f"None of these ways runs on {card}."
     worst = lines.loc[lines[TOO_MUCH].idxmax()]
-    promises = f"promises up to **{worst[TOO_MUCH]:.1%}** more tokens than run ({worst['way']})."
-    if worst[TOO_MUCH] < 0.0005:
-        promises = "promises no more tokens than run."
-    return f"On {card} (predicted), what `max_memory_allocated` reports {promises}"
+    much = f"up to **{worst[TOO_MUCH]:.1%}** more tokens than run ({worst['way']})"
+    much = much if worst[TOO_MUCH] >= 0.0005 else "no more tokens than run"
+    return f"On {card} (predicted), what `max_memory_allocated` reports promises {much}."
 
 
-def limits(table: pd.DataFrame) -> list[str]:
-    """What limits the cells of a map (rows of `frontier.sweep`), and whose time is not known."""
+def limits(table: pd.DataFrame) -> str:
+    """What limits the cells of a map (rows of `frontier.sweep`), in a sentence."""
     done = table[table["status"] == "ok"]
-    done = done.assign(limiter=_limiters(done))
-    names = {"search": "nothing as far as was searched", "untimed": "memory where time is not modelled"}
-    by = ", ".join(f"{names.get(x, title(x))} {n}" for x, n in done["limiter"].value_counts().items())
-    said = [f"What limits the {counted(len(done), 'frontier')} here: {by or 'none of these ways runs'}."]
-    unknown = done[done["limiter"].eq("untimed")].groupby("label", sort=False)["card"].unique()
-    if len(unknown):
-        ways = listed(f"{title(way)} ({listed(map(title, on))})" for way, on in unknown.items())
-        said.append(f"Time is not modelled for {ways}: there it may limit N before memory does.")
-    return said
+    names = {"search": "nothing as far as was searched"}
+    by = ", ".join(f"{names.get(x, title(x))} {n}" for x, n in frontier.limiters(done).value_counts().items())
+    return f"What limits the {counted(len(done), 'frontier')} here: {by or 'none of these ways runs'}."
 
 
 def beyond(table: pd.DataFrame, heads: int, head_dim: int) -> str:

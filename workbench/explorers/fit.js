@@ -2,7 +2,18 @@
 function start(root, data) {
   const {el} = kit, model = fitModel(data), first = data.state;
   const COLORS = {memory: "var(--x-memory)", untimed: "var(--x-untimed)", time: "var(--x-time)", validity: "var(--x-wrong)", search: "var(--x-none)"};
-  const WORDS = {memory: "memory", untimed: "memory; time not modelled", time: "time", validity: "wrong results beyond", search: "search ends there"};
+  const WORDS = {memory: "memory", untimed: "memory (time not modelled)", time: "time", validity: "wrong results beyond", search: "search ends there"};
+  const {points, equal, worst, fitted} = data.checked, NOTE =
+    `Predicted. Bytes are those of the traced programs through torch's allocator, with the CUDA context. Of ${points} `
+    + `traces that they were not made from, ${kit.percent(equal)} are equal to the byte and the others at most `
+    + `${kit.percent(worst)} off. Where work is done in pieces (LongNet, FlashAttention-4's gradients) and for windows `
+    + `over several cards they are fitted: at most ${kit.percent(fitted)} off from four GiB on. Not predicted are `
+    + `LongNet by torch's kernels, which "workbench fit" traces, and dense attention over several cards, whose plan `
+    + `changes with N and heads. Time is that of attention alone, modelled from what an H100 reached (FlashAttention-4: `
+    + `an H200), as a share of the card's peak; not modelled over several cards. A training step of so many blocks `
+    + `(layer norm, projections, attention, layer norm, an MLP of 4 E) holds 16 bytes per parameter, with Adam, and 16 `
+    + `rows of E elements per token and block. A window sees 1,024 tokens each way, a window of blocks 8 blocks of 128; `
+    + `LongNet has the paper's setting, its lengths whole segments of 32,768, others multiples of 128.`;
   const table = el("table", {class: "x-fit"}), head = el("tr"), body = el("tbody"), said = el("p", {class: "x-note", role: "status"});
   table.append(el("caption", {class: "x-unseen"}, "The longest sequence of each way, and what it needs at N"), el("thead", {}, head), body);
   const select = (name, label, options, value) => ({name, label, kind: "select", options, value});
@@ -10,7 +21,7 @@ function start(root, data) {
   const shown = el("div"), scroll = el("div", {class: "x-scroll scroll", tabindex: 0, role: "region", "aria-label": "longest sequences"}, table);
   shown.append(scroll, said);
   const key = kit.key(shown);
-  shown.append(el("details", {class: "x-note"}, el("summary", {}, "How this is computed, and how exact it is"), data.note));
+  shown.append(el("details", {class: "x-note"}, el("summary", {}, "How this is computed, and how exact it is"), NOTE));
   const controls = kit.controls(root, "fit", [
     select("card", "card", data.cards.map(card => [card.key, card.name]), first.card),
     {name: "gib", label: "its memory (GiB)", kind: "number", value: data.cards.find(card => card.key === first.card).gib, min: 1, max: 4096, step: 0.01},

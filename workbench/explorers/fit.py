@@ -24,27 +24,12 @@ WAYS = (
     "dense, cudnn", "dense, flash", "dense, fa4", "dense, efficient", "dense, eager", "longnet-paper, triton",
     "longnet-paper, fa4", "window-blocks, triton", "window-tokens, triton",
 )  # fmt: skip
-NOTE = (
-    "Predicted. Bytes are those of the traced programs through torch's allocator, with the CUDA context. Of {points} "
-    "traces that they were not made from, {equal:.1%} are equal to the byte and the others at most {worst:.1%} off. "
-    "Where work is done in pieces (LongNet, FlashAttention-4's gradients) and for windows over several cards they are "
-    "fitted: at most {fitted:.1%} off from four GiB on. Not predicted are LongNet by torch's kernels, which `workbench "
-    "fit` traces, and dense attention over several cards, whose plan changes with N and heads. "
-    "Time is that of attention alone, modelled from what an H100 reached (FlashAttention-4: an H200), as a share of "
-    "the card's peak; not modelled over several cards. A training step of so many blocks (layer norm, projections, "
-    "attention, layer norm, an MLP of 4 E) holds 16 bytes per parameter, with Adam, and 16 rows of E elements per "
-    "token and block; embeddings, logits and data are not in it. A window sees 1,024 tokens each way, a window of "
-    "blocks 8 blocks of 128; LongNet has the paper's setting, its lengths whole segments of 32,768, others multiples "
-    "of 128."
-)
-
-
-CLASSES = ("gtx1080", "t4", "rtx3090", "v100-32gb", "l40s", "rtx5090", "a100-80gb", "h200", "b200")
 
 
 def classes() -> list[cards.Card]:
     """A card of each compute capability: calls are alike on those of one."""
-    return [cards.CARDS[key] for key in CLASSES]
+    keys = "gtx1080", "t4", "rtx3090", "v100-32gb", "l40s", "rtx5090", "a100-80gb", "h200", "b200"
+    return [cards.CARDS[key] for key in keys]
 
 
 def grain(way: str) -> int:
@@ -86,14 +71,13 @@ def known() -> dict:
     wrong = {way: why for way in WAYS if (why := torch_rules.WRONG_PAST_2_31.get(way.removeprefix("dense, ")))}
     return data | {
         "cards": on, "rates": rates, "wrong": wrong, "ways": [[way, title(way), grain(way)] for way in WAYS],
-        "worlds": WORLDS, "head_dims": HEAD_DIMS, "dtypes": DTYPES, "note": NOTE.format(**data["checked"]),
+        "worlds": WORLDS, "head_dims": HEAD_DIMS, "dtypes": DTYPES,
     }  # fmt: skip
 
 
 def _rates(way: str, dtype: str, mode: str) -> dict | None:
     """{head_dim: [[rows, share], ...]} of `estimate.efficiency`; None where it was not measured."""
-    at = case(way, 1 << 16, 1, 8, 64, dtype, mode)
-    lines, found = estimate.efficiency().get(estimate.family(at, at.backend, cards.find("h100"))), {}
-    for line in lines or ():
+    at, found = case(way, 1 << 16, 1, 8, 64, dtype, mode), {}
+    for line in estimate.efficiency().get(estimate.family(at, at.backend, cards.find("h100")), ()):
         found.setdefault(line["head_dim"], []).append([line["rows"], line["share"]])
-    return {d: sorted(points) for d, points in found.items()} or None
+    return found or None  # by rows, as they are written

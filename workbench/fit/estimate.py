@@ -4,7 +4,7 @@ The trace (`tracer`) gives every tensor's life in order; a replica of torch's ca
 (`allocator`), and four numbers come out: requested, allocated (rounded), reserved (segments), and what the
 device must have (and the context). Nothing is fitted but what kernels take below the dispatcher (`workspace`),
 which was measured. Time is modelled, and says so: attended pairs over the rate that the same execution reached on an
-H100 at such a length, as a share of the card's ceiling.
+H100 (FlashAttention-4: an H200) at such a length, as a share of the card's ceiling.
 """
 
 import copy
@@ -177,5 +177,5 @@ def between(points: list[tuple[int, float]], rows: int) -> float:
 
 @functools.cache
 def efficiency() -> dict[str, list[dict]]:
-    """{family: [{head_dim, rows, share of the card's matmul peak}]}, from an H100's records (tests/efficiency.py)."""
+    """{family: [{head_dim, rows, share of the card's matmul peak}]}, of records (tests/efficiency.py)."""
     return json.loads(EFFICIENCY.read_text())["families"]

@@ -127,7 +127,7 @@ def words(frame: pd.DataFrame, card: cards.Card, sizes: dict, n, budget_bytes, s
         longest = longest.mask(searched & frame["fits"], longest.clip(lower=n))
     shown = pd.DataFrame({"execution": frame["way"], "longest N": longest.map(_number)})
     shown["longest N"] = shown["longest N"].where(~searched, "at least " + shown["longest N"])
-    limiter = frontier.limiters(frame["limiter"], frame["longest_n"], frame["longest_ms"])
+    limiter = frontier.limiters(frame.rename(columns={"longest_n": "n", "longest_ms": "predicted_ms"}))
     shown["limited by"] = limiter.fillna("").map(title).mask(searched, "search ends there")
     if n is not None:
         lines[1] += f"; the right half is at N = {n:,}"

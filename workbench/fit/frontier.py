@@ -153,13 +153,14 @@ def _earlier(known: pd.DataFrame | None, label: str, case: Case | Lengths, budge
         fields = (case(int(row["n"])) if callable(case) else case.at(int(row["n"]))).fields()
         if all(row[x] == fields[x] for x in ("pattern_spec", "batch", "heads", "head_dim", "dtype", "mode", "causal")):
             names = ("n", "measured_n", "limiter", "status", "probes", "median_ms", "reserved_bytes")
-            return {x: row[x] for x in names} | {x: row.get(x) for x in ("run_utc", "run_commit")}
+            return {x: row.get(x) for x in (*names, "run_utc", "run_commit")}
     return {}
 
 
-def limiters(limiter: pd.Series, n: pd.Series, milliseconds: pd.Series) -> pd.Series:
-    """Predicted limiters with "untimed" for memory where no time is modelled at the longest n: time may come first."""
-    return limiter.mask(limiter.eq("memory") & n.astype(float).gt(0) & milliseconds.isna(), "untimed")
+def limiters(rows: pd.DataFrame) -> pd.Series:
+    """Predicted limiters, "untimed" for memory where no time is modelled at the longest n: time may come first."""
+    untimed = rows["limiter"].eq("memory") & rows["n"].astype(float).gt(0) & rows["predicted_ms"].isna()
+    return rows["limiter"].mask(untimed, "untimed")
 
 
 def lengths_of(case: Case | Lengths, grain: int, limit_n: int, step: float, seconds: float) -> Lengths:
@@ -177,10 +178,9 @@ def words(row: dict) -> str:
     if row["status"] != "ok":
         return f"  {row['status']}: {row['error']}"
     how = f"measured at {row['probes']} lengths" if row["measured"] else "predicted"
-    limit = f"{row['budget_bytes'] / 2**30:.2f} GiB" if row["limiter"] == "memory" else f"{row['seconds']:g} s"
-    because = f"{row['limiter']} ({limit})" if row["limiter"] in ("memory", "time") else row["limiter"]
+    limit = {"memory": f" ({row['budget_bytes'] / 2**30:.2f} GiB)", "time": f" ({row['seconds']:g} s)"}
     said = f": {row['error']}" if row["limiter"] in ("validity", "launch") else ""
-    return f"  N = {row['n']:,}, {how}; limited by {because}{said}"
+    return f"  N = {row['n']:,}, {how}; limited by {row['limiter']}{limit.get(row['limiter'], '')}{said}"
 
 
 def _card(card, device: str):

@@ -8,12 +8,11 @@ MODES = {"fwd": "forward", "fwdbwd": "forward + backward"}
 NAMES = MODES | {
     "longnet": "LongNet", "longnet-paper": "LongNet, paper", "longnet-paper-blocked": "LongNet, paper, blocked offsets",
     "longnet-pow2": "LongNet, powers of two", "longnet-geometric": "LongNet, geometric", "dilated": "dilated",
-    "window-blocks": "window of blocks", "window-tokens": "window", "strided": "local + strided blocks",
-    "random": "random blocks", "blocks": "block-sparse", "cudnn": "cuDNN", "flash": "FlashAttention-2",
+    "window-blocks": "window of blocks", "window-tokens": "window", "strided": "local + strided blocks", "cpu": "CPU",
+    "random": "random blocks", "blocks": "block-sparse", "cudnn": "cuDNN", "flash": "FlashAttention-2", "nccl": "NCCL",
     "fa4": "FlashAttention-4", "flex": "FlexAttention", "triton": "Triton", "efficient": "memory-efficient",
     "sdpa": "torch's SDPA", "workbench": "this package", "row_major": "row-major", "hilbert": "Hilbert",
-    "morton": "Morton", "cpu": "CPU", "nccl": "NCCL", "oom": "out of memory", "validity": "wrong results",
-    "untimed": "memory; time not modelled",
+    "morton": "Morton", "oom": "out of memory", "validity": "wrong results", "untimed": "memory (time not modelled)",
 }  # fmt: skip
 # Column of a frame -> the heading of a table; what is not here is shown as it is, with spaces for underscores.
 heads = {

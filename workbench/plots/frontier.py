@@ -6,6 +6,7 @@ with its alternative text.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 
 import numpy as np
@@ -65,49 +66,30 @@ def _named(rows: pd.DataFrame, recorded: pd.DataFrame | None):
         for label, line in () if frame is None or frame.empty else frame.groupby("label", sort=False):
             line = line[line["predicted_n"].fillna(0).gt(0) | line["measured_n"].notna()].sort_values("budget_bytes")
             if len(line):
-                untimed = limiters(line["limiter"], line["n"], line["predicted_ms"]).eq("untimed")
-                said = "\n(time not modelled)" if (untimed & line["measured_n"].isna()).any() else ""
+                said = "\n(time not modelled)" if "untimed" in [*limiters(line[line["measured_n"].isna()])] else ""
                 yield title(label) + (f", {style.device(line)}" if pale else said), line, pale
 
 
 def limiter_map(rows: pd.DataFrame):
-    """A cell per card and way: the longest N, coloured and named by what stands in the way of more.
+    """A cell per card and way, six of which a phone shows: the longest N, coloured and named by what limits it.
 
-    rows: of `frontier.sweep` with `label`, in the order in which cards and ways are to stand. On a phone a line is a
-    card, and what the colours mean stands below.
+    rows: of `frontier.sweep` with `label`, in the order in which cards and ways are to stand.
     """
-    ran, where = rows["status"] == "ok", {"index": "label", "columns": "card"}
-    limiter = limiters(rows["limiter"], rows["n"], rows["predicted_ms"]).where(ran, "refused")
-    rows = rows.assign(code=limiter.map(list(LIMITS).index), words=rows["n"].where(ran).map("{:,.0f}".format, "ignore"))
-    shape = {"index": rows["label"].unique(), "columns": rows["card"].unique()}
-    codes, counts = (rows.pivot(**where, values=x).reindex(**shape) for x in ("code", "words"))
-    words = [title(x) for x in LIMITS]
-    texts = counts.add("\n").fillna("") + codes.map(lambda x: words[int(x)].replace(" not ", "\nnot "))
-    high = 0.15 + 0.2 * texts.stack().str.count("\n").add(1).max()
-    fig, ax = style.subplots(figsize=(2 + 1.05 * codes.shape[1], 0.9 + high * codes.shape[0]))
-    below = f"longest N, and what limits it (time: {rows['seconds'].iloc[0]:g} s per call)"
-    _cells(ax, codes, texts, 9, below)
-
-    def for_phone(width: float) -> None:
-        fig.set_size_inches(width, 2 + 0.3 * codes.shape[1])
-        ax.clear()
-        _cells(ax, codes.T, counts.T.fillna("refused"), 8, below, rotation=90)
-        named = zip(words[:-1], LIMITS.values(), strict=False)
-        style.key(fig, {x: color for place, (x, color) in enumerate(named) if codes.eq(place).any(axis=None)}, 2)
-
-    fig.workbench_phone = for_phone
-    return style.finish(fig, "A map of ways and cards: the longest N of each, and what limits it.")
-
-
-def _cells(ax, codes: pd.DataFrame, texts: pd.DataFrame, points: int, below: str, **across) -> None:
-    """A cell for each code, a place in LIMITS, in its colour and with its text; across: of the names above."""
-    sns.heatmap(codes, vmin=0, vmax=len(LIMITS) - 1, cmap=[*LIMITS.values()], cbar=False, linewidths=2, ax=ax,
-                annot=texts, fmt="", annot_kws={"fontsize": points, "color": "black"})  # fmt: skip
+    ran, where = rows["status"] == "ok", {"index": "card", "columns": "label"}
+    limiter, count = limiters(rows).where(ran, "refused"), rows["n"].where(ran).map("{:,.0f}\n".format, "ignore")
+    words = count.fillna("") + limiter.map(lambda x: textwrap.fill(title(x), 9))
+    named = {x: rows[x].map(title) for x in where.values()}
+    rows = rows.assign(code=limiter.map(list(LIMITS).index), words=words, **named)
+    shape = {"index": rows["card"].unique(), "columns": rows["label"].unique()}
+    codes, texts = (rows.pivot(**where, values=x).reindex(**shape) for x in ("code", "words"))
+    fig, ax = style.subplots(figsize=(1 + 0.6 * codes.shape[1], 1.6 + 0.66 * codes.shape[0]))
+    sns.heatmap(codes, vmin=0, vmax=len(LIMITS) - 1, cmap=[*LIMITS.values()], cbar=False, linewidths=2, ax=ax, fmt="",
+                annot=texts, annot_kws={"size": 8, "color": "black"}, xticklabels=True, yticklabels=True)  # fmt: skip
+    ax.set(ylabel="", xlabel=f"longest N, and what limits it (time: {rows['seconds'].iloc[0]:g} s per call)")
     ax.xaxis.tick_top()
-    ax.set_xticklabels(map(title, codes.columns), **across)
-    ax.set_yticklabels(map(title, codes.index), rotation=0)
-    ax.set(xlabel=below, ylabel="")
-    ax.tick_params(length=0)
+    ax.tick_params("x", rotation=90, length=0)
+    ax.tick_params("y", rotation=0)
+    return style.finish(fig, "A map of cards and ways: the longest N of each, and what limits it.")
 
 
 def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):

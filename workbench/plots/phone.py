@@ -9,11 +9,7 @@ WIDTH = 4.6  # inches: at the width of a phone its 9 points are 10 pixels
 
 def narrow(fig) -> bool:
     """Lay the figure out anew, WIDTH wide, its panels one after the other as words in lines; False, and nothing done,
-    where it is no wider or its panels do not have a cell each of one grid, as twin axes have not. A figure may know
-    better: its `workbench_phone`, called with WIDTH, draws it anew."""
-    if hasattr(fig, "workbench_phone") and fig.get_figwidth() > WIDTH:
-        fig.workbench_phone(WIDTH)
-        return True
+    where it is no wider or its panels do not have a cell each of one grid, as twin axes have not."""
     panels = [ax for ax in fig.axes if ax.get_subplotspec()]
     cells = {ax.get_subplotspec().num1 for ax in panels if ax.get_gridspec() is panels[0].get_gridspec()}
     if fig.get_figwidth() <= WIDTH or not panels or len(cells) < len(panels):
