@@ -44,7 +44,7 @@ class Missing(LookupError):
 
 class Seen(NamedTuple):
     """What is known of one machine. calls: of `sweep`; messages: of `link.measure`; fits: of `lengths`; counts: of
-    `counts`, which are the same on any machine; long: of divided sequences, on record. Each may be empty."""
+    `counts`, which are the same on any machine; long: divided sequences on record. Each may be empty."""
 
     calls: pd.DataFrame = NOTHING
     messages: pd.DataFrame = NOTHING
@@ -54,11 +54,10 @@ class Seen(NamedTuple):
 
     @property
     def divided(self) -> pd.DataFrame:
-        """calls, and those of `long` on as many of such devices."""
+        """calls, and those of `long` on as many ranks."""
         if self.calls.empty or self.long.empty:
             return self.calls
-        same = (self.long[x].isin(self.calls[x]) for x in ("run_device", "nproc"))
-        return pd.concat([self.calls, self.long[next(same) & next(same)]], ignore_index=True)
+        return pd.concat([self.calls, self.long[self.long["nproc"].isin(self.calls["nproc"])]], ignore_index=True)
 
 
 # --- what is measured, predicted and counted --------------------------------------------------------------------------
@@ -329,14 +328,15 @@ def judge(claim: int, seen: Seen) -> tuple[str, str]:
     return TRUE if holds else lacks, words["said"].format_map(facts)
 
 
-def answers(here: Seen, card: Seen, where: str) -> pd.DataFrame:
-    """The table of claims, a row each: verdict and figures here, and those on record for `where` if another device has
-    any. What is counted or predicted is the same everywhere. record: the probe, and the commit of what is on record."""
+def answers(here: Seen, device: str, card: Seen, where: str) -> pd.DataFrame:
+    """The table of claims, a row each: verdict and figures here, on this device, and those on record for `where`, if
+    they are another device's. What is counted or predicted is the same everywhere. record: the probe, and the commit of
+    what is on record."""
     lines, fits = [], "frontier" if "measured" in here.fits and here.fits["measured"].any() else "predicted"
     for claim, words in CLAIMS.items():
         data, ours, theirs = RULES[claim].data, judge(claim, here), judge(claim, card)
-        device, other = ({*getattr(x, data).get("run_device", ())} for x in (here, card))
-        known = not theirs[0].startswith(NOT) and (device != other or ours[0].startswith(NOT))
+        other = device not in getattr(card, data).get("run_device", pd.Series()).tolist()
+        known = not theirs[0].startswith(NOT) and (other or ours[0].startswith(NOT))
         commit = f", {getattr(card, data)['run_commit'].iloc[0][:7]}" if known else ""
         counted = "predicted" if "predicted" in words["run"] else "counted"
         lines.append({
