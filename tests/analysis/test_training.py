@@ -44,7 +44,7 @@ def test_models_learn_and_the_figures_and_sentences_say_so(monkeypatch):
     table = table.assign(**{"learnt at step": [20, float("nan")], "loss": [0.0, 2.0]})
     (found, lost), headline = training.answer(table)
     assert found == "**These learn to find the needle**: dense, with 16.5 pairs per token, from step **20** on."
-    assert lost.startswith("**These do not (a guess has a loss of 2.08)**: LongNet, with ")
+    assert lost.startswith("**These do not find the needle (a guess: 2.08)**: LongNet, with ")
     assert lost.endswith(" pairs per token, whose loss stays **2.00**.")
     assert headline == "learnt: dense at step 20; LongNet never"
     families = {label: type(pattern).__name__ for label, pattern in patterns.items()}

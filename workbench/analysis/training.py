@@ -105,7 +105,7 @@ def answer(table: pd.DataFrame) -> tuple[list[str], str]:
         found += [f"{name}, from step **{step:.0f}** on"] * (step > 0)
         lost += [] if step > 0 else [f"{name}, whose loss stays **{loss:.2f}**"]
         heads.append(f"{title(label)} {f'at step {step:.0f}' if step > 0 else 'never'}")
-    said = {"These learn to find the needle": found, f"These do not (a guess has a loss of {GUESS:.2f})": lost}
+    said = {"These learn to find the needle": found, f"These do not find the needle (a guess: {GUESS:.2f})": lost}
     return [f"**{who}**: {'; '.join(each)}." for who, each in said.items() if each], f"learnt: {'; '.join(heads)}"
 
 
