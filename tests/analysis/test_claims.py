@@ -63,10 +63,10 @@ def test_what_a_machine_lacks_is_said_with_its_reason():
 def test_efficiency():
     rows = [[call("report-002-8k", OURS, speedup=x) for x in pair] for pair in ((1.9, 2), (1.5, 2), (0.5, 1.5))]
     assert [judged(5, *x)[0] for x in rows] == [TRUE, ONLY, FALSE]
-    long = pd.DataFrame([call("dense", OURS, n=1 << 17, speedup=1.9, kind="dense")]).assign(run_device="H200")
-    for device, kind in (("H200", ONLY), ("CPU", FALSE)):
-        got, words = judged(5, *(x | {"run_device": device} for x in rows[2]), long=long)
-        assert got == kind and ("dense, 131,072 tokens: 1.90 times" in words) == (device == "H200")
+    got, words = judged(5, *rows[2], call("dense", OURS, n=1 << 17, speedup=1.9, kind="dense"))
+    assert (
+        got == ONLY and "0 of 2 calls of up to 1,024 tokens" in words and "dense, 131,072 tokens: 1.90 times" in words
+    )
 
 
 def test_communication():
@@ -129,7 +129,7 @@ def test_what_is_counted_does_not_depend_on_a_machine():
 
 def test_the_table_has_every_claim_and_leads_to_its_section():
     card = claims.recorded(["h200x1", "h200x2"])
-    found = claims.answers(Seen(counts=counts(16)), card, "H200")
+    found = claims.answers(Seen(counts=counts(16)), "a CPU", card, "H200")
     assert found["no."].tolist() == [*claims.RULES] == [*claims.CLAIMS] == [*range(1, 22)]
     assert found.set_index("no.").loc[6, "H200"].startswith(ONLY)  # two H200s are on record
     html = claims.linked(found).to_html()
@@ -140,7 +140,7 @@ def test_the_table_has_every_claim_and_leads_to_its_section():
         assert words["section"].replace("-", " ") in said.lower().replace(",", "").replace("`", "")
         assert claims.about(found, claim).startswith(f"**{claim}. {words['question']}**")
     assert "Here: **not measurable here (nothing was measured)**.\n" in claims.about(found, 6)
-    assert "H200" not in claims.answers(Seen(*card[:3], counts(16), card.long), card, "H200")
+    assert "H200" not in claims.answers(Seen(*card[:3], counts(16)), "NVIDIA H200", card, "H200")
     assert claims.tally(found["here"]) == "**3** true under a condition, **3** false and **15** not measurable here"
 
 

@@ -42,15 +42,11 @@ def test_models_learn_and_the_figures_and_sentences_say_so(monkeypatch):
     assert (table["loss"] == table["loss at equal time"]).tolist() == [True, False]
     assert table["pairs per token"].tolist() == [16.5, patterns["longnet"].pairs(32, 2) / 64]
     table = table.assign(**{"learnt at step": [20, float("nan")], "loss": [0.0, 2.0]})
-    (found, dense), headline = training.answer(table)
-    assert dense == "**Dense learns to find the needle**: with 16.5 pairs per token from step **20** on."
-    assert found.startswith("**LongNet does not learn to find the needle**: with ")
-    assert found.endswith(" pairs per token its loss stays **2.00** (a guess: 2.08).")
-    assert headline == "learnt at step: LongNet never; dense 20"
-    (found,), headline = training.answer(table.set_axis(["longnet, dilation 2", "longnet, dilation 4"]))
-    assert found.startswith("**LongNet with dilation 2 learns to find the needle**: with 16.5 pairs per token from")
-    assert "**LongNet with dilation 4 does not learn to find the needle**: with " in found
-    assert headline == "learnt at step: LongNet 20 (dilation 2), never (dilation 4)"
+    (found, lost), headline = training.answer(table)
+    assert found == "**These learn to find the needle**: dense, with 16.5 pairs per token, from step **20** on."
+    assert lost.startswith("**These do not find the needle (a guess: 2.08)**: LongNet, with ")
+    assert lost.endswith(" pairs per token, whose loss stays **2.00**.")
+    assert headline == "learnt: dense at step 20; LongNet never"
     families = {label: type(pattern).__name__ for label, pattern in patterns.items()}
     assert [len(ax.lines) for ax in draw.losses(rows, families).axes] == [3, 3]
     tokens = training.haystack(1, 32, torch.Generator())[0]

@@ -35,6 +35,7 @@ TRUE, FALSE, ONLY, NOT = "true", "false", "true only if", "not measurable here"
 CARD = cards.find("gtx1080")  # the reports'
 BUDGET = CARD.total_bytes - CARD.context_bytes
 NOTHING = pd.DataFrame()
+LONG = ("dense", "longnet-geometric")  # kinds of `multicard`
 NOISE = 1.5  # how wide the interval of a call against itself (A/A) may be, in the middle of all calls
 
 
@@ -44,21 +45,12 @@ class Missing(LookupError):
 
 class Seen(NamedTuple):
     """What is known of one machine. calls: of `sweep`; messages: of `link.measure`; fits: of `lengths`; counts: of
-    `counts`, which are the same on any machine; long: of divided sequences, on record. Each may be empty."""
+    `counts`, which are the same on any machine. Each may be empty."""
 
     calls: pd.DataFrame = NOTHING
     messages: pd.DataFrame = NOTHING
     fits: pd.DataFrame = NOTHING
     counts: dict = {}
-    long: pd.DataFrame = NOTHING
-
-    @property
-    def divided(self) -> pd.DataFrame:
-        """calls, and those of `long` on as many of such devices."""
-        if self.calls.empty or self.long.empty:
-            return self.calls
-        same = (self.long[x].isin(self.calls[x]) for x in ("run_device", "nproc"))
-        return pd.concat([self.calls, self.long[next(same) & next(same)]], ignore_index=True)
 
 
 # --- what is measured, predicted and counted --------------------------------------------------------------------------
@@ -134,19 +126,23 @@ def _parts(n: int = 512) -> pd.DataFrame:
 
 def recorded(kinds: Iterable[str]) -> Seen:
     """What is committed of these machines: of its newest commit each, but of sweeps the newest run that has the
-    reports' configurations, if one has, and in `long` the newest other one of forwards of one divided sequence."""
+    reports' configurations, if one has, and the longest dense and LongNet sequences of the newest that divides such."""
     every = pd.concat([records.committed(x) for x in kinds], ignore_index=True)
     every = every.reindex(columns=[*dict.fromkeys([*every, "label", "stage", "budget_bytes", "measured_n"])])
     every = every.sort_values("run_utc", kind="stable")
     swept, messages = (every[every["stage"].isin(x)] for x in (["sweep"], ["link", "cost"]))
-    reports = swept["label"].astype(str).str.startswith("report-")
-    mine, long = swept[reports], swept[~reports & swept["strategy"].eq("sequence") & swept["mode"].eq("fwd")]
-    long = multicard.kinds(long[long["batch"].eq(1)]).query("kind in ('dense', 'longnet-geometric')")
     fits = every[every["stage"].eq("search") & every["budget_bytes"].eq(BUDGET) & every["measured_n"].notna()]
-    of = ((swept, mine if len(mine) else swept), (messages, messages), (fits, fits), (long, long))
-    by = "run", "run_commit", "run_commit", "run"
-    found = [x[x[at].eq(y[at].iloc[-1])] if len(y) else y for at, (x, y) in zip(by, of, strict=True)]
-    return Seen(*found[:3], long=found[3].sort_values("n").drop_duplicates("kind", keep="last"))
+    theirs = swept["label"].astype(str).str.startswith("report-")
+    other = multicard.kinds(
+        swept[~theirs & (swept[["strategy", "mode", "batch"]] == ["sequence", "fwd", 1]).all(axis=1)]
+    )
+    other = _newest(other[other["kind"].isin(LONG)], "run").sort_values("n").drop_duplicates("kind", keep="last")
+    calls = _newest(swept[theirs] if theirs.any() else swept, "run")
+    return Seen(pd.concat([calls, other]), _newest(messages, "run_commit"), _newest(fits, "run_commit"))
+
+
+def _newest(rows: pd.DataFrame, by: str) -> pd.DataFrame:
+    return rows[rows[by].eq(rows[by].iloc[-1])] if len(rows) else rows
 
 
 def batches(rows: pd.DataFrame) -> pd.DataFrame:
@@ -199,16 +195,15 @@ def _gains(rows: pd.DataFrame, *labels: str) -> dict:
 
 def _near_linear(rows: pd.DataFrame) -> dict:
     done = multicard.ok(rows).query("strategy == 'sequence'")
-    reports = done["label"].str.startswith("report-")
-    done, long = done[reports], done[~reports]
-    if done.empty:
+    done = done.assign(share=done["speedup"] / done["nproc"], good=done["speedup_low"] / done["nproc"] >= 0.9)
+    theirs = done["label"].str.startswith("report-")
+    if not theirs.any():
         raise Missing("it takes two ranks")
-    shares, names = done["speedup"] / done["nproc"], done["label"]
-    each = [f"{title(x.kind)}, {x.n:,.0f} tokens: {x.speedup:.2f} times" for x in long.itertuples()]
-    good, far = (int((x["speedup_low"] / x["nproc"] >= 0.9).sum()) for x in (done, long))
-    return {"many": len(done), "good": good, "far": far, "most": done["n"].max(), "best": shares.max(),
-            "least": shares.min(), "first": names[shares.idxmax()], "last": names[shares.idxmin()],
-            "longer": f" On record, longer ones on as many such cards: {'; '.join(each)}." * bool(each)}  # fmt: skip
+    each = [f"{title(x.kind)}, {x.n:,.0f} tokens: {x.speedup:.2f} times" for x in done[~theirs].itertuples()]
+    longer, one = f" On record of such cards: {'; '.join(each)}." if each else "", done[theirs].sort_values("share")
+    return {"many": len(one), "good": one["good"].sum(), "far": done["good"].any(), "most": one["n"].max(),
+            "longer": longer, "least": one["share"].iloc[0], "last": one["label"].iloc[0],
+            "best": one["share"].iloc[-1], "first": one["label"].iloc[-1]}  # fmt: skip
 
 
 def _communication(rows: pd.DataFrame) -> dict:
@@ -219,10 +214,8 @@ def _communication(rows: pd.DataFrame) -> dict:
     if None in rates:
         raise Missing("the link was not measured")
     size = 4 * case.batch * case.n * case.heads * case.head_dim * case.dtype.itemsize // 2  # half of q, k, v and out
-    took, *ends = (1000 * x.message_s(size) for x in rates)
-    low, high = min(took, *ends), max(took, *ends)  # fits need not lie as their samples do
-    time = f"{number(took)} ms by this link ({number(low)} to {number(high)} by its samples)"
-    added = 452.1 - 58.0 / 2
+    low, took, high = sorted(1000 * x.message_s(size) for x in rates)  # fits need not lie as their samples do
+    time, added = f"{number(took)} ms by this link ({number(low)} to {number(high)} by its samples)", 452.1 - 58.0 / 2
     rate = binary(1000 * size / added)
     return {"size": binary(size), "low": low, "high": high, "time": time, "added": added, "rate": rate}
 
@@ -292,7 +285,7 @@ RULES = {
     3: Rule("messages", _communication,
             lambda x: None if x["low"] <= x["added"] / 2 < x["high"] else x["low"] > x["added"] / 2),
     4: Rule("counts", _counted, lambda x: False, lambda x: x["fits"]),
-    5: Rule("divided", _near_linear, lambda x: x["good"] == x["many"], lambda x: x["good"] + x["far"] > 0),
+    5: Rule("calls", _near_linear, lambda x: x["good"] == x["many"], lambda x: x["far"]),
     6: Rule("calls", _DDP, *_LESS),
     7: Rule("calls", partial(_sparse, density=0.05), lambda x: x["bytes"] < 0.1),
     8: Rule("counts", _counted, lambda x: x["most"] > 8),
@@ -329,14 +322,15 @@ def judge(claim: int, seen: Seen) -> tuple[str, str]:
     return TRUE if holds else lacks, words["said"].format_map(facts)
 
 
-def answers(here: Seen, card: Seen, where: str) -> pd.DataFrame:
-    """The table of claims, a row each: verdict and figures here, and those on record for `where` if another device has
-    any. What is counted or predicted is the same everywhere. record: the probe, and the commit of what is on record."""
+def answers(here: Seen, device: str, card: Seen, where: str) -> pd.DataFrame:
+    """The table of claims, a row each: verdict and figures here, on this device, and those on record for `where`, if
+    they are another device's. What is counted or predicted is the same everywhere. record: the probe, and the commit of
+    what is on record."""
     lines, fits = [], "frontier" if "measured" in here.fits and here.fits["measured"].any() else "predicted"
     for claim, words in CLAIMS.items():
         data, ours, theirs = RULES[claim].data, judge(claim, here), judge(claim, card)
-        device, other = ({*getattr(x, data).get("run_device", ())} for x in (here, card))
-        known = not theirs[0].startswith(NOT) and (device != other or ours[0].startswith(NOT))
+        other = device not in getattr(card, data).get("run_device", pd.Series()).tolist()
+        known = not theirs[0].startswith(NOT) and (other or ours[0].startswith(NOT))
         commit = f", {getattr(card, data)['run_commit'].iloc[0][:7]}" if known else ""
         counted = "predicted" if "predicted" in words["run"] else "counted"
         lines.append({

@@ -82,12 +82,6 @@ def table(found: pd.DataFrame) -> pd.DataFrame:
     }).reset_index(drop=True)  # fmt: skip
 
 
-def shown(runs: pd.DataFrame, but=()) -> pd.DataFrame:
-    """`table` as a page has it, without the runs of these ids; statuses where one is not "ok"."""
-    some = runs[~runs["run"].isin(but)]
-    return some.drop(columns=["run", "of", *["status"] * int(some["status"].eq("ok").all())], errors="ignore")
-
-
 def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: pd.DataFrame) -> tuple[list[str], str]:
     """(the page's sentences, its headline)."""
     said, headline, (dense, last) = [], "", beside.to_dict("records")

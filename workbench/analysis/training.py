@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from workbench.fit.model import Model
-from workbench.harness.narrate import listed, number, title
+from workbench.harness.narrate import number, title
 from workbench.models.transformer import IGNORED, Transformer
 from workbench.patterns import Pattern
 from workbench.probes import timing
@@ -98,24 +98,15 @@ def summary(rows: pd.DataFrame, patterns: Mapping[str, Pattern], n: int, heads: 
 
 
 def answer(table: pd.DataFrame) -> tuple[list[str], str]:
-    """(a line for each kind of pattern, LongNet's first: which of it learn to find the needle and which do not; a
-    headline that has them all). table: of `summary`."""
-    said, heads, kinds = [], [], {}
+    """(which models learn to find the needle, and which do not; a headline that has them all). table: of `summary`."""
+    found, lost, heads = [], [], []
     for label, pairs, step, loss in table[["pairs per token", "learnt at step", "loss"]].itertuples():
-        (kind, _, option), learnt = label.partition(", "), step > 0
-        it = f"from step **{step:.0f}** on" if learnt else f"its loss stays **{loss:.2f}** (a guess: {GUESS:.2f})"
-        when = (f"{step:.0f}" if learnt else "never") + (f" ({option})" if option else "")
-        kinds.setdefault(kind, []).append((learnt, option, f"with {number(pairs)} pairs per token {it}", when))
-    for kind in sorted(kinds, key=lambda x: x != "longnet"):
-        name, lines = title(kind), []
-        for verb, learnt in (("learns", True), ("does not learn", False)):
-            if some := [x for x in kinds[kind] if x[0] == learnt]:
-                of = f" with {listed(x[1] for x in some)}" if some[0][1] else ""
-                each = "; ".join(x[2] for x in some)
-                lines.append(f"**{name[0].upper()}{name[1:]}{of} {verb} to find the needle**: {each}.")
-        said.append(" ".join(lines))
-        heads.append(f"{name} {', '.join(x[3] for x in kinds[kind])}")
-    return said, f"learnt at step: {'; '.join(heads)}"
+        name = f"{title(label)}, with {number(pairs)} pairs per token"
+        found += [f"{name}, from step **{step:.0f}** on"] * (step > 0)
+        lost += [] if step > 0 else [f"{name}, whose loss stays **{loss:.2f}**"]
+        heads.append(f"{title(label)} {f'at step {step:.0f}' if step > 0 else 'never'}")
+    said = {"These learn to find the needle": found, f"These do not find the needle (a guess: {GUESS:.2f})": lost}
+    return [f"**{who}**: {'; '.join(each)}." for who, each in said.items() if each], f"learnt: {'; '.join(heads)}"
 
 
 def seconds_of_a_step(pattern: Pattern, n: int, sizes: dict, device: str) -> float:
