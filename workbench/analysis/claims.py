@@ -124,22 +124,16 @@ def _parts(n: int = 512) -> pd.DataFrame:
 def recorded(kinds: Iterable[str]) -> Seen:
     """What is committed of these machines: of its newest commit each, but of sweeps the newest run that has the
     reports' configurations, if one has, and the longest dense and LongNet sequences of the newest that divides such."""
-    every = pd.concat([records.committed(x) for x in kinds], ignore_index=True)
+    every = pd.concat([records.committed(x) for x in kinds], ignore_index=True).sort_values("run_utc", kind="stable")
     every = every.reindex(columns=[*dict.fromkeys([*every, "label", "stage", "budget_bytes", "measured_n"])])
-    every = every.sort_values("run_utc", kind="stable")
-    swept, messages = (every[every["stage"].isin(x)] for x in (["sweep"], ["link", "cost"]))
+    swept, links = (every[every["stage"].isin(x)] for x in (["sweep"], ["link", "cost"]))
     fits = every[every["stage"].eq("search") & every["budget_bytes"].eq(BUDGET) & every["measured_n"].notna()]
     theirs = swept["label"].astype(str).str.startswith("report-")
-    other = multicard.kinds(
-        swept[~theirs & (swept[["strategy", "mode", "batch"]] == ["sequence", "fwd", 1]).all(axis=1)]
-    )
-    other = _newest(other[other["kind"].isin(LONG)], "run").sort_values("n").drop_duplicates("kind", keep="last")
-    calls = _newest(swept[theirs] if theirs.any() else swept, "run")
-    return Seen(pd.concat([calls, other]), _newest(messages, "run_commit"), _newest(fits, "run_commit"))
-
-
-def _newest(rows: pd.DataFrame, by: str) -> pd.DataFrame:
-    return rows[rows[by].eq(rows[by].iloc[-1])] if len(rows) else rows
+    alone = (swept[["strategy", "mode", "batch"]] == ["sequence", "fwd", 1]).all(axis=1)
+    other = multicard.kinds(swept[alone & ~theirs]).query("kind in @LONG")
+    of = (swept[theirs] if theirs.any() else swept, "run"), (other, "run"), (links, "run_commit"), (fits, "run_commit")
+    calls, other, links, fits = (x[x[by].isin(x[by].tail(1))] for x, by in of)
+    return Seen(pd.concat([calls, other.sort_values("n").drop_duplicates("kind", keep="last")]), links, fits)
 
 
 def batches(rows: pd.DataFrame) -> pd.DataFrame:
@@ -178,8 +172,8 @@ def _gains(rows: pd.DataFrame, *labels: str) -> dict:
     """How much faster two cases are on ranks than on one device; what the second sends and computes, of the first's."""
     one, two = _calls(rows, *labels, strategy="sequence")
     return {"n": two["n"], "one": one["speedup"], "two": two["speedup"], "pairs": two["pairs"] / one["pairs"],
-            "bytes": max(two["sent_bytes"]) / max(one["sent_bytes"]),
-            "less": two["speedup_high"] < one["speedup_low"]}  # fmt: skip
+            "less": two["speedup_high"] < one["speedup_low"],
+            "bytes": max(two["sent_bytes"]) / max(one["sent_bytes"])}  # fmt: skip
 
 
 def _near_linear(rows: pd.DataFrame) -> dict:
@@ -205,8 +199,8 @@ def _communication(rows: pd.DataFrame) -> dict:
     size = 4 * case.batch * case.n * case.heads * case.head_dim * case.dtype.itemsize // 2  # half of q, k, v and out
     low, took, high = sorted(1000 * x.message_s(size) for x in rates)  # fits need not lie as their samples do
     time, added = f"{number(took)} ms by this link ({number(low)} to {number(high)} by its samples)", 452.1 - 58.0 / 2
-    rate = binary(1000 * size / added)
-    return {"size": binary(size), "low": low, "high": high, "time": time, "added": added, "rate": rate}
+    size, rate = binary(size), binary(1000 * size / added)
+    return {"size": size, "low": low, "high": high, "time": time, "added": added, "rate": rate}
 
 
 def _sparse(rows: pd.DataFrame, density: float) -> dict:
