@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import workbench as wb
 from workbench.analysis import frontiers, multicard, streams
+from workbench.cli import parser
 from workbench.harness import records
 from workbench.harness.narrate import title
 from workbench.probes import catalog, speed, suite
@@ -85,8 +87,6 @@ def test_a_committed_page_is_linked_where_its_notebook_stands():
 
 
 def test_every_pattern_has_a_row():
-    import workbench as wb
-
     rows = re.findall(r"^\| `(\w+)\(", README, re.M)
     patterns = {name for name in wb.patterns.__all__ if name[0].isupper()} - {"Pattern", "Blocks"}
     assert set(rows) == patterns
@@ -104,8 +104,6 @@ def test_commands_are_known_and_what_make_and_torchrun_start_exists():
 
 @pytest.mark.parametrize("arguments", commands("workbench"), ids=" ".join)
 def test_workbench_commands_parse(arguments):
-    from workbench.cli import parser
-
     parser().parse_args(arguments)
 
 

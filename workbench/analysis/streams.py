@@ -45,9 +45,7 @@ def live(lengths, first: int, gib: float, profile="quick") -> tuple[pd.DataFrame
     at = []
     ran = measure.measure(lengths, gib, first, profile, watch=lambda *done: at.append(done))
     progress = pd.DataFrame([(0, 0.0), *at[:: -max(2, -(-len(at) // 8))][::-1]], columns=["positions", "seconds"])
-    rates = (
-        progress["positions"].diff() / progress["seconds"].diff() / 1e6
-    )  # the last two chunks are seen to end at once
+    rates = progress["positions"].diff() / progress["seconds"].diff() / 1e6  # the last two chunks end together
     return progress.assign(million_tokens_a_second=rates)[1:], table(ran)
 
 
