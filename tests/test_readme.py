@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import workbench as wb
 from workbench.analysis import frontiers, multicard, streams
+from workbench.cli import parser
 from workbench.harness import records
 from workbench.harness.narrate import title
 from workbench.probes import catalog, speed, suite
@@ -85,36 +87,24 @@ def test_a_committed_page_is_linked_where_its_notebook_stands():
 
 
 def test_every_pattern_has_a_row():
-    import workbench as wb
-
     rows = re.findall(r"^\| `(\w+)\(", README, re.M)
     patterns = {name for name in wb.patterns.__all__ if name[0].isupper()} - {"Pattern", "Blocks"}
     assert set(rows) == patterns
 
 
-def test_every_command_is_one_that_is_checked_here():
-    known = {"make", "workbench", "torchrun", "conda"}
+def test_commands_are_known_and_what_make_and_torchrun_start_exists():
     asked = {line.split()[0] for block in blocks("sh") for line in block.splitlines() if line.strip()}
-    assert asked <= known
-
-
-def test_make_targets_exist():
+    assert asked <= {"make", "workbench", "torchrun", "conda"}
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
-    asked = {word for arguments in commands("make") for word in arguments}
-    assert {"report", "test"} <= asked <= targets
+    assert {"report", "test"} <= {word for arguments in commands("make") for word in arguments} <= targets
+    for arguments in commands("torchrun"):
+        module, target, parameters = arguments[arguments.index("-m") + 1 :]
+        assert imported(target) and imported(f"{module}:main") and isinstance(json.loads(parameters), dict)
 
 
 @pytest.mark.parametrize("arguments", commands("workbench"), ids=" ".join)
 def test_workbench_commands_parse(arguments):
-    from workbench.cli import parser
-
     parser().parse_args(arguments)
-
-
-def test_what_torchrun_starts_exists():
-    for arguments in commands("torchrun"):
-        module, target, parameters = arguments[arguments.index("-m") + 1 :]
-        assert imported(target) and imported(f"{module}:main") and isinstance(json.loads(parameters), dict)
 
 
 def test_the_map_has_every_folder_and_only_what_is_there():

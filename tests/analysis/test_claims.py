@@ -108,12 +108,9 @@ def test_dilation(two, equal, kind):
     assert got == kind and "50% of the rows" in words
 
 
-def test_what_stays_is_not_the_peak():
+def test_what_stays_is_not_the_peak_and_the_longest():
     x = call("report-003-131k", ONE)
     assert [judged(12, x | {"extra_bytes": y})[0] for y in (28 << 20, -(80 << 20))] == [FALSE, TRUE]
-
-
-def test_the_longest():
     for claim, preset in ((11, "report-003-131k"), (16, "report-004-237k")):
         fields = catalog.report(preset).fields()
         fits = [pd.DataFrame([fields | {"n": times * fields["n"]}]) for times in (1, 3)]
@@ -127,7 +124,7 @@ def test_what_is_counted_does_not_depend_on_a_machine():
     assert judged(19, counts=worse)[0] == FALSE
 
 
-def test_the_table_has_every_claim_and_leads_to_its_section():
+def test_the_table_leads_to_sections_and_what_the_map_calls_ours_is_there():
     card = claims.recorded(["h200x1", "h200x2"])
     found = claims.answers(Seen(counts=counts(16)), "a CPU", card, "H200")
     assert found["no."].tolist() == [*claims.RULES] == [*claims.CLAIMS] == [*range(1, 22)]
@@ -142,10 +139,6 @@ def test_the_table_has_every_claim_and_leads_to_its_section():
     assert "Here: **not measurable here (nothing was measured)**.\n" in claims.about(found, 6)
     assert "H200" not in claims.answers(Seen(*card[:3], counts(16)), "NVIDIA H200", card, "H200")
     assert claims.tally(found["here"]) == "**3** true under a condition, **3** false and **15** not measurable here"
-
-
-def test_the_names_of_ours_in_the_map_are_there():
-    nb = notebooks.read(notebooks.find(["06"])[0])
     (text,) = (x for x in map(notebooks.source, nb["cells"]) if x.startswith("## From their names"))
     names = set(re.findall(r"\bwb\.([\w.]+)", text))
     assert len(names) > 10 and all(functools.reduce(getattr, name.split("."), wb) for name in names)

@@ -53,9 +53,6 @@ class Seen(NamedTuple):
     counts: dict = {}
 
 
-# --- what is measured, predicted and counted --------------------------------------------------------------------------
-
-
 def sweep(nproc: int, most: int, sizes: dict, **options) -> pd.DataFrame:
     """Configurations of the reports on one device and, where nproc is two or more, divided over so many ranks: rows of
     `scaling.sweeps.sweep`. most: the most tokens of what is divided, and an eighth of those of what is not.
@@ -127,30 +124,21 @@ def _parts(n: int = 512) -> pd.DataFrame:
 def recorded(kinds: Iterable[str]) -> Seen:
     """What is committed of these machines: of its newest commit each, but of sweeps the newest run that has the
     reports' configurations, if one has, and the longest dense and LongNet sequences of the newest that divides such."""
-    every = pd.concat([records.committed(x) for x in kinds], ignore_index=True)
+    every = pd.concat([records.committed(x) for x in kinds], ignore_index=True).sort_values("run_utc", kind="stable")
     every = every.reindex(columns=[*dict.fromkeys([*every, "label", "stage", "budget_bytes", "measured_n"])])
-    every = every.sort_values("run_utc", kind="stable")
-    swept, messages = (every[every["stage"].isin(x)] for x in (["sweep"], ["link", "cost"]))
+    swept, links = (every[every["stage"].isin(x)] for x in (["sweep"], ["link", "cost"]))
     fits = every[every["stage"].eq("search") & every["budget_bytes"].eq(BUDGET) & every["measured_n"].notna()]
     theirs = swept["label"].astype(str).str.startswith("report-")
-    other = multicard.kinds(
-        swept[~theirs & (swept[["strategy", "mode", "batch"]] == ["sequence", "fwd", 1]).all(axis=1)]
-    )
-    other = _newest(other[other["kind"].isin(LONG)], "run").sort_values("n").drop_duplicates("kind", keep="last")
-    calls = _newest(swept[theirs] if theirs.any() else swept, "run")
-    return Seen(pd.concat([calls, other]), _newest(messages, "run_commit"), _newest(fits, "run_commit"))
-
-
-def _newest(rows: pd.DataFrame, by: str) -> pd.DataFrame:
-    return rows[rows[by].eq(rows[by].iloc[-1])] if len(rows) else rows
+    alone = (swept[["strategy", "mode", "batch"]] == ["sequence", "fwd", 1]).all(axis=1)
+    other = multicard.kinds(swept[alone & ~theirs]).query("kind in @LONG")
+    of = (swept[theirs] if theirs.any() else swept, "run"), (other, "run"), (links, "run_commit"), (fits, "run_commit")
+    calls, other, links, fits = (x[x[by].isin(x[by].tail(1))] for x, by in of)
+    return Seen(pd.concat([calls, other.sort_values("n").drop_duplicates("kind", keep="last")]), links, fits)
 
 
 def batches(rows: pd.DataFrame) -> pd.DataFrame:
     """Those of a sweep's rows whose batch may be divided: of report 000, or of dense attention in other sweeps."""
     return rows[rows["label"].str.startswith("report-000-") | rows["pattern"].eq("dense")]
-
-
-# --- facts of a claim: from one field of `Seen`, which is not empty ---------------------------------------------------
 
 
 def _batch(rows: pd.DataFrame, strategy: str) -> dict:
@@ -170,11 +158,6 @@ def _calls(rows: pd.DataFrame, *labels: str, strategy: str = ONE) -> list[dict]:
     return [done.loc[(strategy, x)].to_dict() for x in labels]
 
 
-def _low(one: dict, other: dict) -> float:
-    """How many times as long as the other one call takes at least, between the extreme samples."""
-    return min(one["samples_ms"]) / max(other["samples_ms"])
-
-
 def _divided(rows: pd.DataFrame, label: str) -> dict:
     """Of a case on ranks against one device."""
     (one,), (it,) = _calls(rows, label), _calls(rows, label, strategy="sequence")
@@ -188,9 +171,9 @@ def _divided(rows: pd.DataFrame, label: str) -> dict:
 def _gains(rows: pd.DataFrame, *labels: str) -> dict:
     """How much faster two cases are on ranks than on one device; what the second sends and computes, of the first's."""
     one, two = _calls(rows, *labels, strategy="sequence")
-    ratios = {"bytes": max(two["sent_bytes"]) / max(one["sent_bytes"]), "pairs": two["pairs"] / one["pairs"]}
-    less = two["speedup_high"] < one["speedup_low"]
-    return ratios | {"n": two["n"], "one": one["speedup"], "two": two["speedup"], "less": less}
+    return {"n": two["n"], "one": one["speedup"], "two": two["speedup"], "pairs": two["pairs"] / one["pairs"],
+            "less": two["speedup_high"] < one["speedup_low"],
+            "bytes": max(two["sent_bytes"]) / max(one["sent_bytes"])}  # fmt: skip
 
 
 def _near_linear(rows: pd.DataFrame) -> dict:
@@ -201,9 +184,9 @@ def _near_linear(rows: pd.DataFrame) -> dict:
         raise Missing("it takes two ranks")
     each = [f"{title(x.kind)}, {x.n:,.0f} tokens: {x.speedup:.2f} times" for x in done[~theirs].itertuples()]
     longer, one = f" On record of such cards: {'; '.join(each)}." if each else "", done[theirs].sort_values("share")
+    least, best = (f"{x.share:.0%} ({x.label})" for x in one.iloc[[0, -1]].itertuples())
     return {"many": len(one), "good": one["good"].sum(), "far": done["good"].any(), "most": one["n"].max(),
-            "longer": longer, "least": one["share"].iloc[0], "last": one["label"].iloc[0],
-            "best": one["share"].iloc[-1], "first": one["label"].iloc[-1]}  # fmt: skip
+            "longer": longer, "least": least, "best": best}  # fmt: skip
 
 
 def _communication(rows: pd.DataFrame) -> dict:
@@ -216,8 +199,8 @@ def _communication(rows: pd.DataFrame) -> dict:
     size = 4 * case.batch * case.n * case.heads * case.head_dim * case.dtype.itemsize // 2  # half of q, k, v and out
     low, took, high = sorted(1000 * x.message_s(size) for x in rates)  # fits need not lie as their samples do
     time, added = f"{number(took)} ms by this link ({number(low)} to {number(high)} by its samples)", 452.1 - 58.0 / 2
-    rate = binary(1000 * size / added)
-    return {"size": binary(size), "low": low, "high": high, "time": time, "added": added, "rate": rate}
+    size, rate = binary(size), binary(1000 * size / added)
+    return {"size": size, "low": low, "high": high, "time": time, "added": added, "rate": rate}
 
 
 def _sparse(rows: pd.DataFrame, density: float) -> dict:
@@ -237,7 +220,8 @@ def _dilation(rows: pd.DataFrame) -> dict:
     one, two, equal = _calls(rows, *(f"report-004-{x}" for x in ("rate-1", "rate-2", "quarters")))
     covered = [float(torch.as_tensor(from_spec(x["pattern_spec"]).coverage(64, 8)).mean()) for x in (two, equal)]
     return {"faster": one["median_ms"] / two["median_ms"], "pairs": two["pairs"] / one["pairs"], "rows": covered[0],
-            "all": covered[1], "itself": equal["median_ms"] / two["median_ms"], "low": _low(equal, two)}  # fmt: skip
+            "all": covered[1], "itself": equal["median_ms"] / two["median_ms"],
+            "low": min(equal["samples_ms"]) / max(two["samples_ms"])}  # fmt: skip
 
 
 def _longest(rows: pd.DataFrame, preset: str) -> dict:
@@ -261,9 +245,6 @@ def _counted(found: dict) -> dict:
         "most": saved[-1], "grown": two[32] / two[16], "sequence": of[1] / of[0], "grid": of[3] / of[2],
         "merged": parts[0], "summed": parts[1], "mean": parts[2],
     }  # fmt: skip
-
-
-# --- verdicts ---------------------------------------------------------------------------------------------------------
 
 
 class Rule(NamedTuple):
@@ -323,9 +304,8 @@ def judge(claim: int, seen: Seen) -> tuple[str, str]:
 
 
 def answers(here: Seen, device: str, card: Seen, where: str) -> pd.DataFrame:
-    """The table of claims, a row each: verdict and figures here, on this device, and those on record for `where`, if
-    they are another device's. What is counted or predicted is the same everywhere. record: the probe, and the commit of
-    what is on record."""
+    """The table of claims, a row each: verdict and figures here, on this device, and those on record for `where`, of
+    other devices. What is counted or predicted is the same everywhere. record: the probe, and its commit on record."""
     lines, fits = [], "frontier" if "measured" in here.fits and here.fits["measured"].any() else "predicted"
     for claim, words in CLAIMS.items():
         data, ours, theirs = RULES[claim].data, judge(claim, here), judge(claim, card)

@@ -32,12 +32,11 @@ def beside_dense(plans: pd.DataFrame, card: str) -> pd.DataFrame:
 def _row(name: str, pattern: Pattern, n: int, card: str) -> dict:
     x = torch.empty(n, 1, 32, dtype=torch.float16, device="meta")
     plan = streaming.explain((x, x, x), pattern, card=card)
-    products = None if plan.products_ms is None else plan.products_ms / 1000
     held = 4 * x.nbytes  # q, k, v and out
     return {
         "pattern": name, "n": n, "chunk": plan.calls.chunk, "in_memory_gib": held / GIB,
         "streamed_gib": plan.peak / GIB, "fits_in_memory": held < cards.find(card).total_bytes,
-        "traffic_s": plan.traffic_ms / 1000, "products_s": products,
+        "traffic_s": plan.traffic_ms / 1000, "products_s": (plan.products_ms or math.nan) / 1000,
     }  # fmt: skip
 
 
@@ -45,9 +44,8 @@ def live(lengths, first: int, gib: float, profile="quick") -> tuple[pd.DataFrame
     """`streaming.measure` here: (a layer as it ran, at most eight stretches and their rates; `table` of what ran)."""
     at = []
     ran = measure.measure(lengths, gib, first, profile, watch=lambda *done: at.append(done))
-    some = [(0, 0.0), *at[:: -max(2, -(-len(at) // 8))][::-1]]  # the last two chunks are seen to end at once
-    progress = pd.DataFrame(some, columns=["positions", "seconds"])
-    rates = progress["positions"].diff() / progress["seconds"].diff() / 1e6
+    progress = pd.DataFrame([(0, 0.0), *at[:: -max(2, -(-len(at) // 8))][::-1]], columns=["positions", "seconds"])
+    rates = progress["positions"].diff() / progress["seconds"].diff() / 1e6  # the last two chunks end together
     return progress.assign(million_tokens_a_second=rates)[1:], table(ran)
 
 

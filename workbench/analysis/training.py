@@ -55,32 +55,27 @@ def compare(
     """
     models, rows = {}, []
     for label, pattern in patterns.items():
-        train = functools.partial(_train, pattern, sizes, n, batch, lr, device)
-        train(1)  # a model to throw away: what a first step compiles is no time of training
-        models[label], some = train(steps)
-        rows += [{"label": label} | row for row in some]
+        for last in (1, steps):  # first a step of a model to throw away: what it compiles is no time of training
+            torch.manual_seed(0)
+            model = models[label] = Transformer(VOCAB, pattern=pattern, device=device, **sizes)
+            generator, seconds, some = torch.Generator().manual_seed(0), 0.0, []
+            optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98))
+            for step in range(last):
+                for group in optimizer.param_groups:
+                    group["lr"] = lr * min(1.0, (step + 1) / 20)
+                tokens, labels = (x.to(device) for x in haystack(batch, n, generator))
+                begin = time.perf_counter()
+                with torch.autocast("cuda", torch.bfloat16, enabled=device == "cuda"):
+                    loss = model.loss(tokens, labels)
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                loss = loss.item()  # which waits for a card
+                seconds += time.perf_counter() - begin
+                some.append({"label": label, "step": step + 1, "seconds": seconds, "loss": loss})
+        rows += some
     return models, pd.DataFrame(rows)
-
-
-def _train(pattern, sizes: dict, n: int, batch: int, lr: float, device: str, steps: int) -> tuple[Transformer, list]:
-    torch.manual_seed(0)
-    model, generator = Transformer(VOCAB, pattern=pattern, device=device, **sizes), torch.Generator().manual_seed(0)
-    optimizer, seconds, rows = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98)), 0.0, []
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / 20)
-        tokens, labels = (x.to(device) for x in haystack(batch, n, generator))
-        begin = time.perf_counter()
-        with torch.autocast("cuda", torch.bfloat16, enabled=device == "cuda"):
-            loss = model.loss(tokens, labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        loss = loss.item()  # which waits for a card
-        seconds += time.perf_counter() - begin
-        rows.append({"step": step + 1, "seconds": seconds, "loss": loss})
-    return model, rows
 
 
 def summary(rows: pd.DataFrame, patterns: Mapping[str, Pattern], n: int, heads: int) -> pd.DataFrame:

@@ -20,13 +20,11 @@ def against_n(plans: pd.DataFrame, runs: pd.DataFrame, card: str):
     time.plot(plans["n"], plans["traffic_s"], color=style.COLORS["accent"], ls=":", label="copies")
     if plans["products_s"].notna().any():
         time.plot(plans["n"], plans["products_s"], color=LONGNET, label="products")
-    forward = runs[runs["mode"] == "fwd"] if len(runs) else runs
     looks = {"in memory": ("o", {"mfc": "none", "ms": 9}), "streamed": ("s", {"ms": 4}), "layer": ("D", {"ms": 5})}
-    for x, (marker, look) in looks.items():  # where two are the same, one is around the other
-        some = forward[forward["execution"] == x] if len(forward) else forward
-        if len(some):
-            color = style.COLORS["muted"] if x == "in memory" else LONGNET
-            time.plot(some["n"], some["seconds"], marker, color=color, label=f"{x}, measured", **look)
+    for x, some in runs[runs["mode"].eq("fwd")].groupby("execution") if len(runs) else ():
+        marker, look = looks[x]  # where two are at one place, one is around the other
+        color = style.COLORS["muted"] if x == "in memory" else LONGNET
+        time.plot(some["n"], some["seconds"], marker, color=color, label=f"{x}, measured", **look)
     for ax, what in ((memory, "GiB on the card"), (time, "seconds")):
         ax.set(xscale="log", yscale="log", xlabel="tokens", title=what)
         style.log_ticks(ax.xaxis, style.length, [*plans["n"]])
