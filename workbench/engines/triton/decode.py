@@ -47,9 +47,9 @@ def token_kernel(Q, K, V, OUT, LSE, LANES, at, q_b, q_n, q_h, k_b, k_n, k_h, v_b
                 vs = tile_ops.load(values[None, :] + row[:, None] * step, some, d, D, True).to(tl.float32)
                 s = tl.where(some, tl.sum(ks * q[None, :], 1), float("-inf"))
                 peak_new = tl.maximum(peak, tl.max(s, 0))
-                shrink, p = tl.exp2(peak - peak_new), tl.exp2(s - peak_new)
-                acc = acc * shrink + tl.sum(p[:, None] * vs, 0)
-                total, peak = total * shrink + tl.sum(p, 0), peak_new
+                shrink, ps = tl.exp2(peak - peak_new), tl.exp2(s - peak_new)
+                acc = acc * shrink + tl.sum(ps[:, None] * vs, 0)
+                total, peak = total * shrink + tl.sum(ps, 0), peak_new
             if tl.load(lane + 7):
                 tl.store(keys + held * step, k, wide)
                 tl.store(values + held * step, v, wide)
