@@ -45,7 +45,7 @@ function start(root, data) {
     const run = rows.filter(row => row.most && row.most.n >= state.n), timed = run.map(row => [model.milliseconds(state, row.way, state.n), row.words]).filter(x => x[0] !== null).sort((a, b) => a[0] - b[0]);
     const untimed = run.length - timed.length;
     said.textContent = `${timed.length} of ${rows.length} ways run N = ${kit.length(state.n)} in at most ${seconds(1000 * state.seconds)}` + (timed.length ? `; the fastest is ${timed[0][1]}, ${seconds(timed[0][0])}.` : ".")
-      + (untimed ? ` ${untimed} more would fit in memory, but the time of ${untimed > 1 ? "these" : "it"} is not modelled.` : "")
+      + (untimed ? ` ${untimed}${timed.length ? " more" : ""} would fit in memory, but no time is modelled for ${untimed > 1 ? "them" : "it"}.` : "")
       + (state.layers ? ` Memory is that of ${state.layers} transformer block${state.layers > 1 ? "s" : ""} alone: embeddings, logits and data come on top. Time is that of their attention alone.` : "");
     key([...new Set(rows.filter(row => row.most).map(row => row.most.limiter))].map(limit => [WORDS[limit], COLORS[limit]]));
 
