@@ -121,8 +121,7 @@ def touched(pattern: Pattern, n: int, block: int = 128) -> np.ndarray:
 
 def computed_in(x: Tensor, pattern: Pattern) -> int:
     """The tokens of a block of the kernel that computes the pattern for q, k and v like x (1, cells, heads, D)."""
-    kernel = choose("auto", x, x, x, pattern)[0]
-    return (block_size_of(pattern) if kernel == "triton" else pattern.block_of())[0]
+    return (block_size_of(pattern) if choose("auto", x, x, x, pattern)[0] == "triton" else pattern.block_of())[0]
 
 
 def blocks_touched(windows, tile=(8, 16), block: int = 128) -> pd.DataFrame:

@@ -37,8 +37,7 @@ class Layer(Case):
         with torch.random.fork_rng([x.device] if x.is_cuda else []):  # the same weights for all
             torch.manual_seed(self.seed)
             layer = MultiheadAttention(width, self.heads, self.pattern, num_kv_heads=self.kv_heads, **to)
-        shapes = ((1, self.n, heads, self.head_dim) for heads in (self.heads, self.kv_heads))
-        q, k = (torch.empty(shape, requires_grad=True, **to) for shape in shapes)
+        q, k = (torch.empty(1, self.n, h, self.head_dim, requires_grad=True, **to) for h in (self.heads, self.kv_heads))
         layer.attend, backend = self.function(q, k, k)
         wanted = (x.requires_grad_(), *layer.parameters())
         return lambda: torch.autograd.grad(layer(x), wanted, upstream), backend

@@ -34,8 +34,7 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     limits there, not memory. recorded: measured rows of another machine, drawn pale and hollow, with its name. Lines
     are named at their ends, those of which no time is modelled so, too.
     """
-    fig, (longest, part) = style.subplots(1, 2, figsize=(10.4, 4.2))
-    ends = []
+    (fig, (longest, part)), ends = style.subplots(1, 2, figsize=(10.4, 4.2)), []
     for name, line, pale in _named(rows, recorded):
         share = _bytes_a_token(line) / line["budget_bytes"]
         _line(longest, line, 1, pale)

@@ -28,7 +28,6 @@ COLORS = {
 }  # fmt: skip
 MARKS = {"sequence": "o", "heads": "s", "context parallel": "D", "data parallel": "X", "distributed data parallel": "P"}
 SCALINGS = {"strong": "the same N on all ranks together", "weak": "the same N on each rank"}
-CASE = ["kind", "n"]
 
 
 def picture(path: str, machine: str = "h200x2") -> None:
@@ -51,13 +50,13 @@ def speedups(rows: pd.DataFrame):
 
     rows: of `multicard.ok`.
     """
-    names = [x for x in COLORS if x != ONE and x in set(rows["strategy"])]
-    names += sorted({*rows["strategy"]} - {*names, ONE, AA})
+    there = set(rows["strategy"]) - {ONE, AA}
+    names = [x for x in COLORS if x in there] + sorted(there - {*COLORS})
     drawn = rows[rows["strategy"].isin(names)]
     if drawn.empty:
         return style.blank("No way of using several ranks gave a right result here.")
     kinds = list(dict.fromkeys(drawn["kind"]))
-    cases = sorted({*drawn[CASE].itertuples(index=False, name=None)}, key=lambda x: (kinds.index(x[0]), x[1]))
+    cases = sorted({*drawn[["kind", "n"]].itertuples(index=False, name=None)}, key=lambda x: (kinds.index(x[0]), x[1]))
     grid = worlds, modes = sorted(set(drawn["nproc"])), [mode for mode in MODES if mode in set(drawn["mode"])]
     size = 2.2 + 3.7 * len(modes), 0.4 + (0.9 + 0.42 * len(cases)) * len(worlds)
     fig, axes = style.subplots(*map(len, grid), figsize=size, squeeze=False, sharey=True)
@@ -107,8 +106,8 @@ def curves(modelled: pd.DataFrame, measured: pd.DataFrame):
     if modelled.empty:
         return style.blank("No forward of one device ran on enough tokens: there is no rate from which to model many.")
     fig, axes = style.subplots(1, 2, figsize=(9.6, 3.8))
-    family = modelled.drop_duplicates("kind").set_index("kind")["pattern_spec"].map(lambda spec: spec["pattern"])
-    colors = family.map(style.family_color)
+    specs = modelled.drop_duplicates("kind").set_index("kind")["pattern_spec"]
+    colors = specs.map(lambda spec: style.family_color(spec["pattern"]))
     for ax, (scaling, words) in zip(axes, SCALINGS.items(), strict=True):
         for shift, (kind, color) in enumerate(colors.items()):
             line = modelled[(modelled["kind"] == kind) & (modelled["scaling"] == scaling)].sort_values("world")
@@ -198,7 +197,6 @@ def shards(orders, world: int, radius: int):
                xticks=[], yticks=[])  # fmt: skip
         ax.grid(False)
     colors = {f"rank {rank}, {title(order.name)}": orderings.color(order.name) for order in orders}
-    needs = f"cells of others that it needs, radius {radius}"
-    colors |= {needs: style.COLORS["accent"], "other ranks, in two greys": "#ededed"}
-    style.key(fig, colors, 1)
+    colors[f"cells of others that it needs, radius {radius}"] = style.COLORS["accent"]
+    style.key(fig, colors | {"other ranks, in two greys": "#ededed"}, 1)
     return style.finish(fig, f"Shards of a grid on {world} ranks, and the cells that rank {rank} gets, by order.")

@@ -50,12 +50,11 @@ def table(patterns: Iterable, *, n: int, backends=BACKENDS, dtypes=DTYPES, heads
 
 def of(case: Case) -> dict:
     """The errors of one call on random inputs, a record's row: error_X and budget_X for X in out, lse and, in mode
-    "fwdbwd", dq, dk, dv; and `worst`, the largest error / budget.
+    "fwdbwd", dq, dk, dv; and `worst`, the largest error / budget, at most 1 where all are right.
 
     Errors are ||got - want|| / ||want||, for gradients with the norm of the upstream gradient where that is larger, and
-    for lse the largest |got - want| / max(1, |want|). A quantity that the backend does not return is left out. The
-    status is "ok" where it ran, right or wrong, else another with the reason in `error`. `worst` is the largest error
-    over its budget: right is at most 1. Of a function of yours of q, k, v: Case(..., backend=function).
+    for lse the largest |got - want| / max(1, |want|). A quantity that the backend does not return is left out. A
+    status other than "ok" has its reason in `error`. A function of yours of q, k and v is the case's `backend`.
     """
     row = {"probe": "error"} | case_of(case).fields()
     checks.device(case.device, here=True)

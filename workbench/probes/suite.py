@@ -22,8 +22,6 @@ from workbench.probes.case import Case
 from workbench.probes.speed import fastest_dense
 from workbench.probes.timing import AA, compare
 
-SAME = ["run_device", "n", "heads", "head_dim", "dtype", "mode", "causal"]  # of two baselines that time one call
-
 
 def run(
     only: Iterable[str] = (), *, profile="gpu", samples=9, seconds=8.0, known: pd.DataFrame | None = None,
@@ -128,8 +126,8 @@ def rates(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows[rows["status"] == "ok"].copy()
     rows["tflops"] = roofline.rates(rows)
     base = rows[rows["label"] == rows["against"]].sort_values("tflops").set_index("suite")
-    best = base.groupby(SAME, dropna=False)[["tflops", "backend"]].transform("last")
-    best = best.reindex(rows["suite"])
+    call = ["run_device", "n", "heads", "head_dim", "dtype", "mode", "causal"]
+    best = base.groupby(call, dropna=False)[["tflops", "backend"]].transform("last").reindex(rows["suite"])
     rows["of_dense"], rows["dense_by"] = rows["tflops"] / best["tflops"].to_numpy(), best["backend"].to_numpy()
     if "block_pairs" in rows:
         rows["block_tflops"] = roofline.rates(rows, "block_pairs").fillna(rows["tflops"])
@@ -214,11 +212,9 @@ def per_pair(rows: pd.DataFrame) -> list[str]:
 
 def times_longer(rows: pd.DataFrame) -> list[str]:
     """How much longer LongNet's own code takes than this package, a sentence per mode."""
-    said = []
-    theirs = rows[~rows["label"].isin(["A/A", "workbench"]) & (rows["label"] != rows["against"])]
-    ours = rows[rows["label"] == "workbench"].set_index("suite")["median_ms"]
-    theirs = theirs.assign(longer=theirs["median_ms"] / theirs["suite"].map(ours))
-    for (name, mode), group in theirs.groupby(["who", "mode"], sort=False):
+    said, theirs = [], rows[~rows["label"].isin(["A/A", "workbench"]) & (rows["label"] != rows["against"])]
+    ours = theirs["suite"].map(rows[rows["label"] == "workbench"].set_index("suite")["median_ms"])
+    for (name, mode), group in theirs.assign(longer=theirs["median_ms"] / ours).groupby(["who", "mode"], sort=False):
         each = listed(f"{x.longer:.1f} at N = {int(x.n):,}" for x in group.sort_values("n").itertuples())
         said.append(f"{MODES[mode].capitalize()}, {name} takes {times(group['longer'].max(), '.1f')} long as this "
                     f"package ({each}; {devices(group)}).")  # fmt: skip

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from workbench.engines.triton import tile_ops, tile_sizes
 
-FIELDS = 8  # of a lane in a table: addresses of keys and values, strides of B and of rows, segment, rate, offset, first
+FIELDS = tl.constexpr(
+    8
+)  # of a lane: addresses of keys and values, strides of B and of rows, segment, rate, offset, first
 
 
 @triton.jit(do_not_specialize=["at", "heads"])
 def token_kernel(Q, K, V, OUT, LSE, LANES, at, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, scale,
-                 divisor, heads, GROUP: tl.constexpr, BRANCHES: tl.constexpr, FIELDS: tl.constexpr, D: tl.constexpr,
-                 BLOCK_D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+                 divisor, heads, GROUP: tl.constexpr, BRANCHES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                 ROWS: tl.constexpr):  # fmt: skip
     h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     j, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     wide = d < D
@@ -30,11 +32,9 @@ def token_kernel(Q, K, V, OUT, LSE, LANES, at, q_b, q_n, q_h, k_b, k_n, k_h, v_b
     acc, total, peak = tl.zeros((BLOCK_D,), tl.float32), 0.0, float("-inf")
     for branch in range(BRANCHES):
         lane = LANES + (branch * heads + h) * FIELDS
-        inside = at % tl.load(lane + 4)
-        rate = tl.load(lane + 5)
+        inside, rate = at % tl.load(lane + 4), tl.load(lane + 5)
         if inside % rate == tl.load(lane + 6):
-            held = inside // rate
-            step = tl.load(lane + 3)
+            held, step = inside // rate, tl.load(lane + 3)
             keys = tl.load(lane).to(tl.pointer_type(K.dtype.element_ty)) + b * tl.load(lane + 2) + d
             values = tl.load(lane + 1).to(tl.pointer_type(V.dtype.element_ty)) + b * tl.load(lane + 2) + d
             peak_new = tl.maximum(peak, own)
@@ -61,15 +61,16 @@ def token_kernel(Q, K, V, OUT, LSE, LANES, at, q_b, q_n, q_h, k_b, k_n, k_h, v_b
 
 def table(lanes: list, heads: int, key_heads: int, device) -> Tensor:
     """int64 (branches, H, FIELDS): of each head its lane of each branch. lanes: of a cache, with room for the next."""
-    rows = [[[0, 0, 0, 0, 1, 1, -1, 0]] * heads for _ in {lane.branch for lane in lanes}]  # no position has offset -1
+    none = [0, 0, 0, 0, 1, 1, -1, 0]  # no position has the offset -1
+    rows = [[none] * heads for _ in range(1 + max(lane.branch for lane in lanes))]
     for lane in lanes:
         (_, of_b, of_row, of_head, _), (keys, values) = lane.kept.room.stride(), lane.kept.room
         mine, seen = range(key_heads)[lane.key_heads], set()
         for h in range(heads)[lane.heads]:
             skip = lane.kept.room.element_size() * of_head * mine.index(h * key_heads // heads)
-            address, first = (keys.data_ptr() + skip, values.data_ptr() + skip), skip not in seen
+            where = keys.data_ptr() + skip, values.data_ptr() + skip, of_b, of_row
+            rows[lane.branch][h] = [*where, lane.segment, lane.rate, lane.offset, skip not in seen]
             seen.add(skip)
-            rows[lane.branch][h] = [*address, of_b, of_row, lane.segment, lane.rate, lane.offset, first]
     return torch.tensor(rows, dtype=torch.int64).to(device)
 
 
@@ -79,7 +80,6 @@ def token(q: Tensor, k: Tensor, v: Tensor, lanes: Tensor, at: int, scale: float,
     out, lse = torch.empty_like(q), torch.empty((b, h, 1), dtype=torch.float32, device=q.device)
     token_kernel[(h, b)](
         q, k, v, out, lse, lanes, at, *tile_ops.strides(q, k, v, out), scale * tile_sizes.LOG2_E, divisor, h,
-        GROUP=h // k.shape[2], BRANCHES=len(lanes), FIELDS=FIELDS, D=d, BLOCK_D=tile_sizes.padded(d),
-        ROWS=8192 // tile_sizes.padded(d),
+        GROUP=h // k.shape[2], BRANCHES=len(lanes), D=d, BLOCK_D=(wide := tile_sizes.padded(d)), ROWS=8192 // wide,
     )  # fmt: skip
     return out, lse
