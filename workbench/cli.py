@@ -49,8 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     shells = 'Tab completion: pip install argcomplete, then eval "$(register-python-argcomplete workbench)".'
-    about = "A workbench for long-sequence attention."
-    top = argparse.ArgumentParser(prog="workbench", description=about, epilog=shells)
+    top = argparse.ArgumentParser("workbench", description="A workbench for long-sequence attention.", epilog=shells)
     top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -63,18 +62,15 @@ def parser() -> argparse.ArgumentParser:
     add = make.add_argument
     names = add("notebooks", nargs="*", metavar="NOTEBOOK", help="a path or a name in notebooks/ (default: all)")
     names.completer = lambda **_: [path.stem for path in nbs.find()]
-    how_much = "how much (default: gpu where there is CUDA, else quick)"
-    add("--profile", choices=parameters.PROFILES, help=how_much)
+    add("--profile", choices=parameters.PROFILES, help="how much (default: gpu where there is CUDA, else quick)")
     add("--out", metavar="DIR", help="where the reports go (default: outputs/reports/<profile>)")
     setting = "set a parameter, in every notebook that declares it (repeatable; see `workbench list`)"
     add("-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "JSON"), help=setting)
-    limit = "seconds a cell may take (default: %(default)g)"
-    add("--timeout", type=float, default=report.LIMIT_S, metavar="S", help=limit)
+    add("--timeout", type=float, default=report.LIMIT_S, metavar="S", help="seconds a cell may take (%(default)g)")
     make.set_defaults(command=_report)
 
     commands.add_parser("list", help="the notebooks and their parameters").set_defaults(command=_list)
-    doctor = commands.add_parser("doctor", help="what works on this machine, and what does not and why")
-    doctor.set_defaults(command=_doctor)
+    commands.add_parser("doctor", help="what works here, and what does not and why").set_defaults(command=_doctor)
 
     fit = commands.add_parser(
         "fit",
@@ -86,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     add = fit.add_argument
     card = add("--card", default="h100", help="such as h100, a100-80gb, gtx1080 (default: %(default)s)")
     card.completer = lambda **_: [*importlib.import_module("workbench.fit.cards").CARDS]
-    n = "also show what each needs for N tokens: 1000000, 1e6, 1M (1,024^2)"
+    n = "search as far at least, and show what each needs for N tokens: 1000000, 1e6, 1M (1,024^2)"
     _add_call(fit, "dense, longnet-paper and window-blocks", n)
     dtypes = ("bfloat16", "float16", "float32")
     add("--dtype", type=_dtype, choices=dtypes, default="bfloat16", help="or bf16, fp16, fp32 (%(default)s)")
@@ -113,21 +109,19 @@ def parser() -> argparse.ArgumentParser:
     add = scale.add_argument
     add("--nproc", type=int, default=2, metavar="P", help="cards, or processes (default: %(default)s)")
     _add_call(scale, "dense", "tokens of all cards (default: 131072, CPU: 4096)")
-    dtype = "or bf16, fp16, fp32, fp64 (default: bfloat16, on a CPU float32)"
-    add("--dtype", type=_dtype, choices=(*dtypes, "float64"), help=dtype)
+    add("--dtype", type=_dtype, choices=(*dtypes, "float64"), help="or bf16, ..., fp64 (bfloat16, on a CPU float32)")
     strategies = "ways to use the cards, or your module:function of q, k, v and pattern (default: all)"
     add("--strategies", nargs="+", default=[], metavar="NAME", help=strategies)
     add("--samples", type=int, default=9, metavar="S", help="rounds of a case (default: %(default)s)")
     add("--seconds", type=float, default=20.0, metavar="S", help="for a case's rounds (default: %(default)g)")
-    within = "seconds after which no case is begun; the same line again goes on"
-    add("--within", type=float, metavar="S", help=within)
+    add("--within", type=float, metavar="S", help="seconds after which no case is begun; the same line again goes on")
     scale.set_defaults(command=_scale)
     return top
 
 
 def _add_call(command: argparse.ArgumentParser, patterns: str, n: str) -> None:
     """The options of a call of attention that `fit` and `scale` share; the default patterns, and the help of --n."""
-    add, name = command.add_argument, "a name (any other word is refused with the list), or a pattern's spec as JSON"
+    add, name = command.add_argument, 'a name (others are refused with the list) or {"pattern": "Window", "width": 512}'
     names = add("--pattern", nargs="+", default=[], metavar="NAME", help=f"{name} (default: {patterns})")
     names.completer = lambda **_: [*importlib.import_module("workbench.probes.catalog").PATTERNS]
     add("--n", type=_count, metavar="N", help=n)

@@ -70,6 +70,8 @@ def test_torchs_own_layers_checkpointed_under_autocast_are_followed():
 
         return step
 
+    with pytest.raises(estimate.CannotTrace, match="nothing was made on 'cuda'"):
+        estimate.program(lambda: lambda: nn.Linear(4, 4)(torch.ones(4)), "t4")
     less, more = (estimate.program(lambda again=again: prepare(again), "t4", 1) for again in (True, False))
     assert less.requested_bytes < more.requested_bytes < 8192**2 * 4  # nor are there N x N scores
 

@@ -14,7 +14,7 @@ from workbench.patterns.checks import FINITE, choice, describe, flag, number, wh
 
 
 class MultiheadAttention(nn.Module):
-    """Attention with projections: query (B, Nq, embed_dim) -> (B, Nq, embed_dim), named as in torch.nn.
+    """Attention with projections q, k, v and out: query (B, Nq, embed_dim) -> (B, Nq, embed_dim), called as torch.nn's.
 
     num_heads divides embed_dim, num_kv_heads (default num_heads) divides num_heads.
     dropout acts on the output, in training only; dropout of the attention weights is refused by name.

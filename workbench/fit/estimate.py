@@ -88,8 +88,8 @@ def trace(
 def program(prepare: Callable[[], Callable], card: str | cards.Card = "h100", calls: int = 2) -> Estimate:
     """The estimate of any program: prepare() makes what it needs on "cuda" and returns the function that is called.
 
-    calls: how often, one after the other: an optimizer has its states from the first step on. Its time is not modelled.
-    CannotTrace where the program looks at data; what it raises goes through.
+    calls: how often, one after the other, all results kept: an optimizer has its states from the first step on. No time
+    is modelled. CannotTrace where the program looks at data or has none on "cuda"; what it raises goes through.
     """
     card, calls = cards.find(card), checks.whole("calls", calls, 1)
 
@@ -97,7 +97,10 @@ def program(prepare: Callable[[], Callable], card: str | cards.Card = "h100", ca
         call = prepare()
         return (lambda: [call() for _ in range(calls)][-1]), checks.describe(prepare)
 
-    return _estimate(tracer.run(prepared, card), card)
+    life = tracer.run(prepared, card)
+    if not life.events:
+        raise CannotTrace(f"{checks.describe(prepare)}: nothing was made on 'cuda'; want the model and its data there")
+    return _estimate(life, card)
 
 
 def _estimate(life: tracer.Traced, card: cards.Card, communicator=0, time=None, strategy=None) -> Estimate:

@@ -6,6 +6,7 @@ A NumPy scalar or a tensor of no dimensions is taken as the Python number that i
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import math
 import numbers
@@ -35,6 +36,8 @@ _numbers = itertools.count()
 
 
 class _Finished(type):
+    __signature__ = property(lambda cls: inspect.signature(cls.__init__.__get__(cls)))  # what help() shows
+
     def __call__(cls, *args, **options):
         made = super().__call__(*args, **options)
         made._finish(new=True)
