@@ -62,7 +62,7 @@ def test_time_is_modelled_where_the_execution_was_measured():
     here, faster = (estimate.trace(dense, card).milliseconds for card in ("h100", "b200"))
     assert 20 < here < 40 and faster < here
     last = Case(wb.Dense(), 131_072, 12, 64, "bfloat16", "fa4", "fwdbwd")
-    assert estimate.trace(last, "h200").milliseconds == pytest.approx(349.4, rel=0.001)  # measured there
+    assert estimate.trace(last, "h200").milliseconds == pytest.approx(349, rel=0.02)  # measured there, by runs
     assert all(estimate.trace(longnet(**x)).milliseconds is None for x in ({"dtype": "float64"}, {"batch": 0}))
 
 
