@@ -35,7 +35,7 @@ FIGURES = {  # how it is made, and a text in it
     "runs": (lambda: plots.runs_on_picture(torch.rand(*GRID, 12), ORDERS, 20), "Morton"),
     "similarity": (lambda: plots.similarity(locality.similarity(torch.rand(*GRID, 3), ORDERS, 9), 0.5), "a half"),
     "neighbours": (lambda: plots.neighbours(longnet()[1], 1), "of the cells within 3 x 3"),
-    "fields": (lambda: longnet()[0], "never"),
+    "fields": (lambda: longnet()[0], "not yet"),
 }
 
 

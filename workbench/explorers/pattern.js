@@ -169,7 +169,7 @@ function start(root, data) {
     ctx.clearRect(0, 0, width, height);
     kit.raster(ctx, rows, cols, j => colors[first[j] + 1], 0, 0, wide, height, cols > 2 * wide);
     const last = Math.max(...first);
-    stripKey([["itself", kit.css(fade(0))], ...Array.from({length: last}, (_, k) => [`${k + 1} layer${k ? "s" : ""}`, kit.css(fade(k + 1))]), ["never", kit.css(shade.paper)]].slice(0, first.includes(-1) ? undefined : -1));
+    stripKey([["itself", kit.css(fade(0))], ...Array.from({length: last}, (_, k) => [`${k + 1} layer${k ? "s" : ""}`, kit.css(fade(k + 1))]), ["not yet", kit.css(shade.paper)]].slice(0, first.includes(-1) ? undefined : -1));
     strip.describe(`What token ${at.i} depends on, by layer: ${note.textContent}`);
   }
 

@@ -143,7 +143,7 @@ def layer_colors(layers: int) -> dict:
 
 def layer_key(fig, layers: int) -> None:
     """The key to `layer_colors` below a figure."""
-    names = ["never", "itself", *(counted(x, "layer") for x in range(1, layers + 1))]
+    names = ["not yet", "itself", *(counted(x, "layer") for x in range(1, layers + 1))]
     key(fig, dict(zip(names, layer_colors(layers)["cmap"].colors, strict=True)), len(names))
 
 
