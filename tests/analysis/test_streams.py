@@ -27,7 +27,7 @@ def test_sentences_are_of_the_rows():
     assert streams.answer(BESIDE, PLANS, RUNS, TOOK.assign(run="a"))[0][0].endswith("TFLOP/s, measured here.")
     assert said[1].startswith("1,073,741,824 tokens and more do not fit on the card at once")
     assert "dense attention 4.63 days, LongNet 20 s and its copies 0.5 s (at the same time)." in said[2]
-    assert said[3].endswith("in memory: forward, **1.10 times** as long at 1,048,576 tokens." + streams.MORE)
+    assert said[3].endswith("the records: forward, **1.10 times** as long at 1,048,576 tokens." + streams.MORE)
     assert said[4] == "Sampled rows of 2 runs of up to 1,024 tokens were checked here: not all right."
     failed = pd.DataFrame([{"n": 2048, "right": None}, *TOOK.to_dict("records")])
     said, _ = streams.answer(BESIDE, PLANS, RUNS.assign(of_in_memory=1.0), failed)

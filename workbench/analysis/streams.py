@@ -83,11 +83,11 @@ def table(found: pd.DataFrame) -> pd.DataFrame:
 def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: pd.DataFrame) -> tuple[list[str], str]:
     """(the page's sentences, its headline)."""
     said, headline, (dense, last) = [], "", beside.to_dict("records")
+    where = "measured here" if len(runs) and runs["run"].isin(took["run"]).any() else "from the records"
     layers = runs[runs["execution"] == "layer"] if len(runs) else runs
     if len(layers):
         best = layers.loc[layers["n"].idxmax()]
         headline = f"{int(best['n']):,} tokens on one card in {best['seconds']:.1f} s ({best['of']})"
-        where = "measured here" if best["run"] in set(took["run"]) else "from the records"
         said.append(f"**{headline}**: a layer, at {best['tflops']:.0f} TFLOP/s, {where}.")
     if len(long := plans[~plans["fits_in_memory"]]):
         said.append(f"{int(long['n'].min()):,} tokens and more do not fit on the card at once; "
@@ -100,8 +100,8 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
         long = {mode: [f"{times(x.of_in_memory, '.2f')} long at {x.n:,} tokens" for x in rows.itertuples()]
                 for mode, rows in streamed.groupby("mode")}  # fmt: skip
         ratios = "; ".join(f"{MODES[mode]}, {listed(each)}" for mode, each in long.items())
-        less, more = streamed["of_in_memory"].min() < 1, streamed["of_in_memory"].max() > 1
-        said.append(f"Streamed attention beside the same in memory: {ratios}.{LESS * int(less)}{MORE * int(more)}")
+        why = LESS * bool(streamed["of_in_memory"].min() < 1) + MORE * bool(streamed["of_in_memory"].max() > 1)
+        said.append(f"Streamed attention beside the same in memory, {where}: {ratios}.{why}")
     checked = took[took["right"].notna()]
     right = "all right" if checked["right"].all() else "not all right"
     right += f"; {len(took) - len(checked)} did not run" * (len(checked) < len(took))
