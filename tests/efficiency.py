@@ -17,6 +17,7 @@ def write() -> dict:
     for kind, kernel in KINDS.items():
         card, timed = cards.find(kind.rpartition("x")[0]), records.committed(kind, "timing")
         usual = timed["dtype"].isin(card.matmul_tflops) & (timed["status"] == "ok") & (timed["label"] != "A/A")
+        usual &= timed["backend"] != "torchscale"  # which has no name any more
         timed = timed[usual & ~timed["graph"].eq(True) & timed["backend"].eq(kernel or timed["backend"])]
         versions = {x: timed[f"run_{x}"].iloc[-1] for x in ("torch", kernel) if x}
         sources.append({"card": card.key, "from": f"outputs/records/{kind}", "kernel": kernel or "all"} | versions)

@@ -1,5 +1,7 @@
 """Step by step: what a cache gives is what attention of the whole sequence gives, and it holds no more than it says."""
 
+import copy
+import pickle
 import re
 import time
 
@@ -8,6 +10,7 @@ import torch
 
 from tests import tools
 from workbench import BlockSparse, Cache, Dense, Dilated, Neighborhood, PerHead, Predicate, Window, layouts, reference
+from workbench.engines import triton_backend
 from workbench.patterns.dilated import geometric
 
 N = 61
@@ -52,6 +55,23 @@ def test_steps_are_the_whole(pattern, steps):
             assert tools.relative(torch.cat(out, 1), want) < tools.RELATIVE[dtype] and out[0].dtype == dtype
             assert tools.lse_error(torch.cat(lse, 2), want_lse) < tools.LSE[dtype]
             assert cache.rows(N, 6, 2) * 2 * 2 * 8 * dtype.itemsize <= cache.nbytes
+            assert cache.fast == (dtype == torch.float32 and triton_backend.interpreted())
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["deep", "pickle"]
+)
+def test_a_copy_and_its_original_go_on_apart(copied):
+    """By the kernel too, which is told where rows are; no room grows meanwhile."""
+    pattern, before = Dilated([4, 8, 64], [1, 2, 4], True), [torch.randn(1, 36, h, 8) for h in (4, 2, 2)]
+    cache = Cache(pattern)
+    [cache.step(*x) for x in zip(*(x.split(1, 1) for x in before), strict=True)]
+    caches, more = (cache, copied(cache)), [[torch.randn(1, 12, x.shape[2], 8) for x in before] for _ in "ab"]
+    steps = zip(*(zip(*(x.split(1, 1) for x in own), strict=True) for own in more), strict=True)
+    out = [[cache.step(*x) for cache, x in zip(caches, both, strict=True)] for both in steps]
+    for got, own in zip(zip(*out, strict=True), more, strict=True):
+        want = reference(*(torch.cat(x, 1) for x in zip(before, own, strict=True)), pattern)[0][:, 36:]
+        assert tools.relative(torch.cat(got, 1), want) < 1e-6
 
 
 SCORES = {

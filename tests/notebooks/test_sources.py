@@ -45,7 +45,7 @@ def test_parameters_keep_their_own_rules_and_their_choices_are_all_there_are(nb)
         assert key not in own or parameters.rules(nb)[key]["choices"] == list(CARDS)
     assert "strategies" not in own or parameters.rules(nb)["strategies"]["choices"] == list(STRATEGIES)
     if "card_groups" in own:
-        groups = {*(name.split(" ")[0] for name in catalog.one_card()), "peers"}
+        groups = {name.split(" ")[0] for name in catalog.one_card()}
         assert set(parameters.rules(nb)["card_groups"]["choices"]) == groups
 
 

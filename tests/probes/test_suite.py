@@ -42,6 +42,10 @@ def test_rates_are_over_attended_pairs_and_beside_the_baseline_of_the_group():
     assert rows.loc[rows["label"] == "triton", "tflops"].tolist() == pytest.approx([50, 50])
     assert rows.loc[rows["label"] == "dense", "of_dense"].tolist() == pytest.approx([1, 1])
     assert rows.loc[rows["label"] == "fa4", "of_dense"].tolist() == pytest.approx([0.5, 0.5])
+    other = made_up(["window fwd"]).assign(suite="again", backend="cudnn", median_ms=lambda x: x["median_ms"] / 2)
+    for kernel, share in (("cudnn", 0.25), ("auto", 0.5)):  # another kernel that is faster; the same, in a better run
+        both = suite.rates(pd.concat([made_up(["window fwd"]), other.assign(backend=kernel)], ignore_index=True))
+        assert both.loc[1, "of_dense"] == pytest.approx(share)
     assert set(suite.summary(rows).index) == {"window of 2,048, 16 x 128", "random blocks, 90% left out, 16 x 128"}
     assert set(suite.summary(rows)["speed relative to dense"].dropna()) == {"3.00 (2.90 to 3.10)"}
 

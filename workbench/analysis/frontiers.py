@@ -131,7 +131,7 @@ def most(lines: pd.DataFrame, card: str) -> str:
     done = _largest(lines)
     if done.empty:
         return f"On {card} none of these ways runs with the largest budget."
-    done = done.assign(by=frontier.limiters(done).map(title, na_action="ignore"))
+    done = done.assign(by=frontier.limiters(done).map(_named))
     eager = done["label"].str.endswith(", eager")
     ends = pd.concat([done[~eager][:1], done[~eager][1:][-1:]]).itertuples()  # one where there is but one
     others = " to ".join(f"**{int(x.n):,}** ({title(x.label)}, limited by {x.by})" for x in ends)
@@ -139,6 +139,10 @@ def most(lines: pd.DataFrame, card: str) -> str:
     said += [f"{title(x.label)} writes them and takes **{int(x.n):,}**" for x in done[eager].itertuples()]
     where = f"the memory and speed of {card}, {done['budget_bytes'].iloc[0] / 2**30:g} GiB for tensors"
     return f"Predicted for {where}: {'; '.join(said)}."
+
+
+def _named(limiter) -> str:
+    return title(limiter) if isinstance(limiter, str) and limiter != "search" else "nothing as far as was searched"
 
 
 def agreement(measured: pd.DataFrame) -> list[str]:
@@ -159,10 +163,10 @@ def whence(measured: pd.DataFrame, commits=False) -> str:
     done = measured[measured["measured_n"].notna()]
     old = done[done["measured"].ne(True)]
     if old.empty:
-        return "in this run"
+        return "in this run" * bool(len(done))
     ends = " to ".join(dict.fromkeys(old["run_utc"].str[:10].agg(["min", "max"])))
     of = f"on record of {ends}" + f", commits {listed(old['run_commit'].unique())}" * commits
-    return f"before ({len(old)}, {of}) and in this run ({len(done) - len(old)})"
+    return f"before ({len(old)}, {of})" + f" and in this run ({len(done) - len(old)})" * (len(done) > len(old))
 
 
 def right(measured: pd.DataFrame) -> int:
@@ -184,8 +188,7 @@ def overpromised(lines: pd.DataFrame, card: str) -> str:
 def limits(table: pd.DataFrame) -> str:
     """What limits the cells of a map (rows of `frontier.sweep`), in a sentence."""
     done = table[table["status"] == "ok"]
-    names = {"search": "nothing as far as was searched"}
-    by = ", ".join(f"{names.get(x, title(x))} {n}" for x, n in frontier.limiters(done).value_counts().items())
+    by = ", ".join(f"{_named(x)} {n}" for x, n in frontier.limiters(done).value_counts().items())
     return f"What limits the {counted(len(done), 'frontier')} here: {by or 'none of these ways runs'}."
 
 

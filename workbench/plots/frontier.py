@@ -117,8 +117,7 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
             style.note(ax, "backward from here", (made[0] + 1, 1), (3, 0), **at_top)
         ax.set(title=name, xlabel=f"{len(life)} allocations and frees", xlim=(at[0], at[-1]), xticks=[])
     fig.supylabel("bytes of the tensors alive (GiB)", fontsize=10)
-    top = max(life.sum(axis=1).max() for life in lives.values()) / GIB
-    axes[0, 0].set_ylim(0, 1.12 * top)
+    axes[0, 0].set_ylim(0, 1.12 * max(life.sum(axis=1).max() for life in lives.values()) / GIB)
     for ax in axes.flat[len(lives) :]:
         ax.remove()
     style.key(fig, colors, 6)

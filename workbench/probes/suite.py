@@ -117,8 +117,8 @@ def recorded(*kinds: str) -> pd.DataFrame:
 
 
 def rates(rows: pd.DataFrame) -> pd.DataFrame:
-    """Suite rows with tflops over attended pairs, and `of_dense`: that over dense attention's, of the same group or of
-    another one that timed the same by a faster kernel, `dense_by`.
+    """Suite rows with tflops over attended pairs, and `of_dense`: that over dense attention's, of the same group or,
+    where another group timed the same by another kernel, which is faster, of that one; dense_by: that kernel.
 
     what: the pattern and sizes in words; who: the alternative. in_noise: its interval is not beyond dense attention
     against itself.
@@ -126,8 +126,9 @@ def rates(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows[rows["status"] == "ok"].copy()
     rows["tflops"] = roofline.rates(rows)
     base = rows[rows["label"] == rows["against"]].sort_values("tflops").set_index("suite")
-    call = ["run_device", "n", "heads", "head_dim", "dtype", "mode", "causal"]
-    best = base.groupby(call, dropna=False)[["tflops", "backend"]].transform("last").reindex(rows["suite"])
+    call = ["run_device", "batch", "n", "heads", "kv_heads", "head_dim", "dtype", "mode", "causal"]
+    best = base.groupby(call, dropna=False)[["tflops", "backend"]].transform("last")
+    best = best.where(best["backend"] != base["backend"], base[best.columns]).reindex(rows["suite"])
     rows["of_dense"], rows["dense_by"] = rows["tflops"] / best["tflops"].to_numpy(), best["backend"].to_numpy()
     if "block_pairs" in rows:
         rows["block_tflops"] = roofline.rates(rows, "block_pairs").fillna(rows["tflops"])

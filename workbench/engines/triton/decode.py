@@ -13,16 +13,14 @@ from torch import Tensor
 
 from workbench.engines.triton import tile_ops, tile_sizes
 
-FIELDS = tl.constexpr(
-    8
-)  # of a lane: addresses of keys and values, strides of B and of rows, segment, rate, offset, first
+FIELDS = tl.constexpr(8)  # of a lane: two addresses, strides of B and rows, segment, rate, offset, whether it writes
 
 
 @triton.jit(do_not_specialize=["at", "heads"])
 def token_kernel(Q, K, V, OUT, LSE, LANES, at, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, scale,
                  divisor, heads, GROUP: tl.constexpr, BRANCHES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
                  ROWS: tl.constexpr):  # fmt: skip
-    h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    h, b = tl.program_id(0).to(tl.int64) % heads, tl.program_id(0).to(tl.int64) // heads
     j, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     wide = d < D
     q = tl.load(Q + b * q_b + h * q_h + d, wide, 0.0).to(tl.float32) * scale
@@ -61,8 +59,7 @@ def token_kernel(Q, K, V, OUT, LSE, LANES, at, q_b, q_n, q_h, k_b, k_n, k_h, v_b
 
 def table(lanes: list, heads: int, key_heads: int, device) -> Tensor:
     """int64 (branches, H, FIELDS): of each head its lane of each branch. lanes: of a cache, with room for the next."""
-    none = [0, 0, 0, 0, 1, 1, -1, 0]  # no position has the offset -1
-    rows = [[none] * heads for _ in range(1 + max(lane.branch for lane in lanes))]
+    rows = [[[0, 0, 0, 0, 1, 1, -1, 0]] * heads for _ in range(1 + max(x.branch for x in lanes))]  # -1: no position
     for lane in lanes:
         (_, of_b, of_row, of_head, _), (keys, values) = lane.kept.room.stride(), lane.kept.room
         mine, seen = range(key_heads)[lane.key_heads], set()
@@ -78,7 +75,7 @@ def token(q: Tensor, k: Tensor, v: Tensor, lanes: Tensor, at: int, scale: float,
     """out (B, 1, H, D) and lse (B, H, 1) of the token at position `at`, which is held, too: k, v (B, 1, G, D)."""
     b, _, h, d = q.shape
     out, lse = torch.empty_like(q), torch.empty((b, h, 1), dtype=torch.float32, device=q.device)
-    token_kernel[(h, b)](
+    token_kernel[(b * h,)](
         q, k, v, out, lse, lanes, at, *tile_ops.strides(q, k, v, out), scale * tile_sizes.LOG2_E, divisor, h,
         GROUP=h // k.shape[2], BRANCHES=len(lanes), D=d, BLOCK_D=(wide := tile_sizes.padded(d)), ROWS=8192 // wide,
     )  # fmt: skip
