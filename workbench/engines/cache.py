@@ -33,13 +33,13 @@ class Rows:
     """Keys and values (B, rows, G, D), at most `limit` rows: from then on a new one takes the place of the oldest."""
 
     def __init__(self, limit: int):
-        self.limit, self.seen, self.have, self.room = limit, 0, 0, None
+        self.limit, self.seen, self.room = limit, 0, None
 
     def reserve(self, like: Tensor, need: int) -> None:
         """Have room for so many rows: for twice as many as before whenever it is full, up to the limit."""
-        if need > (old := self.have):
-            self.have = min(self.limit, max(need, 2 * old))
-            grown = like.new_empty(2, len(like), self.have, *like.shape[2:])
+        old = 0 if self.room is None else self.room.shape[2]
+        if need > old:
+            grown = like.new_empty(2, len(like), min(self.limit, max(need, 2 * old)), *like.shape[2:])
             if old:
                 grown[:, :, :old] = self.room
             self.room = grown
@@ -174,7 +174,7 @@ class Rest:
             yield ALL, ALL, *found
         seen = self.at if self.last is None else (self.last[self.at] > stop).nonzero().squeeze(1)
         if 2 * len(seen) <= len(self.at):  # a copy now and then
-            self.at, self.kept.seen, self.kept.have = self.at[seen], len(seen), len(seen)
+            self.at, self.kept.seen = self.at[seen], len(seen)
             self.kept.room = self.kept.room.index_select(2, seen.to(k.device))
 
 
@@ -284,9 +284,9 @@ class Cache:
         for lane in self.lanes:
             kept = lane.kept
             kept.seen = kept.seen * (self.n % lane.segment > 0) + (lane._next(self.n) == self.n)
-            if kept.have < max(1, kept.seen):
+            if kept.room is None or kept.room.shape[2] < kept.seen:
                 kept.reserve(k[:, :, lane.key_heads], max(1, kept.seen))
-        where = [(lane.kept.room.data_ptr(), lane.kept.have) for lane in self.lanes]  # of a copy of this, elsewhere
+        where = [(x.kept.room.data_ptr(), x.kept.room.shape[2]) for x in self.lanes]  # of a copy of this, elsewhere
         if self.table[0] != where:
             self.table = where, decode.table(self.lanes, q.shape[2], k.shape[2], q.device)
         self.n += 1
