@@ -75,7 +75,7 @@ def limiter_map(rows: pd.DataFrame):
     rows: of `frontier.sweep` with `label`, in the order in which cards and ways are to stand.
     """
     ran, where = rows["status"] == "ok", {"index": "card", "columns": "label"}
-    limiter, count = limiters(rows).where(ran, "refused"), rows["n"].where(ran).map("{:,.0f}\n".format, "ignore")
+    limiter, count = limiters(rows).where(ran, "refused"), rows["n"].where(ran).map(_in_a_cell, "ignore")
     words = count.fillna("") + limiter.map(lambda x: textwrap.fill(title(x), 9))
     named = {x: rows[x].map(title) for x in where.values()}
     rows = rows.assign(code=limiter.map(list(LIMITS).index), words=words, **named)
@@ -83,12 +83,16 @@ def limiter_map(rows: pd.DataFrame):
     codes, texts = (rows.pivot(**where, values=x).reindex(**shape) for x in ("code", "words"))
     fig, ax = style.subplots(figsize=(1 + 0.6 * codes.shape[1], 1.6 + 0.66 * codes.shape[0]))
     sns.heatmap(codes, vmin=0, vmax=len(LIMITS) - 1, cmap=[*LIMITS.values()], cbar=False, linewidths=2, ax=ax, fmt="",
-                annot=texts, annot_kws={"size": 8, "color": "black"}, xticklabels=True, yticklabels=True)  # fmt: skip
+                annot=texts, annot_kws={"size": 9, "color": "black"}, xticklabels=True, yticklabels=True)  # fmt: skip
     ax.set(ylabel="", xlabel=f"longest N, and what limits it (time: {rows['seconds'].iloc[0]:g} s per call)")
     ax.xaxis.tick_top()
     ax.tick_params("x", rotation=90, length=0)
     ax.tick_params("y", rotation=0)
     return style.finish(fig, "A map of cards and ways: the longest N of each, and what limits it.")
+
+
+def _in_a_cell(n: float) -> str:
+    return f"{n:,.0f}\n" if n < 1e6 else f"{n / 1e6:.2f}\nmillion\n"
 
 
 def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
@@ -101,8 +105,9 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
     kept = set(size.nlargest(most).index)
     order = [name for name in size.index if name in kept]  # of birth
     colors = dict(zip(order, sns.color_palette(PALETTE, len(order)), strict=True)) | {"others": "#d0d0d0"}
-    rows = -(-len(lives) // 3)
-    fig, axes = style.subplots(rows, 3, figsize=(10.4, 1.2 + 2.6 * rows), sharey=True, squeeze=False)
+    columns = min(len(lives), 3)
+    rows = -(-len(lives) // columns)
+    fig, axes = style.subplots(rows, columns, figsize=(10.4, 1.2 + 2.6 * rows), sharey=True, squeeze=False)
     for ax, (name, life) in zip(axes.flat, lives.items(), strict=False):
         own, at = [name for name in order if name in life], np.arange(1, len(life) + 1)
         layers = life[own].assign(others=life.drop(columns=own).sum(axis=1)) / GIB
@@ -115,7 +120,7 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
             ax.axvline(made[0] + 1, color="#666666", linewidth=1, linestyle=":")
             at_top = {"va": "top", "color": "#444444", "xycoords": ("data", "axes fraction")}
             style.note(ax, "backward from here", (made[0] + 1, 1), (3, 0), **at_top)
-        ax.set(title=name, xlabel=f"{len(life)} allocations and frees", xlim=(at[0], at[-1]), xticks=[])
+        ax.set(title=name, xlabel=f"{len(life):,} allocations and frees", xlim=(at[0], at[-1]), xticks=[])
     fig.supylabel("bytes of the tensors alive (GiB)", fontsize=10)
     axes[0, 0].set_ylim(0, 1.12 * max(life.sum(axis=1).max() for life in lives.values()) / GIB)
     for ax in axes.flat[len(lives) :]:
