@@ -260,8 +260,7 @@ def test_every_committed_row_is_read_under_todays_names(path):
     assert (frame[(frame.probe == "timing") & (frame.status == "ok")].median_ms > 0).all()
     known = {*BACKENDS, *BASELINES, "auto", "nccl", "gloo", "torchscale", "flex", "cache"}  # the last but one was one
     assert set(frame["backend"].dropna()) <= known
-    if "asked" in frame:
-        assert set(frame["asked"].dropna()) <= known
+    assert set(frame["asked"].dropna()) <= known
 
 
 def test_old_names_are_read_as_todays():

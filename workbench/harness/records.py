@@ -28,7 +28,7 @@ SETTLED = ("ok", "oom", "refused", "unsupported")  # the others may have been ba
 FIELDS = (
     "kind", "run", "probe", "pattern", "backend", "n", "heads", "head_dim", "dtype", "causal", "mode", "world",
     "strategy", "status", "samples_ms", "median_ms", "pairs", "peak_bytes", "extra_bytes", "measured", "error", "batch",
-    "kv_heads", "nq", "seed", "pattern_spec",
+    "kv_heads", "nq", "seed", "pattern_spec", "asked", "suite",
 )  # fmt: skip
 RUN_FIELDS = (
     "schema", "device", "n_devices", "driver", "cuda", "torch", "triton", "fa4", "python", "commit", "dirty",
