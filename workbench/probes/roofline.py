@@ -26,22 +26,17 @@ def ceilings(device: str = "cpu", seconds: float = 2.0) -> dict:
     """
     device = checks.device(device, here=True)
     share = checks.number("seconds", seconds) / (len(DTYPES) + 1)
-    tflops, sizes, samples = {}, {}, {}
-    for dtype in DTYPES:
-        outcome = attempt(lambda dtype=dtype: _matmul(dtype, device, share))
-        if outcome.status == "ok":
-            name = str(dtype).removeprefix("torch.")
-            sizes[name], timing = outcome.result
-            samples[name] = timing.samples_ms
-            tflops[name] = 2 * sizes[name] ** 3 / min(timing.samples_ms) / 1e9
+    found = {str(x).removeprefix("torch."): attempt(lambda x=x: _matmul(x, device, share)).result for x in DTYPES}
+    found = {name: result for name, result in found.items() if result}
     size = CPU_COPY_BYTES if device == "cpu" else GPU_COPY_BYTES
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
     copy = measure(lambda: target.copy_(source), samples=20, seconds=share)
-    samples["copy"] = copy.samples_ms
     return {
-        "device": device, "matmul_tflops": tflops, "matmul_size": sizes, "copy_bytes": size,
-        "copy_gbs": 2 * size / min(copy.samples_ms) / 1e6, "samples_ms": samples,
+        "device": device, "matmul_size": {name: side for name, (side, _) in found.items()}, "copy_bytes": size,
+        "matmul_tflops": {name: 2 * side**3 / min(took.samples_ms) / 1e9 for name, (side, took) in found.items()},
+        "copy_gbs": 2 * size / min(copy.samples_ms) / 1e6,
+        "samples_ms": {name: took.samples_ms for name, (_, took) in found.items()} | {"copy": copy.samples_ms},
     }  # fmt: skip
 
 
