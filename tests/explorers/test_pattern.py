@@ -108,6 +108,8 @@ def test_every_kernel_and_length_is_a_mark_that_names_itself():
     with browser.shown(roofline({"H100": device})._repr_html_()) as tab:
         said = tab.run("document.querySelector('canvas').getAttribute('aria-label')")
         assert f"{len(device['points'])} points" in said and "% of it" in said
+        lines = tab.run("document.querySelector('.x-note').textContent")
+        assert f"{best['copy_gbs']:,.0f} GB/s" in lines and lines.endswith("the vendor's peak, 989 TFLOP/s.")
         names = []
         for _ in device["points"].itertuples():
             tab.press("ArrowRight")

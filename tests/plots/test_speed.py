@@ -17,15 +17,13 @@ def card():
 
 
 def test_time_has_a_panel_a_mode_and_a_line_a_backend(card):
-    rows, _ = card
-    fig = draw.time_against_n(rows)
+    fig = draw.time_against_n(card[0])
     assert [ax.get_title("left") for ax in fig.axes] == ["forward", "forward + backward"]
     assert {"dense, cuDNN", "dense, FlashAttention-2", "dilated", "block-sparse", "neighborhood"} <= named(fig)
 
 
 def test_another_machines_rows_are_told_apart(card):
-    rows, _ = card
-    fig = draw.time_against_n(rows, rows.copy())
+    fig = draw.time_against_n(card[0], card[0].copy())
     pale = [line for line in fig.axes[0].get_lines() if line.get_markerfacecolor() == "white"]
     assert len(pale) == 5 and {"dilated", "dilated, H100"} <= named(fig)
 
@@ -41,7 +39,9 @@ def test_a_roofline_has_both_ceilings_and_no_point_above_them(card):
     assert device["peak"] == 989.4 and (device["points"]["tflops"] <= device["tflops"]).all()
     low = roofline.device(rows, best | {"matmul_tflops": {"bfloat16": 1.0}})
     assert low["tflops"] == rows["tflops"].max()  # never more than all of a ceiling
-    assert f" of {len(device['points'])} marks lie below" in roofline.bound(device)
+    assert device["points"]["measured"].str.fullmatch(r"2026-\d\d-\d\d, \w{7}").all()
+    said = roofline.bound(device)
+    assert f"moves **{best['copy_gbs']:,.0f} GB/s**" in said and f" of {len(device['points'])} marks lie below" in said
     assert roofline.shown({"a": device})["share"].max() < 1
 
 

@@ -4,9 +4,10 @@ import pandas as pd
 
 from workbench.fit import cards
 from workbench.harness.narrate import MODES, number, title
+from workbench.harness.outcome import attempt
 from workbench.probes import roofline, speed
 
-COLUMNS = ["label", "family", "backend", "mode", "n", "intensity", "tflops", "text"]
+COLUMNS = ["label", "family", "backend", "mode", "n", "intensity", "tflops", "measured", "text"]
 
 
 def device(rows: pd.DataFrame, ceilings: dict, suite: pd.DataFrame | None = None) -> dict:
@@ -15,27 +16,24 @@ def device(rows: pd.DataFrame, ceilings: dict, suite: pd.DataFrame | None = None
     tflops: the ceiling of `speed.top`. gbs: the copy's. peak: the vendor's TFLOP/s of this dtype, None where no card of
     the table is it.
     """
-    shown = points(rows)
+    shown, (name, dtype) = points(rows), rows[["run_device", "dtype"]].iloc[0]
     if suite is not None and len(suite):
-        same = (suite["run_device"] == rows["run_device"].iloc[0]) & (suite["dtype"] == rows["dtype"].iloc[0])
-        mine = suite[same & (suite["label"] != "A/A")]
+        mine = suite[(suite["run_device"] == name) & (suite["dtype"] == dtype) & (suite["label"] != "A/A")]
         family = [spec["pattern"] for spec in mine["pattern_spec"]]
         shown = pd.concat([shown, points(mine.assign(label=mine["what"], backend=mine["who"], family=family))])
-    try:
-        peak = cards.find(str(rows["run_device"].iloc[0])).matmul_tflops.get(rows["dtype"].iloc[0])
-    except ValueError:
-        peak = None
+    peak = attempt(lambda: cards.find(str(name)).matmul_tflops.get(dtype)).result
     most = max(speed.top(rows, ceilings)[0], shown["tflops"].max())
     return {"points": shown, "tflops": most, "gbs": ceilings["copy_gbs"], "peak": peak}
 
 
 def points(rows: pd.DataFrame) -> pd.DataFrame:
-    """COLUMNS of the rows that ran: intensity in operations over attended pairs a byte of inputs and results."""
+    """COLUMNS of the rows that ran: operations over attended pairs a byte of inputs and results; the day and commit."""
     done = rows[(rows["status"] == "ok") & rows["pairs"].notna()].copy()
     done["intensity"] = roofline.intensities(done)
+    done["measured"] = done["run_utc"].str[:10] + ", " + done["run_commit"].str[:7].fillna("no commit")
     done["text"] = [
         f"{row.label}, {title(row.backend)}\n{MODES[row.mode]}, N = {int(row.n):,}\n{number(row.tflops)} TFLOP/s, "
-        f"{number(row.intensity)} operations per byte, {number(row.median_ms)} ms"
+        f"{number(row.intensity)} operations per byte, {number(row.median_ms)} ms\n{row.measured}"
         for row in done.itertuples()
     ]
     return done[COLUMNS].reset_index(drop=True)
@@ -47,9 +45,10 @@ def bound(device: dict) -> str:
     if device["points"].empty:
         return "No row ran, so nothing lies under these ceilings."
     points = device["points"].sort_values("intensity")
-    below = f"{(points['intensity'] < ridge).sum() or 'none'} of {len(points)} marks lie below that"
+    below = f"{(points['intensity'] < ridge).sum() or 'None'} of {len(points)} marks lie below that"
     least = f"the lowest, {points['label'].iloc[0]}, is at {number(points['intensity'].iloc[0])}"
-    return f"From **{number(ridge)} operations per byte** on, arithmetic is the limit and not memory: {below}; {least}."
+    copy = f"A copy moves **{number(device['gbs'])} GB/s**, counting what is read and what is written"
+    return f"{copy}: from **{number(ridge)} operations per byte** on arithmetic is the limit. {below}; {least}."
 
 
 def shown(devices: dict) -> pd.DataFrame:

@@ -2,7 +2,7 @@
 function start(root, data) {
   const MODES = {fwd: "forward", fwdbwd: "forward + backward"};
   const NAMES = {Dense: "dense", Dilated: "LongNet's dilated", BlockSparse: "block-sparse", Neighborhood: "neighborhood or window"};
-  const LEFT = 56, RIGHT = 16, TOP = 16, BOTTOM = 44;
+  const LEFT = 56, RIGHT = 16, TOP = 20, BOTTOM = 44;
   let drawn = [], chosen = null, view = null, canvas = null;
   kit.controls(root, "roofline", [
     {name: "device", label: "device", kind: "select", value: 0, options: data.devices.map((one, k) => [k, one.name]), show: () => data.devices.length > 1},
@@ -10,9 +10,9 @@ function start(root, data) {
     {name: "family", label: "pattern", kind: "select", value: "all", options: [["all", "all"], ...Object.entries(NAMES)]},
   ], state => { view = state; canvas?.redraw(); });
   canvas = kit.canvas(root, {label: "roofline", height: width => Math.min(460, Math.max(300, 0.55 * width)), draw, keys: true});
-  const key = kit.key(root);
+  const key = kit.key(root), lines = kit.el("p", {class: "x-note"});
   kit.points(root, canvas.canvas, () => drawn, item => { chosen = item; canvas.redraw(); });
-  root.append(kit.el("p", {class: "x-note"}, "Filled: forward; hollow: forward + backward. Point at a mark, or walk with the arrow keys, for its name. Operations are those of attended pairs; bytes are q, k, v and the results, moved once."));
+  root.append(lines, kit.el("p", {class: "x-note"}, "Filled: forward; hollow: forward + backward. Point at a mark, or walk with the arrow keys, for its name. Operations are those of attended pairs; bytes are q, k, v and the results, moved once."));
 
   function color(family) { return kit.color(root, family.toLowerCase()); }
 
@@ -35,12 +35,7 @@ function start(root, data) {
     path([[x(10 ** xs[0]), y(10 ** xs[0] * device.gbs / 1000)], [x(ridge), y(device.tflops)], [width - RIGHT, y(device.tflops)]]);
     if (device.peak) { ctx.setLineDash([6, 4]); ctx.strokeStyle = soft; ctx.lineWidth = 1; path([[LEFT, y(device.peak)], [width - RIGHT, y(device.peak)]]); ctx.setLineDash([]); }
     ctx.restore();
-    ctx.fillStyle = ink;
-    text(`measured: ${kit.number(device.tflops)} TFLOP/s`, width - RIGHT, y(device.tflops) + 14, "right");
-    if (device.peak) { ctx.fillStyle = soft; text(`vendor's peak: ${kit.number(device.peak)} TFLOP/s`, width - RIGHT, y(device.peak) - 4, "right"); }
-    ctx.fillStyle = soft;
-    ctx.save(); ctx.translate(x(10 ** xs[0] * 1.3), y(10 ** xs[0] * 1.3 * device.gbs / 1000)); ctx.rotate(-Math.atan2((height - TOP - BOTTOM) / (ys[1] - ys[0]), (width - LEFT - RIGHT) / (xs[1] - xs[0])));
-    text(`copy: ${kit.number(device.gbs)} GB/s`, 0, -5, "left"); ctx.restore();
+    lines.textContent = `Lines: what was measured, a copy's ${kit.number(device.gbs)} GB/s up to ${kit.number(device.tflops)} TFLOP/s` + (device.peak ? `; dashed, the vendor's peak, ${kit.number(device.peak)} TFLOP/s.` : ".");
     drawn = some.map(point => ({x: x(point.intensity), y: y(point.tflops), text: `${point.text}\n${kit.percent(point.tflops / device.tflops)} of the ceiling`, point}));
     for (const item of drawn) {
       const its = color(item.point.family), near = chosen && chosen.point === item.point;
