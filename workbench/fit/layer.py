@@ -51,7 +51,8 @@ def measure(cases: Mapping[str, Case], *, samples=9, seconds=60.0, profile="quic
         alone = fastest_dense(replace(case_of(case), mode="fwdbwd"))  # whose kernel is the layer's, too
         layer = Layer(**{x.name: getattr(alone, x.name) for x in fields(Case)})
         layers |= {label: layer, label + ALONE: alone}
-    return pd.DataFrame(suite.measure(layers, records.start("layer", profile, folder), samples, seconds))
+    recorder = records.start("layer", profile, folder)
+    return recorder.frame(suite.measure(layers, recorder, samples, seconds))
 
 
 def recorded(kind: str = "h100x1") -> pd.DataFrame:

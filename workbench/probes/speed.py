@@ -141,8 +141,8 @@ def falling(rows: pd.DataFrame) -> list[str]:
         for before, after in itertools.pairwise(line.to_dict("records")):
             if after["pairs"] > before["pairs"] and after["median_ms"] < 0.9 * before["median_ms"]:
                 took = " and ".join(f"{number(x['median_ms'])} ms at N = {int(x['n']):,}" for x in (before, after))
-                said.append(f"**Disturbed:** {label} ({title(backend)}), {MODES[mode]}, took {took}, with more to do: "
-                            "the device or its host had other work, so take these times as upper bounds.")  # fmt: skip
+                said.append(f"**Doubtful:** {label} ({title(backend)}), {MODES[mode]}, took {took}, with more to do: "
+                            "something else may have run, or launching took longer than running.")  # fmt: skip
     return said
 
 
@@ -150,11 +150,9 @@ def busy(rows: pd.DataFrame) -> list[str]:
     """A warning where more ran on the processors than they are, when these rows were measured (of runs on a CPU)."""
     loads = rows[rows["run_cuda"].isna() | (rows["device"] == "cpu")]
     loads = loads[loads["run_load"].astype(float) > BUSY * loads["run_processors"].astype(float)]
-    if loads.empty:
-        return []
-    worst = loads.sort_values("run_load").iloc[-1]
-    on = counted(int(worst["run_processors"]), "processor")
-    return [f"**This machine was busy** (load {number(worst['run_load'])} on {on}): times are upper bounds."]
+    worst = loads.sort_values("run_load")[["run_load", "run_processors"]].tail(1).to_numpy()
+    return [f"**This machine was busy** (load {number(load)} on {counted(int(cores), 'processor')}): times are upper "
+            "bounds." for load, cores in worst]  # fmt: skip
 
 
 def settings(*frames: pd.DataFrame | None) -> pd.DataFrame:
@@ -163,10 +161,9 @@ def settings(*frames: pd.DataFrame | None) -> pd.DataFrame:
     for frame in (x for x in frames if x is not None and len(x)):
         last = frame[frame["n"] == frame.groupby("label")["n"].transform("max")].sort_values("median_ms")
         last = last.drop_duplicates("label").to_dict("records")  # of several kernels the fastest
-        first = last[0]
-        inputs = f"{first['dtype']}, {int(first['heads'])} heads x {int(first['head_dim'])}"
+        inputs = f"{last[0]['dtype']}, {int(last[0]['heads'])} heads x {int(last[0]['head_dim'])}"
         patterns = {row["label"]: f"{title(row['pattern'])} ({title(row['backend'])})" for row in last}
-        columns[first["run_device"]] = {"inputs": inputs} | patterns
+        columns[last[0]["run_device"]] = {"inputs": inputs} | patterns
     return pd.DataFrame(columns)
 
 
@@ -199,10 +196,9 @@ def break_even(
     measured against itself: what noise alone does. All are recorded.
     """
     sparsities, n = checks.listed("sparsities", sparsities), case_of(dense).n
-    cases = {"dense": fastest_dense(dense)}
-    for sparsity in sparsities:
-        pattern = BlockSparse(layouts.random(1 - sparsity), block_size)
-        cases[pattern.name] = replace(dense, pattern=pattern, backend="auto")
+    patterns = [BlockSparse(layouts.random(1 - sparsity), block_size) for sparsity in sparsities]
+    cases = {x.name: replace(dense, pattern=x, backend="auto") for x in patterns}
+    cases = {"dense": fastest_dense(dense)} | cases
     calls = {name: case.prepare() for name, case in cases.items()}
     frame = timing.compare({x: call for x, (call, _) in calls.items()}, warmup=1, samples=samples, seconds=seconds)
     recorder, rows, total = records.start("break_even", profile, folder), [], n * n * dense.heads
@@ -216,19 +212,18 @@ def break_even(
 
 
 def ceiling(rows: pd.DataFrame, ceilings: dict) -> list[str]:
-    """What the ceiling is (`top`), and what comes closest to it in `first_mode`."""
-    shares = against_ceiling(rows, ceilings)
-    shares = first_mode(shares[shares["share"].notna()]).sort_values("share")
-    if shares.empty:
+    """What the ceiling is (`top`), and what comes closest to it at any length in `first_mode`."""
+    done = first_mode(rows[(rows["status"] == "ok") & rows["tflops"].notna()])
+    if done.empty:
         return ["Nothing ran: there is no rate to compare with the ceiling."]
-    close = shares.iloc[-1]
+    close = done.sort_values("tflops").iloc[-1]
     (most, what), dtype = top(rows, ceilings), rows["dtype"].iloc[0]
     product, ceiling = ceilings["matmul_tflops"].get(dtype), "The ceiling is"
-    if product is None or product < most:
-        reached = "could not be measured" if product is None else f"reach {number(product)}"
+    if not product or product < most:
+        reached = f"reach {number(product)}" if product else "could not be measured"
         ceiling = f"{dtype} matrix products {reached}, so the ceiling is the fastest attention here:"
-    of = f"Of the patterns timed over N, {MODES[close['mode']]}, **{close['label']}**"
-    said = f"{of} comes closest to the ceiling, at {close['share']:.0%}."
+    of = f"Of the patterns timed over N, {MODES[close['mode']]}, **{close['label']}** by {title(close['backend'])}"
+    said = f"{of} comes closest to the ceiling: {close['tflops'] / most:.0%} of it at N = {int(close['n']):,}."
     return [f"{ceiling} {number(most)} TFLOP/s, by {what}.", said]
 
 
@@ -240,11 +235,14 @@ def pays(rows: pd.DataFrame) -> str:
     at, since, top = f"At N = {int(sparse['n'].iloc[0]):,}, ", pays_from(rows), sparse.loc[sparse["speedup"].idxmax()]
     by = title(rows.loc[rows["name"] == "dense", "backend"].iloc[0])
     most = f"at {top['sparsity']:.0%} sparsity it is {times(top['speedup'], '.2f')} fast as dense attention by {by}"
+    ends = top["speedup_low"], top["speedup_high"]
+    if top["speedup"] < 1:
+        most = f"at best, at {top['sparsity']:.0%}, it takes {times(1 / top['speedup'], '.2f')} long as dense by {by}"
+        ends = 1 / top["speedup_high"], 1 / top["speedup_low"]
+    most = f"{most} (95% interval {spread(*ends)})"
     if since is not None:
         ideal = f"the pairs alone would allow {top['ideal']:.1f} times"
         return f"{at}leaving blocks out pays **from {since:.0%}** sparsity on: {most}; {ideal}."
-    if top["speedup"] < 1:
-        most = f"at best, at {top['sparsity']:.0%}, it takes {times(1 / top['speedup'], '.2f')} long as dense by {by}"
     return f"{at}leaving blocks out pays **from no sparsity tried here** on, beyond the noise: {most}."
 
 
@@ -279,11 +277,7 @@ def ceilings(device: str = "cpu", seconds: float = 2.0, profile: str = "quick", 
 
 def recorded(kind: str = "h100x1") -> tuple[pd.DataFrame, dict | None]:
     """(rows of sweeps, ceilings or None) committed for a machine kind, newest of each; empty where there are none."""
-    frame = records.committed(kind)
-    best = frame[frame["probe"] == "roofline"].tail(1).to_dict("records")
-    rows = table(frame)
-    rows = rows[rows["asked"].notna()] if "asked" in rows else rows[:0]  # by `sweep`
-    if len(rows):
-        same = rows.assign(spec=rows["pattern_spec"].map(json.dumps)).duplicated([*KEY, "asked", "spec"], keep="last")
-        rows = rows[~same]
-    return rows, best[0] if best else None
+    best = records.committed(kind, "roofline").tail(1).to_dict("records")
+    rows = table(records.committed(kind, "timing").dropna(subset="asked"))  # by `sweep`
+    same = rows.assign(spec=rows["pattern_spec"].map(json.dumps)).duplicated([*KEY, "asked", "spec"], keep="last")
+    return rows[~same], best[0] if best else None

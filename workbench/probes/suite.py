@@ -14,13 +14,15 @@ import torch
 
 from workbench.harness import machine, records
 from workbench.harness.machine import short_name
-from workbench.harness.narrate import MODES, listed, spread, times, title
+from workbench.harness.narrate import MODES, listed, number, spread, title
 from workbench.harness.outcome import attempt
 from workbench.patterns import Neighborhood, checks
 from workbench.probes import catalog, memory, roofline
 from workbench.probes.case import Case
 from workbench.probes.speed import fastest_dense
 from workbench.probes.timing import AA, compare
+
+CALL = ["run_device", "batch", "n", "heads", "kv_heads", "head_dim", "dtype", "mode", "causal"]
 
 
 def run(
@@ -106,14 +108,10 @@ def gathered(groups: Iterable[str], kinds: Iterable[str], **options) -> pd.DataF
 def recorded(*kinds: str) -> pd.DataFrame:
     """The rows committed for machine kinds, with their rates: of each group the newest run's of the first kind that has
     it; empty if none has any."""
-    found = []
-    for kind in kinds:
-        rows = records.committed(kind)
-        if "suite" not in rows:
-            continue
-        rows = rows[rows["suite"].notna() & ~rows["suite"].isin([name for frame in found for name in frame["suite"]])]
-        found.append(rows[rows["run"] == rows.groupby("suite")["run"].transform("last")])
-    return rates(pd.concat(found, ignore_index=True)) if found else pd.DataFrame()
+    frames = [records.committed(kind, "timing").dropna(subset="suite") for kind in kinds]
+    newest = {suite: run for frame in reversed(frames) for suite, run in zip(frame["suite"], frame["run"], strict=True)}
+    rows = pd.concat([x for x in frames if len(x)] or frames, ignore_index=True)
+    return rates(rows[rows["run"] == rows["suite"].map(newest)]) if newest else pd.DataFrame()
 
 
 def rates(rows: pd.DataFrame) -> pd.DataFrame:
@@ -126,8 +124,7 @@ def rates(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows[rows["status"] == "ok"].copy()
     rows["tflops"] = roofline.rates(rows)
     base = rows[rows["label"] == rows["against"]].sort_values("tflops").set_index("suite")
-    call = ["run_device", "batch", "n", "heads", "kv_heads", "head_dim", "dtype", "mode", "causal"]
-    best = base.groupby(call, dropna=False)[["tflops", "backend"]].transform("last")
+    best = base.groupby(CALL, dropna=False)[["tflops", "backend"]].transform("last")
     best = best.where(best["backend"] != base["backend"], base[best.columns]).reindex(rows["suite"])
     rows["of_dense"], rows["dense_by"] = rows["tflops"] / best["tflops"].to_numpy(), best["backend"].to_numpy()
     if "block_pairs" in rows:
@@ -161,14 +158,16 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
     """
     out = rows[(rows["label"] != "A/A") & rows["pairs"].notna()].sort_values(["what", "mode", "n"], kind="stable")
     sizes = ["n", "heads", "head_dim", "dtype"]
-    base = out[out["label"] == out["against"]].set_index("suite")[sizes].reindex(out["suite"])
-    same = (out[sizes].to_numpy() == base.to_numpy()).all(axis=1) & (out["label"] != out["against"])
+    base = out[out["label"] == out["against"]].set_index("suite").reindex(out["suite"])
+    same = (out[sizes].to_numpy() == base[sizes].to_numpy()).all(axis=1) & (out["label"] != out["against"])
+    lent = out["dense_by"].ne(base["backend"].to_numpy()) & out["dense_by"].notna()
     output = 2 * out["batch"].astype(float) * out["n"] * out["heads"] * out["head_dim"]
     words = [f"{r.speedup:.2f} ({r.speedup_low:.2f} to {r.speedup_high:.2f})" for r in out.itertuples()]
     return pd.DataFrame({
         "pattern": out["what"], "mode": out["mode"].map(MODES), "kernel": out["who"], "n": out["n"].astype(int),
         "card": [short_name(str(x)).upper() for x in out["run_device"]], "median_ms": out["median_ms"],
         "tflops": out["tflops"], "rate relative to dense": out["of_dense"],
+        "dense of another group": out["dense_by"].where(lent).map(title, na_action="ignore"),
         "speed relative to dense": pd.Series(words, out.index).where(same),
         "extra / output": out["extra_bytes"].astype(float) / output,
     }).set_index("pattern").dropna(axis="columns", how="all")  # fmt: skip
@@ -187,9 +186,22 @@ def orders(rows: pd.DataFrame) -> pd.DataFrame:
     }).set_index("order")  # fmt: skip
 
 
-def devices(rows: pd.DataFrame) -> str:
-    """The cards that rows are from, in words."""
-    return listed(dict.fromkeys(short_name(str(x)).upper() for x in rows["run_device"])) if len(rows) else "no card"
+def devices(rows: pd.DataFrame, dated=False) -> str:
+    """The cards that rows are from, in words; dated: with the day and the commit of each run."""
+    named = rows["run_device"].map(lambda x: short_name(str(x)).upper())
+    if dated:
+        named += " (" + rows["run_utc"].str[:10] + ", commit " + rows["run_commit"].str[:7].fillna("unknown") + ")"
+    return listed(named.unique()) if len(rows) else "no card"
+
+
+def apart(sweep: pd.DataFrame, rows: pd.DataFrame, much=0.1) -> list[str]:
+    """What a sweep (`speed.table`) and a group timed by the same kernel and differs by more than `much`, a sentence."""
+    groups = rows[(rows["label"] != AA) & rows["graph"].ne(True)]
+    both = sweep.merge(groups, on=[*CALL, "pattern", "pairs", "backend"], suffixes=("", "_here"))
+    both = both[(both["tflops_here"] / both["tflops"] - 1).abs() > much]
+    each = [f"{title(x.pattern)} by {title(x.backend)}, {x.heads:g} x {x.head_dim:g}, {MODES[x.mode]}, N = {x.n:,.0f} "
+            f"({number(x.tflops)} TFLOP/s there, {number(x.tflops_here)} here)" for x in both.itertuples()]  # fmt: skip
+    return [f"These were timed over N, too, at rates more than {much:.0%} apart: {'; '.join(each)}."] if each else []
 
 
 def baseline(rows: pd.DataFrame) -> str:
@@ -198,16 +210,16 @@ def baseline(rows: pd.DataFrame) -> str:
     return f"dense attention by {listed(map(title, kernels))}"
 
 
-def per_pair(rows: pd.DataFrame) -> list[str]:
-    """What LongNet makes of dense attention's rate over attended pairs, a sentence per mode."""
+def per_pair(rows: pd.DataFrame) -> list[tuple[str, str]]:
+    """What LongNet makes of dense attention's rate over attended pairs, a sentence per mode; where least and most."""
     ours = rows[(rows["label"] == "workbench") & rows["suite"].str.startswith("longnet")]
     said = []
     for mode in [mode for mode in MODES if mode in set(ours["mode"])]:
         some = ours[ours["mode"] == mode].sort_values("of_dense")
         low, high = (f"{x['what']}, N = {int(x['n']):,}" for _, x in some.iloc[[0, -1]].iterrows())
         ratio, by = spread(some["of_dense"].min(), some["of_dense"].max()), map(title, some["dense_by"].unique())
-        said.append(f"{MODES[mode].capitalize()}, LongNet on {devices(some)} computes its pairs at **{ratio} times** "
-                    f"the rate of dense attention by {listed(by)} (least: {low}; most: {high}).")  # fmt: skip
+        said.append((f"{MODES[mode].capitalize()}, LongNet on {devices(some)} computes its pairs at **{ratio} times** "
+                     f"the rate of dense attention by {listed(by)}.", f"Least: {low}; most: {high}."))  # fmt: skip
     return said
 
 
@@ -217,6 +229,7 @@ def times_longer(rows: pd.DataFrame) -> list[str]:
     ours = theirs["suite"].map(rows[rows["label"] == "workbench"].set_index("suite")["median_ms"])
     for (name, mode), group in theirs.assign(longer=theirs["median_ms"] / ours).groupby(["who", "mode"], sort=False):
         each = listed(f"{x.longer:.1f} at N = {int(x.n):,}" for x in group.sort_values("n").itertuples())
-        said.append(f"{MODES[mode].capitalize()}, {name} takes {times(group['longer'].max(), '.1f')} long as this "
-                    f"package ({each}; {devices(group)}).")  # fmt: skip
+        ends = spread(group["longer"].min(), group["longer"].max(), ".1f")
+        said.append(f"{MODES[mode].capitalize()}, {name} takes **{ends} times** as long as this package ({each}; "
+                    f"{devices(group)}).")  # fmt: skip
     return said
