@@ -67,7 +67,7 @@ def test_figures_and_tables_are_numbered_and_the_answer_comes_first(html):
 def test_the_end_of_a_page_says_where_it_comes_from(html):
     end = html[html.index("<footer") :]
     assert "python -m workbench report t" in end and "torch" in end and "at commit abc1234" in end
-    assert "were read for it: 4 rows of 2 files" in end and "h200x1/a.jsonl: 3 rows" in end and "cpu/b.jsonl: 1 row<" in end
+    assert "read for it: 4 rows of 2 files" in end and "h200x1/a.jsonl: 3 rows" in end and "cpu/b.jsonl: 1 row<" in end
     assert "@misc{workbench-t," in end and "year = {2026}" in end
 
 

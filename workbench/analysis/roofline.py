@@ -41,10 +41,9 @@ def points(rows: pd.DataFrame) -> pd.DataFrame:
 
 def bound(device: dict) -> str:
     """Whether memory or arithmetic bounds what was measured, in a sentence."""
-    ridge = 1000 * device["tflops"] / device["gbs"]
-    if device["points"].empty:
+    ridge, points = 1000 * device["tflops"] / device["gbs"], device["points"].sort_values("intensity")
+    if points.empty:
         return "No row ran, so nothing lies under these ceilings."
-    points = device["points"].sort_values("intensity")
     below = f"{(points['intensity'] < ridge).sum() or 'None'} of {len(points)} marks lie below that"
     least = f"the lowest, {points['label'].iloc[0]}, is at {number(points['intensity'].iloc[0])}"
     copy = f"A copy moves **{number(device['gbs'])} GB/s**, counting what is read and what is written"

@@ -38,8 +38,7 @@ def decoding(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     fig, axes = style.subplots(1, 2, figsize=(9.5, 4.6))
     frames = [x for x in (rows, recorded) if x is not None and len(x)]
     held = [x.assign(median_ms=m, samples_ms=[[y] for y in m]) for x in frames for m in [x["held_bytes"] / 2**20]]
-    labels = "time per token (ms)", "keys and values held (MiB)"
-    for ax, label, drawn in zip(axes, labels, (frames, held), strict=True):
+    for ax, label, drawn in zip(axes, ("time per token (ms)", "keys and values (MiB)"), (frames, held), strict=True):
         ends = _lines(ax, "fwd", *drawn)
         ax.set(ylabel=label, title="")
         style.log_ticks(ax.yaxis, "{:,g}".format, subs=(1, 2, 5))
@@ -184,5 +183,4 @@ def picture(path: str, kind: str = "h200x1") -> None:
         by = title(done.loc["Dense", "backend"])
         text = f"dilated at {style.length(at)}:\n{dense / dilated:.0f} times as fast\nas dense\n({by})"
         ax.text(0.04, 0.96, text, transform=ax.transAxes, va="top", fontsize=11, weight="bold")
-    sizes = f"{int(first['heads'])} heads x {int(first['head_dim'])}"
-    style.save(fig, path, f"{first['run_device']}, {first['dtype']}, {sizes}")
+    style.save(fig, path, "{run_device}, {dtype}, {heads:g} heads x {head_dim:g}".format(**first))

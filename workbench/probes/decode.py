@@ -59,8 +59,7 @@ def time(case: Case, samples: int = 9) -> dict:
 
 
 def table(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of this probe that ran, of each label, N and device the newest, with family, the pattern's class, and
-    q10_ms and q90_ms, the ends of the middle four fifths of the samples."""
+    """The rows of this probe that ran, of each label, N and device the newest, with family, q10_ms and q90_ms."""
     rows = rows[(rows["probe"] == "decode") & (rows["status"] == "ok")]
     rows = rows.drop_duplicates(["label", "n", "run_device"], keep="last") if len(rows) else rows
     low, high = (rows["samples_ms"].map(lambda s, q=q: float(pd.Series(s).quantile(q))) for q in (0.1, 0.9))

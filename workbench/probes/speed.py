@@ -197,8 +197,7 @@ def break_even(
     """
     sparsities, n = checks.listed("sparsities", sparsities), case_of(dense).n
     patterns = [BlockSparse(layouts.random(1 - sparsity), block_size) for sparsity in sparsities]
-    cases = {x.name: replace(dense, pattern=x, backend="auto") for x in patterns}
-    cases = {"dense": fastest_dense(dense)} | cases
+    cases = {"dense": fastest_dense(dense)} | {x.name: replace(dense, pattern=x, backend="auto") for x in patterns}
     calls = {name: case.prepare() for name, case in cases.items()}
     frame = timing.compare({x: call for x, (call, _) in calls.items()}, warmup=1, samples=samples, seconds=seconds)
     recorder, rows, total = records.start("break_even", profile, folder), [], n * n * dense.heads
