@@ -108,9 +108,9 @@ def test_a_prediction_takes_few_traces(monkeypatch):
 
 
 def test_what_limits_a_prediction_has_a_name(monkeypatch):
-    toy(monkeypatch, milliseconds=lambda n: (n / 1000) ** 2)
-    row = search(seconds=10)
-    assert row["limiter"] == "time" and row["n"] == 99_968 and row["predicted_ms"] <= 10_000
+    toy(monkeypatch, milliseconds=lambda n: (n / 1000) ** 2 + n / 100)
+    rows = [search(seconds=10.8, step=0.1, budget_bytes=x * BUDGET) for x in (1, 3, 9)]
+    assert {(x["limiter"], x["n"]) for x in rows} == {("time", 98_944)} and rows[0]["predicted_ms"] <= 10_800
     toy(monkeypatch)
     row = search(limit_n=100_100)
     assert (row["limiter"], row["n"]) == ("search", 100_096)  # a multiple of the grain
