@@ -189,7 +189,7 @@ def _card(card, device: str):
     return cards.from_device(device) if device.startswith("cuda") else None
 
 
-FOUND = ("backend", "peak_bytes", "reserved_bytes", "extra_bytes", "median_ms", "valid")
+FOUND = ("backend", "kernel", "peak_bytes", "reserved_bytes", "extra_bytes", "median_ms", "valid")
 PREDICTED = {"n": "n", "limiter": "limiter", "error": "error", "bytes": "reserved_bytes", "ms": "milliseconds"}
 
 
@@ -207,9 +207,9 @@ def _predicted(at: Lengths, card, asked: dict, where: dict) -> dict:
         slow = "time" if lateness > 1 else None
         limiter = "memory" if reserved is None else "validity" if found.wrong else slow
         return Tried(limiter, max((reserved or found.reserved_bytes) / asked["budget_bytes"], lateness), {
-            "backend": found.backend, "peak_bytes": found.requested_bytes, "reserved_bytes": reserved,
-            "extra_bytes": found.requested_bytes - found.inputs_bytes, "milliseconds": found.milliseconds,
-            "error": found.wrong if limiter == "validity" else None,
+            "backend": found.backend, "kernel": found.kernel, "milliseconds": found.milliseconds,
+            "peak_bytes": found.requested_bytes, "extra_bytes": found.requested_bytes - found.inputs_bytes,
+            "reserved_bytes": reserved, "error": found.wrong if limiter == "validity" else None,
         })  # fmt: skip
 
     with uncollected():
