@@ -112,7 +112,8 @@ def test_predictions_are_counted_where_both_numbers_are():
 
 def test_what_is_promised_too_much_and_what_lies_beyond_is_told():
     frame = pd.DataFrame({"way": ["a", "b"], frontiers.TOO_MUCH: [0.1, 0.2]})
-    assert frontiers.overpromised(frame, "t4").endswith("up to **20.0%** more tokens than run (b).")
+    said = "(predicted, by memory alone), what `max_memory_allocated` reports promises up to **20.0%** more tokens than"
+    assert frontiers.overpromised(frame, "t4") == f"On t4 {said} run (b)."
     assert frontiers.overpromised(pd.DataFrame([]), "t4") == "None of these ways runs on t4."
     table = pd.DataFrame({"status": ["ok", "ok"], "n": [2**20, None]})
     assert "**N = 524,288**. Of the frontiers above 1 of 2 lie beyond it: " in frontiers.beyond(table, 32, 128)
@@ -124,3 +125,7 @@ def test_limits_are_counted_also_where_no_time_is_modelled():
     words = "time 1, nothing as far as was searched 1, memory (time not modelled) 1"
     assert frontiers.limits(table.assign(predicted_ms=None)) == f"What limits the 3 frontiers here: {words}."
     assert frontiers.limits(table[3:].assign(predicted_ms=None)).endswith("here: none of these ways runs.")
+    autos = table.assign(label="dense, auto", card=["t4", "h200", "b200", "l4"], kernel=["efficient", "fa4"] * 2)
+    said = "memory-efficient on T4 and B200; FlashAttention-4 on H200"
+    assert frontiers.autos(autos.assign(n=[64, 64, 64, None])) == f"At these lengths dense, auto is {said}."
+    assert frontiers.autos(autos.assign(label="dense, eager")) == ""

@@ -23,7 +23,7 @@ class Works:
 
 
 def search(works, first=1024, limit_n=1 << 30, grain=128, step=0.005, time_step=0.1, near=False):
-    found = largest(works, first, limit_n, grain, step, time_step, near)
+    found = largest(works, first, limit_n, grain, step, {"time": time_step}, near)
     assert all(n % grain == 0 for n in works.tried)
     return found
 
@@ -102,7 +102,7 @@ def test_a_search_that_is_stopped_keeps_what_it_knows():
             raise Stopped(Outcome("killed", "ended by signal 11"))
         return inner(n)
 
-    fields = largest(works, 1024, 1 << 30, 128, 0.005, 0.1).fields()
+    fields = largest(works, 1024, 1 << 30, 128, 0.005, {}).fields()
     assert fields == {"n": 16_384, "limiter": None, "status": "killed", "error": "ended by signal 11", "length": 16_384}
-    fields = largest(works, 65_536, 1 << 30, 128, 0.005, 0.1).fields()
+    fields = largest(works, 65_536, 1 << 30, 128, 0.005, {}).fields()
     assert (fields["n"], fields["status"]) == (None, "killed")

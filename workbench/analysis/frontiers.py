@@ -42,8 +42,7 @@ def recorded(kind: str) -> pd.DataFrame:
     rows = rows[(rows["stage"] == "search") & (rows["status"] == "ok") & rows["measured_n"].notna()]
     sizes = ["batch", "heads", "head_dim", "dtype", "mode"]
     rows = rows.assign(label=_labels(rows)).drop_duplicates(["label", "budget_bytes", *sizes], keep="last")
-    largest_first = sorted(rows.groupby(sizes), key=lambda group: -len(group[1]))
-    return largest_first[0][1].reset_index(drop=True) if largest_first else rows
+    return max(rows.groupby(sizes), key=lambda group: len(group[1]), default=(None, rows))[1].reset_index(drop=True)
 
 
 def _labels(rows: pd.DataFrame) -> list[str]:
@@ -65,10 +64,7 @@ def promised(found: Mapping[str, frontier.Lengths], card: str) -> pd.DataFrame:
         real = frontier.search(at, card=of, seconds=math.inf, limit_n=1 << 26, say=None)["n"]
         if not real:
             continue
-
-        def allocated(grains: int, at=at) -> int:
-            return estimate.trace(at(grains * frontier.GRAIN), of).allocated_bytes
-
+        allocated = lambda x, at=at: estimate.trace(at(x * frontier.GRAIN), of).allocated_bytes  # noqa: E731
         fits = range(real // frontier.GRAIN, 2 * real // frontier.GRAIN)  # the first one does
         seen = frontier.GRAIN * (fits[0] - 1 + bisect_right(fits, of.total_bytes, key=allocated))
         lines.append({"way": title(name), PROMISED: seen, RUNS: real, TOO_MUCH: seen / real - 1})
@@ -181,8 +177,7 @@ def overpromised(lines: pd.DataFrame, card: str) -> str:
         return f"None of these ways runs on {card}."
     worst = lines.loc[lines[TOO_MUCH].idxmax()]
     much = f"up to **{worst[TOO_MUCH]:.1%}** more tokens than run ({worst['way']})"
-    much = much if worst[TOO_MUCH] >= 0.0005 else "no more tokens than run"
-    return f"On {card} (predicted), what `max_memory_allocated` reports promises {much}."
+    return f"On {card} (predicted, by memory alone), what `max_memory_allocated` reports promises {much}."
 
 
 def limits(table: pd.DataFrame) -> str:
@@ -190,6 +185,13 @@ def limits(table: pd.DataFrame) -> str:
     done = table[table["status"] == "ok"]
     by = ", ".join(f"{_named(x)} {n}" for x, n in frontier.limiters(done).value_counts().items())
     return f"What limits the {counted(len(done), 'frontier')} here: {by or 'none of these ways runs'}."
+
+
+def autos(table: pd.DataFrame) -> str:
+    """Which kernel `auto` takes for dense attention at the longest N (rows of `frontier.sweep`), in a sentence."""
+    dense = table[table["label"].eq("dense, auto") & table["n"].gt(0)]
+    on = dense["card"].map(title).groupby(dense["kernel"].map(title), sort=False).agg(listed)
+    return f"At these lengths dense, auto is {'; '.join(f'{x} on {y}' for x, y in on.items())}." * bool(len(on))
 
 
 def beyond(table: pd.DataFrame, heads: int, head_dim: int) -> str:

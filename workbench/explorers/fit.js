@@ -40,18 +40,18 @@ function start(root, data) {
     rows.sort((a, b) => (b.most ? b.most.n : -1) - (a.most ? a.most.n : -1));
     const ends = [1024, Math.max(state.n, ...rows.map(row => row.most?.n || 0), 2048)].map(Math.log2);
     const share = x => `${Math.min(100, Math.max(0, 100 * (Math.log2(Math.max(x, 1)) - ends[0]) / (ends[1] - ends[0])))}%`;
-    head.replaceChildren(...["way", "longest N", "", "limited by", "GiB at N", "time at N", "pairs, of dense"].map(words => el("th", {scope: "col"}, words)));
+    head.replaceChildren(...["way", "longest N", "log scale; dashed: your N", "limited by", "GiB at N", "time at N", "pairs, of dense"].map(words => el("th", {scope: "col"}, words)));
     body.replaceChildren(...rows.map(({way, words, most}) => row(way, words, most)));
     const run = rows.filter(row => row.most && row.most.n >= state.n), timed = run.map(row => [model.milliseconds(state, row.way, state.n), row.words]).filter(x => x[0] !== null).sort((a, b) => a[0] - b[0]);
     const untimed = run.length - timed.length;
-    said.textContent = `${timed.length} of ${rows.length} ways run N = ${kit.length(state.n)} in at most ${seconds(1000 * state.seconds)}` + (timed.length ? `; the fastest is ${timed[0][1]}, ${seconds(timed[0][0])}.` : ".")
+    said.textContent = `${timed.length} of ${rows.length} ways run N = ${kit.number(state.n)} in at most ${seconds(1000 * state.seconds)}` + (timed.length ? `; the fastest is ${timed[0][1]}, ${seconds(timed[0][0])}.` : ".")
       + (untimed ? ` ${untimed}${timed.length ? " more" : ""} would fit in memory, but no time is modelled for ${untimed > 1 ? "them" : "it"}.` : "")
       + (state.layers ? ` Memory is that of ${state.layers} transformer block${state.layers > 1 ? "s" : ""} alone: embeddings, logits and data come on top. Time is that of their attention alone.` : "");
     key([...new Set(rows.filter(row => row.most).map(row => row.most.limiter))].map(limit => [WORDS[limit], COLORS[limit]]));
 
     function row(way, words, most) {
       if (!most) return el("tr", {}, el("th", {scope: "row"}, words), el("td", {colspan: 6, class: "x-note"}, state.cards > 1 ? "not predicted over several cards" : "not on this card, or not predicted for these inputs"));
-      const bar = el("i", {class: "x-bar"}), mark = el("b", {class: "x-at", title: `N = ${kit.length(state.n)}`}), n = model.whole(state, way, state.n), bytes = model.reserved(state, way, n, Infinity);
+      const bar = el("i", {class: "x-bar"}), mark = el("b", {class: "x-at", title: `N = ${kit.number(state.n)}`}), n = model.whole(state, way, state.n), bytes = model.reserved(state, way, n, Infinity);
       bar.style.cssText = `width:${share(most.n)};background:${COLORS[most.limiter]}`;
       mark.style.left = share(state.n);
       const device = bytes + model.card(state).context + (state.cards > 1 ? model.card(state).communicator : 0), time = model.milliseconds(state, way, state.n);

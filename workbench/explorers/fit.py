@@ -28,8 +28,7 @@ WAYS = (
 
 def classes() -> list[cards.Card]:
     """A card of each compute capability: calls are alike on those of one."""
-    keys = "gtx1080", "t4", "rtx3090", "v100-32gb", "l40s", "rtx5090", "a100-80gb", "h200", "b200"
-    return [cards.CARDS[key] for key in keys]
+    return [*map(cards.find, ["gtx1080", "t4", "rtx3090", "v100-32gb", "l40s", "rtx5090", "a100-80gb", "h200", "b200"])]
 
 
 def grain(way: str) -> int:

@@ -37,7 +37,7 @@ class Estimate:
     requested: what the tensors hold; allocated: rounded by the allocator; reserved: its segments; device: and the CUDA
     context, and of a rank of several what its process group takes. at_peak: (name, bytes) of what is alive when
     requested is largest, the largest first. strategy: of such a rank, the one that was taken. wrong: what is known to
-    compute wrongly at such a size, None where nothing is.
+    compute wrongly at such a size, None where nothing is. kernel: what computes, torch's where backend is torch's.
     """
 
     card: str
@@ -51,6 +51,7 @@ class Estimate:
     events: list[Event] = field(repr=False)
     strategy: str | None = None
     wrong: str | None = None
+    kernel: str | None = None
 
     @functools.cached_property
     def at_peak(self) -> list[tuple[str, int]]:
@@ -107,7 +108,8 @@ def _estimate(life: tracer.Traced, card: cards.Card, communicator=0, time=None, 
     used, inputs = allocator.replay(life.events), allocator.replay(life.events[: life.before]).requested
     return Estimate(
         card.key, life.backend, inputs, used.peak_requested, used.peak_allocated, used.peak_reserved,
-        used.peak_reserved + card.context_bytes + communicator, time, life.events, strategy, wrong=life.wrong,
+        used.peak_reserved + card.context_bytes + communicator, time, life.events, strategy, life.wrong,
+        life.kernel or life.backend,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ GRAIN = 128  # lengths are multiples of it
 FIRST = 1024  # the length to begin a measurement with where nothing is known
 FIRST_TRACED = 1 << 16  # the length to begin a prediction with
 STEP = 0.005  # a search ends when the longest N that works and the shortest that fails are this share of N apart
-TIME_STEP = 0.1  # the same where time is the limit: two runs of one call may differ by so much
+STEPS = {"time": 0.1}  # the same where time is the limit: two runs of one call may differ by so much
 Lengths = Callable[[int], Case]
 
 
@@ -39,7 +39,7 @@ class Options:
 
     limit_n, grain: lengths are multiples of grain, up to limit_n. first: where a prediction begins.
     step: a measurement ends when what works and what does not are this share of N apart, or a tenth where that is time;
-        a prediction is ten times as close.
+        a prediction is ten times as close, where its limit is time or validity exact, whatever the memory.
     """
 
     limit_n: int = 1 << 30
@@ -85,7 +85,7 @@ def search(
     row |= {f"predicted_{x}": predicted.get(y) for x, y in PREDICTED.items()}
     if measure:
         guess = {"first": predicted["n"] or first, "near": bool(predicted["n"])}
-        guess |= {"step": how.step, "time_step": max(how.step, TIME_STEP)}
+        guess |= {"step": how.step, "steps": {"time": max(how.step, STEPS["time"])}}
         row |= _measured(at, asked, space | guess, recorder, say)
     else:
         row |= {x: y for x, y in predicted.items() if x != "milliseconds"}
@@ -189,7 +189,7 @@ def _card(card, device: str):
     return cards.from_device(device) if device.startswith("cuda") else None
 
 
-FOUND = ("backend", "peak_bytes", "reserved_bytes", "extra_bytes", "median_ms", "valid")
+FOUND = ("backend", "kernel", "peak_bytes", "reserved_bytes", "extra_bytes", "median_ms", "valid")
 PREDICTED = {"n": "n", "limiter": "limiter", "error": "error", "bytes": "reserved_bytes", "ms": "milliseconds"}
 
 
@@ -207,13 +207,13 @@ def _predicted(at: Lengths, card, asked: dict, where: dict) -> dict:
         slow = "time" if lateness > 1 else None
         limiter = "memory" if reserved is None else "validity" if found.wrong else slow
         return Tried(limiter, max((reserved or found.reserved_bytes) / asked["budget_bytes"], lateness), {
-            "backend": found.backend, "peak_bytes": found.requested_bytes, "reserved_bytes": reserved,
-            "extra_bytes": found.requested_bytes - found.inputs_bytes, "milliseconds": found.milliseconds,
-            "error": found.wrong if limiter == "validity" else None,
+            "backend": found.backend, "kernel": found.kernel, "milliseconds": found.milliseconds,
+            "peak_bytes": found.requested_bytes, "extra_bytes": found.requested_bytes - found.inputs_bytes,
+            "reserved_bytes": reserved, "error": found.wrong if limiter == "validity" else None,
         })  # fmt: skip
 
     with uncollected():
-        return largest(tried, time_step=where["step"], **where).fields()
+        return largest(tried, steps={"time": 0, "validity": 0}, **where).fields()
 
 
 def reserves(found: estimate.Estimate, budget_bytes: int) -> int | None:

@@ -53,9 +53,9 @@ class Stopped(Exception):
 
 
 def largest(
-    works: Callable[[int], Tried], first: int, limit_n: int, grain: int, step: float, time_step: float, near=False
+    works: Callable[[int], Tried], first: int, limit_n: int, grain: int, step: float, steps: dict, near=False
 ) -> Found:
-    """The largest multiple of grain up to limit_n that works, to the grain or to `step` of it, time_step for time.
+    """The largest multiple of grain up to limit_n that works, to the grain or to `step` of it, a limiter's in `steps`.
 
     first: where to look first; near: whether that is a good guess, so that two tries may do. `works` may raise Stopped.
     """
@@ -70,8 +70,7 @@ def largest(
             tried[n] = Tried("launch", None, {"error": stop.outcome.error})
         width = math.inf if high is None else high - low
         low, high = (n, high) if tried[n].limiter is None else (low, n)
-        late = high is not None and tried[high].limiter == "time"
-        apart = max(grain, low * (time_step if late else step))
+        apart = max(grain, low * (step if high is None else steps.get(tried[high].limiter, step)))
         if low == limit_n or high is not None and high - low <= apart:
             return Found(low, high, tried, None)
         if high is None:

@@ -263,8 +263,6 @@ ATTENTION = {
 WRONG_PAST_2_31 = {
     f"_scaled_dot_product_{kernel}_attention_backward": why for kernel, why in torch_rules.WRONG_PAST_2_31.items()
 }  # args[:4] are the upstream gradient, q, k and v
-
-
 EFFICIENT = "_scaled_dot_product_efficient_attention"
 ASKED_FOR_LSE = {"_scaled_dot_product_cudnn_attention", EFFICIENT}
 

@@ -48,7 +48,8 @@ def _dilated(branches: str) -> str:
 
 
 def _card(make: str, model: str, rest: str, count: str) -> str:
-    words = " ".join(filter(None, [make.upper(), model.upper(), re.sub(r"(\d+)gb", r"\1 GB", rest)]))
+    words = re.sub(r"(?<=\d)(?=TI|GB)", " ", " ".join(filter(None, [make, model, rest])).upper())
+    words = words.replace("TI", "Ti").replace("PCIE", "PCIe")
     return f"{count} x {words}" if count not in ("", "1") else words
 
 
@@ -61,7 +62,7 @@ _FORMS = (
     (r"tiles[- ](\d+) ?x ?(\d+)", "tiles {} x {}".format),
     (r"((?:local|global|strided)-\d+(?:\+(?:local|global|strided)-\d+)*)",
      lambda layout: f"blocks: {layout.replace('-', ' ').replace('+', ' + ')}"),
-    (r"(gtx|rtx|)(\d+[a-z]*|[ahbvlt]\d+[a-z]?)-?(\d+gb|pcie|)(?:x(\d+))?", _card),
+    (r"(gtx|rtx|)(\d+[a-z]*|[ahbvlt]\d+[a-z]?|mi\d+x)-?(\d+gb|pcie|nvl|)(?:x(\d+))?", _card),
 )  # fmt: skip
 
 

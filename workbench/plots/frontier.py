@@ -6,6 +6,7 @@ with its alternative text.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping
 
@@ -23,6 +24,7 @@ GIB = 1 << 30
 LINES = {"eager": ":", "flash": "--", "flex": "--", "efficient": "-."}  # of a backend; the others are solid
 PALETTE = ("#0072B2", "#56B4E9", "#A6CEE3", "#E69F00", "#F0E442", "#009E73", "#7FC97F", "#B2DF8A", "#D55E00", "#CC79A7",
            "#6A3D9A")  # of tensors, in order of birth  # fmt: skip
+SIGNS = {"time": ("x", "limited by time ({:g} s)"), "validity": ("*", "wrong results beyond")}
 LIMITS = {"memory": "#9ecae1", "untimed": "#d3c4e8", "time": style.COLORS["accent"], "validity": "#e7a5c6",
           "launch": "#c7b299", "search": "#dddddd", "refused": "white"}  # fmt: skip
 
@@ -30,9 +32,9 @@ LIMITS = {"memory": "#9ecae1", "untimed": "#d3c4e8", "time": style.COLORS["accen
 def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
     """The longest N against the budget, and beside it N's share of what the bytes of inputs and results alone allow.
 
-    rows: of `frontier.sweep`, with `label`. A line is predicted, a filled marker measured, a cross says that time
-    limits there, not memory. recorded: measured rows of another machine, drawn pale and hollow, with its name. Lines
-    are named at their ends, those of which no time is modelled so, too.
+    rows: of `frontier.sweep`, with `label`. A line is predicted, a filled marker measured; one of SIGNS tells what else
+    than memory limits. recorded: measured rows of another machine, drawn pale and hollow, with its name. Lines are
+    named at their ends, those of which no time is modelled so, too.
     """
     (fig, (longest, part)), ends = style.subplots(1, 2, figsize=(10.4, 4.2)), []
     for name, line, pale in _named(rows, recorded):
@@ -40,17 +42,17 @@ def n_against_budget(rows: pd.DataFrame, recorded: pd.DataFrame | None = None):
         _line(longest, line, 1, pale)
         color, last = _line(part, line, share, pale), line.iloc[-1]
         ends.append((last["budget_bytes"], last["n"] * share.iloc[-1], name, color))
-    late = rows[rows["predicted_limiter"].eq("time")]
-    if len(late):
-        for ax, scale in ((longest, 1), (part, _bytes_a_token(late) / late["budget_bytes"])):
-            ax.plot(late["budget_bytes"], late["predicted_n"] * scale, "x", color="black", markersize=8)
     for ax in (longest, part):
         ax.set(xscale="log", xlabel="budget: what the allocator may reserve")
-        style.log_ticks(ax.xaxis, binary, base=2, numticks=4)
-    signs = {"o": "line: predicted; filled: measured"} if rows["measured_n"].notna().any() else {}
-    signs |= {"x": f"limited by time ({rows['seconds'].iloc[0]:g} s)"} if len(late) else {}
+        style.log_ticks(ax.xaxis, binary, base=2, numticks=3)
+    signs = {"line: predicted; filled: measured": "o"} if rows["measured_n"].notna().any() else {}
+    for limiter, there in rows[rows["predicted_limiter"].isin(SIGNS)].groupby("predicted_limiter"):
+        marker, words = SIGNS[limiter]
+        signs[words.format(there["seconds"].iloc[0])] = marker
+        for ax, scale in ((longest, 1), (part, _bytes_a_token(there) / there["budget_bytes"])):
+            ax.plot(there["budget_bytes"], there["predicted_n"] * scale, marker, color="black", markersize=8)
     if signs:
-        style.key(fig, {text: {"marker": x, "color": "#555555"} for x, text in signs.items()}, 2)
+        style.key(fig, {text: {"marker": x, "color": "#555555"} for text, x in signs.items()}, 3)
     longest.set(yscale="log", title="longest N (tokens)")
     style.log_ticks(longest.yaxis, style.length, base=2, numticks=12)
     part.set(title="of what inputs and results alone allow", ylim=(0, 1.05))
@@ -75,7 +77,8 @@ def limiter_map(rows: pd.DataFrame):
     rows: of `frontier.sweep` with `label`, in the order in which cards and ways are to stand.
     """
     ran, where = rows["status"] == "ok", {"index": "card", "columns": "label"}
-    limiter, count = limiters(rows).where(ran, "refused"), rows["n"].where(ran).map(_in_a_cell, "ignore")
+    limiter, count = limiters(rows).where(ran, "refused"), rows["n"].where(ran)
+    count = count.map(lambda n: f"{n:,.0f}\n" if n < 1e6 else f"{n / 1e6:.2f}\nmillion\n", "ignore")
     words = count.fillna("") + limiter.map(lambda x: textwrap.fill(title(x), 9))
     named = {x: rows[x].map(title) for x in where.values()}
     rows = rows.assign(code=limiter.map(list(LIMITS).index), words=words, **named)
@@ -91,10 +94,6 @@ def limiter_map(rows: pd.DataFrame):
     return style.finish(fig, "A map of cards and ways: the longest N of each, and what limits it.")
 
 
-def _in_a_cell(n: float) -> str:
-    return f"{n:,.0f}\n" if n < 1e6 else f"{n / 1e6:.2f}\nmillion\n"
-
-
 def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
     """A panel per way: what is alive after each allocation and free, a colour per tensor's name.
 
@@ -105,8 +104,7 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
     kept = set(size.nlargest(most).index)
     order = [name for name in size.index if name in kept]  # of birth
     colors = dict(zip(order, sns.color_palette(PALETTE, len(order)), strict=True)) | {"others": "#d0d0d0"}
-    columns = min(len(lives), 3)
-    rows = -(-len(lives) // columns)
+    columns, rows = min(len(lives), 3), -(-len(lives) // 3)
     fig, axes = style.subplots(rows, columns, figsize=(10.4, 1.2 + 2.6 * rows), sharey=True, squeeze=False)
     for ax, (name, life) in zip(axes.flat, lives.items(), strict=False):
         own, at = [name for name in order if name in life], np.arange(1, len(life) + 1)
@@ -166,6 +164,6 @@ def _bytes_a_token(rows: pd.DataFrame) -> pd.Series:
 
 def _short(name: str) -> str:
     """The name of a tensor without torch's long names of operators."""
-    if "zeros" in name:
-        return "accumulators"
-    return name.replace("_scaled_dot_product_", "").replace("_attention", "").strip("_")
+    of_torch = r"_scaled_dot_product_(\w+?)_attention_?(\w*)"
+    plain = re.sub(of_torch, lambda x: f"{title(x[1])}'s {x[2] or 'forward'}", name).strip("_")
+    return "accumulators" if "zeros" in name else plain

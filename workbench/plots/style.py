@@ -87,13 +87,14 @@ def name_ends(ax, ends) -> None:
         across, at = ax.transAxes.inverted().transform(ax.transData.transform((x, y)))
         columns.setdefault(1 if across > 0.5 else across, []).append((at, (x, y), text, color))
     for across, column in columns.items():
+        plate = {"fc": "white", "ec": "none", "alpha": 0.7, "pad": 0.5} if across < 1 else None  # on lines of others
         room = [1.3 * 9 / 72 * (1 + text.count("\n")) for _, _, text, _ in column]
         for (_, end, text, color), at, up in zip(column, *_spread([x[0] for x in column], room, high), strict=True):
             arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3}
             arrow |= {"relpos": (0, 0.5)}  # from where a text begins: in the order of their ends none crosses another
             place = ax.transAxes + ScaledTranslation(0.2, up, ax.figure.dpi_scale_trans)
             ax.annotate(text, end, xytext=(across, at), textcoords=place, color=color, fontsize=9, va="center",
-                        arrowprops=arrow)  # fmt: skip
+                        arrowprops=arrow, bbox=plate)  # fmt: skip
 
 
 def _spread(places: list[float], room: list[float], high: float) -> tuple[np.ndarray, np.ndarray]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pandas as pd
 
-from workbench.fit.frontier import GRAIN, TIME_STEP, Lengths, lengths_of
+from workbench.fit.frontier import GRAIN, STEPS, Lengths, lengths_of
 from workbench.fit.search import Stopped, Tried, largest
 from workbench.fit.trial import COLD_S, SETUP_S
 from workbench.harness import records
@@ -51,7 +51,7 @@ def longest(
     for name, world in ((ONE, 1), (strategy, nproc)):
         whose = who(name, world) | {"world": world} | asked
         with Pool(world, backend) as pool:
-            found = largest(_lengths(at, whose, pool, recorder, say), first * world, LIMIT_N, GRAIN, step, TIME_STEP)
+            found = largest(_lengths(at, whose, pool, recorder, say), first * world, LIMIT_N, GRAIN, step, STEPS)
         row = example.fields() | whose | {"stage": "longest", "grain": GRAIN, "step": step, "limit_n": LIMIT_N}
         row |= dict.fromkeys(FOUND) | found.fields()
         if row["nq"] == example.n:
