@@ -62,8 +62,8 @@ def answers() -> dict[str, str]:
         "04": f"LongNet, {int(row['n']):,} tokens on two: {row['speedup']:.1f} times",
         "05": f"LongNet, 131,072 tokens: {gain:.1f} times as fast as dense ({dense})",
         "06": f"8 GB hold {longest:.0f} times a report's longest sequence",
-        "08": f"a layer of {int(billion['n']):,} tokens ({billion['of'].partition(', ')[2]}) in {billion['seconds']:.1f} s, "
-        f"{int(billion['sampled_rows'])} rows checked",
+        "08": f"a layer of {int(billion['n']):,} tokens ({billion['of'].partition(', ')[2]}) in "
+        f"{billion['seconds']:.1f} s, {int(billion['sampled_rows'])} rows checked",
     }
 
 
