@@ -76,6 +76,9 @@ def test_numbers_are_shown_by_their_kind():
     cells = re.findall(r"<td[^>]*>(.*?)</td>", table, re.S)
     assert cells[0::3] == ["2", "", "1,024"] and cells[2::3] == ["1.23", "0.5", "12,346"]
     assert cells[1] == "x" and "&lt;y&gt;" in cells[4]
+    table = show._table(show.formatted(FRAME.rename({"other": "FlashAttention-4"}), FRAME[["speedup"]] > 1))
+    assert re.findall(r"<b>(.*?)</b>", table) == ["1.23", "12,346"]
+    assert '<span class="whole">FlashAttention-4</span>' in table, "not broken at its hyphen"
     assert re.findall(r"<th [^>]*>([^<]+)", table)[:3] == ["pattern", "ms", "a, &quot;b&quot;"]
 
 
