@@ -37,7 +37,7 @@ def table(**rows):
 
 def test_extremes_name_who():
     said = cost.extremes(table(dense=(972, 2**31), window=(1, 2**32)))
-    assert said.startswith("At N = 64 dense computes **972 times** as many pairs as window; ")
+    assert said.startswith("At N = 64 the most pairs (dense) are **972 times** the fewest (window); ")
     assert said.endswith("; they need **2 GiB** (dense) to **4 GiB** (window) of memory.")
 
 

@@ -13,7 +13,7 @@ LEAST, REFUSED = 1e-4, 6.0  # where smaller shares of a budget and refusals are 
 
 def figure(rows: pd.DataFrame):
     """Errors as shares of their budgets, a panel a result, of `probes.error.table`: right of the line at 1 is too much.
-    Crosses: what did not run."""
+    Crosses: types that did not run."""
     line = rows.pattern.map(title) + np.where(rows.causal, ", causal", "") + "  ·  " + rows.backend.map(title)
     rows = rows.assign(line=line, **{what: _share(rows, *names) for what, names in RESULTS.items()})
     lines = list(dict.fromkeys(rows.line))
@@ -26,8 +26,8 @@ def figure(rows: pd.DataFrame):
             ax.plot(of[what].clip(lower=LEAST), of.y + apart, "o", ms=5, color=DTYPES[dtype])
             over = of[of[what] > 1]
             ax.plot(over[what], over.y + apart, "o", ms=11, mfc="none", mec="red", mew=2)
-        without = rows[(rows.status != "ok") & ~rows.line.isin(ran.line)]
-        ax.plot([REFUSED] * len(without), without.y, "x", color="#666666", ms=6)
+            without = rows[(rows.status != "ok") & (rows.dtype == dtype) & ~rows.line.isin(of.line)]
+            ax.plot([REFUSED] * len(without), without.y + apart, "x", color=DTYPES[dtype], ms=5)
         ax.axvline(1, color="red", lw=1.2)
         style.stripes(ax, len(lines))
         ax.set(xscale="log", xlabel="error / budget", title=what, xlim=(LEAST / 2, 2 * max(REFUSED, rows[what].max())))
