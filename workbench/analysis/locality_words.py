@@ -88,7 +88,7 @@ def verdict(summary: pd.DataFrame, times: pd.DataFrame, line: dict[str, float], 
     good = (blocks < 0.8 * blocks["row_major"]).sum()
     told = listed(f"{share:.1f}% ({title(x)})" for x, share in blocks.items())
     sides = since(percents).values()
-    wide = f"of {max(sides)} x {max(sides)} cells and more" if all(sides) else "that are wide enough"
+    wide = f"of {max(sides)} x {max(sides)} cells and more on the counted grid" if all(sides) else "that are wide enough"
     saves = f"Any order that keeps blocks compact saves work in windows {wide}"
     claim = saves if good > 1 else "No choice of order saves much work"
     moved, slowest = (number(x) for x in (summary.loc[MOVED].max(), summary.loc[ATTENTION].min()))
