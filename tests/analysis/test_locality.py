@@ -210,7 +210,7 @@ def test_the_verdict_weighs_all_orders():
     line = {"natural": 15.0, "hilbert": 43.0}
     since = percents(row_major=[5, 9], tiles=[4, 4], hilbert=[6, 5])
     work, speed, moved, long_runs, on_a_line = words.verdict(found, times(tiles=1.7, hilbert=1.3), line, since)
-    assert work.startswith("**Any order that keeps blocks compact saves work in windows of 9 x 9 cells and more on the c")
+    assert work.startswith("**Any order that keeps blocks compact saves work in windows of 9 x 9 cells and more, as")
     assert words.best(found).to_numpy().argmax(1).tolist() == [1, 1, 1, 2, 2]
     assert "5.4% (tiles), 6.7% (Hilbert) and 11.0% (row-major)" in work
     assert speed.endswith("tiles is faster than Hilbert here.")

@@ -6,18 +6,14 @@ import pandas as pd
 from workbench.harness.narrate import beyond_noise, listed, number, title
 
 
-def since(percents: pd.DataFrame) -> dict[str, int | None]:
-    """order -> from which side of the window on it touches fewer blocks than row-major; None where it never does."""
-    fewer = percents.drop(columns="row_major").lt(percents["row_major"], axis=0)
-    return {x: next((side for side in fewer.index if fewer.loc[side:, x].all()), None) for x in fewer}
-
-
 def pays(percents: pd.DataFrame) -> str:
     """From which side of the window on each order touches fewer blocks than row-major in all larger ones."""
-    told = {}
-    for order, side in since(percents).items():
-        told.setdefault(f"from {side} x {side} on" if side else "in none of these windows", []).append(title(order))
-    parts = [f"{listed(orders)} **{when}**" for when, orders in told.items()]
+    since = {}
+    for order in percents.columns.drop("row_major"):
+        fewer = percents[order] < percents["row_major"]
+        sides = [side for side in fewer.index if fewer.loc[side:].all()]
+        since.setdefault(f"from {sides[0]} x {sides[0]} on" if sides else "in none of these windows", []).append(order)
+    parts = [f"{listed(map(title, orders))} **{when}**" for when, orders in since.items()]
     return f"These orders touch fewer blocks than row-major: {listed(parts)}."
 
 
@@ -30,9 +26,9 @@ def fastest(times: pd.DataFrame) -> str:
         for x, it in orders.iterrows()
     )
     noise = f"row-major against itself {again['speedup_low']:.2f} to {again['speedup_high']:.2f}"
-    best = orders["speedup"].idxmax()
-    first = orders.loc[best, "speedup_low"] > orders.loc["hilbert", "speedup_high"]
-    beaten = f" {title(best)} is faster than Hilbert here." * bool(first)
+    first = orders.loc[orders["speedup"].idxmax()]
+    beaten = f" {title(first.name)} is faster than Hilbert here."
+    beaten *= bool(first["speedup_low"] > orders.loc["hilbert", "speedup_high"])
     return f"Speed relative to row-major, by paired rounds: {told}; {noise}.{beaten}"
 
 
@@ -87,9 +83,10 @@ def verdict(summary: pd.DataFrame, times: pd.DataFrame, line: dict[str, float], 
     blocks = summary.loc[BLOCKS].sort_values()
     good = (blocks < 0.8 * blocks["row_major"]).sum()
     told = listed(f"{share:.1f}% ({title(x)})" for x, share in blocks.items())
-    sides = since(percents).values()
-    wide = f"of {max(sides)} x {max(sides)} cells and more on the counted grid" if all(sides) else "that are wide enough"
-    saves = f"Any order that keeps blocks compact saves work in windows {wide}"
+    fewer = percents.drop(columns="row_major").max(axis=1) < percents["row_major"]  # under all of them
+    side = next((side for side in fewer.index if fewer.loc[side:].all()), None)
+    wide = f"of {side} x {side} cells and more" if side else "that are wide enough"
+    saves = f"Any order that keeps blocks compact saves work in windows {wide}, as counted"
     claim = saves if good > 1 else "No choice of order saves much work"
     moved, slowest = (number(x) for x in (summary.loc[MOVED].max(), summary.loc[ATTENTION].min()))
     end = "leave a line in its natural order" if line["hilbert"] > line["natural"] else "here even that costs nothing"

@@ -50,14 +50,12 @@ def here(rows: pd.DataFrame) -> tuple[pd.DataFrame, str]:
 
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
     """A row a backend and one of all: runs, those within their budgets, what did not run, the worst in percent."""
-
-    def line(of: pd.DataFrame) -> dict:
-        ran = of[of.status == "ok"]
-        within, worst = int((ran.worst <= 1).sum()), 100 * ran.worst.max()
-        return {"runs": len(ran), "within": within, "did not run": len(of) - len(ran), "worst, % of its budget": worst}
-
-    lines = {title(backend): line(of) for backend, of in rows.groupby("backend", sort=False)}
-    return pd.DataFrame(lines | {"all": line(rows)}).T.rename_axis("backend")
+    ran, lines = rows.status == "ok", [*rows.groupby("backend", sort=False), ("all", rows)]
+    return pd.DataFrame([
+        {"backend": title(backend), "runs": ran[of.index].sum(), "within": (of.worst[ran] <= 1).sum(),
+         "did not run": (~ran[of.index]).sum(), "worst, % of its budget": 100 * of.worst[ran].max()}
+        for backend, of in lines
+    ]).set_index("backend")  # fmt: skip
 
 
 def refusals(rows: pd.DataFrame) -> pd.DataFrame:
