@@ -50,7 +50,6 @@ def html(tmp_path, monkeypatch):
     for bundle, about in shown:
         cells.append(code("a = 1\nb = 2"))
         cells[-1].outputs = [v4.new_output("display_data", bundle, metadata={"workbench": about})]
-    cells.insert(-1, text("## In short"))
     cells.append(text("| a | b |\n|---|---|\n| 1 | 2 |"))
     return page.render(v4.new_notebook(cells=cells), tmp_path / "t.ipynb", FACTS)
 
@@ -92,14 +91,11 @@ def test_every_row_has_a_heading_also_under_two_levels_or_a_hidden_index():
         assert body.count("<tr>") == 2 <= body.count("<th")
 
 
-def test_a_filtered_frame_shows_no_index_and_saves_none():
+def test_a_filtered_frame_shows_no_index_and_saves_none_and_a_name_within_a_heading_stays():
     some = FRAME.reset_index(drop=True)[1:]
     some = some[some["speedup"] > 1]
     assert re.findall(r"<th [^>]*>([^<]*)", show._table(show.formatted(some)))[0] == "ms"
     assert show._csv(some).startswith("median_ms,") and show._csv(FRAME).startswith("pattern,")
-
-
-def test_a_name_within_a_heading_stays():
     table = show._table(show.formatted(pd.DataFrame({"longest N by max_memory_allocated": [1], "head_count": [2]})))
     assert "by max_memory_allocated</th>" in table and "head count</th>" in table
 

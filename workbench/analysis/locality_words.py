@@ -81,13 +81,12 @@ def verdict(summary: pd.DataFrame, times: pd.DataFrame, line: dict[str, float], 
     made of, the percent of blocks on a line in its natural order and in Hilbert's, and that of windows by their side.
     """
     blocks = summary.loc[BLOCKS].sort_values()
-    good = (blocks < 0.8 * blocks["row_major"]).sum()
     told = listed(f"{share:.1f}% ({title(x)})" for x, share in blocks.items())
     fewer = percents.drop(columns="row_major").max(axis=1) < percents["row_major"]  # under all of them
     side = next((side for side in fewer.index if fewer.loc[side:].all()), None)
     wide = f"of {side} x {side} cells and more" if side else "that are wide enough"
     saves = f"Any order that keeps blocks compact saves work in windows {wide}, as counted"
-    claim = saves if good > 1 else "No choice of order saves much work"
+    claim = saves if (blocks < 0.8 * blocks["row_major"]).sum() > 1 else "No choice of order saves much work"
     moved, slowest = (number(x) for x in (summary.loc[MOVED].max(), summary.loc[ATTENTION].min()))
     end = "leave a line in its natural order" if line["hilbert"] > line["natural"] else "here even that costs nothing"
     ratio = f"{line['hilbert']:.1f}% of the blocks against {line['natural']:.1f}%"

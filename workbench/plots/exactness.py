@@ -32,8 +32,7 @@ def figure(rows: pd.DataFrame):
         style.stripes(ax, len(lines))
         ax.set(xscale="log", xlabel="error / budget", title=what, xlim=(LEAST / 2, 2 * max(REFUSED, rows[what].max())))
         style.log_ticks(ax.xaxis, lambda x: f"{x:g}" if x > LEAST else "less", [LEAST, 1e-2, 1])
-    axes[0].set_yticks(range(len(lines)), lines)
-    axes[0].set_ylim(len(lines) - 0.4, -0.6)
+    axes[0].set(yticks=range(len(lines)), yticklabels=lines, ylim=(len(lines) - 0.4, -0.6))
     looks = {x: {"color": color, "marker": "o"} for x, color in DTYPES.items() if x in set(rows.dtype)}
     absent = {"did not run": {"color": "#666666", "marker": "x"}} if (rows.status != "ok").any() else {}
     style.key(fig, looks | absent, 5)

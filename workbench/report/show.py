@@ -69,8 +69,7 @@ def formatted(frame, bold=None):
     forms |= dict.fromkeys({"mode", "backend"} & {*forms}, title)
     styler = frame.style.format(forms, na_rep="", escape="html").format_index(escape="html", axis=1).hide()
     for name in () if bold is None else bold:
-        strong = lambda x, form=forms[name]: f"<b>{form(x)}</b>"  # noqa: E731
-        styler.format(strong, na_rep="", subset=(frame.index[bold[name]], [name]))
+        styler.format(lambda x, form=forms[name]: f"<b>{form(x)}</b>", (frame.index[bold[name]], [name]), "")
     return styler
 
 
