@@ -35,13 +35,10 @@ def table(**rows):
     return pd.DataFrame(lines)
 
 
-def test_extremes_name_who():
+def test_extremes_name_who_and_so_does_what_has_more_pairs_than_dense_attention():
     said = cost.extremes(table(dense=(972, 2**31), window=(1, 2**32)))
-    assert said.startswith("At N = 64 dense computes **972 times** as many pairs as window; ")
+    assert said.startswith("At N = 64 the most pairs (dense) are **972 times** the fewest (window); ")
     assert said.endswith("; they need **2 GiB** (dense) to **4 GiB** (window) of memory.")
-
-
-def test_more_pairs_than_dense_attention_are_named():
     assert "**1.50 times** as many under a at N = 64" in cost.beyond(table(dense=(2, 1), a=(3, 1), b=(1, 1)))
     assert cost.beyond(table(dense=(2, 1), a=(2, 1))) == ""
 
@@ -51,6 +48,7 @@ def test_what_each_pattern_sees_at_a_glance():
     shown = cost.glance(patterns, 16, 2, {"dense": 1, "gappy": None})
     assert shown["pairs seen (%)"].tolist() == [100, 100 * patterns["gappy"].density(16, 2)]
     assert shown["rows without a key"].tolist() == [0, 24] and shown["layers to reach all"].isna().tolist() == [0, 1]
+    assert cost.layers({"a": 1, "b": None}).endswith("other: a **1**, b **never**.")
 
 
 def test_the_worth_of_a_pair():
@@ -59,10 +57,6 @@ def test_the_worth_of_a_pair():
     assert worth["worth of a pair"].tolist() == [4, 1] and worth["weight kept (%)"].tolist() == [40, 20]
     said = cost.best_and_worst(worth, "a")
     assert said.startswith("On the a a pair of the window pattern holds **4.0 times**") and "**1.0 times**" in said
-
-
-def test_layers_that_are_never_enough():
-    assert cost.layers({"a": 1, "b": None}).endswith("other: a **1**, b **never**.")
 
 
 def test_a_budget_that_is_exceeded_is_not_said_to_be_kept():

@@ -208,8 +208,10 @@ def test_the_verdict_weighs_all_orders():
     rows = [11, 1200, None, 17, 2064], [5.4, 700, 8, 88, 2176], [6.7, 900, 9, 116, 1584]
     found = summary(**dict(zip(("row_major", "tiles", "hilbert"), rows, strict=True)))
     line = {"natural": 15.0, "hilbert": 43.0}
-    work, speed, moved, long_runs, on_a_line = words.verdict(found, times(tiles=1.7, hilbert=1.3), line)
-    assert work.startswith("**Any order that keeps blocks compact saves work**")
+    since = percents(row_major=[5, 9], tiles=[4, 4], hilbert=[6, 5])
+    work, speed, moved, long_runs, on_a_line = words.verdict(found, times(tiles=1.7, hilbert=1.3), line, since)
+    assert work.startswith("**Any order that keeps blocks compact saves work in windows of 9 x 9 cells and more, as")
+    assert words.best(found).to_numpy().argmax(1).tolist() == [1, 1, 1, 2, 2]
     assert "5.4% (tiles), 6.7% (Hilbert) and 11.0% (row-major)" in work
     assert speed.endswith("tiles is faster than Hilbert here.")
     assert "at most 9 ms, once" in moved and "takes 700 ms or more" in moved
@@ -220,7 +222,9 @@ def test_the_verdict_weighs_all_orders():
 
 def test_the_verdict_where_no_order_helps():
     found = summary(row_major=[5, 10, None, None, 40], hilbert=[6, 12, 3, 30, 40])
-    work, *_, long_runs, on_a_line = words.verdict(found, times(hilbert=1.0), {"natural": 15.0, "hilbert": 15.0})
+    natural, narrow = {"natural": 15.0, "hilbert": 15.0}, percents(row_major=[5, 9], hilbert=[6, 10])
+    work, *_, long_runs, on_a_line = words.verdict(found, times(hilbert=1.0), natural, narrow)
+    assert words.best(found).iloc[3:].to_numpy().tolist() == [[True, False], [True, True]]
     assert work.startswith("**No choice of order saves much work**")
     assert "under **row-major** (more than was looked at" in long_runs and "**row-major and Hilbert** (40" in long_runs
     assert on_a_line.endswith("costs nothing.")

@@ -22,10 +22,10 @@ TOOK = pd.DataFrame([{"run": "b", "n": n, "sampled_rows": 7, "right": n > 512} f
 
 def test_sentences_are_of_the_rows():
     said, headline = streams.answer(BESIDE, PLANS, RUNS, TOOK)
-    assert headline == "1,073,741,824 tokens on one card in 20.0 s (half)"
-    assert said[0] == f"**{headline}**: a layer, at 281 TFLOP/s, from the records."
+    assert headline == "A layer of 1,073,741,824 tokens on one card in 20.0 s (half)"
+    assert said[0] == f"**{headline}**, at 281 TFLOP/s, from the records."
     assert streams.answer(BESIDE, PLANS, RUNS, TOOK.assign(run="a"))[0][0].endswith("TFLOP/s, measured here.")
-    assert said[1].startswith("1,073,741,824 tokens and more do not fit on the card at once")
+    assert said[1].startswith("1,073,741,824 tokens do not fit on the card at once, 1,048,576 do; streamed")
     assert "dense attention 4.63 days, LongNet 20 s and its copies 0.5 s (at the same time)." in said[2]
     assert said[3].endswith("the records: forward, **1.10 times** as long at 1,048,576 tokens." + streams.MORE)
     assert said[4] == "Sampled rows of 2 runs of up to 1,024 tokens were checked here: not all right."
@@ -47,7 +47,7 @@ def test_what_runs_here_is_right_planned_to_the_byte_and_a_record(monkeypatch, t
     monkeypatch.setenv("WORKBENCH_RECORDS", str(tmp_path))
     progress, took = streams.live({"fwd": [1000], "layer": [1024], "fwdbwd": [777]}, 64, 0.05)
     assert len(progress) == 4 and progress["positions"].iloc[-1] == 1024
-    assert (256e-6 / progress["million_tokens_a_second"]).sum() == pytest.approx(progress["seconds"].iloc[-1])
+    assert (256e-6 / progress["million_tokens_per_second"]).sum() == pytest.approx(progress["seconds"].iloc[-1])
     assert {*took["of"]} == {"LongNet, 1 head x 32, float16"}
     assert took["right"].all() and (took["sampled_rows"] > 10).all() and (took["relative_error"] > 0).all()
     peaks = took.groupby("execution")["of_planned_bytes"].unique()

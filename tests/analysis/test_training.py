@@ -36,17 +36,19 @@ def test_models_learn_and_the_figures_and_sentences_say_so(monkeypatch):
     assert all(len(x) == 30 and x[-1] < 0.8 * x[0] for x in by.values())
     assert rows.groupby("label")["seconds"].agg(["min", "max"]).to_numpy().tolist() == [[1, 30], [2, 60]]
     assert [x[0] for x in by.values()] == [*first.values()]  # what the untimed step learnt is forgotten
-    table = training.summary(rows, patterns, 32, 2)
+    table = training.summary(rows, patterns, 32, sizes)
     assert (table["loss"] == table["loss at equal time"]).tolist() == [True, False]
     assert table["pairs per token"].tolist() == [16.5, patterns["longnet"].pairs(32, 2) / 64]
     table = table.assign(**{"learnt at step": [20, float("nan")], "loss": [0.0, 2.0]})
-    (found, lost), headline = training.answer(table)
-    assert found == "**These learn to find the needle**: dense, with 16.5 pairs per token, from step **20** on."
-    assert lost.startswith("**These do not find the needle (a guess: 2.08)**: LongNet, with ")
-    assert lost.endswith(" pairs per token, whose loss stays **2.00**.")
-    assert headline == "learnt: dense at step 20; LongNet never"
+    (found, lost), headline = training.answer(table, 30)
+    words = "dense, with 16.5 pairs per token and 100% of the needles in reach, from step **20** on."
+    assert found == f"**These learn to find the needle**: {words}"
+    assert lost.startswith("**These do not within 30 steps (one run, one seed); a guess has a loss of 2.08**: Lon")
+    assert lost.endswith(" per token and 50% of the needles in reach, whose loss stays **2.00**.")
+    assert headline == "learnt within 30 steps (one run, one seed): dense at step 20; LongNet not"
     families = {label: type(pattern).__name__ for label, pattern in patterns.items()}
     assert [len(ax.lines) for ax in draw.losses(rows, families).axes] == [3, 3]
     tokens = training.haystack(1, 32, torch.Generator())[0]
     ways = {x: models["dense"].loss(tokens) * many for x, many in (("one", 1), ("other", 1.5))}
-    assert training.differences(models["dense"], ways)["gradients differ by"].tolist() == pytest.approx([0, 0.5])
+    apart = training.differences(models["dense"], ways)[["loss differs by", "gradients differ by"]].to_numpy()
+    assert apart.tolist() == [[0, 0], pytest.approx([0.5, 0.5])]

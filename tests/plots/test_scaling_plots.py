@@ -19,7 +19,7 @@ def test_speedups_have_a_line_a_case_and_a_panel_a_number_of_ranks_with_the_idea
     assert [ax.get_title("left") for ax in fig.axes] == ["forward, 2 ranks", "forward, 4 ranks"]
     lines = ["dense, 256", "dense, 512", *(f"LongNet, geometric, {n}" for n in ("256", "512", "1K"))]
     assert [x.get_text() for x in fig.axes[0].get_yticklabels()] == lines
-    assert labels(fig) == ["sequence", "DDP", "one device against itself"]
+    assert labels(fig) == ["sequence (in numbers at the right)", "DDP", "one device against itself"]
     for ax, ideal, gain in zip(fig.axes, (2, 4), ("1.60", "2.00"), strict=True):
         upright = {line.get_xdata()[0] for line in ax.get_lines() if len(set(line.get_xdata())) == 1}
         assert {ideal, 1} <= upright

@@ -74,7 +74,7 @@ def test_break_even_shows_the_noise_beside_the_gain():
     assert bars[0].get_xydata()[-1].tolist() == pytest.approx([0.1, 7])
 
 
-@pytest.mark.parametrize(("n", "text"), [(4096, "4K"), (1 << 20, "1M"), (1000, "1,000"), (632_960, "632,960")])
+@pytest.mark.parametrize(("n", "text"), [(4096, "4K"), (1 << 30, "1G"), (1000, "1,000"), (632_960, "632,960")])
 def test_lengths_are_written_short(n, text):
     assert style.length(n) == text
 

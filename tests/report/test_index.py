@@ -20,7 +20,7 @@ def shelf(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f'<script id="report-facts">{json.dumps(facts)}</script>')
 
-    put("h100x1", "05_speed", headline="29.6 times dense at 128K", sentences=["It is **fast**."], question="How fast?")
+    put("h100x1", "05_speed", headline="29 times", sentences=["**29** times dense.", "**Fast**."], question="How fast?")
     put("h200x2", "04_cards", status="error", failure="Failed in cell 2.")
     put("quick", "05_speed", headline="1.1 times")
     (tmp_path / "reports" / "quick" / "other.html").write_text("<p>no report")
@@ -42,7 +42,7 @@ def test_machines_of_named_hardware_share_one_table(shelf):
     found = rows(shelf / "index.html")
     assert found["Question"] == ["H100 a h100x1", "2 x H200 a h200x2"]
     speed, cards = found["On 05_speed How fast?"], found["On 04_cards"]
-    assert speed == ["29.6 times dense at 128K It is fast. 2026-11-30 · commit abc1234", "not run here"]
+    assert speed == ["29 times Fast. 2026-11-30 · commit abc1234", "not run here"]
     assert cards[0] == "not run here" and "Not complete. Failed in cell 2." in cards[1]
     assert 'href="h100x1/05_speed.html"' in (shelf / "index.html").read_text()
     assert 'href="../h100x1/05_speed.html"' in (shelf / "h200x2" / "index.html").read_text()

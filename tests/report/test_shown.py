@@ -50,7 +50,6 @@ def html(tmp_path, monkeypatch):
     for bundle, about in shown:
         cells.append(code("a = 1\nb = 2"))
         cells[-1].outputs = [v4.new_output("display_data", bundle, metadata={"workbench": about})]
-    cells.insert(-1, text("## In short"))
     cells.append(text("| a | b |\n|---|---|\n| 1 | 2 |"))
     return page.render(v4.new_notebook(cells=cells), tmp_path / "t.ipynb", FACTS)
 
@@ -76,6 +75,9 @@ def test_numbers_are_shown_by_their_kind():
     cells = re.findall(r"<td[^>]*>(.*?)</td>", table, re.S)
     assert cells[0::3] == ["2", "", "1,024"] and cells[2::3] == ["1.23", "0.5", "12,346"]
     assert cells[1] == "x" and "&lt;y&gt;" in cells[4]
+    table = show._table(show.formatted(FRAME.rename({"other": "FlashAttention-4"}), FRAME[["speedup"]] > 1))
+    assert re.findall(r"<b>(.*?)</b>", table) == ["1.23", "12,346"]
+    assert '<span class="whole">FlashAttention-4</span>' in table, "not broken at its hyphen"
     assert re.findall(r"<th [^>]*>([^<]+)", table)[:3] == ["pattern", "ms", "a, &quot;b&quot;"]
 
 
@@ -89,14 +91,11 @@ def test_every_row_has_a_heading_also_under_two_levels_or_a_hidden_index():
         assert body.count("<tr>") == 2 <= body.count("<th")
 
 
-def test_a_filtered_frame_shows_no_index_and_saves_none():
+def test_a_filtered_frame_shows_no_index_and_saves_none_and_a_name_within_a_heading_stays():
     some = FRAME.reset_index(drop=True)[1:]
     some = some[some["speedup"] > 1]
     assert re.findall(r"<th [^>]*>([^<]*)", show._table(show.formatted(some)))[0] == "ms"
     assert show._csv(some).startswith("median_ms,") and show._csv(FRAME).startswith("pattern,")
-
-
-def test_a_name_within_a_heading_stays():
     table = show._table(show.formatted(pd.DataFrame({"longest N by max_memory_allocated": [1], "head_count": [2]})))
     assert "by max_memory_allocated</th>" in table and "head count</th>" in table
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 import pandas as pd
 
-from workbench.harness.narrate import binary, listed, times
+from workbench.harness.narrate import binary, listed, number, times
 from workbench.patterns import Dense, Dilated, Pattern
 
 
@@ -49,8 +49,8 @@ def extremes(table: pd.DataFrame) -> str:
     pairs, size = last["pairs"].astype(float), last["predicted_bytes"].astype(float)
     low, high = (f"**{binary(x)}**" for x in (size.min(), size.max()))
     memory = f"all need {low}" if low == high else f"they need {low} ({size.idxmin()}) to {high} ({size.idxmax()})"
-    work = f"{pairs.idxmax()} computes {times(pairs.max() / pairs.min())} many pairs as {pairs.idxmin()}"
-    return f"At N = {last['n'].iloc[0]:,} {work}; {memory} of memory."
+    most = f"the most pairs ({pairs.idxmax()}) are **{number(pairs.max() / pairs.min())} times** the fewest"
+    return f"At N = {last['n'].iloc[0]:,} {most} ({pairs.idxmin()}); {memory} of memory."
 
 
 def glance(patterns: Mapping[str, Pattern], n: int, heads: int, depths: Mapping[str, int | None]) -> pd.DataFrame:

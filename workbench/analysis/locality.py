@@ -135,10 +135,9 @@ def blocks_touched(windows, tile=(8, 16), block: int = 128) -> pd.DataFrame:
         radius, sliding = side // 2 if side % 2 else (side - 1) / 2, kind == "sliding"
         for order in orders((height, width), tile):
             pattern = Neighborhood(order.shape, radius, order) if sliding else swin(order.shape, side, 0, order)
-            share = float(touched(pattern, len(order), block).mean())
-            label = {"grid": f"{height} x {width}", "window": f"{kind} {side} x {side}", "side": side}
-            rows.append(label | {"order": order.name, "percent": 100 * share})
-    return pd.DataFrame(rows)
+            percent = 100 * float(touched(pattern, len(order), block).mean())
+            rows.append((f"{height} x {width}", f"{kind} {side} x {side}", side, order.name, percent))
+    return pd.DataFrame(rows, columns=["grid", "window", "side", "order", "percent"])
 
 
 def reordered(pattern: Pattern, curve: Tensor, heads: int = 1) -> Predicate:
@@ -187,15 +186,13 @@ def neighbours(compared: list[Ordering], pattern: Dilated, heads: int, radius: i
     for order in compared:
         token, other = _neighbour_pairs(order, radius)
         many = torch.bincount(token, minlength=len(order))
-
-        def share(count, token=token, many=many):
-            hit = token[(count > 0).any(0)]
-            return float((torch.bincount(hit, minlength=len(many)) / many)[many > 0].mean())
-
         for name, (lengths, rates) in lines.items():
-            inside = Dilated(lengths, [1] * len(lengths)).count(h[:1], token, other, len(order), 1)
-            seen = Dilated(lengths, rates, offsets=pattern.offsets).count(h, token, other, len(order), heads)
-            rows.append({"order": order.name, "branch": name, "inside": share(inside), "seen": share(seen)})
+            row = {"order": order.name, "branch": name}
+            for what, kept in (("inside", [1] * len(rates)), ("seen", rates)):
+                count = Dilated(lengths, kept, offsets=pattern.offsets).count(h, token, other, len(order), heads)
+                hit = torch.bincount(token[(count > 0).any(0)], minlength=len(many))
+                row[what] = float((hit / many)[many > 0].mean())
+            rows.append(row)
     return pd.DataFrame(rows)
 
 

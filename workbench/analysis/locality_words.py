@@ -10,8 +10,8 @@ def pays(percents: pd.DataFrame) -> str:
     """From which side of the window on each order touches fewer blocks than row-major in all larger ones."""
     since = {}
     for order in percents.columns.drop("row_major"):
-        gain = percents["row_major"] / percents[order]
-        sides = [side for side in gain.index if (gain.loc[side:] > 1).all()]
+        fewer = percents[order] < percents["row_major"]
+        sides = [side for side in fewer.index if fewer.loc[side:].all()]
         since.setdefault(f"from {sides[0]} x {sides[0]} on" if sides else "in none of these windows", []).append(order)
     parts = [f"{listed(map(title, orders))} **{when}**" for when, orders in since.items()]
     return f"These orders touch fewer blocks than row-major: {listed(parts)}."
@@ -26,9 +26,9 @@ def fastest(times: pd.DataFrame) -> str:
         for x, it in orders.iterrows()
     )
     noise = f"row-major against itself {again['speedup_low']:.2f} to {again['speedup_high']:.2f}"
-    best = orders["speedup"].idxmax()
-    first = orders.loc[best, "speedup_low"] > orders.loc["hilbert", "speedup_high"]
-    beaten = f" {title(best)} is faster than Hilbert here." * bool(first)
+    first = orders.loc[orders["speedup"].idxmax()]
+    beaten = f" {title(first.name)} is faster than Hilbert here."
+    beaten *= bool(first["speedup_low"] > orders.loc["hilbert", "speedup_high"])
     return f"Speed relative to row-major, by paired rounds: {told}; {noise}.{beaten}"
 
 
@@ -64,34 +64,45 @@ def areas(known: dict, layers: int) -> str:
 
 
 # The rows of the summary, which the verdict reads.
-BLOCKS, SPEED, MOVED = "blocks touched (%)", "speed relative to row-major", "permutation (ms)"
-ATTENTION, ALIKE, SHARDS = "attention (ms)", "tokens until half alike", "cells from other shards"
+LOWER, HIGHER = ", lower is better", ", higher is better"
+BLOCKS, ATTENTION, MOVED = f"blocks touched (%){LOWER}", f"attention (ms){LOWER}", f"permutation (ms){LOWER}"
+SHARDS, SPEED = f"cells from other shards{LOWER}", f"speed relative to row-major{HIGHER}"
+ALIKE, SEEN = f"tokens until half alike{HIGHER}", f"surroundings that LongNet sees (%){HIGHER}"
 
 
-def verdict(summary: pd.DataFrame, times: pd.DataFrame, line: dict[str, float]) -> list[str]:
+def best(summary: pd.DataFrame) -> pd.DataFrame:
+    """bool: where each row of the summary is best. Orders that stay alike over all that was looked at have no ALIKE."""
+    known = summary.T.fillna({ALIKE: np.inf}).T
+    return known.apply(lambda row: row == (row.max() if row.name.endswith(HIGHER) else row.min()), axis=1)
+
+
+def verdict(summary: pd.DataFrame, times: pd.DataFrame, line: dict[str, float], percents: pd.DataFrame) -> list[str]:
     """What the notebook found, in sentences: a summary with a row a measure and a column an order, the times that it is
-    made of, and the percent of blocks on a line in its natural order and in Hilbert's."""
+    made of, the percent of blocks on a line in its natural order and in Hilbert's, and that of windows by their side.
+    """
     blocks = summary.loc[BLOCKS].sort_values()
-    good = (blocks < 0.8 * blocks["row_major"]).sum()
     told = listed(f"{share:.1f}% ({title(x)})" for x, share in blocks.items())
-    claim = "Any order that keeps blocks compact saves work" if good > 1 else "No choice of order saves much work"
+    fewer = percents.drop(columns="row_major").max(axis=1) < percents["row_major"]  # under all of them
+    side = next((side for side in fewer.index if fewer.loc[side:].all()), None)
+    wide = f"of {side} x {side} cells and more" if side else "that are wide enough"
+    saves = f"Any order that keeps blocks compact saves work in windows {wide}, as counted"
+    claim = saves if (blocks < 0.8 * blocks["row_major"]).sum() > 1 else "No choice of order saves much work"
     moved, slowest = (number(x) for x in (summary.loc[MOVED].max(), summary.loc[ATTENTION].min()))
     end = "leave a line in its natural order" if line["hilbert"] > line["natural"] else "here even that costs nothing"
     ratio = f"{line['hilbert']:.1f}% of the blocks against {line['natural']:.1f}%"
     return [
-        f"**{claim}**: the same attention touches {told} of the blocks.",
+        f"**{claim}**: on the photograph the same attention touches {told} of the blocks.",
         fastest(times),
         f"Permuting q, k, v and the result takes at most {moved} ms, once for a whole network; one call of attention "
         f"takes {slowest} ms or more, and the result is the same.",
-        f"Patches stay half alike over the most tokens under {_leader(summary.loc[ALIKE].fillna(np.inf), True)}; "
-        f"a shard needs the fewest cells of others under {_leader(summary.loc[SHARDS], False)}.",
+        f"Patches stay half alike over the most tokens under {_leader(summary, ALIKE)}; "
+        f"a shard needs the fewest cells of others under {_leader(summary, SHARDS)}.",
         f"On a line, where neighbours are already close, Hilbert's order touches {ratio}: {end}.",
     ]
 
 
-def _leader(values: pd.Series, larger: bool) -> str:
+def _leader(summary: pd.DataFrame, row: str) -> str:
     """The best order of a row of the summary, ties included, and row-major's value beside."""
-    best = values.max() if larger else values.min()
-    names = listed(title(x) for x in values.index[values == best])
-    shown = "more than was looked at" if best == np.inf else f"{best:,.0f}"
-    return f"**{names}** ({shown}; row-major {values['row_major']:,.0f})"
+    values = summary.loc[row][best(summary).loc[row]]
+    shown = f"{values.iloc[0]:,.0f}" if values.notna().any() else "more than was looked at"
+    return f"**{listed(map(title, values.index))}** ({shown}; row-major {summary['row_major'][row]:,.0f})"

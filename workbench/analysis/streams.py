@@ -13,7 +13,7 @@ from workbench.patterns import Dense, Pattern, from_spec
 from workbench.patterns.dilated import geometric
 from workbench.streaming import measure
 
-LESS = " Where it takes less, a chunk is short enough for kernels that compute each key once."
+LESS = " Where it takes less, the branches of a chunk run in one pass, as those of the whole sequence do not."
 MORE = " Where it takes longer, the run is too short to hide what a stream does once, at its start."
 GIB, WORK = 1 << 30, {"fwd": 1.0, "bwd": 2.5, "fwdbwd": 3.5}  # products, of those of a forward
 
@@ -46,7 +46,7 @@ def live(lengths, first: int, gib: float, profile="quick") -> tuple[pd.DataFrame
     ran = measure.measure(lengths, gib, first, profile, watch=lambda *done: at.append(done))
     progress = pd.DataFrame([(0, 0.0), *at[:: -max(2, -(-len(at) // 8))][::-1]], columns=["positions", "seconds"])
     rates = progress["positions"].diff() / progress["seconds"].diff() / 1e6  # the last two chunks end together
-    return progress.assign(million_tokens_a_second=rates)[1:], table(ran)
+    return progress.assign(million_tokens_per_second=rates)[1:], table(ran)
 
 
 def measured(machine: str) -> pd.DataFrame:
@@ -87,10 +87,12 @@ def answer(beside: pd.DataFrame, plans: pd.DataFrame, runs: pd.DataFrame, took: 
     layers = runs[runs["execution"] == "layer"] if len(runs) else runs
     if len(layers):
         best = layers.loc[layers["n"].idxmax()]
-        headline = f"{int(best['n']):,} tokens on one card in {best['seconds']:.1f} s ({best['of']})"
-        said.append(f"**{headline}**: a layer, at {best['tflops']:.0f} TFLOP/s, {where}.")
+        headline = f"A layer of {int(best['n']):,} tokens on one card in {best['seconds']:.1f} s ({best['of']})"
+        said.append(f"**{headline}**, at {best['tflops']:.0f} TFLOP/s, {where}.")
     if len(long := plans[~plans["fits_in_memory"]]):
-        said.append(f"{int(long['n'].min()):,} tokens and more do not fit on the card at once; "
+        most = plans.loc[plans["fits_in_memory"], "n"].max()
+        fit = f", {most:,.0f} do" * bool(most > 0)
+        said.append(f"{int(long['n'].min()):,} tokens do not fit on the card at once{fit}; "
                     f"streamed, {last['n']:,} take {last['streamed_gib']:.2f} GiB of it (planned).")  # fmt: skip
     names = {"dense attention": dense["products_s"], "LongNet": last["products_s"], "its copies": last["traffic_s"]}
     each = listed(f"{name} {duration(s)}" for name, s in names.items() if pd.notna(s))

@@ -17,8 +17,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from workbench.analysis.reach import reach
 from workbench.fit.model import Model
-from workbench.harness.narrate import number, title
+from workbench.harness.narrate import title
 from workbench.models.transformer import IGNORED, Transformer
 from workbench.patterns import Pattern
 from workbench.probes import timing
@@ -78,30 +79,37 @@ def compare(
     return models, pd.DataFrame(rows)
 
 
-def summary(rows: pd.DataFrame, patterns: Mapping[str, Pattern], n: int, heads: int) -> pd.DataFrame:
-    """A line per model: pairs per token and head; its loss, a mean of nine steps, after all steps and when the fastest
-    model had done all of its own; and from which step and second on that is below half a guess."""
+def summary(rows: pd.DataFrame, patterns: Mapping[str, Pattern], n: int, sizes: dict) -> pd.DataFrame:
+    """A line per model: pairs per token and head; of how many questions the needle is in reach through all layers; its
+    loss, a mean of nine steps, after all steps and when the fastest model had done all of its own; and from which step
+    and second on that is below half a guess."""
+    heads = sizes["heads"]
+    seen = [reach(x, n, heads, sizes["depth"])[-1, n // 2 :, : n // 8] for x in patterns.values()]
     rows = rows.assign(loss=rows.groupby("label")["loss"].transform(lambda x: x.rolling(9, min_periods=1).mean()))
     by = rows.groupby("label")
     equal = rows[rows["seconds"] <= by["seconds"].max().min()].groupby("label")
     learnt = rows[(rows["loss"] < GUESS / 2) & (rows["step"] >= 9)].groupby("label").first().reindex(patterns)
     return pd.DataFrame({
         "pairs per token": [pattern.pairs(n, heads) / n / heads for pattern in patterns.values()],
+        "needle in reach (%)": [100 * x.double().mean().item() for x in seen],
         "loss": by["loss"].last(), "loss at equal time": equal["loss"].last(),
         "learnt at step": learnt["step"], "at second": learnt["seconds"],
     }, index=pd.Index(patterns, name="pattern"))  # fmt: skip
 
 
-def answer(table: pd.DataFrame) -> tuple[list[str], str]:
+def answer(table: pd.DataFrame, steps: int) -> tuple[list[str], str]:
     """(which models learn to find the needle, and which do not; a headline that has them all). table: of `summary`."""
     found, lost, heads = [], [], []
-    for label, pairs, step, loss in table[["pairs per token", "learnt at step", "loss"]].itertuples():
-        name = f"{title(label)}, with {number(pairs)} pairs per token"
+    columns = ["pairs per token", "needle in reach (%)", "learnt at step", "loss"]
+    for label, pairs, reached, step, loss in table[columns].itertuples():
+        name = f"{title(label)}, with {pairs:,.1f} pairs per token and {reached:.0f}% of the needles in reach"
         found += [f"{name}, from step **{step:.0f}** on"] * (step > 0)
         lost += [] if step > 0 else [f"{name}, whose loss stays **{loss:.2f}**"]
-        heads.append(f"{title(label)} {f'at step {step:.0f}' if step > 0 else 'never'}")
-    said = {"These learn to find the needle": found, f"These do not find the needle (a guess: {GUESS:.2f})": lost}
-    return [f"**{who}**: {'; '.join(each)}." for who, each in said.items() if each], f"learnt: {'; '.join(heads)}"
+        heads.append(f"{title(label)} {f'at step {step:.0f}' if step > 0 else 'not'}")
+    once = f"within {steps} steps (one run, one seed)"
+    said = {"These learn to find the needle": found, f"These do not {once}; a guess has a loss of {GUESS:.2f}": lost}
+    headline = f"learnt {once}: {'; '.join(heads)}"
+    return [f"**{who}**: {'; '.join(each)}." for who, each in said.items() if each], headline
 
 
 def seconds_of_a_step(pattern: Pattern, n: int, sizes: dict, device: str) -> float:
@@ -112,9 +120,10 @@ def seconds_of_a_step(pattern: Pattern, n: int, sizes: dict, device: str) -> flo
 
 
 def differences(model: Transformer, losses: Mapping[str, Tensor]) -> pd.DataFrame:
-    """A line per way to compute one loss: its value, and the largest difference of its gradients from the first's."""
+    """A line per way to compute one loss: its value, its difference from the first's, and the largest of gradients."""
     parameters = [*model.parameters()]
     found = {x: torch.cat([g.flatten() for g in torch.autograd.grad(y, parameters)]) for x, y in losses.items()}
-    first = next(iter(found.values()))
-    rows = [(x, y.item(), float((found[x] - first).abs().max() / first.abs().max())) for x, y in losses.items()]
-    return pd.DataFrame(rows, columns=["way", "loss", "gradients differ by"]).set_index("way")
+    one, first = next(iter(losses.values())).item(), next(iter(found.values()))
+    apart = [float((g - first).abs().max() / first.abs().max()) for g in found.values()]
+    rows = [(x, y.item(), abs(y.item() / one - 1), far) for (x, y), far in zip(losses.items(), apart, strict=True)]
+    return pd.DataFrame(rows, columns=["way", "loss", "loss differs by", "gradients differ by"]).set_index("way")

@@ -13,7 +13,7 @@ LEAST, REFUSED = 1e-4, 6.0  # where smaller shares of a budget and refusals are 
 
 def figure(rows: pd.DataFrame):
     """Errors as shares of their budgets, a panel a result, of `probes.error.table`: right of the line at 1 is too much.
-    Crosses: what did not run."""
+    Crosses: types that did not run."""
     line = rows.pattern.map(title) + np.where(rows.causal, ", causal", "") + "  ·  " + rows.backend.map(title)
     rows = rows.assign(line=line, **{what: _share(rows, *names) for what, names in RESULTS.items()})
     lines = list(dict.fromkeys(rows.line))
@@ -26,14 +26,13 @@ def figure(rows: pd.DataFrame):
             ax.plot(of[what].clip(lower=LEAST), of.y + apart, "o", ms=5, color=DTYPES[dtype])
             over = of[of[what] > 1]
             ax.plot(over[what], over.y + apart, "o", ms=11, mfc="none", mec="red", mew=2)
-        without = rows[(rows.status != "ok") & ~rows.line.isin(ran.line)]
-        ax.plot([REFUSED] * len(without), without.y, "x", color="#666666", ms=6)
+            without = rows[(rows.status != "ok") & (rows.dtype == dtype) & ~rows.line.isin(of.line)]
+            ax.plot([REFUSED] * len(without), without.y + apart, "x", color=DTYPES[dtype], ms=5)
         ax.axvline(1, color="red", lw=1.2)
         style.stripes(ax, len(lines))
         ax.set(xscale="log", xlabel="error / budget", title=what, xlim=(LEAST / 2, 2 * max(REFUSED, rows[what].max())))
         style.log_ticks(ax.xaxis, lambda x: f"{x:g}" if x > LEAST else "less", [LEAST, 1e-2, 1])
-    axes[0].set_yticks(range(len(lines)), lines)
-    axes[0].set_ylim(len(lines) - 0.4, -0.6)
+    axes[0].set(yticks=range(len(lines)), yticklabels=lines, ylim=(len(lines) - 0.4, -0.6))
     looks = {x: {"color": color, "marker": "o"} for x, color in DTYPES.items() if x in set(rows.dtype)}
     absent = {"did not run": {"color": "#666666", "marker": "x"}} if (rows.status != "ok").any() else {}
     style.key(fig, looks | absent, 5)
@@ -50,14 +49,12 @@ def here(rows: pd.DataFrame) -> tuple[pd.DataFrame, str]:
 
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
     """A row a backend and one of all: runs, those within their budgets, what did not run, the worst in percent."""
-
-    def line(of: pd.DataFrame) -> dict:
-        ran = of[of.status == "ok"]
-        within, worst = int((ran.worst <= 1).sum()), 100 * ran.worst.max()
-        return {"runs": len(ran), "within": within, "did not run": len(of) - len(ran), "worst, % of its budget": worst}
-
-    lines = {title(backend): line(of) for backend, of in rows.groupby("backend", sort=False)}
-    return pd.DataFrame(lines | {"all": line(rows)}).T.rename_axis("backend")
+    ran, lines = rows.status == "ok", [*rows.groupby("backend", sort=False), ("all", rows)]
+    return pd.DataFrame([
+        {"backend": title(backend), "runs": ran[of.index].sum(), "within": (of.worst[ran] <= 1).sum(),
+         "did not run": (~ran[of.index]).sum(), "worst, % of its budget": 100 * of.worst[ran].max()}
+        for backend, of in lines
+    ]).set_index("backend")  # fmt: skip
 
 
 def refusals(rows: pd.DataFrame) -> pd.DataFrame:

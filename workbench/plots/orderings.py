@@ -58,8 +58,7 @@ def locality(extent, within):
     left.plot(lengths, np.sqrt(lengths), ":", color="black", lw=1.2)
     left.set_yscale("log", base=2)
     left.yaxis.set_major_formatter("{x:g}")
-    left.set(title="A run of tokens on the grid", xlabel="consecutive tokens")
-    left.set_ylabel("side of the box around them (cells)")
+    left.set(title="A run of tokens on the grid", xlabel="consecutive tokens", ylabel="box around them (cells)")
     style.name_ends(left, [*ends, (lengths[-1], lengths[-1] ** 0.5, "a square:\nthe least", "black")])
     ends = _lines(right, within, "lag", "share")
     right.yaxis.set_major_formatter(PercentFormatter(1))
@@ -75,8 +74,7 @@ def blocks(matrices: dict):
     for i, (ax, (name, seen)) in enumerate(zip(axes[0], matrices.items(), strict=True)):
         ax.imshow(seen, cmap=ListedColormap([EMPTY, color(name)]), vmin=0, vmax=1, interpolation="none")
         ax.grid(False)
-        ax.set_title(f"{title(name)}: {100 * seen.mean():.1f}%")
-        ax.set(xlabel="key block", ylabel="query block" if i == 0 else "")
+        ax.set(title=f"{title(name)}: {100 * seen.mean():.1f}%", xlabel="key block", ylabel="query block" * (i == 0))
         ax.set(xticks=[0, len(seen) - 1], yticks=[0, len(seen) - 1])
     return style.finish(fig, "The blocks of queries and keys that are touched under each order.")
 
@@ -87,8 +85,7 @@ def touched_by_side(frame):
     ends = _lines(ax, frame, "side", "percent")
     ax.set_yscale("log", base=2)
     ax.yaxis.set_major_formatter("{x:g}%")
-    ax.set_xticks(sorted(frame["side"].unique()))
-    ax.set(xlabel="side of the window (cells)", ylabel="blocks touched")
+    ax.set(xlabel="side of the window (cells)", ylabel="blocks touched", xticks=sorted(frame["side"].unique()))
     style.name_ends(ax, ends)
     return style.finish(fig, "Percent of blocks touched against the side of a sliding window, a line an order.")
 
@@ -140,8 +137,7 @@ def neighbours(frame, radius: int):
         ax.set(xlim=(-0.03, 1.03), title=words, xlabel=f"of the cells within {side} x {side}")
         style.stripes(ax, len(branches))
     axes[0].set_yticks(range(len(branches)), branches)
-    axes[0].set(ylabel="segment / rate", ylim=(-0.5, len(branches) - 0.5))
-    axes[0].invert_yaxis()
+    axes[0].set(ylabel="segment / rate", ylim=(len(branches) - 0.5, -0.5))
     style.key(fig, looks, len(looks))
     return style.finish(fig, "A token's neighbours in its segment, and those it sees, by branch and order.")
 

@@ -141,7 +141,8 @@ def attention_maps(sources: dict[str, Tensor], qk: dict[str, Tensor]):
     sources: name -> (rows, cols, channels). qk: name -> (1, rows * cols, heads, head_dim), queries and keys at once.
     """
     many = next(iter(qk.values())).shape[2]
-    fig, axes = style.subplots(len(sources), many + 1, figsize=(9.5, 1.95 * len(sources)), squeeze=False)
+    size, bare = (9.5, 1.95 * len(sources)), {"xticks": [], "yticks": []}
+    fig, axes = style.subplots(len(sources), many + 1, figsize=size, subplot_kw=bare, squeeze=False)
     for line, (name, features) in zip(axes, sources.items(), strict=True):
         rows, cols, _ = features.shape
         middle = rows // 2 * cols + cols // 2
@@ -153,8 +154,6 @@ def attention_maps(sources: dict[str, Tensor], qk: dict[str, Tensor]):
             image = ax.imshow((weights[h] / weights[h].max()).view(rows, cols).numpy(), cmap=style.SEQUENTIAL, vmin=0)
             ax.plot(cols // 2, rows // 2, "+", color=style.COLORS["accent"], ms=9, mew=1.6)
             ax.set_title(f"head {h}")
-    for ax in axes.flat:
-        ax.set(xticks=[], yticks=[])
     bar = fig.colorbar(image, ax=list(axes.flat), ticks=[0, 1], shrink=0.7)
     bar.ax.set_yticklabels(["no weight", "the most\nin a panel"])
     return style.finish(fig, f"Dense attention's weights from the middle of {', '.join(sources)}, head by head.")

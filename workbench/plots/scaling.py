@@ -73,7 +73,8 @@ def speedups(rows: pd.DataFrame):
         ax.set_title(f"{MODES[mode]}, {world:g} {ranks}")
     axes[0, 0].set_yticks(range(len(cases)), [f"{title(kind)}, {style.length(n)}" for kind, n in cases])
     axes[0, 0].set_ylim(len(cases) - 0.5, -0.5)
-    looks = {SHORT.get(x, x): {"color": COLORS.get(x, "#555555"), "marker": MARKS.get(x, "v")} for x in names}
+    words = SHORT | {"sequence": "sequence (in numbers at the right)"}
+    looks = {words.get(x, x): {"color": COLORS.get(x, "#555555"), "marker": MARKS.get(x, "v")} for x in names}
     itself = {"one device against itself": {"marker": "s", "ms": 11, "color": "#777777", "alpha": 0.25}}
     style.key(fig, looks | (itself if AA in set(rows["strategy"]) else {}), 2)
     return style.finish(fig, "Speed relative to one device at the same N, for each way of using several.")

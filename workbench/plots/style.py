@@ -58,7 +58,7 @@ def family_look(family: str, pale: bool = False) -> dict:
 
 def length(n: float) -> str:
     """A length, most of which are powers of two: 131072 is 128K, and 632960, which is none of 1,024, 632,960."""
-    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
+    for size, unit in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
         if n >= size and n % size == 0:
             return f"{n / size:,g}{unit}"
     return f"{n:,.10g}"

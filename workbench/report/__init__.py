@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from workbench.harness.narrate import duration
 from workbench.report import notebooks as nbs
 from workbench.report.parameters import PROFILES, settle
 
@@ -70,9 +71,11 @@ def run(
     for number, path in enumerate(paths, 1):
         say(f"[{number}/{len(paths)}] {path.stem} ... ")
         asked = {key: value for key, value in (parameters or {}).items() if key in settled[path.stem]}
-        from workbench.report import kernel  # papermill: a second
+        from papermill.iorw import load_notebook_node  # a second
 
-        begun, state = time.gmtime(), kernel.load(path)
+        from workbench.report import kernel
+
+        begun, state = time.gmtime(), kernel.Run(load_notebook_node(str(path)))
         try:
             kernel.execute(path, settled[path.stem], timeout, state)
         finally:  # also when it is interrupted
@@ -81,7 +84,7 @@ def run(
             size = report.path.stat().st_size if report.path.exists() else 0
             note = f"  ({size / 1e6:.1f} MB: more than {MOST_BYTES / 1e6:g} MB)" if size > MOST_BYTES else ""
             why = f"  {report.failure}" if report.failure else ""
-            say(f"{report.status} {_duration(report.seconds)}  {os.path.relpath(report.path)}{note}{why}\n")
+            say(f"{report.status} {duration(report.seconds)}  {os.path.relpath(report.path)}{note}{why}\n")
     return reports
 
 
@@ -97,7 +100,7 @@ def _export(state, path: Path, profile: str, asked: dict, folder: Path, machine:
         ("profile", profile + (f"; set by hand: {', '.join(asked)}" if asked else "")),
         ("date", time.strftime("%Y-%m-%d %H:%M UTC", begun)),
         ("commit", machine["commit"]),
-        ("ran for", _duration(state.seconds)),
+        ("ran for", duration(state.seconds)),
     ]
     failure = _sentence(state) if state.status != "ok" else ""
     words = [f"-p {key} {shlex.quote(json.dumps(value))}" for key, value in asked.items()]
@@ -140,11 +143,6 @@ def _sentence(state) -> str:
     heads = [line.lstrip("#").strip() for text in prose for line in text.splitlines() if line.startswith("#")]
     first = (state.nb.cells[state.cell].source.strip().splitlines() or [""])[0]
     return f"{end} in cell {number} ({f'“{heads[-1]}”' if heads else first[:60]}): {state.message.rstrip('.: ')}."
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
 def describe() -> dict:

@@ -44,9 +44,7 @@ def _write(where: Path, columns: dict[Path, dict[str, dict]]) -> None:
     from jinja2 import Environment
 
     template = Environment(autoescape=True).from_string((TEMPLATES / "index.html.j2").read_text(encoding="utf-8"))
-    named = {x: {"title": page["title"], "question": page.get("question", "")}
-             for pages in columns.values() for x, page in pages.items()}  # fmt: skip
-    rows = dict(sorted(named.items()))
+    rows = dict(sorted({x: page for pages in columns.values() for x, page in pages.items()}.items()))
     machines = [{"name": title(folder.name), "pages": pages, "at": os.path.relpath(folder, where) + "/"}
                 for folder, pages in columns.items()]  # fmt: skip
     style = (TEMPLATES / "style.css").read_text(encoding="utf-8")

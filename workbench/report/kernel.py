@@ -18,7 +18,6 @@ from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine
-from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
 from workbench.harness.records import SHARED
@@ -118,10 +117,6 @@ def execute(path: Path, parameters: dict[str, object], limit: float, run: Run) -
         run.fail("error", str(error))
     finally:
         run.seconds = time.monotonic() - start
-
-
-def load(path: Path) -> Run:
-    return Run(load_notebook_node(str(path)))
 
 
 def kill(mark: str) -> None:

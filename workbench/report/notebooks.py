@@ -1,6 +1,7 @@
 """Which notebooks there are and what is in them. Read as JSON, so that `workbench list` answers at once."""
 
 import json
+import re
 from pathlib import Path
 
 from workbench.harness.records import SHARED
@@ -56,16 +57,10 @@ def source(cell: dict) -> str:
     return cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"])
 
 
-def heading(text: str, level: int) -> str | None:
-    """The text of the first Markdown heading of this level."""
-    mark = "#" * level + " "
-    return next((line[len(mark) :].strip() for line in text.splitlines() if line.startswith(mark)), None)
-
-
 def title(nb: dict, name: str) -> str:
     """metadata.title, else the first heading, else the name."""
-    headings = (heading(source(cell), 1) for cell in nb["cells"] if cell["cell_type"] == "markdown")
-    return nb["metadata"].get("title") or next(filter(None, headings), name)
+    prose = "\n".join(source(cell) for cell in nb["cells"] if cell["cell_type"] == "markdown")
+    return nb["metadata"].get("title") or next(iter(re.findall(r"^# +(.*\S)", prose, re.M)), name)
 
 
 def without_results(model: dict, **_) -> None:

@@ -59,15 +59,18 @@ def in_short(sentences, key=None, headline: str = "") -> None:
         _display({"text/markdown": listed}, about | (drawn(key) if key is not None else {}))
 
 
-def formatted(frame):
+def formatted(frame, bold=None):
     """The frame as a Styler, an index that says something as its first columns, numbers formatted by kind: integers
     (floats too, where all of a column are whole) with commas, other numbers with three significant digits, yes and no,
-    and nothing for what is missing."""
+    and nothing for what is missing. bold: a frame of bools, with the same rows and columns."""
     if not _plain_index(frame):
         frame = frame.rename_axis(index=[name or " " * at for at, name in enumerate(frame.index.names)]).reset_index()
     forms = {column: _form(frame.iloc[:, at]) for at, column in enumerate(frame.columns)}
     forms |= dict.fromkeys({"mode", "backend"} & {*forms}, title)
-    return frame.style.format(forms, na_rep="", escape="html").format_index(escape="html", axis=1).hide()
+    styler = frame.style.format(forms, na_rep="", escape="html").format_index(escape="html", axis=1).hide()
+    for name in () if bold is None else bold:
+        styler.format(lambda x, form=forms[name]: f"<b>{form(x)}</b>", (frame.index[bold[name]], [name]), "")
+    return styler
 
 
 def _form(column):
@@ -88,6 +91,7 @@ def _table(styler) -> str:
     head, middle, body = html.partition("<tbody>")
     if "<th" not in body:
         body = re.sub(r"(<tr>\s*)<td >(.*?)</td>", r"\1<th >\2</th>", body, flags=re.S)
+    body = re.sub(r"FlashAttention-\d", r'<span class="whole">\g<0></span>', body)
     return re.sub(r"(<th [^>]*>)(.*?)</th>", _heading, head) + middle + body
 
 

@@ -16,7 +16,7 @@ def arrange(nb, inline) -> dict | None:
     `sentences`, `headline` and the `records` that were read or written; None where the notebook has none.
     """
     count, places, short = {"figure": 0, "table": 0}, {}, None
-    for before, cell in zip([None, *nb.cells], nb.cells, strict=False):
+    for cell in nb.cells:
         for output in list(cell.get("outputs", [])):
             about = output.get("metadata", {}).get("workbench")
             if not about:
@@ -25,8 +25,6 @@ def arrange(nb, inline) -> dict | None:
             if kind == "short":
                 short = about
                 cell.outputs.remove(output)
-                if before and before.cell_type == "markdown" and before.source.strip() == "## In short":
-                    before.source = ""  # the page has it at the top
                 continue
             count[kind] += 1
             anchor = f"{kind}-{count[kind]}"
