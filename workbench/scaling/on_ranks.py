@@ -25,7 +25,8 @@ from workbench.probes.timing import AA
 from workbench.scaling import compare, strategies
 from workbench.scaling.strategies import Work
 
-CALLS = 3  # over which the busy share is measured
+CALLS = 3  # over which the busy share is measured; on a CPU no more once they have taken ENOUGH_S
+ENOUGH_S = 0.03  # seconds against which the barrier behind the calls is little
 FEWEST = 3  # samples, however long they take: fewer show no spread
 NO_WORK = ("nccl", "Memcpy", "Memset")  # how names of what a profile shows on a card begin that is no computation
 
@@ -120,7 +121,7 @@ def _extra(work: Work, cards: int) -> list[int]:
 
 
 def busy(work: Work, cards: int = 1) -> tuple[list[float | None], str | None]:
-    """(the share of the wall time of CALLS calls in which each card computes, the kernel that took most of the time);
+    """(the share of the wall time of up to CALLS calls in which each card computes, the kernel that took most of it);
     all ranks begin and end the calls together.
 
     CUDA: the union of the intervals of all kernels but NCCL's, from torch's profiler; None if it shows none although
@@ -131,6 +132,8 @@ def busy(work: Work, cards: int = 1) -> tuple[list[float | None], str | None]:
         begin, before = time.perf_counter(), time.process_time()
         for _ in range(CALLS):
             work()
+            if _over(begin, ENOUGH_S):
+                break
         computed = time.process_time() - before
         barrier(work.case.device)
         return [computed / (time.perf_counter() - begin) / torch.get_num_threads()], None
@@ -179,8 +182,8 @@ def times(case: Case, names: list[str], samples: int, seconds: float, at_once: b
     """{strategy: milliseconds of each round on this rank}; "A/A" is the first strategy again.
 
     In each round all are timed, in a random order that is the same on all ranks. A sample begins at a barrier and ends
-    when this rank is done. seconds: after about so long no second warm-up call is made, and no round is begun once
-    there are FEWEST. at_once: whether the inputs of all strategies are there at once; if not, a sample makes its own.
+    when this rank is done. seconds: after about so long no round is begun once there are FEWEST; after a tenth of it
+    no second warm-up call is made. at_once: whether the inputs of all strategies are there at once; if not, a sample makes its own.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     made: dict = {}
@@ -189,7 +192,7 @@ def times(case: Case, names: list[str], samples: int, seconds: float, at_once: b
     for work in works.values():
         for _ in range(2):
             _sample(work)
-            if _over(begin, seconds):
+            if _over(begin, seconds / 10):
                 break
     order = [*names, AA]
     shuffled, taken = random.Random(0), {name: [] for name in order}  # the same seed on all ranks
