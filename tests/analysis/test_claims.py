@@ -79,8 +79,8 @@ def test_communication():
 
 
 @pytest.mark.parametrize("claim, ours, kind", [
-    (9, {"ms": 20.0}, FALSE), (9, {"ms": 2000.0}, TRUE), (10, {"peak": 30}, FALSE), (10, {"peak": 20}, TRUE),
-    (17, {"speedup": 0.99}, FALSE), (17, {"speedup": 0.6}, TRUE), (20, {}, NOT),
+    (9, {"speedup": 0.5}, FALSE), (9, {"speedup": 0.005}, TRUE), (10, {"peak": 30}, FALSE), (10, {"peak": 20}, TRUE),
+    (17, {"speedup": 1.1}, FALSE), (17, {"speedup": 0.99}, NOT), (17, {"speedup": 0.6}, TRUE), (20, {}, NOT),
 ])  # fmt: skip
 def test_a_divided_sequence(claim, ours, kind):
     labels = ["report-001-8k", "report-002-8k", "report-004-8k-dilated"]
@@ -99,6 +99,18 @@ def test_sparsity(few, memory, time):
     assert (judged(7, *rows, busy)[0], judged(14, *rows, busy)[0]) == (memory, NOT)
 
 
+@pytest.mark.parametrize("claim", [2, 5, 9, 14, 15, 17])
+def test_what_noise_does_not_decide_is_not_said(claim):
+    labels = [x for x in catalog.REPORTS if x.endswith(("-8k", "-8k-dilated"))]
+    rows = [*batches(DP, (1.2, 40), (1.2, 40)), *(call(x, y) for x in labels for y in (ONE, OURS))]
+    spec = catalog.Dilated([64], [2]).spec()
+    rows += [call(f"report-00{x}", ONE, ms=1.0, pattern_spec=spec)
+             for x in ("1-density-1", "1-density-0.01", "4-rate-1", "4-rate-2", "4-quarters")]  # fmt: skip
+    wide = {"speedup_low": 1e-3, "speedup_high": 1e3}
+    rows = [x | wide | {"samples_ms": [1e-3, 1, 1e3][:: (-1) ** at]} for at, x in enumerate(rows)]
+    assert judged(claim, *rows)[1].startswith(f"{NOT} (it cannot be told from noise). ")
+
+
 @pytest.mark.parametrize("two, equal, kind", [(2.0, 2.0, ONLY), (2.0, 6.0, TRUE), (10.0, 10.0, FALSE)])
 def test_dilation(two, equal, kind):
     specs = {"rate-1": (10.0, [64], [1]), "rate-2": (two, [64], [2]), "quarters": (equal, [16], [1])}
@@ -113,8 +125,11 @@ def test_what_stays_is_not_the_peak_and_the_longest():
     assert [judged(12, x | {"extra_bytes": y})[0] for y in (28 << 20, -(80 << 20))] == [FALSE, TRUE]
     for claim, preset in ((11, "report-003-131k"), (16, "report-004-237k")):
         fields = catalog.report(preset).fields()
+        fields |= {"measured_n": None, "predicted_ms": 72e6}
         fits = [pd.DataFrame([fields | {"n": times * fields["n"]}]) for times in (1, 3)]
-        assert [judged(claim, fits=x)[0] for x in fits] == [TRUE, FALSE]
+        (true, words), (false, _) = (judged(claim, fits=x) for x in fits)
+        assert (true, false) == (TRUE, FALSE) and "by memory alone, as predicted (a call would take 20 hours)" in words
+        assert "predicted" not in judged(claim, fits=fits[1].assign(measured_n=1))[1]
 
 
 def test_what_is_counted_does_not_depend_on_a_machine():

@@ -66,10 +66,8 @@ def _case(row) -> str:
     return f"{title(row['kind'])}, {MODES.get(row['mode'], row['mode'])}, N = {int(row['n']):,}"
 
 
-COSTS = {
-    "context parallel": ("peak", "Context parallel holds", "memory"),
-    "heads": ("sent", "Dividing the heads sends", "bytes"),
-}
+COSTS = {"context parallel": ("peak", "Context parallel holds", "memory"),
+         "heads": ("sent", "Dividing the heads sends", "bytes")}  # fmt: skip
 
 
 def costs(rows: pd.DataFrame) -> list[str]:
