@@ -34,7 +34,6 @@ BUDGET = CARD.total_bytes - CARD.context_bytes
 NOTHING = pd.DataFrame()
 LONG = ("dense", "longnet-geometric")  # kinds of `multicard`
 GAIN, SPARSER = 1.1, 1689.8 / 1549.0  # times as fast: what is faster at all, and what claim 14 is about
-NOISE = 1.5  # how wide the interval of a call against itself (A/A) may be, in the middle of all calls
 
 
 class Missing(LookupError):
@@ -125,6 +124,7 @@ def _batch(rows: pd.DataFrame, strategy: str) -> dict:
     if shares.empty:
         whys = rows[rows["strategy"].map(lambda x: SHORT.get(x, x)).eq(strategy)]["error"].dropna()
         raise Missing(whys.iloc[0] if len(whys) else "it takes two ranks")
+    shares["span"] = [*zip(shares["low"], shares["high"], strict=True)]
     one, many = (shares[shares["sequences"].eq(1) == x].tail(1).to_dict("records") for x in (True, False))
     return one[0] | {f"many_{x}": y for x, y in (many or one)[0].items()}
 
@@ -179,7 +179,7 @@ def _communication(rows: pd.DataFrame) -> dict:
     low, took, high = sorted(1000 * x.message_s(size) for x in rates)  # fits need not lie as their samples do
     time, added = f"{number(took)} ms by this link ({number(low)} to {number(high)} by its samples)", 452.1 - 58.0 / 2
     size, rate = binary(size), binary(1000 * size / added)
-    return {"size": size, "span": (low, high), "time": time, "added": added, "rate": rate}
+    return {"size": size, "span": (2 * low / added, 2 * high / added), "time": time, "added": added, "rate": rate}
 
 
 def _sparse(rows: pd.DataFrame, density: float) -> dict:
@@ -233,9 +233,10 @@ def _counted(found: dict) -> dict:
     }  # fmt: skip
 
 
-def _above(low: float, high: float, limit: float) -> bool | None:
-    """Whether an interval is above a limit; None where it reaches over it."""
-    return True if low > limit else False if high <= limit else None
+def _above(limit: float, facts: dict, span: str = "span") -> bool | None:
+    """Whether an interval is above a limit; None where they are no further apart than a call is from itself."""
+    low, high = facts[span]
+    return True if low > limit * facts["noise"] else False if high * facts["noise"] <= limit else None
 
 
 class Rule(NamedTuple):
@@ -253,23 +254,22 @@ _DP, _DDP = (partial(_batch, strategy=x) for x in ("DataParallel", "DDP"))
 _LESS = (lambda x: x["peak"] <= 0.6, lambda x: x["many_peak"] <= 0.6)
 RULES = {
     1: Rule("calls", _DP, *_LESS),
-    2: Rule("calls", _DP, lambda x: _above(x["low"], x["high"], GAIN),
-            lambda x: _above(x["many_low"], x["many_high"], GAIN), timed=True),
-    3: Rule("messages", _communication, lambda x: _above(*x["span"], x["added"] / 2)),
+    2: Rule("calls", _DP, partial(_above, GAIN), partial(_above, GAIN, span="many_span"), timed=True),
+    3: Rule("messages", _communication, partial(_above, 1)),
     4: Rule("counts", _counted, lambda x: False, lambda x: x["fits"]),
-    5: Rule("calls", _near_linear, lambda x: _above(*x["span"], 0.9), lambda x: _above(*x["far"], 0.9), timed=True),
+    5: Rule("calls", _near_linear, partial(_above, 0.9), partial(_above, 0.9, span="far"), timed=True),
     6: Rule("calls", _DDP, *_LESS),
     7: Rule("calls", partial(_sparse, density=0.05), lambda x: x["bytes"] < 0.1),
     8: Rule("counts", _counted, lambda x: x["most"] > 8),
-    9: Rule("calls", partial(_divided, label="report-002-8k"), lambda x: _above(*x["span"], 100), timed=True),
+    9: Rule("calls", partial(_divided, label="report-002-8k"), partial(_above, 100), timed=True),
     10: Rule("calls", partial(_divided, label="report-002-8k"), lambda x: x["like"] < 0.6),
     11: Rule("fits", partial(_longest, preset="report-003-131k"), lambda x: x["times"] < 1.1),
     12: Rule("calls", _after, lambda x: x["kept"] > 0.9),
     13: Rule("counts", _counted, lambda x: x["small"] > 17_500),
-    14: Rule("calls", partial(_sparse, density=0.01), lambda x: _above(*x["like"], 0.8), timed=True),
-    15: Rule("calls", _dilation, lambda x: _above(*x["span"], GAIN), lambda x: _above(*x["over"], 1.25), timed=True),
+    14: Rule("calls", partial(_sparse, density=0.01), partial(_above, 0.8, span="like"), timed=True),
+    15: Rule("calls", _dilation, partial(_above, GAIN), partial(_above, 1.25, span="over"), timed=True),
     16: Rule("fits", partial(_longest, preset="report-004-237k"), lambda x: x["times"] < 1.1),
-    17: Rule("calls", _gains, lambda x: _above(*x["span"], 1), timed=True),
+    17: Rule("calls", _gains, partial(_above, 1), timed=True),
     18: Rule("counts", _counted, lambda x: x["grown"] > 3),
     19: Rule("counts", _counted, lambda x: x["sequence"] < 1, lambda x: x["grid"] < 1),
     20: Rule("calls", partial(_divided, label="report-001-8k"), lambda x: None),
@@ -286,10 +286,11 @@ def judge(claim: int, seen: Seen) -> tuple[str, str]:
         facts = rule.facts(rows)
     except Missing as why:
         return f"{NOT} ({why})", ""
+    again = rows[rows["strategy"].eq(AA)] if rule.timed else None
+    facts["noise"] = max(1, (again["speedup_high"] / again["speedup_low"]).median() ** 0.5) if rule.timed else 1
     holds, said = rule.holds(facts), words["said"].format_map(facts)
     then = holds is not None and not holds and rule.then(facts)
-    again = rows[rows["strategy"].eq(AA)] if rule.timed else None
-    if None in (holds, then) or rule.timed and (again["speedup_high"] / again["speedup_low"]).median() > NOISE:
+    if None in (holds, then):
         return f"{NOT} ({'it cannot be told from noise' if rule.timed else words['only']})", said
     return TRUE if holds else f"{ONLY} {words['only']}" if then else FALSE, said
 
