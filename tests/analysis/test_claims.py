@@ -47,7 +47,7 @@ def test_memory_of_a_divided_batch(claim, strategy, one, several, kind):
     assert judged(claim, *batches(strategy, (1, one), (1, several)))[0] == kind
 
 
-@pytest.mark.parametrize("one, several, kind", [(1.0, 1.0, FALSE), (1.0, 1.9, ONLY), (1.3, 1.9, TRUE)])
+@pytest.mark.parametrize("one, several, kind", [(1.0, 1.0, FALSE), (1.0, 1.9, ONLY), (1.3, 1.9, TRUE), (1.1, 2.0, NOT)])
 def test_time_of_a_divided_batch(one, several, kind):
     got, words = judged(2, *batches(DP, (one, 40), (several, 40)))
     assert got == kind and f"is {one:.2f} times as fast" in words
@@ -61,12 +61,12 @@ def test_what_a_machine_lacks_is_said_with_its_reason():
 
 
 def test_efficiency():
-    rows = [[call("report-002-8k", OURS, speedup=x) for x in pair] for pair in ((1.9, 2), (1.5, 2), (0.5, 1.5))]
-    assert [judged(5, *x)[0] for x in rows] == [TRUE, ONLY, FALSE]
+    rows = [
+        [call("report-002-8k", OURS, speedup=x) for x in pair] for pair in ((1.9, 2), (1.5, 2), (0.5, 1.5), (1.82, 2))
+    ]
+    assert [judged(5, *x)[0] for x in rows] == [TRUE, ONLY, FALSE, NOT]
     got, words = judged(5, *rows[2], call("dense", OURS, n=1 << 17, speedup=1.9, kind="dense"))
-    assert (
-        got == ONLY and "0 of 2 calls of up to 1,024 tokens" in words and "dense, 131,072 tokens: 1.90 times" in words
-    )
+    assert got == ONLY and all(x in words for x in ("0 of 2 calls of up to 1,024", "dense, 131,072 tokens: 1.90"))
 
 
 def test_communication():
@@ -79,8 +79,9 @@ def test_communication():
 
 
 @pytest.mark.parametrize("claim, ours, kind", [
-    (9, {"speedup": 0.5}, FALSE), (9, {"speedup": 0.005}, TRUE), (10, {"peak": 30}, FALSE), (10, {"peak": 20}, TRUE),
-    (17, {"speedup": 1.1}, FALSE), (17, {"speedup": 0.99}, NOT), (17, {"speedup": 0.6}, TRUE), (20, {}, NOT),
+    (9, {"speedup": 0.5}, FALSE), (9, {"speedup": 0.005}, TRUE), (9, {"speedup": 0.01}, NOT),
+    (10, {"peak": 30}, FALSE), (10, {"peak": 20}, TRUE), (20, {}, NOT),
+    (17, {"speedup": 1.1}, FALSE), (17, {"speedup": 0.99}, NOT), (17, {"speedup": 0.6}, TRUE),
 ])  # fmt: skip
 def test_a_divided_sequence(claim, ours, kind):
     labels = ["report-001-8k", "report-002-8k", "report-004-8k-dilated"]
@@ -91,24 +92,13 @@ def test_a_divided_sequence(claim, ours, kind):
 
 @pytest.mark.parametrize("few, memory, time", [
     ({"ms": 9.2, "peak": 40}, FALSE, TRUE), ({"ms": 0.5, "peak": 13}, TRUE, FALSE),
+    ({"ms": 9.2, "samples_ms": [1, 9, 99]}, FALSE, NOT),
 ])  # fmt: skip
 def test_sparsity(few, memory, time):
     rows = [call("report-001-density-1", ONE), *(call(f"report-001-density-{x}", ONE, **few) for x in (0.05, 0.01))]
     assert (judged(7, *rows)[0], judged(14, *rows)[0]) == (memory, time)
     busy = call("report-001-density-1", "A/A", speedup_low=0.5)
-    assert (judged(7, *rows, busy)[0], judged(14, *rows, busy)[0]) == (memory, NOT if time == TRUE else FALSE)
-
-
-@pytest.mark.parametrize("claim", [2, 5, 9, 14, 15, 17])
-def test_what_noise_does_not_decide_is_not_said(claim):
-    labels = [x for x in catalog.REPORTS if x.endswith(("-8k", "-8k-dilated"))]
-    rows = [*batches(DP, (1.2, 40), (1.2, 40)), *(call(x, y) for x in labels for y in (ONE, OURS))]
-    spec = catalog.Dilated([64], [2]).spec()
-    rows += [call(f"report-00{x}", ONE, ms=1.0, pattern_spec=spec)
-             for x in ("1-density-1", "1-density-0.01", "4-rate-1", "4-rate-2", "4-quarters")]  # fmt: skip
-    wide = {"speedup_low": 1e-3, "speedup_high": 1e3}
-    rows = [x | wide | {"samples_ms": [1e-3, 1, 1e3][:: (-1) ** at]} for at, x in enumerate(rows)]
-    assert judged(claim, *rows)[1].startswith(f"{NOT} (it cannot be told from noise). ")
+    assert (judged(7, *rows, busy)[0], judged(14, *rows, busy)[0]) == (memory, FALSE if time == FALSE else NOT)
 
 
 @pytest.mark.parametrize("two, equal, kind", [(2.0, 2.0, ONLY), (2.0, 6.0, TRUE), (10.0, 10.0, FALSE)])
@@ -118,6 +108,8 @@ def test_dilation(two, equal, kind):
             for x, (ms, *how) in specs.items()]  # fmt: skip
     got, words = judged(15, *rows)
     assert got == kind and "50% of the rows" in words
+    got, words = judged(15, *rows, call("report-004-rate-1", "A/A", speedup_low=0.1))
+    assert got == NOT and words.startswith(f"{NOT} (it cannot be told from noise). Rate 2 is")
 
 
 def test_what_stays_is_not_the_peak_and_the_longest():

@@ -93,8 +93,10 @@ def between_runs(rows: pd.DataFrame) -> list[str]:
         return []
     apart = pd.Series([x["speedup"].max() / x["speedup"].min() - 1 for x in cases])
     within = pd.Series([(x["speedup_high"] / x["speedup_low"]).median() - 1 for x in cases])
-    return [f"Between runs, some of them of earlier code, a case's speed-up differs by **{apart.median():.0%}** (the "
-            f"median of {counted(len(cases), 'case')}); within one run its interval is {within.median():.0%} wide."]  # fmt: skip
+    inside = f"(the median of {counted(len(cases), 'case')}); within one run its interval is {within.median():.0%} wide"
+    return [
+        f"Between runs, some of them of earlier code, a case's speed-up differs by **{apart.median():.0%}** {inside}."
+    ]
 
 
 def headline(rows: pd.DataFrame, what: str = "card") -> str:

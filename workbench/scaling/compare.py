@@ -3,8 +3,6 @@
 Dimensions: B batch, N positions, H heads, D head_dim.
 """
 
-import functools
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,7 +33,6 @@ def places(case: Case, name: str, world: int) -> Tensor:
     return torch.tensor(sorted(x - shift for x in found if shift <= x < case.n))
 
 
-@functools.lru_cache(maxsize=1)  # the same for each strategy of a case
 def one_device(case: Case, rank: int, world: int) -> tuple[dict[str, Tensor] | None, str | None]:
     """({result: float64 (B, rows compared, heads, D)} of the one-device call, None) on all ranks, or (None, why) if
     rank 0 could not do it."""
