@@ -116,8 +116,7 @@ def test_what_stays_is_not_the_peak_and_the_longest():
     x = call("report-003-131k", ONE)
     assert [judged(12, x | {"extra_bytes": y})[0] for y in (28 << 20, -(80 << 20))] == [FALSE, TRUE]
     for claim, preset in ((11, "report-003-131k"), (16, "report-004-237k")):
-        fields = catalog.report(preset).fields()
-        fields |= {"measured_n": None, "predicted_ms": 72e6}
+        fields = catalog.report(preset).fields() | {"measured_n": None, "predicted_ms": 72e6}
         fits = [pd.DataFrame([fields | {"n": times * fields["n"]}]) for times in (1, 3)]
         (true, words), (false, _) = (judged(claim, fits=x) for x in fits)
         assert (true, false) == (TRUE, FALSE) and "by memory alone, as predicted (a call would take 20 hours)" in words

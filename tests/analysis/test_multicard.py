@@ -45,10 +45,7 @@ def rows():
 
 def test_cases_have_the_patterns_that_their_kind_names():
     cases = multicard.cases({"dense": [256], "longnet-geometric": [256, 300]}, 64, ("fwd", "fwdbwd"), **SIZES)
-    assert list(cases) == [
-        "dense fwd 1 x 256", "dense fwdbwd 1 x 256", "longnet-geometric fwd 1 x 256", "longnet-geometric fwd 1 x 300",
-        "longnet-geometric fwdbwd 1 x 256", "longnet-geometric fwdbwd 1 x 300",
-    ]  # fmt: skip
+    assert list(cases)[::5] == ["dense fwd 1 x 256", "longnet-geometric fwdbwd 1 x 300"] and len(cases) == 6
     assert cases["longnet-geometric fwd 1 x 300"].pattern.segment_lengths == (64, 256, 300)
     assert isinstance(cases["dense fwd 1 x 256"].pattern, Dense)
     assert 0.045 < multicard.at("block-sparse", 64, **SIZES)(1 << 18).pattern.density(1 << 18, 1) < 0.055
@@ -59,10 +56,8 @@ def test_causal_is_another_kind():
     patterns += [multicard.at(kind, 64, **SIZES)(300).pattern for kind in multicard.KINDS[3:]]
     patterns.append(Neighborhood((300,), 8))
     frame = pd.DataFrame([{"pattern_spec": x.spec(), "pattern": x.name, "n": 300} for x in patterns])
-    assert list(multicard.kinds(frame)["kind"]) == [
-        "dense", "dense causal", "longnet-geometric", "longnet-geometric causal", *multicard.KINDS[3:],
-        patterns[-1].name,
-    ]  # fmt: skip
+    names = [y for x in multicard.KINDS[:2] for y in (x, f"{x} causal")]
+    assert list(multicard.kinds(frame)["kind"]) == [*names, *multicard.KINDS[3:], patterns[-1].name]
 
 
 def test_ranks_are_those_that_have_a_card_and_here_as_many_as_asked_for(monkeypatch):

@@ -237,8 +237,7 @@ def test_a_length_leaves_nothing_to_the_next(ranks):
 
 
 def test_no_case_is_begun_after_the_time_and_what_is_measured_comes_all_the_same(rows, folder, capsys):
-    settled = Case(DILATED, dtype="float64", **SIZES)  # by `rows`
-    cases = {"dilated": settled, "late": Case(Dilated([64], [2]), 4096, 2, 16)}
+    cases = {"dilated": Case(DILATED, dtype="float64", **SIZES), "late": Case(Dilated([64], [2]), 4096, 2, 16)}
     found = sweeps.sweep(cases, 2, ["sequence"], samples=3, within_s=0, folder=folder / "rows")
     assert found["label"].tolist() == ["dilated"] * 3 and found["from_records"].all()
     assert capsys.readouterr().out.startswith("1/2: dilated, N = 192, from the records\n2/2: late: not begun")
@@ -354,8 +353,8 @@ def test_kernels_compute_on_the_stream_that_works_longest():
 
 def test_shards_are_rows_of_one_tensor_whoever_makes_them(monkeypatch):
     monkeypatch.setattr(strategies, "CHUNK", 16)
-    drawn, randn = [], torch.randn
-    monkeypatch.setattr(torch, "randn", lambda shape, **how: drawn.append(shape[1]) or randn(shape, **how))
+    drawn, real = [], torch.randn
+    monkeypatch.setattr(torch, "randn", lambda shape, **how: drawn.append(shape[1]) or real(shape, **how))
     case = Case(Dense(True), 70, 4, 8, batch=3, kv_heads=2, nq=50, seed=1)
     whole = {name: strategies.make(case, name, range(3), (range(50 if name in ("q", "upstream") else 70),))
              for name in strategies.TENSORS}  # fmt: skip
