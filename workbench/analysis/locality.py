@@ -16,6 +16,7 @@ from workbench.analysis.reach import field
 from workbench.distributed import Shards, plan
 from workbench.engines.dispatch import attention, choose
 from workbench.engines.triton_backend import block_size_of
+from workbench.harness.narrate import title
 from workbench.patterns import Dilated, Neighborhood, Pattern, Predicate, orderings
 from workbench.patterns.neighborhood import swin
 from workbench.patterns.orderings import Ordering
@@ -122,6 +123,18 @@ def touched(pattern: Pattern, n: int, block: int = 128) -> np.ndarray:
 def computed_in(x: Tensor, pattern: Pattern) -> int:
     """The tokens of a block of the kernel that computes the pattern for q, k and v like x (1, cells, heads, D)."""
     return (block_size_of(pattern) if choose("auto", x, x, x, pattern)[0] == "triton" else pattern.block_of())[0]
+
+
+def along_a_curve(side: int) -> pd.DataFrame:
+    """Percent of the blocks of 128 that a window touches, by order: on a sequence of side^2 tokens, and on a grid of 16
+    times as many."""
+    n, grid, window = side**2, (4 * side, 4 * side), Neighborhood((side**2,), side)
+    curve = orderings.hilbert((side, side)).curve
+    seen = [("sequence", "as it is", n, window), ("sequence", "Hilbert", n, reordered(window, curve))]
+    for order in (orderings.row_major(grid), orderings.hilbert(grid)):
+        seen.append(("grid", title(order.name), 16 * n, Neighborhood(grid, 8, order)))
+    found = [(*x, n, 100 * float(touched(pattern, n).mean())) for *x, n, pattern in seen]
+    return pd.DataFrame(found, columns=["tokens", "order", "n", "percent of the blocks"])
 
 
 def blocks_touched(windows, tile=(8, 16), block: int = 128) -> pd.DataFrame:

@@ -17,6 +17,7 @@ from workbench.scaling import link
 from workbench.scaling.strategies import ONE
 
 LONGEST = 1 << 20  # positions of block-sparse attention up to which a weak curve is drawn: it lists visible blocks
+GAIN = ("speedup", "speedup_low", "speedup_high")
 WRONG = 10  # percent of a measured time: a model that is off by more says so
 
 
@@ -31,19 +32,12 @@ def efficiency(rows: pd.DataFrame) -> pd.DataFrame:
     for (kind, world), group in done.groupby(["kind", "nproc"], sort=False):
         one = group[group["strategy"] == ONE].sort_values("n").head(1).to_dict("records")
         for row in group[group["strategy"] == "sequence"].to_dict("records"):
-            line = {"kind": kind, "world": world, "n": row["n"]}
-            if row["n"] == group["n"].max():
-                found.append(line | {"scaling": "strong"} | _shares(row, world))
+            ratios = [("strong", row, world)] if row["n"] == group["n"].max() else []
             if one and one[0]["n"] * world == row["n"]:
-                samples = min(len(one[0]["samples_ms"]), len(row["samples_ms"]))
-                ratio = speedup(one[0]["samples_ms"][:samples], row["samples_ms"][:samples])
-                found.append(line | {"scaling": "weak"} | _shares(ratio, world * one[0]["pairs"] / row["pairs"]))
+                ratio = speedup(one[0]["samples_ms"], row["samples_ms"])
+                ratios.append(("weak", ratio, world * one[0]["pairs"] / row["pairs"]))
+            found += [[kind, x, world, row["n"], *(y[z] / of for z in GAIN)] for x, y, of in ratios]
     return pd.DataFrame(found, columns=["kind", "scaling", "world", "n", "efficiency", "low", "high"])
-
-
-def _shares(ratio: dict, of: float) -> dict:
-    names = {"efficiency": "speedup", "low": "speedup_low", "high": "speedup_high"}
-    return {x: ratio[y] / of for x, y in names.items()}
 
 
 def together(every: pd.DataFrame, world: int) -> float:

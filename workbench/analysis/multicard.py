@@ -287,10 +287,7 @@ def orders(rows: pd.DataFrame, device: str) -> pd.DataFrame:
 
 
 @one_thread()
-def borders(
-    shape: Sequence[int], radius: int, names: Iterable[str], worlds: Iterable[int], *, heads: int, head_dim: int,
-    itemsize: int,
-) -> pd.DataFrame:  # fmt: skip
+def borders(shape, radius: int, names, worlds, *, heads: int, head_dim: int, itemsize: int) -> pd.DataFrame:
     """What a forward of a 2-D neighborhood moves, from plans alone: a row for each order of cells and number of ranks.
 
     names: of orders in `orderings`. A row: order, world; bytes, by all ranks; halo, the rows that ranks get over those

@@ -66,10 +66,8 @@ def _case(row) -> str:
     return f"{title(row['kind'])}, {MODES.get(row['mode'], row['mode'])}, N = {int(row['n']):,}"
 
 
-COSTS = {
-    "context parallel": ("peak", "Context parallel holds", "memory"),
-    "heads": ("sent", "Dividing the heads sends", "bytes"),
-}
+COSTS = {"context parallel": ("peak", "Context parallel holds", "memory"),
+         "heads": ("sent", "Dividing the heads sends", "bytes")}  # fmt: skip
 
 
 def costs(rows: pd.DataFrame) -> list[str]:
@@ -95,9 +93,9 @@ def between_runs(rows: pd.DataFrame) -> list[str]:
         return []
     apart = pd.Series([x["speedup"].max() / x["speedup"].min() - 1 for x in cases])
     within = pd.Series([(x["speedup_high"] / x["speedup_low"]).median() - 1 for x in cases])
+    inside = f"(the median of {counted(len(cases), 'case')}); within one run its interval is {within.median():.0%} wide"
     return [
-        f"Between runs, some of them of earlier code, a case's speed-up differs by **{apart.median():.0%}** (the "
-        f"median of {counted(len(cases), 'case')}); within one run its interval is {within.median():.0%} wide."
+        f"Between runs, some of them of earlier code, a case's speed-up differs by **{apart.median():.0%}** {inside}."
     ]
 
 

@@ -130,18 +130,20 @@ def bytes_over_run(lives: Mapping[str, pd.DataFrame], most: int = 11):
 def claimed(rows: pd.DataFrame):
     """A line per configuration of the reports: the longest N there, and here under the same cap, on a logarithmic axis;
     so narrow that a phone shows all of it. rows: of `claims.lengths`."""
-    once = rows.drop_duplicates("preset")
+    once, how = rows.drop_duplicates("preset"), "here" if rows["measured"].any() else "predicted"
     fig, ax = style.subplots(figsize=(3.7, 0.6 * len(once) + 1.6))
     ax.plot(once["theirs"], range(len(once)), "X", color="#777777", markersize=8, label="in the report")
     for label, line in rows.groupby("label", sort=False):
         look = style.family_look(line["pattern_spec"].iloc[0]["pattern"]) | {"mfc": "none", "ls": ""}
-        ax.plot(line["n"].astype(float), range(len(once)), ms=8, label=f"{title(label)}, here", **look)
+        ax.plot(line["n"].astype(float), range(len(once)), ms=8, label=f"{title(label)}, {how}", **look)
     names = [f"{x.preset.removeprefix('report-')}\n{x.heads} x {x.head_dim}, {x.dtype}" for x in once.itertuples()]
     ax.set(xscale="log", xlabel="longest N (tokens) under 8 GB", ylim=(len(once) - 0.5, -0.5))
     ax.set_yticks(range(len(once)), names)
     style.log_ticks(ax.xaxis, style.length, base=4, numticks=9)
     fig.legend(loc="outside lower center", ncols=2)
-    return style.finish(fig, "The longest N in the reports and the longest here under the same cap, by configuration.")
+    return style.finish(
+        fig, f"The longest N in the reports and under the same cap the longest {how}, by configuration."
+    )
 
 
 def _line(ax, line: pd.DataFrame, scale, pale: bool) -> str:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from workbench.engines.check import DTYPES
-from workbench.engines.dispatch import BACKENDS
+from workbench.engines.dispatch import BACKENDS, attention
+from workbench.engines.merge import merge
 from workbench.engines.reference import reference
 from workbench.harness.outcome import attempt
-from workbench.patterns import checks
+from workbench.patterns import BlockSparse, Dense, checks, layouts
 from workbench.probes.case import Case, case_of
 
 RELATIVE = {torch.float64: 1e-10, torch.float32: 2e-6}
@@ -133,3 +134,15 @@ def _torch_own(q: Tensor, k: Tensor, v: Tensor, pattern) -> Tensor:
     k, v = (x.repeat(1, copies, 1, 1).repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in (k, v))
     out = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask | ~seen)
     return out.masked_fill(~seen, 0).transpose(1, 2) / pattern.divisor(heads)
+
+
+def of_parts(n: int = 512) -> pd.DataFrame:
+    """The relative errors of three ways to add attention over two parts of the keys, against all keys."""
+    q, k, v = torch.randn(3, 1, n, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
+    halves = (BlockSparse(x, 64) for x in (layouts.local(1), ~layouts.local(1)))
+    one, other = ((out.transpose(1, 2), lse) for out, lse in (attention(q, k, v, x, return_lse=True) for x in halves))
+    ways = {"one softmax, parts weighted by their denominators": merge(one, other)[0]}
+    ways |= {"the sum of both": one[0] + other[0], "their mean": (one[0] + other[0]) / 2}
+    want = reference(q, k, v, Dense())[0].transpose(1, 2)
+    errors = [(x, float((out - want).norm() / want.norm())) for x, out in ways.items()]
+    return pd.DataFrame(errors, columns=["two parts added as", "relative error"])

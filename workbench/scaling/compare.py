@@ -43,18 +43,10 @@ def one_device(case: Case, rank: int, world: int) -> tuple[dict[str, Tensor] | N
         results = strategies.prepare(ONE, case, 0, world)(out=True)
         return {x: results[x][:, at[x].to(results[x].device)].double().cpu().contiguous() for x in names}
 
-    outcome = attempt(work) if rank == 0 else None
-    why = [outcome and outcome.error]
-    dist.broadcast_object_list(why, src=0, device=torch.device("cpu"))
-    if why[0] is not None:
-        return None, f"no one-device result to compare with: {why[0]}"
-    found = outcome.result if rank == 0 else {}
-    for name in names:
-        heads = case.kv_heads if name in ("dk", "dv") else case.heads
-        shape = case.batch, len(at[name]), heads, case.head_dim
-        found.setdefault(name, torch.empty(shape, dtype=torch.float64))
-        dist.broadcast(found[name], 0)
-    return found, None
+    outcomes = [attempt(work) if rank == 0 else None]
+    dist.broadcast_object_list(outcomes, src=0, device=torch.device("cpu"))
+    why = outcomes[0].error
+    return outcomes[0].result, why and f"no one-device result to compare with: {why}"
 
 
 def with_one_device(work: Work, results: dict[str, Tensor], expected: dict[str, Tensor], world: int) -> dict:

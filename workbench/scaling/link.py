@@ -67,8 +67,8 @@ def measure(
     asked = [("link", size, sent, x) for x, size in enumerate(sizes)] + [("cost", size, called, "sequence")]
     for stage, size, outcome, x in asked:
         row = {"stage": stage, "world": nproc, "message_bytes": size, "status": outcome.status, "error": outcome.error}
-        row |= {"exchanges": len(plan.stages) if stage == "cost" else 1}
-        row |= {"backend": pool.backend, "samples_ms": None, "median_ms": None, "bytes_per_second": None}
+        row |= {"exchanges": len(plan.stages) if stage == "cost" else 1, "backend": pool.backend}
+        row |= dict.fromkeys(("samples_ms", "median_ms", "bytes_per_second"))
         if outcome.status == "ok":
             took = np.max([rank[x] for rank in outcome.result], axis=0)
             if stage == "cost":

@@ -11,6 +11,7 @@ import math
 import random
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial, wraps
 
 import torch
@@ -25,7 +26,8 @@ from workbench.probes.timing import AA
 from workbench.scaling import compare, strategies
 from workbench.scaling.strategies import Work
 
-CALLS = 3  # over which the busy share is measured
+CALLS = 3  # over which the busy share is measured; on a CPU no more once they have taken ENOUGH_S
+ENOUGH_S = 0.03  # seconds against which the barrier behind the calls is little
 FEWEST = 3  # samples, however long they take: fewer show no spread
 NO_WORK = ("nccl", "Memcpy", "Memset")  # how names of what a profile shows on a card begin that is no computation
 
@@ -120,27 +122,26 @@ def _extra(work: Work, cards: int) -> list[int]:
 
 
 def busy(work: Work, cards: int = 1) -> tuple[list[float | None], str | None]:
-    """(the share of the wall time of CALLS calls in which each card computes, the kernel that took most of the time);
+    """(the share of the wall time of up to CALLS calls in which each card computes, the kernel that took most of it);
     all ranks begin and end the calls together.
 
     CUDA: the union of the intervals of all kernels but NCCL's, from torch's profiler; None if it shows none although
     the rank has work. CPU: this process's CPU time over the wall time of its threads, which includes gloo's copies.
     """
-    if not work.case.device.startswith("cuda"):
+    cuda = work.case.device.startswith("cuda")
+    seen = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if cuda else nullcontext()
+    with seen as profile:
         barrier(work.case.device)
         begin, before = time.perf_counter(), time.process_time()
         for _ in range(CALLS):
             work()
+            if not cuda and _over(begin, ENOUGH_S):
+                break
         computed = time.process_time() - before
         barrier(work.case.device)
-        return [computed / (time.perf_counter() - begin) / torch.get_num_threads()], None
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        barrier(work.case.device)
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            work()
-        barrier(work.case.device)
         wall = time.perf_counter() - begin
+    if not cuda:
+        return [computed / wall / torch.get_num_threads()], None
     first = 0 if cards > 1 else torch.cuda.current_device()
     spans: dict[int, list[tuple[int, int]]] = {first + x: [] for x in range(cards)}
     longest: dict[str, int] = {}
@@ -148,10 +149,8 @@ def busy(work: Work, cards: int = 1) -> tuple[list[float | None], str | None]:
         if not name.startswith(NO_WORK):
             spans.setdefault(card, []).append((start, start + took))
             longest[name] = longest.get(name, 0) + took
-    shares = [
-        None if cards == 1 and not spans[card] and not work.idle else covered(spans[card]) / 1e9 / wall
-        for card in range(first, first + cards)
-    ]
+    mine = [spans[first + x] for x in range(cards)]
+    shares = [None if cards == 1 and not x and not work.idle else covered(x) / 1e9 / wall for x in mine]
     return shares, max(longest, key=longest.get, default=None)
 
 
@@ -179,8 +178,8 @@ def times(case: Case, names: list[str], samples: int, seconds: float, at_once: b
     """{strategy: milliseconds of each round on this rank}; "A/A" is the first strategy again.
 
     In each round all are timed, in a random order that is the same on all ranks. A sample begins at a barrier and ends
-    when this rank is done. seconds: after about so long no second warm-up call is made, and no round is begun once
-    there are FEWEST. at_once: whether the inputs of all strategies are there at once; if not, a sample makes its own.
+    when this rank is done. seconds: after about so long no round is begun once there are FEWEST, after a tenth no
+    second warm-up call. at_once: whether the inputs of all strategies are there at once, or a sample makes its own.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     made: dict = {}
@@ -189,7 +188,7 @@ def times(case: Case, names: list[str], samples: int, seconds: float, at_once: b
     for work in works.values():
         for _ in range(2):
             _sample(work)
-            if _over(begin, seconds):
+            if _over(begin, seconds / 10):
                 break
     order = [*names, AA]
     shuffled, taken = random.Random(0), {name: [] for name in order}  # the same seed on all ranks

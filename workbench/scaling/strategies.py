@@ -114,13 +114,14 @@ def make(case: Case, name: str, batch: range, rows: tuple[range, ...]) -> Tensor
 
     Each chunk of rows has a seed of its own, so that a rank draws little more than what it holds.
     """
-    shape = case.batch, CHUNK, case.kv_heads if name in "kv" else case.heads, case.head_dim
+    total, heads = (case.n, case.kv_heads) if name in "kv" else (case.nq, case.heads)
     like = {"dtype": case.dtype, "device": case.device}
-    found = torch.empty(len(batch), sum(map(len, rows)), *shape[2:], **like)
+    found = torch.empty(len(batch), sum(map(len, rows)), heads, case.head_dim, **like)
     start, random = 0, torch.Generator(case.device)
     for part in rows if batch else ():
         for first in range(part.start // CHUNK * CHUNK, part.stop, CHUNK):
             some = range(max(part.start, first), min(part.stop, first + CHUNK))
+            shape = case.batch, min(CHUNK, total - first), heads, case.head_dim
             random.manual_seed(zlib.crc32(f"{case.seed} {name} {first}".encode()))  # the CPU's uses 32 bits of a seed
             drawn = torch.randn(shape, generator=random, **like)[batch.start : batch.stop]
             found[:, start : start + len(some)] = drawn[:, some.start - first : some.stop - first]

@@ -173,14 +173,12 @@ def _times(facts: dict[str, dict], case: Case, pool: Pool, samples: int, seconds
     if outcome.status != "ok":
         return rows | {name: rows[name] | {"status": outcome.status, "error": outcome.error} for name in able}
     taken = {name: np.max([rank[name] for rank in outcome.result], axis=0).tolist() for name in outcome.result[0]}
-    if ONE in able:
-        rows[AA] = {"status": "ok", "error": None, "pairs": facts[ONE]["pairs"]}
-    else:
+    if ONE not in able:
         del taken[AA]
+    again = {"status": "ok", "error": None, "pairs": facts[able[0]]["pairs"]}
     for name, mine in taken.items():
-        rows[name] = rows[name] | {"samples_ms": mine, "median_ms": float(np.median(mine))}
-        if ONE in able:
-            rows[name] |= speedup(taken[ONE], mine)
+        rows[name] = rows.get(name, again) | {"samples_ms": mine, "median_ms": float(np.median(mine))}
+        rows[name] |= speedup(taken[ONE], mine) if ONE in able else {}
     return rows
 
 
