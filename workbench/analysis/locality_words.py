@@ -27,7 +27,7 @@ def fastest(times: pd.DataFrame) -> str:
     )
     noise = f"row-major against itself {again['speedup_low']:.2f} to {again['speedup_high']:.2f}"
     first = orders.loc[orders["speedup"].idxmax()]
-    beaten = f" {title(first.name)} is faster than Hilbert here."
+    beaten = f" Here {title(first.name)} is faster than Hilbert."
     beaten *= bool(first["speedup_low"] > orders.loc["hilbert", "speedup_high"])
     return f"Speed relative to row-major, by paired rounds: {told}; {noise}.{beaten}"
 
@@ -71,9 +71,10 @@ ALIKE, SEEN = f"tokens until half alike{HIGHER}", f"surroundings that LongNet se
 
 
 def best(summary: pd.DataFrame) -> pd.DataFrame:
-    """bool: where each row of the summary is best. Orders that stay alike over all that was looked at have no ALIKE."""
+    """bool: where each row of the summary is best, in the digits that are shown. Orders alike to the end have no ALIKE."""
     known = summary.T.fillna({ALIKE: np.inf}).T
-    return known.apply(lambda row: row == (row.max() if row.name.endswith(HIGHER) else row.min()), axis=1)
+    tops = known.max(axis=1).where(known.index.str.endswith(HIGHER), known.min(axis=1)).map(number)
+    return known.map(number).eq(tops, axis=0)
 
 
 def verdict(summary: pd.DataFrame, times: pd.DataFrame, line: dict[str, float], percents: pd.DataFrame) -> list[str]:
