@@ -26,19 +26,19 @@ def call(label, strategy, n=1024, batch=1, ms=10.0, speedup=1.0, peak=40, busy=(
 
 
 def judged(claim, *rows, **fields):
-    """(the verdict, its kind, the figures) of a claim by these calls, or other fields of `Seen`."""
-    verdict, figures = claims.judge(claim, Seen(calls=pd.DataFrame(rows), **fields))
+    """(the verdict's kind, its words) by calls, as fast as themselves where no "A/A" is given, or by other fields."""
+    again = [call(x, "A/A", speedup_low=1, speedup_high=1) for x in {x["label"] for x in rows}]
+    again = [] if any(x["strategy"] == "A/A" for x in rows) else again
+    verdict, figures = claims.judge(claim, Seen(calls=pd.DataFrame([*rows, *again]), **fields))
     kind = next(x for x in (ONLY, TRUE, FALSE, NOT) if verdict.startswith(x))
     return kind, f"{verdict}. {figures}"
 
 
 def batches(strategy, one, several):
     """One sequence and several: (speed-up, peak) each."""
-    rows = []
-    for batch, (speedup, peak) in ((1, one), (2, several)):
-        rows.append(call("report-000-16k", ONE, n=2048 // batch, batch=batch))
-        rows.append(call("report-000-16k", strategy, n=2048 // batch, batch=batch, speedup=speedup, peak=peak))
-    return rows
+    case, sizes = "report-000-16k", ({"n": 2048, "batch": 1}, {"n": 1024, "batch": 2})
+    ours = [call(case, strategy, speedup=x, peak=y, **size) for (x, y), size in zip((one, several), sizes, strict=True)]
+    return [call(case, ONE, **size) for size in sizes] + ours
 
 
 @pytest.mark.parametrize("claim, strategy", [(1, DP), (6, DDP)])
@@ -88,6 +88,7 @@ def test_a_divided_sequence(claim, ours, kind):
     rows = [call(x, strategy, **(ours if strategy == OURS else {})) for x in labels for strategy in (ONE, OURS)]
     rows += [call("report-004-8k", strategy) for strategy in (ONE, OURS)]
     assert judged(claim, *rows)[0] == kind
+    assert judged(claim, *rows, call("another", "A/A"))[0] == (NOT if claims.RULES[claim].timed else kind)
 
 
 @pytest.mark.parametrize("few, memory, time", [

@@ -126,7 +126,7 @@ def _batch(rows: pd.DataFrame, strategy: str) -> dict:
         raise Missing(whys.iloc[0] if len(whys) else "it takes two ranks")
     shares["span"] = [*zip(shares["low"], shares["high"], strict=True)]
     one, many = (shares[shares["sequences"].eq(1) == x].tail(1).to_dict("records") for x in (True, False))
-    return one[0] | {f"many_{x}": y for x, y in (many or one)[0].items()}
+    return (one or many)[0] | {f"many_{x}": y for x, y in (many or one)[0].items()}
 
 
 def _calls(rows: pd.DataFrame, *labels: str, strategy: str = ONE) -> list[dict]:
@@ -142,7 +142,7 @@ def _divided(rows: pd.DataFrame, label: str) -> dict:
     return {
         "n": it["n"], "times": 1 / it["speedup"], "span": (1 / it["speedup_high"], 1 / it["speedup_low"]),
         "like": it["peak_bytes"] / one["peak_bytes"], "mixed": it["extra_bytes"] / one["peak_bytes"],
-        "sent": binary(max(it["sent_bytes"])), "off": number(100 * max(x for _, x in it["errors"].values())),
+        "off": max([100 * x for _, x in it["errors"].values()] or [math.nan]), "sent": binary(max(it["sent_bytes"])),
     }  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def _near_linear(rows: pd.DataFrame) -> dict:
     each = [f"{title(x.kind)}, {x.n:,.0f} tokens: {x.speedup:.2f} times" for x in done[~theirs].itertuples()]
     longer, one = f" On record of such cards: {'; '.join(each)}." if each else "", done[theirs].sort_values("share")
     least, best = (f"{x.share:.0%} ({x.label})" for x in one.iloc[[0, -1]].itertuples())
-    return {"many": len(one), "good": one["low"].gt(0.9).sum(), "span": one[["low", "high"]].min(),
+    return {"many": len(one), "good": one["share"].ge(0.9).sum(), "span": one[["low", "high"]].min(),
             "far": done[["low", "high"]].max(), "most": one["n"].max(), "longer": longer, "least": least,
             "best": best}  # fmt: skip
 
@@ -234,42 +234,42 @@ def _counted(found: dict) -> dict:
 
 
 def _above(limit: float, facts: dict, span: str = "span") -> bool | None:
-    """Whether an interval is above a limit; None where they are no further apart than a call is from itself."""
-    low, high = facts[span]
-    return True if low > limit * facts["noise"] else False if high * facts["noise"] <= limit else None
+    """Whether an interval is above a limit; None where they are no further apart than a call may be from itself."""
+    (low, high), noise = facts[span], facts.get("noise", 1)
+    return True if low > limit * noise else False if high * noise <= limit else None
 
 
 class Rule(NamedTuple):
-    """data: the field of `Seen` that decides; facts: what it gives; holds: whether these make the claim true, None
-    where nothing can; then: whether they do under the condition `only` of claims.json; timed: whether time decides."""
+    """data: the field of `Seen` that decides; facts: what it gives; holds: whether the claim is true by these, None
+    where nothing can tell; then: the same under `only` of claims.json; timed: how labels begin, where time decides."""
 
     data: str
     facts: Callable
     holds: Callable[[dict], bool | None]
     then: Callable[[dict], bool | None] = lambda x: False
-    timed: bool = False
+    timed: str = ""
 
 
 _DP, _DDP = (partial(_batch, strategy=x) for x in ("DataParallel", "DDP"))
 _LESS = (lambda x: x["peak"] <= 0.6, lambda x: x["many_peak"] <= 0.6)
 RULES = {
     1: Rule("calls", _DP, *_LESS),
-    2: Rule("calls", _DP, partial(_above, GAIN), partial(_above, GAIN, span="many_span"), timed=True),
+    2: Rule("calls", _DP, partial(_above, GAIN), partial(_above, GAIN, span="many_span"), "report-000"),
     3: Rule("messages", _communication, partial(_above, 1)),
     4: Rule("counts", _counted, lambda x: False, lambda x: x["fits"]),
-    5: Rule("calls", _near_linear, partial(_above, 0.9), partial(_above, 0.9, span="far"), timed=True),
+    5: Rule("calls", _near_linear, partial(_above, 0.9), partial(_above, 0.9, span="far"), "report-"),
     6: Rule("calls", _DDP, *_LESS),
     7: Rule("calls", partial(_sparse, density=0.05), lambda x: x["bytes"] < 0.1),
     8: Rule("counts", _counted, lambda x: x["most"] > 8),
-    9: Rule("calls", partial(_divided, label="report-002-8k"), partial(_above, 100), timed=True),
+    9: Rule("calls", partial(_divided, label="report-002-8k"), partial(_above, 100), timed="report-002-8k"),
     10: Rule("calls", partial(_divided, label="report-002-8k"), lambda x: x["like"] < 0.6),
     11: Rule("fits", partial(_longest, preset="report-003-131k"), lambda x: x["times"] < 1.1),
     12: Rule("calls", _after, lambda x: x["kept"] > 0.9),
     13: Rule("counts", _counted, lambda x: x["small"] > 17_500),
-    14: Rule("calls", partial(_sparse, density=0.01), partial(_above, 0.8, span="like"), timed=True),
-    15: Rule("calls", _dilation, partial(_above, GAIN), partial(_above, 1.25, span="over"), timed=True),
+    14: Rule("calls", partial(_sparse, density=0.01), partial(_above, 0.8, span="like"), timed="report-001-density"),
+    15: Rule("calls", _dilation, partial(_above, GAIN), partial(_above, 1.25, span="over"), "report-004"),
     16: Rule("fits", partial(_longest, preset="report-004-237k"), lambda x: x["times"] < 1.1),
-    17: Rule("calls", _gains, partial(_above, 1), timed=True),
+    17: Rule("calls", _gains, partial(_above, 1), timed="report-004-8k"),
     18: Rule("counts", _counted, lambda x: x["grown"] > 3),
     19: Rule("counts", _counted, lambda x: x["sequence"] < 1, lambda x: x["grid"] < 1),
     20: Rule("calls", partial(_divided, label="report-001-8k"), lambda x: None),
@@ -286,8 +286,9 @@ def judge(claim: int, seen: Seen) -> tuple[str, str]:
         facts = rule.facts(rows)
     except Missing as why:
         return f"{NOT} ({why})", ""
-    again = rows[rows["strategy"].eq(AA)] if rule.timed else None
-    facts["noise"] = max(1, (again["speedup_high"] / again["speedup_low"]).median() ** 0.5) if rule.timed else 1
+    if rule.timed:  # NaN where no such call was measured against itself, and nothing is decided
+        again = rows[rows["strategy"].eq(AA) & rows["label"].astype(str).str.startswith(rule.timed)]
+        facts["noise"] = max(again["speedup_high"].combine(1 / again["speedup_low"], max).median(), 1)
     holds, said = rule.holds(facts), words["said"].format_map(facts)
     then = holds is not None and not holds and rule.then(facts)
     if None in (holds, then):

@@ -189,7 +189,7 @@ def limits(table: pd.DataFrame) -> str:
 
 def autos(table: pd.DataFrame) -> str:
     """Which kernel `auto` takes for dense attention at the longest N (rows of `frontier.sweep`), in a sentence."""
-    dense = table[table["label"].eq("dense, auto") & table["n"].gt(0)]
+    dense = table[table["label"].eq("dense, auto") & table["n"].gt(0) & table["kernel"].notna()]
     on = dense["card"].map(title).groupby(dense["kernel"].map(title), sort=False).agg(listed)
     return f"At these lengths dense, auto is {'; '.join(f'{x} on {y}' for x, y in on.items())}." * bool(len(on))
 

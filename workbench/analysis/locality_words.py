@@ -71,28 +71,27 @@ ALIKE, SEEN = f"tokens until half alike{HIGHER}", f"surroundings that LongNet se
 
 
 def best(summary: pd.DataFrame) -> pd.DataFrame:
-    """bool: where each row of the summary is best, in the digits that are shown. Orders alike to the end have no ALIKE."""
-    known = summary.T.fillna({ALIKE: np.inf}).T
+    """bool: where a row that all orders have is best, in the digits shown. Orders alike to the end have no ALIKE."""
+    known = summary.T.fillna({ALIKE: np.inf}).T.dropna()
     tops = known.max(axis=1).where(known.index.str.endswith(HIGHER), known.min(axis=1)).map(number)
-    return known.map(number).eq(tops, axis=0)
+    return known.map(number).eq(tops, axis=0).reindex(summary.index, fill_value=False)
 
 
 def verdict(summary: pd.DataFrame, times: pd.DataFrame, line: dict[str, float], percents: pd.DataFrame) -> list[str]:
     """What the notebook found, in sentences: a summary with a row a measure and a column an order, the times that it is
-    made of, the percent of blocks on a line in its natural order and in Hilbert's, and that of windows by their side.
-    """
+    made of, the percent of blocks on a line in natural order and in Hilbert's, and that of windows by their side."""
     blocks = summary.loc[BLOCKS].sort_values()
     told = listed(f"{share:.1f}% ({title(x)})" for x, share in blocks.items())
     fewer = percents.drop(columns="row_major").max(axis=1) < percents["row_major"]  # under all of them
     side = next((side for side in fewer.index if fewer.loc[side:].all()), None)
-    wide = f"of {side} x {side} cells and more" if side else "that are wide enough"
-    saves = f"Any order that keeps blocks compact saves work in windows {wide}, as counted"
+    wide = f" As counted on the grid, it does in windows of {side} x {side} cells and more." if side else ""
+    saves = "Any order that keeps blocks compact saves work"
     claim = saves if (blocks < 0.8 * blocks["row_major"]).sum() > 1 else "No choice of order saves much work"
     moved, slowest = (number(x) for x in (summary.loc[MOVED].max(), summary.loc[ATTENTION].min()))
     end = "leave a line in its natural order" if line["hilbert"] > line["natural"] else "here even that costs nothing"
     ratio = f"{line['hilbert']:.1f}% of the blocks against {line['natural']:.1f}%"
     return [
-        f"**{claim}**: on the photograph the same attention touches {told} of the blocks.",
+        f"**{claim}**: on the photograph the same attention touches {told} of the blocks.{wide * (claim is saves)}",
         fastest(times),
         f"Permuting q, k, v and the result takes at most {moved} ms, once for a whole network; one call of attention "
         f"takes {slowest} ms or more, and the result is the same.",
@@ -104,6 +103,6 @@ def verdict(summary: pd.DataFrame, times: pd.DataFrame, line: dict[str, float], 
 
 def _leader(summary: pd.DataFrame, row: str) -> str:
     """The best order of a row of the summary, ties included, and row-major's value beside."""
-    values = summary.loc[row][best(summary).loc[row]]
-    shown = f"{values.iloc[0]:,.0f}" if values.notna().any() else "more than was looked at"
-    return f"**{listed(map(title, values.index))}** ({shown}; row-major {summary['row_major'][row]:,.0f})"
+    said = summary.loc[row].map("{:,.0f}".format, "ignore").fillna("more than was looked at")
+    first = said[best(summary).loc[row]]
+    return f"**{listed(map(title, first.index))}** ({first.iloc[0]}; row-major {said['row_major']})"

@@ -104,10 +104,10 @@ def answer(table: pd.DataFrame, steps: int) -> tuple[list[str], str]:
     for label, pairs, reached, step, loss in table[columns].itertuples():
         name = f"{title(label)}, with {pairs:,.1f} pairs per token and {reached:.0f}% of the needles in reach"
         found += [f"{name}, from step **{step:.0f}** on"] * (step > 0)
-        lost += [] if step > 0 else [f"{name}, whose loss stays **{loss:.2f}**"]
+        lost += [] if step > 0 else [f"{name}, whose loss stays **{loss:.2f}** (a guess: {GUESS:.2f})"]
         heads.append(f"{title(label)} {f'at step {step:.0f}' if step > 0 else 'not'}")
     once = f"within {steps} steps (one run, one seed)"
-    said = {"These learn to find the needle": found, f"These do not {once}; a guess has a loss of {GUESS:.2f}": lost}
+    said = {"These learn to find the needle": found, f"These do not find the needle {once}": lost}
     headline = f"learnt {once}: {'; '.join(heads)}"
     return [f"**{who}**: {'; '.join(each)}." for who, each in said.items() if each], headline
 

@@ -39,7 +39,7 @@ class Options:
 
     limit_n, grain: lengths are multiples of grain, up to limit_n. first: where a prediction begins.
     step: a measurement ends when what works and what does not are this share of N apart, or a tenth where that is time;
-        a prediction is ten times as close, where its limit is time or validity exact, whatever the memory.
+        a prediction ends at a tenth of step, and at the grain where time or wrong results are the limit.
     """
 
     limit_n: int = 1 << 30

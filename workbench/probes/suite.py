@@ -190,12 +190,12 @@ def devices(rows: pd.DataFrame, dated=False) -> str:
     """The cards that rows are from, in words; dated: with the day and the commit of each run."""
     named = rows["run_device"].map(lambda x: short_name(str(x)).upper())
     if dated:
-        named += " (" + rows["run_utc"].str[:10] + ", commit " + rows["run_commit"].str[:7].fillna("unknown") + ")"
-    return listed(named.unique()) if len(rows) else "no card"
+        named += [f" ({x[:10]}, commit {y[:7]})" for x, y in rows[["run_utc", "run_commit"]].fillna("not known").values]
+    return listed(named.unique())
 
 
 def apart(sweep: pd.DataFrame, rows: pd.DataFrame, much=0.1) -> list[str]:
-    """What a sweep (`speed.table`) and a group timed by the same kernel and differs by more than `much`, a sentence."""
+    """Calls that a sweep (`speed.table`) and a group timed by one kernel, at rates that differ by more than `much`."""
     groups = rows[(rows["label"] != AA) & rows["graph"].ne(True)]
     both = sweep.merge(groups, on=[*CALL, "pattern", "pairs", "backend"], suffixes=("", "_here"))
     both = both[(both["tflops_here"] / both["tflops"] - 1).abs() > much]

@@ -69,7 +69,7 @@ def formatted(frame, bold=None):
     forms |= dict.fromkeys({"mode", "backend"} & {*forms}, title)
     styler = frame.style.format(forms, na_rep="", escape="html").format_index(escape="html", axis=1).hide()
     for name in () if bold is None else bold:
-        styler.format(lambda x, form=forms[name]: f"<b>{form(x)}</b>", (frame.index[bold[name]], [name]), "")
+        styler.format(lambda x, form=forms[name]: f"<b>{escape(form(x))}</b>", (frame.index[bold[name]], [name]), "")
     return styler
 
 

@@ -45,8 +45,8 @@ def one_device(case: Case, rank: int, world: int) -> tuple[dict[str, Tensor] | N
 
     outcomes = [attempt(work) if rank == 0 else None]
     dist.broadcast_object_list(outcomes, src=0, device=torch.device("cpu"))
-    why = outcomes[0].error
-    return outcomes[0].result, why and f"no one-device result to compare with: {why}"
+    why = f"no one-device result to compare with: {outcomes[0].error or outcomes[0].status}"
+    return outcomes[0].result, why if outcomes[0].status != "ok" else None
 
 
 def with_one_device(work: Work, results: dict[str, Tensor], expected: dict[str, Tensor], world: int) -> dict:

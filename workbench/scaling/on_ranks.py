@@ -178,8 +178,8 @@ def times(case: Case, names: list[str], samples: int, seconds: float, at_once: b
     """{strategy: milliseconds of each round on this rank}; "A/A" is the first strategy again.
 
     In each round all are timed, in a random order that is the same on all ranks. A sample begins at a barrier and ends
-    when this rank is done. seconds: after about so long no round is begun once there are FEWEST, after a tenth no
-    second warm-up call. at_once: whether the inputs of all strategies are there at once, or a sample makes its own.
+    when this rank is done. seconds: after about so long no round is begun once there are FEWEST, and after a tenth of
+    warming up each is called once only. at_once: whether all inputs are there at once, or a sample makes its own.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     made: dict = {}

@@ -166,8 +166,9 @@ class Calls:
         if isinstance(pattern, Dilated):
             yield from [Call(chunk, chunk, self.local)] if self.local else ()
         elif isinstance(pattern, Dense):
+            own, other = Dense(pattern.causal), Dense()
             for keys in self.chunks[: chunk.start // self.chunk + 1 if pattern.causal else None]:
-                yield Call(chunk, keys, Dense(pattern.causal and keys == chunk))
+                yield Call(chunk, keys, own if keys == chunk else other)
         elif self.window:
             around = range(max(0, chunk.start - self.reach), min(self.n, chunk.stop + self.reach))
             yield Call(around, around, self.window, slice(chunk.start - around.start, chunk.stop - around.start))
