@@ -56,12 +56,14 @@ def test_what_computes_nothing_answers_at_once(folder, arguments):
     assert min(once("-m", "workbench", *arguments) for _ in range(3)) < QUICK * idle
 
 
-def test_the_command_line_imports_nothing_heavy():
+def test_the_command_line_imports_nothing_heavy_and_gradients_no_compiler():
     heavy = ("torch", "numpy", "nbformat", "nbconvert", "papermill", "IPython", "matplotlib", "pandas")
     script = "import sys, workbench.cli, workbench.report.show, workbench.explorers\n"
-    script += f"print([name for name in {heavy} if name in sys.modules])"
+    script += f"print([name for name in {heavy} if name in sys.modules])\n"
+    script += "import torch, workbench as wb\nx = torch.ones(1, 4, 1, 8, requires_grad=True)\n"
+    script += "wb.attention(x, x, x, wb.Dilated([2], [1])).sum().backward()\nprint('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    assert done.stdout == "[]\n", done.stderr
+    assert done.stdout == "[]\nFalse\n", done.stderr
 
 
 def test_a_shell_completes_the_names_of_notebooks_cards_and_patterns(folder, monkeypatch, capsys):

@@ -61,9 +61,8 @@ def test_what_a_machine_lacks_is_said_with_its_reason():
 
 
 def test_efficiency():
-    rows = [
-        [call("report-002-8k", OURS, speedup=x) for x in pair] for pair in ((1.9, 2), (1.5, 2), (0.5, 1.5), (1.82, 2))
-    ]
+    pairs = (1.9, 2), (1.5, 2), (0.5, 1.5), (1.82, 2)
+    rows = [[call("report-002-8k", OURS, speedup=x) for x in pair] for pair in pairs]
     assert [judged(5, *x)[0] for x in rows] == [TRUE, ONLY, FALSE, NOT]
     got, words = judged(5, *rows[2], call("dense", OURS, n=1 << 17, speedup=1.9, kind="dense"))
     assert got == ONLY and all(x in words for x in ("0 of 2 calls of up to 1,024", "dense, 131,072 tokens: 1.90"))
