@@ -209,7 +209,7 @@ def test_the_verdict_weighs_all_orders():
     found = summary(**dict(zip(("row_major", "tiles", "hilbert"), rows, strict=True)))
     line, since = {"natural": 15.0, "hilbert": 43.0}, percents(row_major=[5, 9], tiles=[4, 4], hilbert=[6, 5])
     work, speed, moved, long_runs, on_a_line = words.verdict(found, times(tiles=1.7, hilbert=1.3), line, since)
-    assert work.startswith("**Any order that keeps blocks compact saves work**") and work.endswith("9 x 9 cells and more.")
+    assert work.startswith("**Any order that keeps blocks compact saves work**") and work.endswith("9 cells and more.")
     assert words.best(found).to_numpy().tolist() == [[0, 1, 0], [0, 1, 1], [0, 0, 0], [0, 0, 1], [0, 0, 1]], "as shown"
     assert "5.4% (tiles), 6.7% (Hilbert) and 11.0% (row-major)" in work
     assert speed.endswith("Here tiles is faster than Hilbert.")
